@@ -1,0 +1,76 @@
+# Every target sets up what it needs on a machine with Python 3.11+, git, make and a C++ compiler.
+#   make demo | test | check | bench | format | build-ops | venv | clean
+# Variables: PYTHON, VENV, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS, DEMO_FLAGS, BENCH_FLAGS.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
+TORCH_VERSION ?= 2.13.0
+TORCH_INDEX_URL ?=
+TESTS ?= tests
+DEMO_FLAGS ?=
+BENCH_FLAGS ?= --per-task 5
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LIBRARY := shared/ops/_lib/libneap_ops.so
+PROTO_SOURCES := $(shell find protos -name '*.proto')
+NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
+SCRIPTS := .ci/run .ci/proto-breaking
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
+
+.PHONY: help venv build-ops demo test check bench format clean
+
+help:
+	@sed -n '1,3s/^# *//p' Makefile
+
+venv: $(STAMP)
+
+# torch comes first and alone, so that one variable decides between its CPU and its CUDA build.
+$(STAMP): pyproject.toml shared/build_hook.py $(PROTO_SOURCES)
+	@[ -n "$(PYTHON)" ] || { echo "neap needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	@echo "installing neap into $(VENV) (torch $(TORCH_VERSION) first; minutes on a new machine)"
+	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
+	@$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==$(TORCH_VERSION)
+	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+build-ops: $(LIBRARY)
+
+$(LIBRARY): $(STAMP) $(NATIVE_SOURCES) shared/ops/build.py
+	@echo "building csrc"
+	@$(BIN)/python -m shared.ops.build >/dev/null
+	@touch $@
+
+demo: $(LIBRARY)
+	@$(BIN)/neap demo --data-dir .neap $(DEMO_FLAGS)
+
+test: $(LIBRARY)
+	@$(BIN)/python -m pytest $(TESTS)
+
+check: $(STAMP)
+	@echo "ruff format"; out=$$($(BIN)/ruff format --check --output-format concise . 2>&1) || { echo "$$out" >&2; echo "run make format" >&2; exit 1; }
+	@echo "ruff"; $(BIN)/ruff check --quiet .
+	@echo "mypy"; $(BIN)/mypy --no-error-summary
+	@echo "import-linter"; out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out" >&2; exit 1; }
+	@echo "buf lint"; $(BIN)/buf lint
+	@echo "buf breaking"; BUF=$(BIN)/buf .ci/proto-breaking
+	@echo "shellcheck"; $(BIN)/shellcheck $(SCRIPTS)
+	@echo "check passed"
+
+bench: $(LIBRARY)
+	@model=$$($(BIN)/python -m shared.cli.demo_model .neap); $(BIN)/python -m bench.decode --model "$$model" $(BENCH_FLAGS)
+
+format: $(STAMP)
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+clean:
+	@rm -rf $(VENV) build dist shared/ops/_lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find protos -name '*_pb2*.py*' -delete
+	@echo "clean; .neap (the demo's model and routers) is kept: remove it by hand"
