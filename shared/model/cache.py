@@ -1,0 +1,84 @@
+"""A KV cache of preallocated slots that holds no lengths.
+
+Every pass says at which position it starts; slot j holds position j. Rolling back is starting the next pass at a smaller
+base, and layers that are behind simply get passes with an older base, so split depth needs no cache operation at all.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from shared.errors import InvalidInput
+
+
+class SlotCache(Cache):
+    """Keys and values of B rows, `capacity` slots each, allocated per layer at its first pass.
+
+    `transformers` asks a cache for its length to place positions and masks; here the answer is the pass' own base.
+    """
+
+    # Read by transformers; as plain attributes because our `layers` stays empty: no per-layer kind applies.
+    is_sliding: list[bool] = []  # type: ignore[assignment]  # noqa: RUF012
+    is_linear: list[bool] = []  # noqa: RUF012
+    is_dummy: list[bool] = []  # noqa: RUF012
+    is_compileable = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.capacity = capacity
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self._base = 0
+        self._end = 0
+
+    def begin(self, base: int, num_tokens: int) -> None:
+        """States that the next pass holds positions [base, base + num_tokens). Raises `InvalidInput` past the capacity."""
+        if not 0 <= base <= base + num_tokens <= self.capacity:
+            raise InvalidInput(
+                f"positions [{base}, {base + num_tokens}) do not fit {self.capacity} slots",
+                reason="CACHE_CAPACITY",
+            )
+        self._base, self._end = base, base + num_tokens
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes [B, Hkv, Q, Dh] at the pass' positions; returns views [B, Hkv, base + Q, Dh] of the slots."""
+        keys = self.keys.get(layer_idx)
+        if keys is None:
+            # Zeros, not empty: a masked NaN in an unused slot would still poison attention.
+            keys = self.keys[layer_idx] = self._allocate(key_states)
+            self.values[layer_idx] = self._allocate(value_states)
+        values = self.values[layer_idx]
+        keys[:, :, self._base : self._end] = key_states
+        values[:, :, self._base : self._end] = value_states
+        return keys[:, :, : self._end], values[:, :, : self._end]
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        rows, heads, _, width = like.shape
+        return torch.zeros(rows, heads, self.capacity, width, dtype=like.dtype, device=like.device)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes allocated so far."""
+        tensors = [*self.keys.values(), *self.values.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._base
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._base
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        # transformers before 5.3 handed the positions themselves.
+        num_queries = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self._base + num_queries, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        return -1

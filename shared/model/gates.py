@@ -1,0 +1,147 @@
+"""Running only the decoder layers [first, last) through the model's own forward.
+
+Each layer's `forward` is patched on the instance. A gate outside the range hands the hidden state through; the gate at `first`
+swaps the saved state in; the one at `last - 1` keeps what leaves it. Masks, positions, rotary tables and scaling stay the
+model's own business, so no family needs code of its own. Patching the instance keeps state-dict keys as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shared.errors import UnsupportedModel
+
+LayerOutput = Tensor | tuple[Any, ...]
+
+
+class LayerCounters:
+    """What really ran: `per_layer[i]` calls of layer i, `token_layers` tokens summed over all calls."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.per_layer = [0] * num_layers
+        self.token_layers = 0
+
+    @property
+    def layer_executions(self) -> int:
+        return sum(self.per_layer)
+
+    def snapshot(self) -> tuple[int, int]:
+        """(layer executions, token layers) so far."""
+        return self.layer_executions, self.token_layers
+
+
+class Gates:
+    """The gates of one model. Not re-entrant: one thread runs the model."""
+
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
+        self.num_layers = len(layers)
+        self.counters = LayerCounters(self.num_layers)
+        self._model = model
+        self._first, self._last = 0, self.num_layers
+        self._entering: Tensor | None = None
+        self._leaving: Tensor | None = None
+        self._captured: dict[int, Tensor] | None = None
+        # 0: layers return a tensor; n: a tuple of n. Learnt from the first call.
+        self._tuple_length: int | None = None
+        for index, layer in enumerate(layers):
+            layer.forward = self._gated(index, layer.forward)
+        self._learn_output_form()
+
+    def _gated(self, index: int, forward: Callable[..., LayerOutput]) -> Callable[..., LayerOutput]:
+        def gate(*args: Any, **kwargs: Any) -> LayerOutput:
+            return self._pass(index, forward, args, kwargs)
+
+        return gate
+
+    def _pass(
+        self,
+        index: int,
+        forward: Callable[..., LayerOutput],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> LayerOutput:
+        if not self._first <= index < self._last:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if self._last == index == 0:
+                self._leaving = hidden
+            if self._first == self.num_layers == index + 1 and self._entering is not None:
+                hidden = (
+                    self._entering
+                )  # every gate is closed: only the final norm and the head run
+            if self._tuple_length:
+                return (hidden,) + (None,) * (self._tuple_length - 1)
+            return hidden  # type: ignore[no-any-return]
+        if index == self._first and self._entering is not None:
+            if args:
+                args = (self._entering, *args[1:])
+            else:
+                kwargs["hidden_states"] = self._entering
+        if self._captured is not None and index in self._captured:
+            self._captured[index] = args[0] if args else kwargs["hidden_states"]
+        output = forward(*args, **kwargs)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if self._tuple_length is None:
+            self._tuple_length = len(output) if isinstance(output, tuple) else 0
+        self.counters.per_layer[index] += 1
+        self.counters.token_layers += hidden.shape[0] * hidden.shape[1]
+        if index == self._last - 1:
+            self._leaving = hidden
+        return output
+
+    def _learn_output_form(self) -> None:
+        token = torch.ones(1, 1, dtype=torch.long, device=self._model.device)
+        with torch.no_grad():
+            self._model.base_model(input_ids=token, use_cache=False)
+        if self._leaving is None:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__} cannot be run in parts: its forward did not call the layers found",
+                metadata={"architecture": type(self._model).__name__},
+            )
+        self.counters = LayerCounters(self.num_layers)
+
+    def run(self, first: int, last: int, entering: Tensor | None, **inputs: Any) -> Tensor:
+        """Runs layers [first, last); returns the state at depth `last` [B, Q, D]. `entering` is the state at depth `first`.
+
+        [0, 0) runs no layer and returns what enters the first.
+        """
+        self._open(first, last, entering)
+        try:
+            self._model.base_model(**inputs)
+            assert self._leaving is not None
+            return self._leaving
+        finally:
+            self._reset()
+
+    def head(self, state: Tensor, **inputs: Any) -> Tensor:
+        """Final norm and head alone, by the model's own forward: state at depth L [B, Q, D] -> logits [B, Q, V]."""
+        self._open(self.num_layers, self.num_layers, state)
+        try:
+            logits: Tensor = self._model(**inputs).logits
+            return logits
+        finally:
+            self._reset()
+
+    def capture(self, depths: Sequence[int], **inputs: Any) -> dict[int, Tensor]:
+        """All layers, once; the states at `depths`, each [B, Q, D]."""
+        self._open(0, self.num_layers, None)
+        nothing = torch.empty(0)
+        self._captured = {depth: nothing for depth in depths if depth < self.num_layers}
+        try:
+            self._model.base_model(**inputs)
+            assert self._leaving is not None
+            states = dict(self._captured)
+            if self.num_layers in depths:
+                states[self.num_layers] = self._leaving
+            return states
+        finally:
+            self._reset()
+
+    def _open(self, first: int, last: int, entering: Tensor | None) -> None:
+        self._first, self._last, self._entering, self._leaving = first, last, entering, None
+
+    def _reset(self) -> None:
+        self._open(0, self.num_layers, None)
+        self._captured = None

@@ -1,0 +1,156 @@
+"""Loading a frozen model, from wherever it is, into the form the runner needs."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from shared.errors import NotFound, UnsupportedModel
+from shared.model.fingerprint import fingerprint
+from shared.model.probe import ModelParts, probe
+
+logger = logging.getLogger(__name__)
+
+# Where a config states no limit; the KV cache is allocated per request, so this costs nothing by itself.
+DEFAULT_CONTEXT_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A frozen model, probed. `fingerprint` names architecture and weights, whatever the dtype."""
+
+    model_id: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    parts: ModelParts
+    fingerprint: str
+    context_length: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def num_layers(self) -> int:
+        return self.parts.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.parts.hidden_size
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.parts.vocabulary_size
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def architecture(self) -> str:
+        return type(self.model).__name__
+
+
+def load_model(
+    source: str | Path,
+    *,
+    model_id: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    context_length: int | None = None,
+    accelerate: bool = True,
+) -> LoadedModel:
+    """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
+
+    `dtype` None: float32 on CPU, the checkpoint's own elsewhere. Weights come from safetensors or GGUF only, never a pickle.
+    Raises `NotFound` (reason MODEL_NOT_FOUND) and `UnsupportedModel`.
+    """
+    path = Path(source)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(source)}
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise _not_found(source, "there is no such file")
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    elif path.exists() and not (path / "config.json").is_file():
+        raise _not_found(source, "the folder has no config.json")
+    elif not path.exists() and (path.is_absolute() or str(source).startswith(".")):
+        raise _not_found(source, "there is no such folder")
+    if dtype is None:
+        dtype_choice: torch.dtype | str = torch.float32 if device == "cpu" else "auto"
+    else:
+        dtype_choice = dtype
+    try:
+        weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
+        model = AutoModelForCausalLM.from_pretrained(**where, **weights, dtype=dtype_choice)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    except OSError as error:
+        logger.warning("cannot load model %s", source, exc_info=True)
+        raise _not_found(source, "its files are missing or unreadable") from error
+    except (ValueError, KeyError) as error:
+        logger.warning("cannot load model %s", source, exc_info=True)
+        raise UnsupportedModel(
+            f"transformers does not know how to load {source} as a causal language model",
+            metadata={"source": str(source)},
+        ) from error
+    placed: Any = model.to(device)  # typed oddly upstream
+    return wrap_model(
+        placed,
+        tokenizer,
+        model_id=model_id or str(source),
+        context_length=context_length,
+        accelerate=accelerate,
+    )
+
+
+def wrap_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    model_id: str = "local",
+    context_length: int | None = None,
+    accelerate: bool = False,
+) -> LoadedModel:
+    """Freezes and probes a model that is already built. `accelerate` replaces its CPU float32 matrices by packed ones."""
+    model.requires_grad_(False).eval()
+    parts = probe(model)
+    limit = (
+        getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        or DEFAULT_CONTEXT_LENGTH
+    )
+    identity = fingerprint(model)  # before `accelerate` frees the unpacked weights
+    if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
+        from shared.model.accelerate import accelerate as accelerate_model
+
+        logger.info("accelerated %s: %s", model_id, accelerate_model(model))
+    return LoadedModel(
+        model_id=model_id,
+        model=model,
+        tokenizer=tokenizer,
+        parts=parts,
+        fingerprint=identity,
+        context_length=min(context_length or limit, limit),
+        eos_token_ids=_eos_token_ids(model),
+    )
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """From the generation config, where Hugging Face's own `generate` takes them; one id or a list."""
+    generation = getattr(model, "generation_config", None)
+    ids = generation.eos_token_id if generation is not None else None
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _not_found(source: str | Path, why: str) -> NotFound:
+    return NotFound(
+        f"model {str(source)!r} cannot be loaded: {why}",
+        reason="MODEL_NOT_FOUND",
+        metadata={"source": str(source)},
+    )

@@ -1,0 +1,20 @@
+import os
+
+# Set before anything imports Hugging Face: tests never ask a hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# For the services that tests start; see set_num_threads below.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+import transformers
+
+# Tiny models: a second thread costs more than it brings, most of all beside other work.
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,118 @@
+"""Tiny random-weight models of the families we promise, built from their Hugging Face classes."""
+
+from collections.abc import Callable
+
+import torch
+import transformers as hf
+
+VOCABULARY_SIZE = 97
+NUM_LAYERS = 6
+SHARED = {
+    "vocab_size": VOCABULARY_SIZE,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+LLAMA_LIKE = {
+    **SHARED,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
+
+
+def _llama_like(config: type, **changes: object) -> hf.PretrainedConfig:
+    return config(**{**LLAMA_LIKE, **changes})
+
+
+FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
+    "llama": lambda: _llama_like(hf.LlamaConfig),
+    "llama-tied": lambda: _llama_like(hf.LlamaConfig, tie_word_embeddings=True),
+    "deepseek-r1-distill-llama": lambda: _llama_like(
+        hf.LlamaConfig,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "deepseek-r1-distill-qwen": lambda: _llama_like(
+        hf.Qwen2Config, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
+    ),
+    "qwen2.5": lambda: _llama_like(hf.Qwen2Config, tie_word_embeddings=True),
+    "qwen2-sliding": lambda: _llama_like(
+        hf.Qwen2Config, use_sliding_window=True, sliding_window=5, max_window_layers=2
+    ),
+    "qwen3": lambda: _llama_like(hf.Qwen3Config, head_dim=8),
+    "mistral": lambda: _llama_like(hf.MistralConfig, sliding_window=None, head_dim=8),
+    "mistral-sliding": lambda: _llama_like(hf.MistralConfig, sliding_window=5, head_dim=8),
+    "mixtral": lambda: _llama_like(hf.MixtralConfig, num_local_experts=4),
+    "gemma3-sliding": lambda: _llama_like(
+        hf.Gemma3TextConfig,
+        head_dim=8,
+        sliding_window=5,
+        layer_types=ALTERNATING,
+        query_pre_attn_scalar=8,
+    ),
+    "gpt2": lambda: hf.GPT2Config(
+        n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=128, **SHARED
+    ),
+    "gpt-neox": lambda: hf.GPTNeoXConfig(
+        **{k: v for k, v in LLAMA_LIKE.items() if k != "num_key_value_heads"}
+    ),
+    "phi2": lambda: _llama_like(hf.PhiConfig),
+    "phi3": lambda: _llama_like(hf.Phi3Config),
+    "phi3-sliding": lambda: _llama_like(hf.Phi3Config, sliding_window=5),
+    "falcon": lambda: hf.FalconConfig(
+        hidden_size=32,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+        max_position_embeddings=128,
+        **SHARED,
+    ),
+    "falcon-alibi": lambda: hf.FalconConfig(
+        hidden_size=32,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        new_decoder_architecture=False,
+        multi_query=False,
+        parallel_attn=False,
+        alibi=True,
+        bias=True,
+        **SHARED,
+    ),
+    "opt": lambda: hf.OPTConfig(
+        hidden_size=32,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        ffn_dim=48,
+        max_position_embeddings=128,
+        word_embed_proj_dim=16,
+        init_std=0.3,
+        dropout=0.0,
+        **{k: v for k, v in SHARED.items() if k != "initializer_range"},
+    ),
+}
+
+
+def build_family(name: str) -> hf.PreTrainedModel:
+    """A model whose every parameter matters: biases and norm weights are not left at zero or one."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(FAMILIES[name]()).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif parameter.std() < 0.05:
+                parameter.normal_(0, 0.2)
+    return model

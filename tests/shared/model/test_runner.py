@@ -1,0 +1,123 @@
+import pytest
+import torch
+
+from shared.errors import InvalidInput
+from shared.model.load import LoadedModel, wrap_model
+from shared.model.runner import DepthRunner
+from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
+
+TOLERANCE = 1e-4
+SPLIT = 3
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def runner(request: pytest.FixtureRequest) -> DepthRunner:
+    return DepthRunner(wrap_model(build_family(request.param)))
+
+
+@pytest.fixture
+def llama() -> DepthRunner:
+    return DepthRunner(wrap_model(build_family("llama")))
+
+
+def full_logits(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return loaded.model(input_ids=ids, use_cache=False).logits
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def random_ids(length: int) -> torch.Tensor:
+    return torch.randint(2, VOCABULARY_SIZE, (1, length))
+
+
+def test_shallow_one_by_one_then_one_deep_pass_gives_the_full_models_logits(
+    runner: DepthRunner,
+) -> None:
+    ids = random_ids(24)
+    expected = full_logits(runner.loaded, ids)
+    cache = runner.new_cache(32)
+    state = runner.run(ids[:, :9], cache, first=0, last=runner.num_layers, base=0)
+    assert relative_error(runner.logits(state), expected[:, :9]) < TOLERANCE
+    position = 9
+    for num_pending in (3, 1, 5, 6):
+        shallow = [
+            runner.run(ids[:, p : p + 1], cache, first=0, last=SPLIT, base=p)
+            for p in range(position, position + num_pending)
+        ]
+        span = slice(position, position + num_pending)
+        deep = runner.run(
+            ids[:, span],
+            cache,
+            first=SPLIT,
+            last=runner.num_layers,
+            base=position,
+            hidden=torch.cat(shallow, 1),
+        )
+        assert relative_error(runner.logits(deep), expected[:, span]) < TOLERANCE
+        position += num_pending
+
+
+def test_rollback_leaves_no_trace(runner: DepthRunner) -> None:
+    ids = random_ids(12)
+    wrong = random_ids(5)
+    cache = runner.new_cache(32)
+    full = {"first": 0, "last": runner.num_layers}
+    runner.run(ids[:, :8], cache, base=0, **full)
+    runner.run(wrong, cache, base=8, **full)
+    state = runner.run(ids[:, 8:], cache, base=8, **full)
+    expected = full_logits(runner.loaded, ids)[:, 8:]
+    assert relative_error(runner.logits(state), expected) < TOLERANCE
+
+
+def test_capture_returns_the_state_at_each_depth(runner: DepthRunner) -> None:
+    ids = random_ids(10)
+    depths = [0, 2, runner.num_layers]
+    states = runner.capture(ids, depths)
+    assert sorted(states) == depths
+    assert (
+        relative_error(runner.logits(states[runner.num_layers]), full_logits(runner.loaded, ids))
+        < TOLERANCE
+    )
+    cache = runner.new_cache(16)
+    assert relative_error(runner.embed(ids[:, 4:], base=4), states[0][:, 4:]) < TOLERANCE
+    shallow = runner.run(ids, cache, first=0, last=2, base=0)
+    assert relative_error(shallow, states[2]) < TOLERANCE
+
+
+def test_counters_count_what_the_layers_really_ran(llama: DepthRunner) -> None:
+    calls: list[int] = []
+    for index, layer in enumerate(llama.loaded.parts.layers):
+        # The layer's own __call__ also happens at a closed gate; its attention only runs when the gate is open.
+        layer.self_attn.register_forward_hook(lambda *_, index=index: calls.append(index))
+    cache = llama.new_cache(16)
+    ids = random_ids(7)
+    llama.run(ids[:, :4], cache, first=0, last=llama.num_layers, base=0)
+    shallow = llama.run(ids[:, 4:], cache, first=0, last=2, base=4)
+    llama.run(ids[:, 4:], cache, first=2, last=5, base=4, hidden=shallow)
+    assert calls == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]
+    assert llama.counters.per_layer == [2, 2, 2, 2, 2, 1]
+    assert llama.counters.snapshot() == (11, 6 * 4 + 5 * 3)
+
+
+def test_a_pass_beyond_the_capacity_is_refused_and_leaves_the_gates_open(
+    llama: DepthRunner,
+) -> None:
+    ids = random_ids(9)
+    with pytest.raises(InvalidInput, match="do not fit"):
+        llama.run(ids, llama.new_cache(8), first=0, last=2, base=0)
+    expected = full_logits(llama.loaded, ids)
+    state = llama.run(ids, llama.new_cache(9), first=0, last=llama.num_layers, base=0)
+    assert relative_error(llama.logits(state), expected) < TOLERANCE
+
+
+def test_two_runners_share_one_models_gates(llama: DepthRunner) -> None:
+    other = DepthRunner(llama.loaded)
+    ids = random_ids(5)
+    state = other.run(ids, other.new_cache(8), first=0, last=other.num_layers, base=0)
+    assert relative_error(other.logits(state), full_logits(llama.loaded, ids)) < TOLERANCE
+    assert other.counters is llama.counters
