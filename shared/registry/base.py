@@ -1,0 +1,105 @@
+"""What every registry backend promises. Truth is content-addressed and immutable; only aliases move.
+
+Publishing is blobs, read back, manifest, then one atomic index entry: a reader never sees half a router. All methods
+block; all are safe to call from several threads and several processes. Digests are "sha256:<64 hex>".
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class PublishedVersion:
+    """One immutable version of a model's router. `manifest` is the parsed manifest, `create_time_s` Unix seconds."""
+
+    model_id: str
+    version: int
+    manifest_digest: str
+    create_time_s: float
+    size_bytes: int
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AliasChange:
+    """One entry of an alias' history. `from_version` is None for the first."""
+
+    model_id: str
+    alias: str
+    from_version: int | None
+    to_version: int
+    actor: str
+    reason: str
+    change_time_s: float
+
+
+@dataclass(frozen=True)
+class RegistryEvent:
+    """`event` increases over the whole registry. `change` says what happened."""
+
+    event: int
+    change: PublishedVersion | AliasChange
+
+
+class Registry(Protocol):
+    def publish(
+        self,
+        model_id: str,
+        manifest: Mapping[str, Any],
+        blobs: Mapping[str, bytes],
+        *,
+        request_id: str,
+        aliases: Sequence[str] = ("latest",),
+        actor: str = "",
+    ) -> PublishedVersion:
+        """Publish `blobs` (name -> bytes) under `manifest`; the registry adds {"blobs": {name: {"digest", "size_bytes"}}}.
+
+        Idempotent by `request_id`: the same id returns the version it made, with other contents raises AlreadyExists.
+        Raises InvalidInput (names, sizes), Exhausted (disk full; nothing visible is left behind), Corrupt (read-back).
+        """
+
+    def get(self, model_id: str, version: int) -> PublishedVersion:
+        """Raises NotFound."""
+
+    def resolve(self, model_id: str, alias: str) -> PublishedVersion:
+        """The version an alias names now. Raises NotFound, naming the aliases there are."""
+
+    def list_versions(
+        self, model_id: str, *, before: int | None = None, limit: int = 100
+    ) -> list[PublishedVersion]:
+        """Newest first, versions below `before` only. Empty for an unknown model."""
+
+    def read_blob(self, version: PublishedVersion, name: str) -> bytes:
+        """Digest checked at every read. Raises NotFound, Corrupt."""
+
+    def aliases(self, model_id: str) -> dict[str, int]:
+        """Alias -> version."""
+
+    def set_alias(
+        self,
+        model_id: str,
+        alias: str,
+        version: int,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> AliasChange:
+        """Compare-and-swap when `expected_version` is given (0: must not exist yet). Raises NotFound, Conflict."""
+
+    def rollback_alias(
+        self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
+    ) -> AliasChange:
+        """Back to the version before the last change. Raises NotFound, PreconditionFailed when there is none."""
+
+    def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
+        """Newest first. Raises NotFound."""
+
+    def events(
+        self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
+    ) -> Iterator[RegistryEvent]:
+        """Events after `after_event`, waiting up to `timeout_s` for the first when there is none yet."""
+
+    def close(self) -> None:
+        """Release what is held open."""

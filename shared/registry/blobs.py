@@ -1,0 +1,181 @@
+"""A content-addressed folder: `blobs/sha256/ab/<hex>` and `manifests/sha256/ab/<hex>`, written whole or not at all.
+
+An object is written beside its place, synced, renamed into it, its folder synced, and read back. While a publisher works it
+holds a shared lock and keeps a folder `staging/<id>` with a marker per object it created, so that what a failed or killed
+publisher left can be found and removed by whoever gets the exclusive lock: nobody publishes then, and nobody can be relying on
+an object that no index entry names.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Literal
+
+from shared.errors import Corrupt, Exhausted, NeapError, Unavailable
+from shared.registry.canonical import DIGEST_PATTERN, digest_of
+
+Kind = Literal["blobs", "manifests"]
+StepHook = Callable[[str], None]
+# EFBIG: a file size limit of the process or the file system.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def storage_error(error: OSError, what: str) -> NeapError:
+    """What an operating system error on the registry's folder means to a caller."""
+    name = errno.errorcode.get(error.errno or 0, "UNKNOWN")
+    if error.errno in _FULL:
+        return Exhausted(
+            f"no space left to store {what}; nothing was published",
+            reason="DISK_FULL",
+            metadata={"errno": name},
+        )
+    return Unavailable(
+        f"the registry's folder cannot be used for {what} ({name})",
+        reason="STORAGE_UNAVAILABLE",
+        metadata={"errno": name},
+    )
+
+
+class ContentStore:
+    """`step` is called with the name of each step of a write, for fault injection in tests."""
+
+    def __init__(self, root: Path, *, step: StepHook) -> None:
+        self.root = root
+        self._step = step
+        self._staging = root / "staging"
+        self._publish_lock = root / "publish.lock"
+
+    def path(self, kind: Kind, digest: str) -> Path:
+        """Raises Corrupt when `digest` is not a digest: it comes from stored data."""
+        if not DIGEST_PATTERN.fullmatch(digest):
+            raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
+        hexadecimal = digest.removeprefix("sha256:")
+        return self.root / kind / "sha256" / hexadecimal[:2] / hexadecimal
+
+    def read(self, kind: Kind, digest: str) -> bytes:
+        """The bytes, digest checked. Raises Corrupt with metadata expected_digest and actual_digest ("" when gone)."""
+        path = self.path(kind, digest)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError as error:
+            raise _corrupt(kind, digest, "", "is missing") from error
+        except OSError as error:
+            raise storage_error(error, "a read") from error
+        actual = digest_of(data)
+        if actual != digest:
+            raise _corrupt(kind, digest, actual, f"has the digest {actual}")
+        return data
+
+    @contextmanager
+    def publishing(self) -> Iterator["Staging"]:
+        """The scope within which objects may be added and the index entry that names them must be made."""
+        with self._locked(fcntl.LOCK_SH):
+            folder = self._staging / f"{os.getpid()}-{uuid.uuid4().hex}"
+            try:
+                folder.mkdir(parents=True)
+            except OSError as error:
+                raise storage_error(error, "a staging folder") from error
+            try:
+                yield Staging(self, folder, self._step)
+            except BaseException:
+                for part in folder.glob("*.part"):
+                    part.unlink(missing_ok=True)
+                raise
+            # Only after success: the markers of a failed publish are what `sweep` goes by.
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def sweep(self, is_referenced: Callable[[Kind, str], bool]) -> int:
+        """Remove what publishers that failed or died left behind, unless somebody publishes now. Returns objects removed."""
+        if not self._staging.is_dir() or not any(self._staging.iterdir()):
+            return 0
+        num_removed = 0
+        with suppress(BlockingIOError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            for folder in self._staging.iterdir():
+                for marker in folder.iterdir():
+                    kind, _, hexadecimal = marker.name.removesuffix(".part").partition("-")
+                    digest = f"sha256:{hexadecimal}"
+                    if kind not in ("blobs", "manifests") or not DIGEST_PATTERN.fullmatch(digest):
+                        continue
+                    kind_name: Kind = "blobs" if kind == "blobs" else "manifests"
+                    path = self.path(kind_name, digest)
+                    if path.exists() and not is_referenced(kind_name, digest):
+                        path.unlink()
+                        num_removed += 1
+                shutil.rmtree(folder, ignore_errors=True)
+        return num_removed
+
+    @contextmanager
+    def _locked(self, mode: int) -> Iterator[IO[str]]:
+        try:
+            lock = self._publish_lock.open("w")
+        except OSError as error:
+            raise storage_error(error, "a lock") from error
+        with lock:
+            fcntl.flock(lock, mode)
+            yield lock
+
+
+class Staging:
+    """One publisher's objects on their way in."""
+
+    def __init__(self, store: ContentStore, folder: Path, step: StepHook) -> None:
+        self._store = store
+        self._folder = folder
+        self._step = step
+
+    def put(self, kind: Kind, data: bytes) -> str:
+        """Store `data` and read it back. Returns its digest. Raises Exhausted (DISK_FULL), Corrupt, Unavailable."""
+        digest = digest_of(data)
+        path = self._store.path(kind, digest)
+        try:
+            if path.exists() and digest_of(path.read_bytes()) == digest:
+                return digest
+            # What is there but does not match its name is replaced by what does.
+            self._write(kind, data, path)
+        except OSError as error:
+            raise storage_error(error, f"the {kind[:-1]} {digest[:19]}") from error
+        self._store.read(kind, digest)
+        self._step(f"verified:{kind}")
+        return digest
+
+    def _write(self, kind: Kind, data: bytes, path: Path) -> None:
+        marker = self._folder / f"{kind}-{path.name}"
+        part = marker.with_name(marker.name + ".part")
+        if not path.exists():
+            marker.touch()
+        with part.open("xb") as file:
+            self._step(f"write:{kind}")
+            file.write(data)
+            file.flush()
+            self._step(f"written:{kind}")
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                # So that reading back asks the device rather than the page cache.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._step(f"synced:{kind}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.rename(path)
+        self._step(f"renamed:{kind}")
+        for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
+            sync_folder(folder)
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames within `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _corrupt(kind: Kind, expected: str, actual: str, what: str) -> Corrupt:
+    return Corrupt(
+        f"the stored {kind[:-1]} {expected} {what}",
+        metadata={"expected_digest": expected, "actual_digest": actual, "kind": kind[:-1]},
+    )

@@ -1,0 +1,176 @@
+"""The embedded registry's index: which versions, aliases and events there are. SQL only; contents are elsewhere."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from sqlite3 import Connection, Row
+from typing import Any
+
+from shared.errors import AlreadyExists
+from shared.registry.base import AliasChange
+from shared.registry.blobs import Kind
+from shared.sqlite import Database
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x6E656170
+LARGEST_INTEGER = 2**63 - 1
+_EVENT_PAGE = 100
+
+_SCHEMA = """
+CREATE TABLE versions (
+    model_id TEXT NOT NULL, version INTEGER NOT NULL, manifest_digest TEXT NOT NULL, create_time_s REAL NOT NULL,
+    size_bytes INTEGER NOT NULL, request_id TEXT NOT NULL UNIQUE, actor TEXT NOT NULL, PRIMARY KEY (model_id, version));
+CREATE INDEX versions_by_manifest ON versions (manifest_digest);
+CREATE TABLE version_blobs (
+    model_id TEXT NOT NULL, version INTEGER NOT NULL, name TEXT NOT NULL, digest TEXT NOT NULL,
+    PRIMARY KEY (model_id, version, name), FOREIGN KEY (model_id, version) REFERENCES versions);
+CREATE INDEX version_blobs_by_digest ON version_blobs (digest);
+CREATE TABLE aliases (
+    model_id TEXT NOT NULL, alias TEXT NOT NULL, version INTEGER NOT NULL, PRIMARY KEY (model_id, alias),
+    FOREIGN KEY (model_id, version) REFERENCES versions);
+CREATE TABLE alias_changes (
+    change INTEGER PRIMARY KEY AUTOINCREMENT, model_id TEXT NOT NULL, alias TEXT NOT NULL, from_version INTEGER,
+    to_version INTEGER NOT NULL, actor TEXT NOT NULL, reason TEXT NOT NULL, change_time_s REAL NOT NULL,
+    FOREIGN KEY (model_id, to_version) REFERENCES versions);
+CREATE INDEX alias_changes_by_alias ON alias_changes (model_id, alias, change);
+CREATE TABLE events (
+    event INTEGER PRIMARY KEY AUTOINCREMENT, model_id TEXT NOT NULL, version INTEGER, change INTEGER,
+    CHECK ((version IS NULL) <> (change IS NULL)));
+CREATE INDEX events_by_model ON events (model_id, event);
+"""
+
+
+class RegistryIndex:
+    """Methods that take a connection belong inside `database.transaction()`. Raises as `Database` does."""
+
+    def __init__(self, path: Path) -> None:
+        self.database = Database(
+            path, schema=_SCHEMA, schema_version=SCHEMA_VERSION, application_id=APPLICATION_ID
+        )
+
+    def find_request(self, request_id: str, model_id: str, manifest_digest: str) -> Row | None:
+        """The version that `request_id` made, or None. Raises AlreadyExists when it has other contents."""
+        row = self.database.row("SELECT * FROM versions WHERE request_id = ?", (request_id,))
+        if row is not None and (row["model_id"], row["manifest_digest"]) != (
+            model_id,
+            manifest_digest,
+        ):
+            raise AlreadyExists(
+                f"request {request_id!r} has already published other contents, as version {row['version']} of"
+                f" {row['model_id']!r}",
+                metadata={"model_id": row["model_id"], "version": str(row["version"])},
+            )
+        return row
+
+    def add_version(
+        self,
+        connection: Connection,
+        model_id: str,
+        *,
+        manifest_digest: str,
+        blobs: Mapping[str, Any],
+        request_id: str,
+        aliases: Sequence[str],
+        actor: str,
+    ) -> Row:
+        """The next version, with its event and its aliases moved. `blobs`: name -> {"digest", "size_bytes"}."""
+        size_bytes = sum(entry["size_bytes"] for entry in blobs.values())
+        (version,) = connection.execute(
+            "SELECT coalesce(max(version), 0) + 1 FROM versions WHERE model_id = ?", (model_id,)
+        ).fetchone()
+        connection.execute(
+            "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (model_id, version, manifest_digest, time.time(), size_bytes, request_id, actor),
+        )
+        connection.executemany(
+            "INSERT INTO version_blobs VALUES (?, ?, ?, ?)",
+            [(model_id, version, name, entry["digest"]) for name, entry in blobs.items()],
+        )
+        connection.execute(
+            "INSERT INTO events (model_id, version) VALUES (?, ?)", (model_id, version)
+        )
+        for alias in aliases:
+            self.move_alias(connection, model_id, alias, version, actor, "published")
+        row: Row = connection.execute(
+            "SELECT * FROM versions WHERE model_id = ? AND version = ?", (model_id, version)
+        ).fetchone()
+        return row
+
+    def move_alias(
+        self,
+        connection: Connection,
+        model_id: str,
+        alias: str,
+        version: int,
+        actor: str,
+        reason: str,
+    ) -> AliasChange:
+        """Point the alias at `version`, which must exist, and record it."""
+        now_at = connection.execute(
+            "SELECT version FROM aliases WHERE model_id = ? AND alias = ?", (model_id, alias)
+        ).fetchone()
+        from_version = None if now_at is None else int(now_at["version"])
+        change = AliasChange(model_id, alias, from_version, version, actor, reason, time.time())
+        connection.execute(
+            "INSERT INTO aliases VALUES (?, ?, ?)"
+            " ON CONFLICT (model_id, alias) DO UPDATE SET version = excluded.version",
+            (model_id, alias, version),
+        )
+        inserted = connection.execute(
+            "INSERT INTO alias_changes (model_id, alias, from_version, to_version, actor, reason, change_time_s)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (model_id, alias, from_version, version, actor, reason, change.change_time_s),
+        )
+        connection.execute(
+            "INSERT INTO events (model_id, change) VALUES (?, ?)", (model_id, inserted.lastrowid)
+        )
+        return change
+
+    def changes(self, model_id: str, alias: str, *, limit: int) -> list[AliasChange]:
+        """Of an alias, newest first. A negative `limit` means all."""
+        rows = self.database.rows(
+            "SELECT * FROM alias_changes WHERE model_id = ? AND alias = ? ORDER BY change DESC LIMIT ?",
+            (model_id, alias, limit),
+        )
+        return [_change(row) for row in rows]
+
+    def event_rows(self, model_id: str, after_event: int) -> list[Row]:
+        """The next page: event, and either version or change."""
+        return self.database.rows(
+            "SELECT * FROM events WHERE model_id = ? AND event > ? ORDER BY event LIMIT ?",
+            (model_id, after_event, _EVENT_PAGE),
+        )
+
+    def change(self, number: int) -> AliasChange:
+        """One recorded change; it is there, because an event names it."""
+        row = self.database.row("SELECT * FROM alias_changes WHERE change = ?", (number,))
+        assert row is not None
+        return _change(row)
+
+    def aliases(self, model_id: str) -> dict[str, int]:
+        """In alphabetical order."""
+        rows = self.database.rows(
+            "SELECT alias, version FROM aliases WHERE model_id = ? ORDER BY alias", (model_id,)
+        )
+        return {row["alias"]: row["version"] for row in rows}
+
+    def is_referenced(self, kind: Kind, digest: str) -> bool:
+        """Whether some version needs this object."""
+        query = (
+            "SELECT 1 FROM version_blobs WHERE digest = ?"
+            if kind == "blobs"
+            else "SELECT 1 FROM versions WHERE manifest_digest = ?"
+        )
+        return self.database.row(query, (digest,)) is not None
+
+
+def _change(row: Row) -> AliasChange:
+    return AliasChange(
+        row["model_id"],
+        row["alias"],
+        row["from_version"],
+        row["to_version"],
+        row["actor"],
+        row["reason"],
+        row["change_time_s"],
+    )

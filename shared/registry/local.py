@@ -1,0 +1,278 @@
+"""The embedded registry: SQLite for versions, aliases and events, a content-addressed folder for the rest. No server."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from sqlite3 import Row
+from typing import Any
+
+from shared.errors import Conflict, InvalidInput, NotFound, PreconditionFailed
+from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
+from shared.registry.blobs import ContentStore, StepHook, storage_error
+from shared.registry.canonical import canonical_json, digest_of
+from shared.registry.index import LARGEST_INTEGER, RegistryIndex
+from shared.registry.names import (
+    check_alias,
+    check_blob_name,
+    check_model_id,
+    check_note,
+    check_request_id,
+    unique_aliases,
+)
+
+MAX_MANIFEST_BYTES = 2 * 1024 * 1024
+MAX_BLOBS = 256
+MAX_LIST = 1000
+_POLL_INTERVAL_S = 0.05
+
+
+class LocalRegistry:
+    """`Registry` in the folder `root`, made when it is not there. Several processes may use one folder at once.
+
+    `step` is called with the name of each step of a publication, for fault injection in tests. Do not share an instance
+    across `fork`. Raises PreconditionFailed (SCHEMA_TOO_NEW), Unavailable, Exhausted (DISK_FULL), Corrupt.
+    """
+
+    def __init__(self, root: Path, *, step: StepHook = lambda name: None) -> None:
+        self.root = root
+        self._step = step
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._index = RegistryIndex(root / "index.db")
+            self._store = ContentStore(root, step=step)
+            self._store.sweep(self._index.is_referenced)
+        except OSError as error:
+            raise storage_error(error, "opening the registry") from error
+
+    def publish(
+        self,
+        model_id: str,
+        manifest: Mapping[str, Any],
+        blobs: Mapping[str, bytes],
+        *,
+        request_id: str,
+        aliases: Sequence[str] = ("latest",),
+        actor: str = "",
+    ) -> PublishedVersion:
+        """See `Registry.publish`. A repeated request moves no alias again."""
+        check_model_id(model_id)
+        check_request_id(request_id)
+        check_note(actor, "actor")
+        aliases = unique_aliases(aliases)
+        encoded = _encode(manifest, blobs)
+        digest = digest_of(encoded)
+        done = self._index.find_request(request_id, model_id, digest)
+        if done is not None:
+            return self._version(done)
+        try:
+            with self._store.publishing() as staging:
+                for name in sorted(blobs):
+                    staging.put("blobs", blobs[name])
+                staging.put("manifests", encoded)
+                self._step("index:begin")
+                with self._index.database.transaction() as connection:
+                    done = self._index.find_request(request_id, model_id, digest)
+                    if done is None:
+                        done = self._index.add_version(
+                            connection,
+                            model_id,
+                            manifest_digest=digest,
+                            blobs=json.loads(encoded)["blobs"],
+                            request_id=request_id,
+                            aliases=aliases,
+                            actor=actor,
+                        )
+                    self._step("index:before-commit")
+                self._step("index:committed")
+        except OSError as error:
+            self._store.sweep(self._index.is_referenced)
+            raise storage_error(error, "a router") from error
+        except BaseException:
+            self._store.sweep(self._index.is_referenced)
+            raise
+        return self._version(done)
+
+    def get(self, model_id: str, version: int) -> PublishedVersion:
+        """Raises NotFound, Corrupt."""
+        return self._version(self._row(model_id, version))
+
+    def _row(self, model_id: str, version: int) -> Row:
+        check_model_id(model_id)
+        row = None
+        if 1 <= version <= LARGEST_INTEGER:
+            row = self._index.database.row(
+                "SELECT * FROM versions WHERE model_id = ? AND version = ?", (model_id, version)
+            )
+        if row is None:
+            raise NotFound(
+                f"model {model_id!r} has no router version {version}",
+                reason="ROUTER_VERSION_NOT_FOUND",
+                metadata={"model_id": model_id, "version": str(version)},
+            )
+        return row
+
+    def _version(self, row: Row) -> PublishedVersion:
+        manifest = json.loads(self._store.read("manifests", row["manifest_digest"]))
+        return PublishedVersion(
+            row["model_id"],
+            row["version"],
+            row["manifest_digest"],
+            row["create_time_s"],
+            row["size_bytes"],
+            manifest,
+        )
+
+    def resolve(self, model_id: str, alias: str) -> PublishedVersion:
+        """Raises NotFound, Corrupt."""
+        return self.get(model_id, self._alias(model_id, alias))
+
+    def _alias(self, model_id: str, alias: str) -> int:
+        check_alias(alias)
+        known = self.aliases(model_id)
+        if alias not in known:
+            raise _no_alias(model_id, alias, known)
+        return known[alias]
+
+    def list_versions(
+        self, model_id: str, *, before: int | None = None, limit: int = 100
+    ) -> list[PublishedVersion]:
+        """`limit` is in [1, 1000]. Raises InvalidInput, Corrupt."""
+        check_model_id(model_id)
+        if not 1 <= limit <= MAX_LIST:
+            raise InvalidInput(f"limit is {limit}; it must be in [1, {MAX_LIST}]")
+        before = LARGEST_INTEGER if before is None else min(max(before, 0), LARGEST_INTEGER)
+        rows = self._index.database.rows(
+            "SELECT * FROM versions WHERE model_id = ? AND version < ? ORDER BY version DESC LIMIT ?",
+            (model_id, before, limit),
+        )
+        return [self._version(row) for row in rows]
+
+    def read_blob(self, version: PublishedVersion, name: str) -> bytes:
+        """Raises NotFound, Corrupt with metadata expected_digest and actual_digest."""
+        entries = version.manifest.get("blobs", {})
+        if name not in entries:
+            raise NotFound(
+                f"version {version.version} of {version.model_id!r} has no blob {name!r}",
+                reason="BLOB_NOT_FOUND",
+                metadata={"blobs": ", ".join(sorted(entries))},
+            )
+        return self._store.read("blobs", entries[name]["digest"])
+
+    def aliases(self, model_id: str) -> dict[str, int]:
+        """In alphabetical order."""
+        check_model_id(model_id)
+        return self._index.aliases(model_id)
+
+    def set_alias(
+        self,
+        model_id: str,
+        alias: str,
+        version: int,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> AliasChange:
+        """See `Registry.set_alias`. Naming the version that the alias names already records nothing new."""
+        check_alias(alias)
+        check_note(actor, "actor")
+        check_note(reason, "reason")
+        if expected_version is not None and expected_version < 0:
+            raise InvalidInput(f"expected_version is {expected_version}; it must not be negative")
+        with self._index.database.transaction() as connection:
+            self._row(model_id, version)
+            current = self.aliases(model_id).get(alias, 0)
+            if expected_version is not None and expected_version != current:
+                raise Conflict(
+                    f"alias {alias!r} of {model_id!r} names {f'version {current}' if current else 'nothing'} now, not"
+                    f" {f'version {expected_version}' if expected_version else 'nothing'}",
+                    reason="ALIAS_MOVED",
+                    metadata={"current_version": str(current)},
+                )
+            if current == version:
+                # Otherwise a repeated promotion would make the next rollback do nothing.
+                return self._index.changes(model_id, alias, limit=1)[0]
+            return self._index.move_alias(connection, model_id, alias, version, actor, reason)
+
+    def rollback_alias(
+        self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
+    ) -> AliasChange:
+        """See `Registry.rollback_alias`. Rolling back twice leads to where it was."""
+        check_alias(alias)
+        check_note(actor, "actor")
+        check_note(reason, "reason")
+        with self._index.database.transaction() as connection:
+            self._alias(model_id, alias)
+            (last,) = self._index.changes(model_id, alias, limit=1)
+            if last.from_version is None:
+                raise PreconditionFailed(
+                    f"alias {alias!r} of {model_id!r} has named version {last.to_version} only: there is nothing to go back to",
+                    reason="NO_EARLIER_VERSION",
+                )
+            return self._index.move_alias(
+                connection, model_id, alias, last.from_version, actor, reason
+            )
+
+    def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
+        """Newest first. Raises NotFound."""
+        self._alias(model_id, alias)
+        return self._index.changes(model_id, alias, limit=-1)
+
+    def events(
+        self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
+    ) -> Iterator[RegistryEvent]:
+        """In order; ends with the newest there is. Raises InvalidInput, Corrupt."""
+        check_model_id(model_id)
+        give_up_at = time.monotonic() + timeout_s
+        after_event = min(max(after_event, 0), LARGEST_INTEGER)
+        rows = self._index.event_rows(model_id, after_event)
+        while not rows and (remaining_s := give_up_at - time.monotonic()) > 0:
+            time.sleep(min(_POLL_INTERVAL_S, remaining_s))
+            rows = self._index.event_rows(model_id, after_event)
+        while rows:
+            for row in rows:
+                yield RegistryEvent(row["event"], self._event_change(row))
+            rows = self._index.event_rows(model_id, rows[-1]["event"])
+
+    def _event_change(self, row: Row) -> PublishedVersion | AliasChange:
+        if row["version"] is not None:
+            return self.get(row["model_id"], row["version"])
+        return self._index.change(row["change"])
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._index.database.close()
+
+
+def _encode(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:
+    """The manifest with its blobs as canonical JSON. Raises InvalidInput."""
+    if "blobs" in manifest:
+        raise InvalidInput(
+            "the manifest's key 'blobs' is the registry's own", reason="BAD_MANIFEST"
+        )
+    if not 1 <= len(blobs) <= MAX_BLOBS:
+        raise InvalidInput(
+            f"a router has 1 to {MAX_BLOBS} blobs; this one has {len(blobs)}", reason="BAD_BLOBS"
+        )
+    entries = {
+        check_blob_name(name): {"digest": digest_of(data), "size_bytes": len(data)}
+        for name, data in blobs.items()
+    }
+    encoded = canonical_json({**manifest, "blobs": entries})
+    if len(encoded) > MAX_MANIFEST_BYTES:
+        raise InvalidInput(
+            f"the manifest has {len(encoded)} bytes; at most {MAX_MANIFEST_BYTES} are allowed",
+            reason="MANIFEST_TOO_LARGE",
+        )
+    return encoded
+
+
+def _no_alias(model_id: str, alias: str, known: Mapping[str, int]) -> NotFound:
+    names = ", ".join(known)
+    there_are = f"there are: {names}" if known else "it has none"
+    return NotFound(
+        f"model {model_id!r} has no alias {alias!r}; {there_are}",
+        reason="ALIAS_NOT_FOUND",
+        metadata={"model_id": model_id, "alias": alias, "aliases": names},
+    )

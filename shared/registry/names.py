@@ -1,0 +1,79 @@
+"""What models, aliases, blobs and requests may be called. Strict, so that every backend can use names as keys and paths."""
+
+import re
+from collections.abc import Iterable
+
+from shared.errors import InvalidInput
+
+_SEGMENT = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_MODEL_ID = re.compile(rf"{_SEGMENT}(/{_SEGMENT}){{0,3}}")
+_BLOB = re.compile(_SEGMENT)
+_ALIAS = re.compile(r"[a-z0-9._-]{1,64}")
+MAX_MODEL_ID_CHARACTERS = 200
+MAX_BLOB_NAME_CHARACTERS = 128
+MAX_REQUEST_ID_CHARACTERS = 128
+MAX_NOTE_CHARACTERS = 2000
+
+
+def check_model_id(model_id: str) -> str:
+    """Up to four segments parted by '/', each beginning with a letter or digit. Raises InvalidInput (BAD_MODEL_ID)."""
+    if len(model_id) > MAX_MODEL_ID_CHARACTERS or not _MODEL_ID.fullmatch(model_id):
+        raise InvalidInput(
+            f"model id {model_id[:MAX_MODEL_ID_CHARACTERS]!r} is not valid: up to four segments parted by '/', each of"
+            f" letters, digits, '.', '_' and '-' and beginning with a letter or digit, {MAX_MODEL_ID_CHARACTERS} characters"
+            " at most",
+            reason="BAD_MODEL_ID",
+        )
+    return model_id
+
+
+def check_alias(alias: str) -> str:
+    """Raises InvalidInput (BAD_ALIAS)."""
+    # An alias of digits alone would read as a version number wherever both are accepted.
+    if not _ALIAS.fullmatch(alias) or alias.isdigit() or not alias.strip("."):
+        raise InvalidInput(
+            f"alias {alias[:80]!r} is not valid: 1 to 64 lower-case letters, digits, '-', '_' and '.', not digits or dots"
+            " alone",
+            reason="BAD_ALIAS",
+        )
+    return alias
+
+
+def check_blob_name(name: str) -> str:
+    """Raises InvalidInput (BAD_BLOB_NAME)."""
+    if len(name) > MAX_BLOB_NAME_CHARACTERS or not _BLOB.fullmatch(name):
+        raise InvalidInput(
+            f"blob name {name[:MAX_BLOB_NAME_CHARACTERS]!r} is not valid: letters, digits, '.', '_' and '-', beginning with"
+            " a letter or digit",
+            reason="BAD_BLOB_NAME",
+        )
+    return name
+
+
+def check_request_id(request_id: str) -> str:
+    """Raises InvalidInput (BAD_REQUEST_ID)."""
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
+        raise InvalidInput(
+            f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters",
+            reason="BAD_REQUEST_ID",
+        )
+    return request_id
+
+
+def check_note(text: str, field: str) -> str:
+    """`actor` or `reason` of a change. Raises InvalidInput (NOTE_TOO_LONG, BAD_NOTE)."""
+    if len(text) > MAX_NOTE_CHARACTERS:
+        raise InvalidInput(
+            f"{field} has {len(text)} characters; at most {MAX_NOTE_CHARACTERS} are kept",
+            reason="NOTE_TOO_LONG",
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidInput(f"{field} is not valid Unicode", reason="BAD_NOTE") from error
+    return text
+
+
+def unique_aliases(aliases: Iterable[str]) -> tuple[str, ...]:
+    """Checked, in order, without repeats."""
+    return tuple(dict.fromkeys(check_alias(alias) for alias in aliases))

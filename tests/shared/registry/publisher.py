@@ -1,0 +1,44 @@
+"""Publishes in a process of its own: `publisher.py ROOT REQUEST_ID COUNT [STEP]`, killed by SIGKILL at STEP when given.
+
+Prints what it published, or class and reason of what it raised, as one JSON line per attempt.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from shared.errors import NeapError
+from shared.registry.local import LocalRegistry
+
+BLOB = b"weights " * 50_000
+
+
+def main() -> None:
+    root, request_id, count, *rest = sys.argv[1:]
+    if limit := os.environ.get("FILE_SIZE_LIMIT"):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+
+    def step(name: str) -> None:
+        if rest and name == rest[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    registry = LocalRegistry(Path(root), step=step)
+    for number in range(int(count)):
+        name = f"{request_id}-{number}"
+        try:
+            made = registry.publish(
+                "tiny", {"by": name}, {"shared": BLOB, "own": name.encode()}, request_id=name
+            )
+        except NeapError as error:
+            print(json.dumps({"error": type(error).__name__, "reason": error.reason}))
+        else:
+            print(json.dumps({"version": made.version}))
+    registry.close()
+
+
+if __name__ == "__main__":
+    main()

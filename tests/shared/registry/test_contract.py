@@ -1,0 +1,256 @@
+"""What every registry backend promises (shared/registry/base.py)."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shared.errors import AlreadyExists, Conflict, InvalidInput, NotFound, PreconditionFailed
+from shared.registry.base import AliasChange, PublishedVersion, Registry
+
+MODEL = "acme/tiny-llama"
+MANIFEST = {"schema_version": 1, "rungs": [{"name": "depth-2", "agreement": 0.25}], "note": "naïve"}
+
+
+def publish(registry: Registry, request_id: str, **options: Any) -> PublishedVersion:
+    blobs = options.pop("blobs", {"ladder.safetensors": request_id.encode() * 100})
+    return registry.publish(
+        options.pop("model_id", MODEL),
+        options.pop("manifest", MANIFEST),
+        blobs,
+        request_id=request_id,
+        **options,
+    )
+
+
+def test_publish_then_read_from_another_client(
+    registry: Registry, open_again: Callable[[], Registry]
+) -> None:
+    made = publish(registry, "one", blobs={"a.bin": b"alpha", "b.bin": b""})
+    other = open_again()
+    assert other.get(MODEL, 1) == made == other.resolve(MODEL, "latest")
+    assert made.version == 1
+    assert made.size_bytes == 5
+    assert abs(made.create_time_s - time.time()) < 60
+    assert {key: made.manifest[key] for key in MANIFEST} == MANIFEST
+    assert made.manifest["blobs"]["a.bin"] == {
+        "digest": "sha256:8ed3f6ad685b959ead7022518e1af76cd816f8e8ec7ccdda1ed4018e8f2223f8",
+        "size_bytes": 5,
+    }
+    assert other.read_blob(made, "a.bin") == b"alpha"
+    assert other.read_blob(made, "b.bin") == b""
+
+
+def test_manifest_digest_does_not_depend_on_key_order(registry: Registry) -> None:
+    first = publish(registry, "one", manifest={"a": 1, "b": [1.5]}, blobs={"x": b"1"})
+    second = publish(registry, "two", manifest={"b": [1.5], "a": 1}, blobs={"x": b"1"})
+    third = publish(registry, "three", manifest={"b": [1.5], "a": 2}, blobs={"x": b"1"})
+    assert first.manifest_digest == second.manifest_digest != third.manifest_digest
+    assert (first.version, second.version, third.version) == (1, 2, 3)
+
+
+def test_versions_count_within_their_model(registry: Registry) -> None:
+    assert publish(registry, "one").version == 1
+    assert publish(registry, "two", model_id="other").version == 1
+    assert publish(registry, "three").version == 2
+    assert [v.version for v in registry.list_versions(MODEL)] == [2, 1]
+    assert registry.list_versions("unknown") == []
+
+
+def test_list_versions_pages_newest_first(registry: Registry) -> None:
+    for number in range(5):
+        publish(registry, f"request-{number}")
+    assert [v.version for v in registry.list_versions(MODEL, limit=2)] == [5, 4]
+    assert [v.version for v in registry.list_versions(MODEL, before=4, limit=2)] == [3, 2]
+    assert registry.list_versions(MODEL, before=1) == []
+    with pytest.raises(InvalidInput):
+        registry.list_versions(MODEL, limit=0)
+
+
+def test_same_request_publishes_once_and_moves_aliases_once(registry: Registry) -> None:
+    first = publish(registry, "one", blobs={"x": b"1"})
+    second = publish(registry, "two", blobs={"x": b"2"})
+    assert publish(registry, "one", blobs={"x": b"1"}) == first
+    assert registry.resolve(MODEL, "latest") == second
+    assert len(registry.list_versions(MODEL)) == 2
+
+
+@pytest.mark.parametrize(
+    "other", [{"blobs": {"x": b"2"}}, {"manifest": {"a": 2}}, {"model_id": "other"}]
+)
+def test_same_request_with_other_contents_is_refused(
+    registry: Registry, other: dict[str, Any]
+) -> None:
+    publish(registry, "one", blobs={"x": b"1"})
+    with pytest.raises(AlreadyExists) as raised:
+        publish(registry, "one", **{"blobs": {"x": b"1"}, **other})
+    assert raised.value.metadata == {"model_id": MODEL, "version": "1"}
+    assert len(registry.list_versions(MODEL)) == 1
+
+
+@pytest.mark.parametrize(
+    "model_id",
+    ["", "..", "../up", "a/../b", "/a", "a/", "a//b", ".hidden", "a\n", "a b", "a\x00", "x" * 201],
+)
+def test_bad_model_ids(registry: Registry, model_id: str) -> None:
+    for call in (
+        lambda: publish(registry, "one", model_id=model_id),
+        lambda: registry.get(model_id, 1),
+        lambda: registry.list_versions(model_id),
+        lambda: registry.aliases(model_id),
+        lambda: list(registry.events(model_id)),
+    ):
+        with pytest.raises(InvalidInput) as raised:
+            call()
+        assert raised.value.reason == "BAD_MODEL_ID"
+
+
+@pytest.mark.parametrize("alias", ["", "Upper", "a/b", "..", "12", "x" * 65, "é", "a\n"])
+def test_bad_aliases(registry: Registry, alias: str) -> None:
+    publish(registry, "one")
+    for call in (
+        lambda: publish(registry, "two", aliases=[alias]),
+        lambda: registry.set_alias(MODEL, alias, 1),
+        lambda: registry.resolve(MODEL, alias),
+    ):
+        with pytest.raises(InvalidInput) as raised:
+            call()
+        assert raised.value.reason == "BAD_ALIAS"
+    assert registry.aliases(MODEL) == {"latest": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"blobs": {"../x": b"1"}}, "BAD_BLOB_NAME"),
+        ({"blobs": {"a/b": b"1"}}, "BAD_BLOB_NAME"),
+        ({"blobs": {}}, "BAD_BLOBS"),
+        ({"manifest": {"blobs": {}}}, "BAD_MANIFEST"),
+        ({"manifest": {"a": float("nan")}}, "BAD_MANIFEST"),
+        ({"manifest": {"a": {1: 2}}}, "BAD_MANIFEST"),
+        ({"manifest": {"a": b"bytes"}}, "BAD_MANIFEST"),
+        ({"manifest": {"a": "\ud800"}}, "BAD_MANIFEST"),
+        ({"manifest": {"a": "x" * (2 << 20)}}, "MANIFEST_TOO_LARGE"),
+        ({"actor": "x" * 2001}, "NOTE_TOO_LONG"),
+    ],
+)
+def test_bad_publications(registry: Registry, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        publish(registry, "one", **options)
+    assert raised.value.reason == reason
+    assert registry.list_versions(MODEL) == []
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 129, "a\nb"])
+def test_bad_request_ids(registry: Registry, request_id: str) -> None:
+    with pytest.raises(InvalidInput):
+        publish(registry, request_id, blobs={"x": b"1"})
+
+
+def test_unknown_things_are_named(registry: Registry) -> None:
+    made = publish(registry, "one", aliases=["stable", "latest"])
+    for version in (0, -1, 2, 2**70):
+        with pytest.raises(NotFound, match="no router version"):
+            registry.get(MODEL, version)
+    with pytest.raises(NotFound, match="latest, stable") as raised:
+        registry.resolve(MODEL, "canary")
+    assert raised.value.metadata["aliases"] == "latest, stable"
+    with pytest.raises(NotFound, match=r"nothing\.bin"):
+        registry.read_blob(made, "nothing.bin")
+    for call in (registry.alias_history, registry.rollback_alias):
+        with pytest.raises(NotFound):
+            call(MODEL, "canary")
+
+
+def test_set_alias_compares_and_swaps(registry: Registry) -> None:
+    publish(registry, "one")
+    publish(registry, "two")
+    change = registry.set_alias(
+        MODEL, "stable", 1, expected_version=0, actor="ann", reason="trial ended"
+    )
+    assert (change.from_version, change.to_version, change.actor) == (None, 1, "ann")
+    with pytest.raises(Conflict) as raised:
+        registry.set_alias(MODEL, "stable", 2, expected_version=0)
+    assert raised.value.metadata == {"current_version": "1"}
+    with pytest.raises(Conflict):
+        registry.set_alias(MODEL, "stable", 1, expected_version=2)
+    assert registry.set_alias(MODEL, "stable", 2, expected_version=1).from_version == 1
+    with pytest.raises(NotFound):
+        registry.set_alias(MODEL, "stable", 3)
+    assert registry.aliases(MODEL) == {"latest": 2, "stable": 2}
+    assert [(c.from_version, c.to_version) for c in registry.alias_history(MODEL, "stable")] == [
+        (1, 2),
+        (None, 1),
+    ]
+
+
+def test_setting_an_alias_again_keeps_rollback_useful(registry: Registry) -> None:
+    publish(registry, "one", aliases=["stable"])
+    publish(registry, "two", aliases=["stable"])
+    assert registry.set_alias(MODEL, "stable", 2).from_version == 1
+    assert registry.rollback_alias(MODEL, "stable").to_version == 1
+
+
+def test_rollback(registry: Registry) -> None:
+    publish(registry, "one", aliases=["stable"])
+    with pytest.raises(PreconditionFailed) as raised:
+        registry.rollback_alias(MODEL, "stable")
+    assert raised.value.reason == "NO_EARLIER_VERSION"
+    publish(registry, "two", aliases=["stable"])
+    back = registry.rollback_alias(MODEL, "stable", actor="bob", reason="worse")
+    assert (back.from_version, back.to_version, back.reason) == (2, 1, "worse")
+    assert registry.resolve(MODEL, "stable").version == 1
+    assert registry.rollback_alias(MODEL, "stable").to_version == 2
+    assert len(registry.alias_history(MODEL, "stable")) == 4
+
+
+def test_events_tell_all_that_happened_in_order(registry: Registry) -> None:
+    first = publish(registry, "one")
+    publish(registry, "elsewhere", model_id="other")
+    moved = registry.set_alias(MODEL, "stable", 1)
+    events = list(registry.events(MODEL))
+    assert [event.change for event in events] == [
+        first,
+        registry.alias_history(MODEL, "latest")[0],
+        moved,
+    ]
+    numbers = [event.event for event in events]
+    assert numbers == sorted(set(numbers))
+    assert list(registry.events(MODEL, after_event=numbers[1])) == events[2:]
+    assert list(registry.events(MODEL, after_event=numbers[-1])) == []
+
+
+def test_events_beyond_one_page(registry: Registry) -> None:
+    publish(registry, "one")
+    publish(registry, "two")
+    for number in range(130):
+        registry.set_alias(MODEL, "stable", 1 + number % 2)
+    changes = [event.change for event in registry.events(MODEL)]
+    assert sum(isinstance(change, AliasChange) for change in changes) == 132
+
+
+def test_events_wait_for_another_client(
+    registry: Registry, open_again: Callable[[], Registry]
+) -> None:
+    started_s = time.monotonic()
+    assert list(registry.events(MODEL, timeout_s=0.2)) == []
+    assert time.monotonic() - started_s >= 0.2
+    publisher = open_again()
+    timer = threading.Timer(0.2, lambda: publish(publisher, "one"))
+    timer.start()
+    event = next(registry.events(MODEL, timeout_s=20.0))
+    timer.join()
+    assert isinstance(event.change, PublishedVersion)
+
+
+def test_threads_share_one_client(registry: Registry) -> None:
+    threads = [
+        threading.Thread(target=lambda n=n: publish(registry, f"request-{n}")) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [v.version for v in registry.list_versions(MODEL)] == list(range(8, 0, -1))

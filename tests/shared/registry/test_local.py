@@ -1,0 +1,261 @@
+"""What is the embedded registry's own: crashes, full disks, flipped bytes, several processes, files of other versions."""
+
+import errno
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared.errors import Corrupt, Exhausted, InvalidInput, NotFound, PreconditionFailed
+from shared.registry.factory import open_registry
+from shared.registry.index import SCHEMA_VERSION
+from shared.registry.local import LocalRegistry
+
+PUBLISHER = Path(__file__).with_name("publisher.py")
+REPOSITORY = Path(__file__).parents[3]
+STEPS = [
+    f"{step}:{kind}"
+    for kind in ("blobs", "manifests")
+    for step in ("write", "written", "synced", "renamed", "verified")
+] + ["index:begin", "index:before-commit"]
+
+
+def publisher(*arguments: object, **options: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **options.get("env", {})}  # type: ignore[dict-item]
+    command = [sys.executable, str(PUBLISHER), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def objects(root: Path) -> list[Path]:
+    return [
+        path
+        for kind in ("blobs", "manifests", "staging")
+        for path in (root / kind).rglob("*")
+        if path.is_file()
+    ]
+
+
+def publish(registry: LocalRegistry, request_id: str = "one") -> int:
+    return registry.publish(
+        "tiny", {"a": 1}, {"x": b"weights" * 1000}, request_id=request_id
+    ).version
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_killed_before_the_commit_leaves_nothing(tmp_path: Path, step: str) -> None:
+    process = publisher(tmp_path, "one", 1, step)
+    assert process.wait(30) == -9
+    registry = LocalRegistry(tmp_path)
+    assert registry.list_versions("tiny") == []
+    assert list(registry.events("tiny")) == []
+    assert objects(tmp_path) == []
+    assert publish(registry) == 1
+
+
+def test_killed_after_the_commit_has_published(tmp_path: Path) -> None:
+    assert publisher(tmp_path, "one", 1, "index:committed").wait(30) == -9
+    registry = LocalRegistry(tmp_path)
+    (made,) = registry.list_versions("tiny")
+    assert registry.read_blob(made, "own") == b"one-0"
+    assert len(objects(tmp_path)) == 3
+    assert not any((tmp_path / "staging").iterdir())
+    again = publisher(tmp_path, "one", 1)
+    assert json.loads(again.communicate(timeout=30)[0]) == {"version": 1}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_disk_full_at_any_step_leaves_nothing(tmp_path: Path, step: str) -> None:
+    """ENOSPC raised by the step hook, where the operating system would raise it."""
+
+    def full(name: str) -> None:
+        if name == step:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(Exhausted) as raised:
+        publish(LocalRegistry(tmp_path, step=full))
+    assert raised.value.reason == "DISK_FULL"
+    assert raised.value.retry_after_s is None
+    assert objects(tmp_path) == []
+    registry = LocalRegistry(tmp_path)
+    assert registry.list_versions("tiny") == []
+    assert publish(registry) == 1
+
+
+def test_file_size_limit_while_publishing(tmp_path: Path) -> None:
+    """The kernel refuses the write itself: RLIMIT_FSIZE in the publisher's process, below the blob's size (EFBIG)."""
+    LocalRegistry(tmp_path).close()
+    process = publisher(tmp_path, "one", 1, env={"FILE_SIZE_LIMIT": "300000"})
+    assert json.loads(process.communicate(timeout=30)[0]) == {
+        "error": "Exhausted",
+        "reason": "DISK_FULL",
+    }
+    assert objects(tmp_path) == []
+    assert LocalRegistry(tmp_path).list_versions("tiny") == []
+
+
+def test_really_full_file_system(tmp_path: Path) -> None:
+    """A 1 MiB tmpfs in a mount namespace: the first publications fit (they share a blob), then SQLite or a file hits ENOSPC."""
+    unshare = shutil.which("unshare")
+    probe = [unshare or "false", "-Urm", "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs user namespaces that may mount a tmpfs")
+    script = (
+        'mount -t tmpfs -o size=1m none "$1" && "$2" "$3" "$1" fill 200 > "$4" &&'
+        ' "$2" -c "$5" "$1" >> "$4"'
+    )
+    check = (
+        "import json,sys;from pathlib import Path;from shared.registry.local import LocalRegistry;"
+        "v=LocalRegistry(Path(sys.argv[1])).list_versions('tiny',limit=1000);"
+        "print(json.dumps({'readable':len(v),'newest':v[0].version}))"
+    )
+    output = tmp_path.parent / "output.jsonl"
+    command = [unshare, "-Urm", "sh", "-c", script, "sh", tmp_path, sys.executable, PUBLISHER]
+    subprocess.run(
+        [*map(str, command), str(output), check],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        check=True,
+        timeout=60,
+    )
+    *attempts, after = map(json.loads, output.read_text().splitlines())
+    errors = [attempt for attempt in attempts if "error" in attempt]
+    made = [attempt["version"] for attempt in attempts if "version" in attempt]
+    assert errors
+    assert all(error == {"error": "Exhausted", "reason": "DISK_FULL"} for error in errors)
+    assert made == list(range(1, len(made) + 1))
+    assert after == {"readable": len(made), "newest": len(made)}
+
+
+def test_a_failed_publisher_takes_nothing_from_a_successful_one(tmp_path: Path) -> None:
+    """Both need the same blob; the first to write it fails only after the other relies on it."""
+    other = LocalRegistry(tmp_path)
+    made = []
+
+    def step(name: str) -> None:
+        if name == "index:begin":
+            made.append(publish(other, "two"))
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(Exhausted):
+        publish(LocalRegistry(tmp_path, step=step), "one")
+    assert other.read_blob(other.get("tiny", made[0]), "x") == b"weights" * 1000
+
+
+def test_nothing_is_swept_while_somebody_publishes(tmp_path: Path) -> None:
+    def step(name: str) -> None:
+        if name == "index:begin":
+            LocalRegistry(tmp_path).close()
+
+    registry = LocalRegistry(tmp_path, step=step)
+    assert publish(registry) == 1
+    assert registry.read_blob(registry.get("tiny", 1), "x") == b"weights" * 1000
+
+
+def test_processes_publish_at_once(tmp_path: Path) -> None:
+    processes = [publisher(tmp_path, f"publisher-{number}", 10) for number in range(3)]
+    lines = [line for p in processes for line in p.communicate(timeout=60)[0].splitlines()]
+    versions = [json.loads(line)["version"] for line in lines]
+    assert sorted(versions) == list(range(1, 31))
+    registry = LocalRegistry(tmp_path)
+    assert registry.aliases("tiny") == {"latest": 30}
+    assert {v.manifest["by"] for v in registry.list_versions("tiny")} == {
+        f"publisher-{p}-{n}" for p in range(3) for n in range(10)
+    }
+    moves = [(c.from_version, c.to_version) for c in registry.alias_history("tiny", "latest")]
+    assert moves == [(n - 1 or None, n) for n in range(30, 0, -1)]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_one_flipped_byte_in_a_blob(tmp_path: Path) -> None:
+    registry = LocalRegistry(tmp_path)
+    publish(registry)
+    made = registry.get("tiny", 1)
+    assert registry.read_blob(made, "x")
+    expected = made.manifest["blobs"]["x"]["digest"]
+    flip(tmp_path / "blobs/sha256" / expected[7:9] / expected[7:])
+    for reader in (registry, LocalRegistry(tmp_path)):
+        with pytest.raises(Corrupt) as raised:
+            reader.read_blob(made, "x")
+        assert raised.value.metadata["expected_digest"] == expected
+        assert raised.value.metadata["actual_digest"].startswith("sha256:")
+        assert raised.value.metadata["actual_digest"] != expected
+    publish(registry, "again")
+    assert registry.read_blob(made, "x") == b"weights" * 1000, "publishing the same bytes repairs"
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+def test_damaged_manifest(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    registry = LocalRegistry(tmp_path)
+    publish(registry)
+    digest = registry.get("tiny", 1).manifest_digest
+    damage(tmp_path / "manifests/sha256" / digest[7:9] / digest[7:])
+    for read in (
+        lambda: registry.get("tiny", 1),
+        lambda: registry.resolve("tiny", "latest"),
+        lambda: registry.list_versions("tiny"),
+        lambda: list(registry.events("tiny")),
+    ):
+        with pytest.raises(Corrupt) as raised:
+            read()
+        assert raised.value.metadata["expected_digest"] == digest
+
+
+def test_forged_digest_reaches_no_other_file(tmp_path: Path) -> None:
+    registry = LocalRegistry(tmp_path)
+    publish(registry)
+    made = registry.get("tiny", 1)
+    made.manifest["blobs"]["x"]["digest"] = "sha256:../../../index.db"
+    with pytest.raises(Corrupt):
+        registry.read_blob(made, "x")
+
+
+def test_newer_schema_is_refused(tmp_path: Path) -> None:
+    LocalRegistry(tmp_path).close()
+    connection = sqlite3.connect(tmp_path / "index.db")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    connection.close()
+    with pytest.raises(PreconditionFailed, match="newer neap") as raised:
+        LocalRegistry(tmp_path)
+    assert raised.value.reason == "SCHEMA_TOO_NEW"
+    assert raised.value.metadata == {
+        "found": str(SCHEMA_VERSION + 1),
+        "supported": str(SCHEMA_VERSION),
+    }
+
+
+def test_foreign_and_broken_databases_are_refused(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "index.db")
+    connection.execute("CREATE TABLE other (x)")
+    connection.close()
+    with pytest.raises(PreconditionFailed, match="another program"):
+        LocalRegistry(tmp_path)
+    (tmp_path / "index.db").write_bytes(b"not a database " * 1000)
+    with pytest.raises(Corrupt):
+        LocalRegistry(tmp_path)
+
+
+def test_factory(tmp_path: Path) -> None:
+    made = publish(LocalRegistry(tmp_path / "a b"))
+    for name in (
+        str(tmp_path / "a b"),
+        f"file://{tmp_path}/a%20b",
+        f"file://localhost{tmp_path}/a b",
+    ):
+        registry = open_registry(name)
+        assert registry.resolve("tiny", "latest").version == made
+        registry.close()
+    for name in ("redis://localhost", "s3://bucket", "", "file://elsewhere/path", "file://"):
+        with pytest.raises(InvalidInput, match=r"file:///|path"):
+            open_registry(name)
+    with pytest.raises(NotFound):
+        open_registry(str(tmp_path / "new")).get("tiny", 1)
