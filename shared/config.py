@@ -1,0 +1,148 @@
+"""What each service can be told, and the only place that reads the environment.
+
+Every field has a variable `NEAP_<NAME>`; the listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN`, so that both
+services can run from one environment. Lists are comma-separated. Command-line flags win over variables, variables over defaults.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from platformdirs import user_data_path
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from shared.errors import InvalidInput
+
+S = TypeVar("S", bound="ServiceSettings")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model and where it is: a Hugging Face folder, a .gguf file, or a hub name."""
+
+    model_id: str
+    source: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From "id=source". Raises ValueError."""
+        model_id, equals, source = text.partition("=")
+        if not (equals and model_id.strip() and source.strip()):
+            raise ValueError(f"model is {text!r}; it must be ID=SOURCE")
+        return cls(model_id.strip(), source.strip())
+
+
+def _listed(value: Any) -> Any:
+    """A comma-separated string as the list it stands for."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+class ServiceSettings(BaseSettings):
+    """What both services share. `registry` None: a folder "registry" under `data_dir`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="NEAP_", frozen=True, extra="forbid", populate_by_name=True
+    )
+
+    models: Annotated[tuple[ModelSource, ...], NoDecode] = ()
+    data_dir: Path = Field(default_factory=lambda: user_data_path("neap"))
+    registry: str = ""
+    context_length: int | None = Field(default=None, ge=1)
+    device: str = "cpu"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    threads: int | None = Field(default=None, ge=1)
+    grace_s: float = Field(default=2.0, ge=0, allow_inf_nan=False)
+    drain_timeout_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _models_from_text(cls, value: Any) -> Any:
+        parts = _listed(value)
+        return tuple(ModelSource.parse(part) if isinstance(part, str) else part for part in parts)
+
+    @model_validator(mode="after")
+    def _resolved(self) -> Self:
+        ids = [model.model_id for model in self.models]
+        if len(ids) != len(set(ids)):
+            raise ValueError("two models have the same id")
+        if not self.registry:
+            # Frozen from here on; this is still construction.
+            object.__setattr__(self, "registry", str(self.data_dir / "registry"))
+        return self
+
+
+class WorkerSettings(ServiceSettings):
+    """`max_queue`: requests waiting per model; beyond it they are refused. `stall_timeout_s`: how long a client may not read."""
+
+    listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
+    max_queue: int = Field(default=64, ge=1)
+    max_routers: int = Field(default=4, ge=1)
+    stall_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+
+
+class CalibratorSettings(ServiceSettings):
+    """`text_folders`: the only folders calibration text may be read from. `max_queued_jobs`: beyond it jobs are refused."""
+
+    listen: str = Field(default="127.0.0.1:7070", validation_alias="NEAP_CALIBRATOR_LISTEN")
+    text_folders: Annotated[tuple[Path, ...], NoDecode] = ()
+    max_queued_jobs: int = Field(default=16, ge=1)
+
+    @field_validator("text_folders", mode="before")
+    @classmethod
+    def _folders_from_text(cls, value: Any) -> Any:
+        return _listed(value)
+
+
+def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] | None = None) -> S:
+    """Flags, then the environment, then defaults. Exits with a usage text for flags that do not parse.
+
+    Raises InvalidInput (reason BAD_CONFIGURATION) for values that are out of range.
+    """
+    parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
+    add = parser.add_argument
+    add("--listen", metavar="HOST:PORT", help="address to listen on; port 0 picks a free one")
+    add("--model", dest="models", action="append", metavar="ID=SOURCE", help="may be repeated")
+    add("--registry", metavar="URL", help="registry of routers: a folder or a URL")
+    add("--data-dir", metavar="FOLDER")
+    add("--context-length", metavar="TOKENS", help="prompt and completion together, per sequence")
+    add("--device", metavar="NAME", help="cpu or cuda")
+    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"))
+    add("--threads", metavar="N", help="CPU threads for the model")
+    add("--grace-s", metavar="SECONDS", help="keep accepting this long after SIGTERM")
+    add("--drain-timeout-s", metavar="SECONDS", help="then let running calls finish this long")
+    add("--log-level", choices=("debug", "info", "warning", "error"))
+    if issubclass(kind, WorkerSettings):
+        add("--max-queue", metavar="N", help="requests waiting per model at most")
+        add("--max-routers", metavar="N", help="routers kept in memory at most")
+        add("--stall-timeout-s", metavar="SECONDS", help="end calls whose client does not read")
+    if issubclass(kind, CalibratorSettings):
+        add(
+            "--text-folder",
+            dest="text_folders",
+            action="append",
+            metavar="FOLDER",
+            help="folder text may be read from; may be repeated",
+        )
+        add("--max-queued-jobs", metavar="N")
+    given = {
+        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
+    }
+    return make_settings(kind, **given)
+
+
+def make_settings(kind: type[S], **given: Any) -> S:
+    """`kind` from keyword values over the environment. Raises InvalidInput (reason BAD_CONFIGURATION)."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}"
+            for problem in error.errors()
+        )
+        raise InvalidInput(problems, reason="BAD_CONFIGURATION") from error

@@ -1,0 +1,276 @@
+"""A small synchronous client of neap's services, for the command line and for scripts.
+
+Every method raises NeapError as the service raised it (`shared.rpc.status.from_rpc_error`). Repeated on UNAVAILABLE are only calls
+that may be repeated: unary ones that change nothing or are idempotent by id, and streams that have not yielded yet or whose
+first message holds the whole state.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from neap.calibration.v1 import calibration_pb2, calibration_pb2_grpc
+from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap.router.v1 import router_pb2, router_pb2_grpc
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from shared.errors import NeapError, Unavailable
+from shared.rpc.serving import MAX_MESSAGE_BYTES
+from shared.rpc.status import from_rpc_error
+
+T = TypeVar("T")
+
+CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),
+    # Retries are decided here, call by call.
+    ("grpc.enable_retries", 0),
+)
+
+
+class NeapClient:
+    """One channel to one address; the service behind it may be a worker, a calibrator, or both. Thread-safe.
+
+    `timeout_s` bounds every unary call. `num_attempts` counts the first try.
+    """
+
+    def __init__(self, target: str, *, timeout_s: float = 30.0, num_attempts: int = 4) -> None:
+        self.target = target
+        self._timeout_s = timeout_s
+        self._num_attempts = num_attempts
+        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        # The generated stubs are untyped.
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._calibration: Any = calibration_pb2_grpc.CalibrationServiceStub(self._channel)
+        self._router: Any = router_pb2_grpc.RouterServiceStub(self._channel)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> "NeapClient":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def is_serving(self, service: str = "") -> bool:
+        """Whether the health check of `service` ("" for all) says SERVING. Raises Unavailable when nobody answers."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        reply = _called(lambda: self._health.Check(request, timeout=self._timeout_s))
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def wait_ready(self, service: str = "", *, timeout_s: float = 60.0) -> None:
+        """Return once `service` is SERVING. Raises Unavailable (reason NOT_READY) after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self.is_serving(service):
+                    return
+            except Unavailable:
+                pass
+            if time.monotonic() >= deadline_s:
+                raise Unavailable(
+                    f"{self.target} is not serving after {timeout_s:g} s", reason="NOT_READY"
+                )
+            time.sleep(0.1)
+
+    # inference
+
+    def generate(
+        self, request: inference_pb2.GenerateRequest, *, timeout_s: float | None = None
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        """Started, token chunks, Finished. Closing the iterator cancels the call. Repeated only before the first event."""
+        first, call = self._retrying(
+            lambda: _opened(self._inference.Generate(request, timeout=timeout_s))
+        )
+        return _stream(first, call)
+
+    def get_model(self, model_id: str) -> inference_pb2.Model:
+        request = inference_pb2.GetModelRequest(model_id=model_id)
+        reply: inference_pb2.GetModelResponse = self._unary(self._inference.GetModel, request)
+        return reply.model
+
+    def list_models(self) -> list[inference_pb2.Model]:
+        request = inference_pb2.ListModelsRequest()
+        reply: inference_pb2.ListModelsResponse = self._unary(self._inference.ListModels, request)
+        return list(reply.models)
+
+    # calibration
+
+    def create_calibration(
+        self, spec: calibration_pb2.CalibrationSpec, *, request_id: str
+    ) -> calibration_pb2.Calibration:
+        """Idempotent by `request_id`."""
+        request = calibration_pb2.CreateCalibrationRequest(request_id=request_id, spec=spec)
+        reply: calibration_pb2.CreateCalibrationResponse = self._unary(
+            self._calibration.CreateCalibration, request
+        )
+        return reply.calibration
+
+    def get_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:
+        request = calibration_pb2.GetCalibrationRequest(calibration_id=calibration_id)
+        reply: calibration_pb2.GetCalibrationResponse = self._unary(
+            self._calibration.GetCalibration, request
+        )
+        return reply.calibration
+
+    def list_calibrations(self, model_id: str = "") -> Iterator[calibration_pb2.Calibration]:
+        """Newest first, page by page. All models if `model_id` is empty."""
+        page_token = ""
+        while True:
+            request = calibration_pb2.ListCalibrationsRequest(
+                model_id=model_id, page_token=page_token
+            )
+            reply: calibration_pb2.ListCalibrationsResponse = self._unary(
+                self._calibration.ListCalibrations, request
+            )
+            yield from reply.calibrations
+            page_token = reply.next_page_token
+            if not page_token:
+                return
+
+    def cancel_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:
+        request = calibration_pb2.CancelCalibrationRequest(calibration_id=calibration_id)
+        reply: calibration_pb2.CancelCalibrationResponse = self._unary(
+            self._calibration.CancelCalibration, request
+        )
+        return reply.calibration
+
+    def watch_calibration(self, calibration_id: str) -> Iterator[calibration_pb2.Calibration]:
+        """The job now, then every change until it has ended. Taken up again when the connection breaks."""
+        request = calibration_pb2.WatchCalibrationRequest(calibration_id=calibration_id)
+        while True:
+            first, call = self._retrying(
+                lambda: _opened(self._calibration.WatchCalibration(request))
+            )
+            try:
+                for reply in _stream(first, call):
+                    yield reply.calibration
+                return
+            except Unavailable:
+                # The first message of a watch is the whole state, so nothing is lost by asking again.
+                continue
+
+    # routers
+
+    def list_versions(self, model_id: str) -> Iterator[router_pb2.RouterVersion]:
+        """Newest first, page by page, without the manifests."""
+        page_token = ""
+        while True:
+            request = router_pb2.ListVersionsRequest(model_id=model_id, page_token=page_token)
+            reply: router_pb2.ListVersionsResponse = self._unary(self._router.ListVersions, request)
+            yield from reply.versions
+            page_token = reply.next_page_token
+            if not page_token:
+                return
+
+    def get_version(
+        self, model_id: str, *, version: int | None = None, alias: str | None = None
+    ) -> router_pb2.RouterVersion:
+        """By exactly one of `version` and `alias`."""
+        request = router_pb2.GetVersionRequest(model_id=model_id, version=version, alias=alias)
+        reply: router_pb2.GetVersionResponse = self._unary(self._router.GetVersion, request)
+        return reply.version
+
+    def list_aliases(self, model_id: str) -> dict[str, int]:
+        """Alias -> version."""
+        request = router_pb2.ListAliasesRequest(model_id=model_id)
+        reply: router_pb2.ListAliasesResponse = self._unary(self._router.ListAliases, request)
+        return {alias.name: alias.version for alias in reply.aliases}
+
+    def set_alias(
+        self,
+        model_id: str,
+        alias: str,
+        version: int,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> router_pb2.AliasChange:
+        """Compare-and-swap when `expected_version` is given. Never repeated: a lost answer would look like a lost race."""
+        request = router_pb2.SetAliasRequest(
+            model_id=model_id,
+            alias=alias,
+            version=version,
+            expected_version=expected_version,
+            actor=actor,
+            reason=reason,
+        )
+        reply: router_pb2.SetAliasResponse = self._once(self._router.SetAlias, request)
+        return reply.change
+
+    def rollback_alias(
+        self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
+    ) -> router_pb2.AliasChange:
+        """Never repeated: it would go back twice."""
+        request = router_pb2.RollbackAliasRequest(
+            model_id=model_id, alias=alias, actor=actor, reason=reason
+        )
+        reply: router_pb2.RollbackAliasResponse = self._once(self._router.RollbackAlias, request)
+        return reply.change
+
+    def alias_history(self, model_id: str, alias: str) -> list[router_pb2.AliasChange]:
+        """Newest first."""
+        request = router_pb2.GetAliasHistoryRequest(model_id=model_id, alias=alias)
+        reply: router_pb2.GetAliasHistoryResponse = self._unary(
+            self._router.GetAliasHistory, request
+        )
+        return list(reply.changes)
+
+    def watch_routers(
+        self, model_id: str, *, after_event: int = 0
+    ) -> Iterator[router_pb2.WatchResponse]:
+        """Publications and alias changes after `after_event`. Raises Unavailable when the connection breaks."""
+        request = router_pb2.WatchRequest(model_id=model_id, after_event=after_event)
+        return _stream(None, self._router.Watch(request))
+
+    def _unary(self, method: Any, request: Any) -> Any:
+        return self._retrying(lambda: method(request, timeout=self._timeout_s))
+
+    def _once(self, method: Any, request: Any) -> Any:
+        return _called(lambda: method(request, timeout=self._timeout_s))
+
+    def _retrying(self, call: Callable[[], T]) -> T:
+        retrying = Retrying(
+            retry=retry_if_exception_type(Unavailable),
+            stop=stop_after_attempt(self._num_attempts),
+            wait=wait_random_exponential(multiplier=0.1, max=2.0),
+            reraise=True,
+        )
+        return retrying(lambda: _called(call))
+
+
+def _called(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _opened(call: Any) -> tuple[Any, Any]:
+    """The first message (None if there is none) and the rest of the stream."""
+    return next(call, None), call
+
+
+def _stream(first: Any, call: Any) -> Iterator[Any]:
+    try:
+        if first is not None:
+            yield first
+        yield from call
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    finally:
+        call.cancel()
+
+
+__all__ = ["NeapClient", "NeapError"]

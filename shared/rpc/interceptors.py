@@ -1,0 +1,182 @@
+"""What happens around every call of a service: a request id, one log line, and errors as rich statuses."""
+
+import asyncio
+import inspect
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError
+
+from shared.errors import InvalidInput, NeapError
+from shared.rpc.status import (
+    code_of_status,
+    to_status,
+    trailing_metadata,
+    unexpected_status,
+)
+
+REQUEST_ID_KEY = "x-request-id"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
+_QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+
+log = structlog.get_logger("neap.rpc")
+
+
+def current_request_id() -> str:
+    """Id of the call this task serves: the client's `x-request-id`, or one made here. Empty outside a call."""
+    return _request_id.get()
+
+
+class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Wraps coroutine and async-generator handlers, unary and streaming.
+
+    A NeapError becomes its status, anything else INTERNAL with an id under which the traceback is logged. The request id goes
+    back in the trailing metadata.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        wrapped = _Wrapped(str(handler_call_details.method))
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            inner = handler.stream_stream or handler.unary_stream
+            generates = inspect.isasyncgenfunction(inner)
+            outer = wrapped.generator(inner) if generates else wrapped.coroutine(inner)
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            outer = wrapped.coroutine(handler.stream_unary or handler.unary_unary)
+        parse = handler.request_deserializer
+        return make(
+            outer,
+            request_deserializer=parse if handler.request_streaming else _lenient(parse),
+            response_serializer=handler.response_serializer,
+        )
+
+
+class _Wrapped:
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def coroutine(self, inner: Any) -> Any:
+        if not inspect.iscoroutinefunction(inner):
+            # A plain function would block the event loop for every other call.
+            raise TypeError(f"the handler of {self.method} is not a coroutine function")
+
+        async def handle(request: Any, context: Any) -> Any:
+            async with _observed(self.method, context):
+                return await inner(_well_formed(request), context)
+
+        return handle
+
+    def generator(self, inner: Any) -> Any:
+        async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
+            async with _observed(self.method, context):
+                async for response in inner(_well_formed(request), context):
+                    yield response
+
+        return handle
+
+
+class _Malformed:
+    """Stands for bytes that are no message, until the handler can refuse them: gRPC itself would say INTERNAL."""
+
+
+def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def deserialize(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return _Malformed()
+
+    return deserialize
+
+
+def _well_formed(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise InvalidInput(
+            "the request is not a valid message (text must be UTF-8)", reason="MALFORMED_REQUEST"
+        )
+    return request
+
+
+@asynccontextmanager
+async def _observed(method: str, context: Any) -> AsyncIterator[None]:
+    request_id = _take_request_id(context)
+    _request_id.set(request_id)
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+    context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
+    started_s = time.monotonic()
+    code, fields = "OK", {}
+    try:
+        yield
+    except grpc.aio.AbortError:
+        code = _code_name(context)
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        remaining_s = context.time_remaining()
+        expired = remaining_s is not None and remaining_s <= 0
+        code = "DEADLINE_EXCEEDED" if expired else "CANCELLED"
+        raise
+    except NeapError as error:
+        status = to_status(error)
+        code, fields = code_of_status(status).name, {"reason": error.reason}
+        await _abort(context, status, request_id)
+    except Exception:
+        error_id = secrets.token_hex(8)
+        code, fields = "INTERNAL", {"error_id": error_id}
+        log.exception("unexpected error", method=method, error_id=error_id)
+        await _abort(context, unexpected_status(error_id), request_id)
+    finally:
+        quiet = code == "OK" and method.startswith(_QUIET_SERVICES)
+        (log.debug if quiet else log.info)(
+            "call ended",
+            method=method,
+            code=code,
+            duration_s=round(time.monotonic() - started_s, 6),
+            **fields,
+        )
+
+
+async def _abort(context: Any, status: Any, request_id: str) -> None:
+    await context.abort(
+        code_of_status(status),
+        status.message,
+        trailing_metadata=((REQUEST_ID_KEY, request_id), *trailing_metadata(status)),
+    )
+
+
+def _take_request_id(context: Any) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str) and _REQUEST_ID.fullmatch(value):
+            return value
+    return secrets.token_hex(8)
+
+
+def _code_name(context: Any) -> str:
+    code = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return next((known.name for known in grpc.StatusCode if known.value[0] == code), "UNKNOWN")

@@ -1,0 +1,32 @@
+"""Structured logs on stderr: one JSON object a line, or colours on a terminal. stdout stays free for what programs read."""
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def configure_logging(level: str = "info", *, json_lines: bool | None = None) -> None:
+    """Set structlog up for this process. `json_lines` None: JSON unless stderr is a terminal."""
+    as_json = not sys.stderr.isatty() if json_lines is None else json_lines
+    processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if as_json:
+        processors += [
+            structlog.processors.dict_tracebacks,
+            structlog.processors.JSONRenderer(),
+        ]
+    else:
+        processors.append(structlog.dev.ConsoleRenderer())
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        # Looked up at every line: whoever replaces sys.stderr meant it.
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+        cache_logger_on_first_use=False,
+    )

@@ -1,0 +1,158 @@
+"""A grpc.aio server that starts, answers for its health, and stops in order."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shared.errors import InvalidInput, Unavailable
+from shared.rpc.interceptors import ServiceInterceptor
+
+# Far above any prompt that fits a context, so that a prompt of 10 MB is refused by the service, as INVALID_ARGUMENT with a reason
+# (trying again cannot help); beyond this gRPC itself refuses with RESOURCE_EXHAUSTED before it decodes.
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Two processes on one port would silently share its connections.
+    ("grpc.so_reuseport", 0),
+    # A peer that vanished without closing the connection must not hold a slot for ever.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # What may pile up here for a client that does not read, beyond the window the client itself grants.
+    ("grpc.http2.write_buffer_size", 8 * 1024),
+)
+
+log = structlog.get_logger("neap.rpc")
+
+
+class RpcServer:
+    """Owns one grpc.aio server. NOT_SERVING until `set_serving`.
+
+    `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "". `grace_s`: how
+    long new calls are still taken after the first SIGTERM, while load balancers learn that this server is leaving.
+    `drain_timeout_s`: how long running calls may then take to finish. Must be made inside the running event loop.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        service_names: Sequence[str],
+        *,
+        grace_s: float = 2.0,
+        drain_timeout_s: float = 60.0,
+        options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self.listen = listen
+        self.port = 0
+        self.grace_s = grace_s
+        self.drain_timeout_s = drain_timeout_s
+        self.grpc_server: Any = grpc.aio.server(
+            interceptors=(ServiceInterceptor(),), options=(*SERVER_OPTIONS, *options)
+        )
+        self._service_names = tuple(service_names)
+        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
+        names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc_server)
+        self._stop_requested = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def start(self) -> int:
+        """Bind and answer, NOT_SERVING. Prints "listening on HOST:PORT" to stdout and returns the port.
+
+        Raises InvalidInput for an address that is none, Unavailable when it cannot be had.
+        """
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdigit():
+            raise InvalidInput(f"listen address is {self.listen!r}; it must be HOST:PORT")
+        # The aio HealthServicer starts as SERVING.
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        try:
+            self.port = self.grpc_server.add_insecure_port(self.listen)
+        except RuntimeError:
+            self.port = 0
+        if self.port == 0:
+            raise Unavailable(f"cannot listen on {self.listen}", reason="ADDRESS_UNAVAILABLE")
+        await self.grpc_server.start()
+        print(f"listening on {host}:{self.port}", flush=True)
+        log.info("listening", host=host, port=self.port)
+        return self.port
+
+    async def set_serving(self) -> None:
+        """Ready for work. Does nothing once the server is leaving."""
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        log.info("serving")
+
+    async def drain(self) -> None:
+        """NOT_SERVING, take calls for `grace_s`, let running ones finish, stop. `stop_now` cuts it short."""
+        await self._health.enter_graceful_shutdown()
+        log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
+        # server.stop() closes the listener at once, so the grace comes before it.
+        if not await _set_within(self._stop_now, self.grace_s):
+            stopping = asyncio.create_task(self.grpc_server.stop(self.drain_timeout_s))
+            hurried = asyncio.create_task(self._stop_now.wait())
+            await asyncio.wait((stopping, hurried), return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
+            if stopping.done():
+                stopping.result()
+                log.info("stopped")
+                return
+        # A later stop with a shorter grace overrides the earlier one.
+        await self.grpc_server.stop(None)
+        log.info("stopped at once")
+
+    def request_stop(self) -> None:
+        """What SIGTERM does: the first call drains, the second stops at once."""
+        if self._stop_requested.is_set():
+            self._stop_now.set()
+        self._stop_requested.set()
+
+    async def run(self, prepare: Callable[[], Awaitable[None]]) -> bool:
+        """Start, `prepare` (load, warm up), serve until SIGTERM or SIGINT, drain.
+
+        Returns False if it was told to stop before `prepare` was done, in which case a thread of `prepare` may still be at work.
+        Raises what `prepare` raises, after stopping.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+        await self.start()
+        preparing = asyncio.ensure_future(prepare())
+        stopping = asyncio.create_task(self._stop_requested.wait())
+        await asyncio.wait((preparing, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not preparing.done():
+            preparing.cancel()
+            await self._health.enter_graceful_shutdown()
+            await self.grpc_server.stop(None)
+            return False
+        try:
+            preparing.result()
+        except BaseException:
+            stopping.cancel()
+            await self.grpc_server.stop(None)
+            raise
+        await self.set_serving()
+        await stopping
+        await self.drain()
+        return True
+
+    async def _set_health(self, status: Any) -> None:
+        for name in ("", *self._service_names):
+            await self._health.set(name, status)
+
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""The one table between neap's errors and gRPC's status codes, in both directions.
+
+An error travels as `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` (reason, domain "neap", metadata) and, where
+waiting helps, a `RetryInfo`. https://google.aip.dev/193
+"""
+
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+from shared import errors
+from shared.errors import NeapError
+
+DOMAIN = "neap"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+ERROR_ID_KEY = "error_id"
+# Trailing metadata beyond 8 KiB is dropped by common proxies; the text travels twice, once percent-encoded.
+MAX_MESSAGE_CHARACTERS = 1000
+MAX_METADATA_CHARACTERS = 400
+
+CODES: dict[type[NeapError], grpc.StatusCode] = {
+    errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Conflict: grpc.StatusCode.ABORTED,
+    errors.Corrupt: grpc.StatusCode.DATA_LOSS,
+    errors.Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+_CLASSES = {code: error for error, code in CODES.items()}
+_REFINED: dict[str, type[NeapError]] = {
+    error.default_reason: error
+    for error in (errors.PromptTooLong, errors.UnsupportedModel, errors.RouterMismatch)
+}
+
+
+def code_of(error: NeapError) -> grpc.StatusCode:
+    """The code of the nearest class in the table; INTERNAL for a bare NeapError."""
+    for base in type(error).__mro__:
+        if base in CODES:
+            return CODES[base]
+    return grpc.StatusCode.INTERNAL
+
+
+def to_status(error: NeapError) -> status_pb2.Status:
+    """`google.rpc.Status` with ErrorInfo, and RetryInfo where `retry_after_s` is set."""
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason,
+        domain=DOMAIN,
+        metadata={key: value[:MAX_METADATA_CHARACTERS] for key, value in error.metadata.items()},
+    )
+    details = [_packed(info)]
+    if isinstance(error, errors.Exhausted) and error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status_pb2.Status(
+        code=code_of(error).value[0],
+        message=_shortened(error.message, MAX_MESSAGE_CHARACTERS),
+        details=details,
+    )
+
+
+def unexpected_status(error_id: str) -> status_pb2.Status:
+    """The status of an exception nobody raised on purpose: only an id that the log has, too."""
+    info = error_details_pb2.ErrorInfo(
+        reason="INTERNAL", domain=DOMAIN, metadata={ERROR_ID_KEY: error_id}
+    )
+    return status_pb2.Status(
+        code=grpc.StatusCode.INTERNAL.value[0],
+        message=f"internal error; the service's log has it as {error_id}",
+        details=[_packed(info)],
+    )
+
+
+def trailing_metadata(status: status_pb2.Status) -> tuple[tuple[str, bytes], ...]:
+    """What to send after a call that failed with `status`."""
+    return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+
+
+def code_of_status(status: status_pb2.Status) -> grpc.StatusCode:
+    """The gRPC code with the number that `status` holds."""
+    return next(code for code in grpc.StatusCode if code.value[0] == status.code)
+
+
+def from_rpc_error(error: grpc.RpcError) -> NeapError:
+    """The NeapError a failed call stands for, as the service raised it: class, message, reason and metadata.
+
+    A failure gRPC itself reports (no connection, message too large) has a reason that starts with "GRPC_".
+    """
+    call: Any = error  # a synchronous RpcError is its own Call, which the stubs do not say
+    code: grpc.StatusCode = call.code()
+    message: str = call.details() or code.name
+    reason = f"GRPC_{code.name}"
+    metadata: dict[str, str] = {}
+    retry_after_s: float | None = None
+    try:
+        status = rpc_status.from_call(call)
+    except ValueError:  # details that contradict the call's own code or text: some proxy's
+        status = None
+    for detail in status.details if status is not None else ():
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            reason, metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    kind = _CLASSES.get(code, NeapError)
+    refined = _REFINED.get(reason, kind)
+    if issubclass(refined, kind):
+        kind = refined
+    if kind is errors.Exhausted:
+        return errors.Exhausted(
+            message, reason=reason, metadata=metadata, retry_after_s=retry_after_s
+        )
+    return kind(message, reason=reason, metadata=metadata)
+
+
+def _packed(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

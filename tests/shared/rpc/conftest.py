@@ -1,0 +1,78 @@
+"""A server on loopback whose Generate and GetModel do what each test asks."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from shared.rpc.serving import RpcServer
+
+SERVICE = "neap.inference.v1.InferenceService"
+
+
+class Scripted(inference_pb2_grpc.InferenceServiceServicer):
+    """`on_get_model` and `on_generate` are set by the test."""
+
+    def __init__(self) -> None:
+        self.on_get_model: Callable[[Any, Any], Any] = lambda request, context: None
+        self.on_generate: Callable[[Any, Any], AsyncIterator[Any]] | None = None
+        self.num_calls = 0
+
+    async def GetModel(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.num_calls += 1
+        result = self.on_get_model(request, context)
+        if asyncio.iscoroutine(result):
+            result = await result
+        return result or inference_pb2.GetModelResponse()
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.num_calls += 1
+        async for event in self.on_generate(request, context):
+            yield event
+
+
+@contextmanager
+def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
+    """Serves in a thread of its own; yields target, server and loop."""
+    state = SimpleNamespace()
+    started, finish = threading.Event(), None
+
+    async def serve() -> None:
+        nonlocal finish
+        finish = asyncio.Event()
+        state.loop = asyncio.get_running_loop()
+        state.server = RpcServer("127.0.0.1:0", [SERVICE], **server_options)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            servicer, state.server.grpc_server
+        )
+        state.target = f"127.0.0.1:{await state.server.start()}"
+        started.set()
+        await finish.wait()
+        await state.server.grpc_server.stop(None)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(10)
+    state.run = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, state.loop).result(10)
+    try:
+        yield state
+    finally:
+        state.loop.call_soon_threadsafe(finish.set)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def scripted() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def server(scripted: Scripted) -> Iterator[SimpleNamespace]:
+    with running(scripted) as state:
+        yield state

@@ -1,0 +1,126 @@
+import threading
+import time
+
+import pytest
+from neap.inference.v1 import inference_pb2
+
+from shared import errors
+from shared.rpc.client import NeapClient
+
+
+@pytest.fixture
+def client(server):
+    with NeapClient(server.target, timeout_s=5, num_attempts=3) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.InvalidInput("a", reason="SOME", metadata={"k": "v"}),
+        errors.PromptTooLong("b"),
+        errors.NotFound("c"),
+        errors.AlreadyExists("d"),
+        errors.RouterMismatch("e", metadata={"router_fingerprint": "x"}),
+        errors.Conflict("f"),
+        errors.Corrupt("g"),
+        errors.Exhausted("h", retry_after_s=1.25),
+        errors.Exhausted("h"),
+        errors.Unavailable("i"),
+        errors.Cancelled("j"),
+        errors.DeadlineExceeded("k ü"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_arrive_as_they_were_raised(scripted, client, error):
+    def handle(request, context):
+        raise error
+
+    scripted.on_get_model = handle
+    with pytest.raises(errors.NeapError) as caught:
+        client.get_model("m")
+    got = caught.value
+    assert type(got) is type(error)
+    assert (got.message, got.reason, got.metadata) == (error.message, error.reason, error.metadata)
+    assert getattr(got, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+
+
+def test_an_unexpected_error_is_a_bare_neap_error_with_its_id(scripted, client):
+    scripted.on_get_model = lambda request, context: 1 / 0
+    with pytest.raises(errors.NeapError) as caught:
+        client.get_model("m")
+    assert type(caught.value) is errors.NeapError
+    assert caught.value.metadata["error_id"] in caught.value.message
+
+
+def test_nobody_there_is_unavailable():
+    with NeapClient("127.0.0.1:1", num_attempts=1) as client:
+        with pytest.raises(errors.Unavailable) as caught:
+            client.list_models()
+        assert caught.value.reason == "GRPC_UNAVAILABLE"
+        with pytest.raises(errors.Unavailable, match="not serving after"):
+            client.wait_ready(timeout_s=0.3)
+
+
+@pytest.mark.parametrize(("error", "num_calls"), [("Unavailable", 3), ("InvalidInput", 1)])
+def test_idempotent_calls_are_repeated_only_when_unavailable(scripted, client, error, num_calls):
+    def handle(request, context):
+        raise getattr(errors, error)("no")
+
+    scripted.on_get_model = handle
+    with pytest.raises(getattr(errors, error)):
+        client.get_model("m")
+    assert scripted.num_calls == num_calls
+
+
+def _event(text):
+    return inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text=text))
+
+
+def test_generate_is_repeated_before_the_first_event_and_not_after(scripted, client):
+    async def fails_once(request, context):
+        if scripted.num_calls == 1:
+            raise errors.Unavailable("not yet")
+        yield _event("a")
+        yield _event("b")
+
+    scripted.on_generate = fails_once
+    events = client.generate(inference_pb2.GenerateRequest())
+    assert [event.chunk.text for event in events] == ["a", "b"]
+    assert scripted.num_calls == 2
+
+    async def breaks_off(request, context):
+        yield _event("a")
+        raise errors.Unavailable("gone")
+
+    scripted.on_generate = breaks_off
+    events = client.generate(inference_pb2.GenerateRequest())
+    assert next(events).chunk.text == "a"
+    with pytest.raises(errors.Unavailable, match="gone"):
+        next(events)
+    assert scripted.num_calls == 3
+
+
+def test_closing_the_iterator_cancels_the_call(scripted, client):
+    ended = threading.Event()
+
+    async def endless(request, context):
+        try:
+            while True:
+                yield _event("x" * 10_000)
+        finally:
+            ended.set()
+
+    scripted.on_generate = endless
+    events = client.generate(inference_pb2.GenerateRequest())
+    next(events)
+    events.close()
+    assert ended.wait(5)
+
+
+def test_wait_ready_returns_when_serving(server, client):
+    assert not client.is_serving()
+    threading.Timer(0.2, lambda: server.run(server.server.set_serving())).start()
+    started_s = time.monotonic()
+    client.wait_ready("neap.inference.v1.InferenceService", timeout_s=10)
+    assert 0.1 < time.monotonic() - started_s < 5

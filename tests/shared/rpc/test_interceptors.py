@@ -1,0 +1,159 @@
+import asyncio
+import time
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from structlog.testing import capture_logs
+
+from shared.errors import Corrupt, NotFound
+from shared.rpc.interceptors import current_request_id
+
+
+@pytest.fixture
+def stub(server):
+    with grpc.insecure_channel(server.target) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+def _info(error):
+    status = rpc_status.from_call(error)
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    return info
+
+
+def _raising(error):
+    def handle(request, context):
+        raise error
+
+    return handle
+
+
+def test_unary_errors_carry_their_status(scripted, stub):
+    scripted.on_get_model = _raising(NotFound("no such", reason="MODEL_NOT_FOUND"))
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GetModel(inference_pb2.GetModelRequest())
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert caught.value.details() == "no such"
+    assert _info(caught.value).reason == "MODEL_NOT_FOUND"
+
+
+def test_streaming_errors_come_after_what_was_sent(scripted, stub):
+    async def handle(request, context):
+        yield inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text="a"))
+        raise Corrupt("broken")
+
+    scripted.on_generate = handle
+    call = stub.Generate(inference_pb2.GenerateRequest())
+    assert next(call).chunk.text == "a"
+    with pytest.raises(grpc.RpcError) as caught:
+        next(call)
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    assert _info(caught.value).reason == "CORRUPT"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_unexpected_errors_show_an_id_and_not_their_text(scripted, stub, streaming):
+    async def generate(request, context):
+        raise RuntimeError("secret path /etc/x")
+        yield
+
+    scripted.on_get_model = _raising(RuntimeError("secret path /etc/x"))
+    scripted.on_generate = generate
+
+    def call():
+        if streaming:
+            list(stub.Generate(inference_pb2.GenerateRequest()))
+        else:
+            stub.GetModel(inference_pb2.GetModelRequest())
+
+    with capture_logs() as logs, pytest.raises(grpc.RpcError) as caught:
+        call()
+    error = caught.value
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in error.details()
+    assert all(b"secret" not in _as_bytes(value) for _, value in error.trailing_metadata())
+    error_id = _info(error).metadata["error_id"]
+    logged = [entry for entry in logs if entry["event"] == "unexpected error"]
+    assert [entry["error_id"] for entry in logged] == [error_id]
+    assert logged[0]["exc_info"]
+
+
+def _as_bytes(value):
+    return value if isinstance(value, bytes) else value.encode()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bytes_that_are_no_message_are_the_callers_mistake(scripted, server, streaming):
+    method = f"/neap.inference.v1.InferenceService/{'Generate' if streaming else 'GetModel'}"
+    with grpc.insecure_channel(server.target) as channel:
+        if streaming:
+            call = list
+            reply = channel.unary_stream(method)(b"\x0a\x02\xff\xfe")
+        else:
+            call = channel.unary_unary(method)
+            reply = b"\x0a\x02\xff\xfe"  # field 1, a string that is not UTF-8
+        with pytest.raises(grpc.RpcError) as caught:
+            call(reply)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert _info(caught.value).reason == "MALFORMED_REQUEST"
+    assert scripted.num_calls == 0
+
+
+def test_request_ids_are_taken_made_and_returned(scripted, stub):
+    seen = []
+    scripted.on_get_model = lambda request, context: seen.append(current_request_id())
+    _, call = stub.GetModel.with_call(
+        inference_pb2.GetModelRequest(), metadata=(("x-request-id", "abc-1"),)
+    )
+    assert ("x-request-id", "abc-1") in [tuple(item) for item in call.trailing_metadata()]
+    stub.GetModel(inference_pb2.GetModelRequest())
+    stub.GetModel(inference_pb2.GetModelRequest(), metadata=(("x-request-id", "b ad\x21" * 99),))
+    assert seen[0] == "abc-1"
+    assert len({*seen}) == 3
+    assert len(seen[1]) == len(seen[2]) == 16
+
+
+def test_one_log_line_per_call_with_code_and_duration(scripted, stub):
+    scripted.on_get_model = lambda request, context: asyncio.sleep(0.05)
+    with capture_logs() as logs:
+        stub.GetModel(inference_pb2.GetModelRequest())
+        scripted.on_get_model = _raising(NotFound("x"))
+        with pytest.raises(grpc.RpcError):
+            stub.GetModel(inference_pb2.GetModelRequest())
+        _wait_for(lambda: len(logs) == 2)
+    assert [entry["code"] for entry in logs] == ["OK", "NOT_FOUND"]
+    assert logs[0]["method"] == "/neap.inference.v1.InferenceService/GetModel"
+    assert 0.05 <= logs[0]["duration_s"] < 5
+    assert logs[1]["reason"] == "NOT_FOUND"
+
+
+@pytest.mark.parametrize(("timeout_s", "code"), [(0.2, "DEADLINE_EXCEEDED"), (None, "CANCELLED")])
+def test_deadline_and_cancel_are_told_apart_in_the_log(scripted, stub, timeout_s, code):
+    ended = []
+
+    async def handle(request, context):
+        try:
+            yield inference_pb2.GenerateResponse()
+            await asyncio.sleep(30)
+        finally:
+            ended.append(True)
+
+    scripted.on_generate = handle
+    with capture_logs() as logs:
+        call = stub.Generate(inference_pb2.GenerateRequest(), timeout=timeout_s)
+        next(call)
+        if timeout_s is None:
+            call.cancel()
+        _wait_for(lambda: ended and logs)
+    assert logs[-1]["code"] == code
+
+
+def _wait_for(condition, timeout_s=5.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

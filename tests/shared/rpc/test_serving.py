@@ -1,0 +1,185 @@
+import asyncio
+import socket
+import threading
+import time
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from shared.errors import InvalidInput, Unavailable
+from shared.rpc.serving import MAX_MESSAGE_BYTES, RpcServer
+
+SERVICE = "neap.inference.v1.InferenceService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+def channel(server):
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(server.target, options=options) as channel:
+        yield channel
+
+
+def _health(channel, service):
+    stub = health_pb2_grpc.HealthStub(channel)
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+
+
+def test_health_is_not_serving_until_told_for_each_service(server, channel):
+    assert [_health(channel, name) for name in ("", SERVICE)] == [NOT_SERVING] * 2
+    server.run(server.server.set_serving())
+    assert [_health(channel, name) for name in ("", SERVICE)] == [SERVING] * 2
+    with pytest.raises(grpc.RpcError) as caught:
+        _health(channel, "no.such.Service")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_reflection_lists_services_and_gives_descriptors(channel):
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    requests = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+    ]
+    listed, described = stub.ServerReflectionInfo(iter(requests))
+    names = {service.name for service in listed.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+    files = [
+        descriptor_pb2.FileDescriptorProto.FromString(data)
+        for data in described.file_descriptor_response.file_descriptor_proto
+    ]
+    assert any(file.name == "neap/inference/v1/inference.proto" for file in files)
+
+
+def test_messages_beyond_the_cap_are_refused_by_grpc(scripted, channel):
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    stub.GetModel(inference_pb2.GetModelRequest(model_id="x" * (MAX_MESSAGE_BYTES - 100)))
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GetModel(inference_pb2.GetModelRequest(model_id="x" * MAX_MESSAGE_BYTES))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert scripted.num_calls == 1
+
+
+def _slow_stream(num_events, pause_s):
+    async def handle(request, context):
+        for number in range(num_events):
+            yield inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text=str(number)))
+            await asyncio.sleep(pause_s)
+
+    return handle
+
+
+def test_drain_takes_calls_for_the_grace_and_finishes_streams(scripted, server, channel):
+    scripted.on_generate = _slow_stream(10, 0.1)
+    server.server.grace_s = 0.5
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    server.run(server.server.set_serving())
+    call = stub.Generate(inference_pb2.GenerateRequest())
+    assert next(call).chunk.text == "0"
+    draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
+    time.sleep(0.1)
+    assert _health(channel, SERVICE) == NOT_SERVING
+    stub.GetModel(inference_pb2.GetModelRequest(), timeout=5)  # still taken
+    assert [event.chunk.text for event in call] == [str(n) for n in range(1, 10)]
+    draining.result(5)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GetModel(inference_pb2.GetModelRequest(), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
+    scripted.on_generate = _slow_stream(1000, 0.1)
+    server.server.grace_s, server.server.drain_timeout_s = 0.0, 0.3
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    call = stub.Generate(inference_pb2.GenerateRequest())
+    next(call)
+    started_s = time.monotonic()
+    server.run(server.server.drain())
+    assert 0.2 < time.monotonic() - started_s < 3
+    with pytest.raises(grpc.RpcError):
+        list(call)
+
+
+@pytest.mark.parametrize("grace_s", [30.0, 0.0])
+def test_a_second_request_to_stop_stops_at_once(scripted, server, channel, grace_s):
+    scripted.on_generate = _slow_stream(1000, 0.1)
+    server.server.grace_s = grace_s
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    call = stub.Generate(inference_pb2.GenerateRequest())
+    next(call)
+    draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
+    server.loop.call_soon_threadsafe(server.server.request_stop)
+    time.sleep(0.2)
+    assert not draining.done()
+    server.loop.call_soon_threadsafe(server.server.request_stop)
+    draining.result(5)
+    with pytest.raises(grpc.RpcError):
+        list(call)
+
+
+async def test_a_taken_port_and_a_bad_address_are_errors(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(Unavailable, match="cannot listen"):
+            await RpcServer(address, []).start()
+    for bad in ("nonsense", "127.0.0.1:", ":99x", "host:port"):
+        with pytest.raises(InvalidInput):
+            await RpcServer(bad, []).start()
+    assert capsys.readouterr().out == ""
+
+
+async def test_two_servers_never_share_a_port():
+    first = RpcServer("127.0.0.1:0", [])
+    second = RpcServer(f"127.0.0.1:{await first.start()}", [])
+    try:
+        with pytest.raises(Unavailable):
+            await second.start()
+    finally:
+        await first.grpc_server.stop(None)
+        await second.grpc_server.stop(None)
+
+
+async def test_run_prepares_serves_and_prints_its_address(capsys):
+    server = RpcServer("127.0.0.1:0", [SERVICE], grace_s=0.0)
+    seen = []
+
+    async def prepare():
+        seen.append(await asyncio.to_thread(_health_of, server.port))
+
+    running = asyncio.create_task(server.run(prepare))
+    while not seen:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    seen.append(await asyncio.to_thread(_health_of, server.port))
+    server.request_stop()
+    assert await asyncio.wait_for(running, 5) is True
+    assert seen == [NOT_SERVING, SERVING]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"listening on 127.0.0.1:{server.port}"
+
+
+async def test_run_stops_while_preparing_and_passes_on_its_errors():
+    blocked = threading.Event()
+    server = RpcServer("127.0.0.1:0", [SERVICE])
+    running = asyncio.create_task(server.run(lambda: asyncio.to_thread(blocked.wait)))
+    await asyncio.sleep(0.1)
+    server.request_stop()
+    assert await asyncio.wait_for(running, 5) is False
+    blocked.set()
+
+    async def fail():
+        raise InvalidInput("bad model")
+
+    with pytest.raises(InvalidInput, match="bad model"):
+        await RpcServer("127.0.0.1:0", [SERVICE]).run(fail)
+
+
+def _health_of(port):
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        return _health(channel, SERVICE)

@@ -1,0 +1,64 @@
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+
+from shared import errors
+from shared.rpc.status import MAX_MESSAGE_CHARACTERS, code_of, to_status
+
+TABLE = {
+    errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.PromptTooLong: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnsupportedModel: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RouterMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Conflict: grpc.StatusCode.ABORTED,
+    errors.Corrupt: grpc.StatusCode.DATA_LOSS,
+    errors.Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.NeapError: grpc.StatusCode.INTERNAL,
+}
+
+
+def _classes(base: type) -> set[type]:
+    return {base}.union(*(_classes(child) for child in base.__subclasses__()))
+
+
+def test_every_error_of_the_tree_has_its_code():
+    ours = {kind for kind in _classes(errors.NeapError) if kind.__module__ == "shared.errors"}
+    assert ours == set(TABLE)
+    for kind, code in TABLE.items():
+        assert code_of(kind("text")) is code
+
+
+def test_error_info_carries_reason_domain_and_metadata():
+    status = to_status(
+        errors.RouterMismatch("no", metadata={"router_fingerprint": "a", "model_fingerprint": "b"})
+    )
+    (detail,) = status.details
+    info = error_details_pb2.ErrorInfo()
+    assert detail.Unpack(info)
+    assert (info.reason, info.domain) == ("ROUTER_MISMATCH", "neap")
+    assert dict(info.metadata) == {"router_fingerprint": "a", "model_fingerprint": "b"}
+    assert (status.code, status.message) == (9, "no")
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 0.0, 1.5])
+def test_retry_info_only_where_waiting_helps(retry_after_s):
+    status = to_status(errors.Exhausted("full", retry_after_s=retry_after_s))
+    retries = [d for d in status.details if d.Is(error_details_pb2.RetryInfo.DESCRIPTOR)]
+    if retry_after_s is None:
+        assert retries == []
+    else:
+        retry = error_details_pb2.RetryInfo()
+        retries[0].Unpack(retry)
+        assert retry.retry_delay.ToNanoseconds() == round(retry_after_s * 1e9)
+
+
+def test_long_texts_are_cut():
+    status = to_status(errors.NotFound("x" * 50_000, metadata={"a": "y" * 50_000}))
+    assert len(status.message) == MAX_MESSAGE_CHARACTERS
+    assert status.ByteSize() < 4096
