@@ -1,0 +1,65 @@
+"""Measuring what passes cost on this device, once, at start-up."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from shared.ladder.ladder import BoundLadder
+from shared.model.runner import DepthRunner
+
+MAX_PASS_TOKENS = 9
+CONTEXT_TOKENS = 128
+REPEATS = 5
+
+
+def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
+    """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head; never falling with their number."""
+    context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
+    widest = min(MAX_PASS_TOKENS, runner.loaded.context_length - context)
+    cache = runner.new_cache(context + widest)
+    ids = torch.ones(1, context + widest, dtype=torch.long, device=runner.loaded.device)
+    runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
+
+    def deep_pass(width: int) -> None:
+        state = runner.run(ids[:, :width], cache, first=0, last=runner.num_layers, base=context)
+        runner.logits(state[0]).argmax(-1).tolist()
+
+    # Interleaved, so that a slow moment of the machine does not fall on one width.
+    rounds = [
+        [_seconds(lambda width=width: deep_pass(width)) for width in range(1, widest + 1)]  # type: ignore[misc]
+        for _ in range(REPEATS + 1)
+    ]
+    medians = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+    return tuple(max(medians[: index + 1]) for index in range(widest))
+
+
+def measure_exits(runner: DepthRunner, ladder: BoundLadder) -> tuple[float, ...]:
+    """Seconds of taking one token from the embedding to each layer exit and through its head and router."""
+    context = min(CONTEXT_TOKENS, runner.loaded.context_length - 1)
+    cache = runner.new_cache(context + 1)
+    token = torch.ones(1, 1, dtype=torch.long, device=runner.loaded.device)
+    deep_state = torch.randn(
+        runner.loaded.hidden_size, device=runner.loaded.device, dtype=runner.loaded.model.dtype
+    )
+
+    def leave(index: int, depth: int) -> None:
+        if depth:
+            state = runner.run(token, cache, first=0, last=depth, base=context)
+        else:
+            state = runner.embed(token, context)
+        ladder.exit(index, state[0, 0], deep_state, offset=1)
+
+    return tuple(
+        statistics.median(
+            [_seconds(lambda i=index, d=depth: leave(i, d)) for _ in range(REPEATS + 1)][1:]  # type: ignore[misc]
+        )
+        for index, depth in enumerate(ladder.depths)
+    )
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,79 @@
+"""The shallow half of a step: tokens that leave early."""
+
+import torch
+from torch import Tensor
+
+from inference_service.engine.chain import Chain
+from inference_service.engine.planner import MIN_SURVIVAL, PassCosts, best_length, exit_pays
+from inference_service.engine.sequence import Sequence
+from shared.ladder.rungs import Draft
+from shared.model.runner import DepthRunner
+
+
+class Drafter:
+    """Builds chains for one model with a ladder's rungs."""
+
+    def __init__(self, runner: DepthRunner, costs: PassCosts) -> None:
+        self._runner = runner
+        self._costs = costs
+
+    def build(self, sequence: Sequence) -> Chain:
+        """The chain to settle next, perhaps of the last final token alone."""
+        policy = sequence.request.policy
+        chain = Chain(len(sequence.tokens) - 1, [sequence.tokens[-1]], sequence.cache)
+        if policy.name == "full" or sequence.ladder is None:
+            return chain
+        # One token of the answer comes from the deep pass itself.
+        room = min(sequence.num_left - 1, self._costs.max_drafts)
+        if policy.max_drafts:
+            room = min(room, policy.max_drafts)
+        survival = 1.0
+        while len(chain.drafts) < room and survival >= MIN_SURVIVAL:
+            draft = self._next(sequence, chain, survival)
+            if draft is None:
+                break
+            probability = sequence.trust.adjusted(draft.probability)
+            all_final = chain.num_final == len(chain.drafts)
+            if policy.name == "relaxed" and all_final and draft.probability >= policy.threshold:
+                chain.num_final += 1
+                probability = 1.0
+            chain.append(draft, probability)
+            survival *= probability
+        if not policy.max_drafts:
+            chain.truncate(max(best_length(chain.probabilities, self._costs), chain.num_final))
+        return chain
+
+    def _next(self, sequence: Sequence, chain: Chain, survival: float) -> Draft | None:
+        """The most probable token at the chain's end among the rungs that are worth asking."""
+        ladder, drafter = sequence.ladder, sequence.drafter
+        assert ladder is not None
+        assert drafter is not None
+        best: Draft | None = None
+        if sequence.request.policy.min_layers == 0:
+            best = drafter.table_draft([draft.token for draft in chain.drafts])
+        for index, depth in enumerate(ladder.depths):
+            if depth < sequence.request.policy.min_layers:
+                continue
+            known = best.probability if best else 0.0
+            if exit_pays(survival, known, ladder.agreements[index], index, self._costs):
+                candidate = self._exit(sequence, chain, index, depth)
+                if candidate.probability > known:
+                    best = candidate
+        return best
+
+    def _exit(self, sequence: Sequence, chain: Chain, index: int, depth: int) -> Draft:
+        """The `index`-th layer exit's token after the chain's last one."""
+        assert sequence.ladder is not None
+        assert sequence.deep_state is not None
+        state = self._last_state_at(chain, depth)
+        return sequence.ladder.exit(index, state, sequence.deep_state, offset=len(chain.drafts) + 1)
+
+    def _last_state_at(self, chain: Chain, depth: int) -> Tensor:
+        """State at `depth` [D] of the chain's last token. Exits are asked shallowest first, so it is never deeper already."""
+        if depth == 0:
+            ids = torch.tensor([[chain.tokens[-1]]], device=self._runner.loaded.device)
+            return self._runner.embed(ids, chain.base + len(chain.drafts))[0, 0]
+        chain.bring_to(depth, self._runner)
+        state = chain.states[-1]
+        assert state is not None
+        return state

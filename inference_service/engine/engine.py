@@ -1,0 +1,340 @@
+"""The engine: one thread that owns the model and steps the requests in turn."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference_service.engine.costs import measure_deep, measure_exits
+from inference_service.engine.decoder import Decoder
+from inference_service.engine.handle import EngineEvent, GenerationHandle, OnEvent
+from inference_service.engine.planner import PassCosts
+from inference_service.engine.prompt import Prompt, check_prompt_ids, encode_prompt
+from inference_service.engine.request import (
+    DepthStatistics,
+    Finished,
+    GeneratedToken,
+    GenerationRequest,
+    StoppingParams,
+)
+from inference_service.engine.sequence import Sequence
+from shared.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidInput,
+    NeapError,
+    PreconditionFailed,
+    Unavailable,
+)
+from shared.ladder.ladder import BoundLadder, Ladder
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import LoadedModel
+from shared.model.runner import DepthRunner
+from shared.model.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Requests that take turns, each with its own KV cache; more wait.
+MAX_RUNNING = 4
+# Ladders kept bound to the model beside those in use.
+MAX_BOUND_LADDERS = 4
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole answer. `stats.summary()` says what depth execution did."""
+
+    text: str
+    tokens: tuple[GeneratedToken, ...]
+    finished: Finished
+
+    @property
+    def stats(self) -> DepthStatistics:
+        return self.finished.depth
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token.token_id for token in self.tokens)
+
+
+@dataclass
+class _Job:
+    handle: GenerationHandle
+    ladder: Ladder | None
+    submitted_s: float = field(default_factory=time.monotonic)
+    sequence: Sequence | None = None
+
+
+class Engine:
+    """Generates for one model. All methods are thread-safe; requests run in turns, a step each, in the order they came.
+
+    `ladder` is used for requests that bring none of their own. `on_failure` is called by the engine's thread should it ever
+    end by itself; every later request is refused with `Unavailable`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        ladder: Ladder | None = None,
+        *,
+        max_queue: int = 64,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        if ladder is not None:
+            ladder.check_model(loaded)
+        self.loaded = loaded
+        self._ladder = ladder
+        self._max_queue = max_queue
+        self._on_failure = on_failure
+        self._decoder = Decoder(DepthRunner(loaded))
+        self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, PassCosts]] = OrderedDict()
+        self._deep_costs: tuple[float, ...] | None = None
+        self._waiting: deque[_Job] = deque()
+        self._running: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._warm = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="neap-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def warm_up(self) -> None:
+        """Returns once the passes' costs are measured; the first request would otherwise wait for that."""
+        while not self._warm.wait(timeout=0.1):
+            if not self._thread.is_alive():
+                raise Unavailable("the engine has stopped")
+
+    def submit(
+        self,
+        request: GenerationRequest,
+        ladder: Ladder | None = None,
+        *,
+        on_event: OnEvent | None = None,
+    ) -> GenerationHandle:
+        """Queues a request after checking it against the model.
+
+        Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
+        `DeadlineExceeded`, `Exhausted` (reason QUEUE_FULL) and `Unavailable` once closed.
+        """
+        ladder = ladder or self._ladder
+        self._check(request, ladder)
+        handle = GenerationHandle(request, self._wake, on_event)
+        with self._changed:
+            if self._closing:
+                raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN")
+            if len(self._waiting) >= self._max_queue:
+                raise Exhausted(
+                    f"{len(self._waiting)} requests are waiting already",
+                    reason="QUEUE_FULL",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            self._waiting.append(_Job(handle, ladder))
+            self._changed.notify_all()
+        return handle
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        policy: DepthPolicy | str = "exact",
+        sampling: SamplingParams | None = None,
+        logprobs: int | None = None,
+        **stopping: Any,
+    ) -> Generation:
+        """Generates in one call. `prompt` is text, token ids or chat messages; `stopping` as in `StoppingParams`."""
+        request = GenerationRequest(
+            prompt_ids=encode_prompt(self.loaded, prompt),
+            sampling=sampling or SamplingParams(),
+            stopping=StoppingParams(**stopping),
+            policy=DepthPolicy(policy) if isinstance(policy, str) else policy,  # type: ignore[arg-type]
+            logprobs=logprobs,
+        )
+        text = ""
+        tokens: list[GeneratedToken] = []
+        for event in self.submit(request).events():
+            text += event.text
+            if isinstance(event, Finished):
+                return Generation(text, tuple(tokens), event)
+            tokens += event.tokens
+        raise Unavailable("the generation ended without a result")
+
+    def close(self) -> None:
+        """Stops after the current step; what is queued or running ends with `Unavailable`. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self, request: GenerationRequest, ladder: Ladder | None) -> None:
+        check_prompt_ids(self.loaded, request.prompt_ids)
+        max_tokens = request.stopping.max_tokens
+        room = self.loaded.context_length - len(request.prompt_ids)
+        if max_tokens is not None and max_tokens > room:
+            raise InvalidInput(
+                f"max_tokens is {max_tokens}, but the context leaves {room} after the prompt",
+                reason="MAX_TOKENS_TOO_LARGE",
+                metadata={"available": str(room)},
+            )
+        if request.policy.min_layers > self.loaded.num_layers:
+            raise InvalidInput(
+                f"min_layers is {request.policy.min_layers}; the model has {self.loaded.num_layers} layers"
+            )
+        if request.policy.name != "full":
+            if ladder is None:
+                raise PreconditionFailed(
+                    f"policy {request.policy.name} needs a router, and none is loaded",
+                    reason="ROUTER_REQUIRED",
+                )
+            ladder.check_model(self.loaded)
+        if request.deadline_s <= time.monotonic():
+            raise DeadlineExceeded("the deadline had passed before the request was queued")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # From here on: the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            self._deep_costs = measure_deep(self._decoder.runner)
+            if self._ladder is not None:
+                self._bind(self._ladder)
+            self._warm.set()
+            while self._wait_for_work():
+                self._turn()
+        except Exception:
+            logger.exception("the engine has failed")
+            self._on_failure()
+        finally:
+            with self._changed:
+                self._closing = True
+                jobs = [*self._running, *self._waiting]
+                self._running.clear()
+                self._waiting.clear()
+            for job in jobs:
+                self._end(job, Unavailable("the worker is stopping", reason="SHUTTING_DOWN"))
+
+    def _wait_for_work(self) -> bool:
+        """False once the engine is to stop. Wakes for deadlines, too: a paused request may run into its own."""
+        with self._changed:
+            while not self._closing:
+                jobs = [*self._running, *self._waiting]
+                if self._waiting and self._has_room():
+                    return True
+                if any(not job.handle.is_paused for job in self._running):
+                    return True
+                if any(self._is_over(job) for job in jobs):
+                    return True
+                deadline = min((job.handle.request.deadline_s for job in jobs), default=None)
+                wait_s = None if deadline is None else deadline - time.monotonic()
+                self._changed.wait(
+                    wait_s if wait_s is None or wait_s < threading.TIMEOUT_MAX else None
+                )
+        return False
+
+    def _turn(self) -> None:
+        """Lets go of what is over, takes in what waits, and steps the next request that is not paused."""
+        with self._changed:
+            over = [job for job in (*self._running, *self._waiting) if self._is_over(job)]
+            for job in over:
+                (self._running if job in self._running else self._waiting).remove(job)
+            while self._waiting and self._has_room():
+                self._running.append(self._waiting.popleft())
+            ready = [job for job in self._running if not job.handle.is_paused]
+        for job in over:
+            if job.handle.is_cancelled:
+                self._end(job, Cancelled("the request was cancelled"))
+            else:
+                self._end(job, DeadlineExceeded("the deadline passed during generation"))
+        if not ready:
+            return
+        job = ready[0]
+        try:
+            is_done = self._step(job)
+        except NeapError as error:
+            self._leave(job)
+            self._end(job, error)
+        except Exception:
+            logger.exception("request %s failed", job.handle.request.request_id)
+            self._leave(job)
+            self._end(job, NeapError("the request failed inside the engine"))
+        else:
+            if is_done:
+                self._leave(job)
+                self._end(job, None)
+            else:
+                with self._changed:
+                    self._running.remove(job)
+                    self._running.append(job)
+
+    def _step(self, job: _Job) -> bool:
+        """One step; True if the request is complete."""
+        bound, costs = self._bind(job.ladder)
+        if job.sequence is None:
+            job.sequence = self._decoder.start(job.handle.request, bound)
+            job.sequence.submitted_s = job.submitted_s
+        for chunk in self._decoder.step(job.sequence, costs):
+            self._deliver(job, chunk)
+        if job.sequence.is_finished:
+            self._deliver(job, job.sequence.finished())
+        return job.sequence.is_finished
+
+    def _bind(self, ladder: Ladder | None) -> tuple[BoundLadder | None, PassCosts]:
+        """The ladder bound to this model, with its costs; kept for the next request that brings the same ladder."""
+        assert self._deep_costs is not None
+        if ladder is None:
+            return None, PassCosts(self._deep_costs)
+        found = self._bound.get(id(ladder))
+        if found is None:
+            bound = ladder.bind(self._decoder.runner)
+            costs = PassCosts(self._deep_costs, measure_exits(self._decoder.runner, bound))
+            found = self._bound[id(ladder)] = (ladder, bound, costs)
+            while len(self._bound) > MAX_BOUND_LADDERS:
+                self._bound.popitem(last=False)
+        self._bound.move_to_end(id(ladder))
+        return found[1], found[2]
+
+    def _has_room(self) -> bool:
+        """A paused request keeps its cache but not its turn: clients that stop reading must not stop the others."""
+        return sum(not job.handle.is_paused for job in self._running) < MAX_RUNNING
+
+    @staticmethod
+    def _is_over(job: _Job) -> bool:
+        return job.handle.is_cancelled or job.handle.request.deadline_s <= time.monotonic()
+
+    def _leave(self, job: _Job) -> None:
+        with self._changed:
+            self._running.remove(job)
+
+    def _end(self, job: _Job, error: NeapError | None) -> None:
+        job.sequence = None  # its KV cache is free from now on
+        if error is not None:
+            self._deliver(job, error)
+        self._deliver(job, None)
+
+    @staticmethod
+    def _deliver(job: _Job, event: EngineEvent) -> None:
+        try:
+            job.handle.deliver(event)
+        except Exception:  # a caller's callback must not stop everybody's engine
+            logger.exception("delivering an event of %s failed", job.handle.request.request_id)
+            job.handle.cancel()

@@ -1,0 +1,89 @@
+"""From what a client sends to the token ids the model reads."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shared.errors import InvalidInput, PromptTooLong
+from shared.model.load import LoadedModel
+
+ROLES = ("system", "user", "assistant")
+# No tokenizer in use turns this many characters into one token, so a longer text cannot fit and need not be tokenised.
+MAX_CHARACTERS_PER_TOKEN = 64
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
+    """Plain text, token ids, or chat messages ({"role", "content"}) -> token ids.
+
+    Raises `InvalidInput` (reasons EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, NO_TOKENIZER, NO_CHAT_TEMPLATE) and `PromptTooLong`.
+    """
+    if not prompt:
+        raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
+    if isinstance(prompt, str):
+        ids = _encode_text(loaded, prompt)
+    elif isinstance(prompt[0], Mapping):
+        ids = _encode_chat(loaded, prompt)  # type: ignore[arg-type]
+    else:
+        ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+    check_prompt_ids(loaded, ids)
+    return tuple(ids)
+
+
+def check_prompt_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
+    """Raises `InvalidInput` or `PromptTooLong` for ids this model cannot continue."""
+    if not ids:
+        raise InvalidInput("the prompt has no tokens", reason="EMPTY_PROMPT")
+    if len(ids) >= loaded.context_length:
+        raise _too_long(f"{len(ids)} tokens", loaded)
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= loaded.vocabulary_size:
+        raise InvalidInput(
+            f"token id {low if low < 0 else high} is outside the vocabulary of {loaded.vocabulary_size}",
+            reason="TOKEN_OUT_OF_RANGE",
+        )
+
+
+def _encode_text(loaded: LoadedModel, text: str) -> list[int]:
+    if loaded.tokenizer is None:
+        raise InvalidInput("this model has no tokenizer; send token ids", reason="NO_TOKENIZER")
+    _check_characters(loaded, len(text))
+    return list(loaded.tokenizer(text)["input_ids"])
+
+
+def _encode_chat(loaded: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    tokenizer = loaded.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise InvalidInput(
+            "this model has no chat template; send text or token ids", reason="NO_CHAT_TEMPLATE"
+        )
+    for message in messages:
+        if message.get("role") not in ROLES:
+            raise InvalidInput(
+                f"a message's role is {message.get('role')!r}; it must be one of {', '.join(ROLES)}"
+            )
+    _check_characters(loaded, sum(len(message["content"]) for message in messages))
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+        )
+    except Exception as error:  # templates are programs of their own and raise what they like
+        raise InvalidInput(
+            "the model's chat template refuses these messages", reason="CHAT_TEMPLATE_REFUSED"
+        ) from error
+    return list(encoded["input_ids"])
+
+
+def _check_characters(loaded: LoadedModel, num_characters: int) -> None:
+    if num_characters > loaded.context_length * MAX_CHARACTERS_PER_TOKEN:
+        raise _too_long(f"{num_characters} characters", loaded)
+
+
+def _too_long(size: str, loaded: LoadedModel) -> PromptTooLong:
+    return PromptTooLong(
+        f"the prompt has {size}; {loaded.model_id} holds {loaded.context_length} tokens, prompt and completion together",
+        metadata={"context_length": str(loaded.context_length)},
+    )

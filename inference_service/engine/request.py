@@ -1,0 +1,138 @@
+"""What is asked of the engine, and what it answers with. Nothing here knows gRPC."""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.errors import InvalidInput
+from shared.ladder.policy import DepthPolicy
+from shared.model.sampling import SamplingParams
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 256
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class StoppingParams:
+    """`max_tokens` None: 256, or what the context leaves if that is less."""
+
+    max_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidInput(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise InvalidInput(
+                f"{len(self.stop_strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed"
+            )
+        for stop in self.stop_strings:
+            if not 0 < len(stop.encode()) <= MAX_STOP_STRING_BYTES:
+                raise InvalidInput(
+                    f"a stop string must have 1 to {MAX_STOP_STRING_BYTES} bytes of UTF-8"
+                )
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stopping: StoppingParams = field(default_factory=StoppingParams)
+    policy: DepthPolicy = field(default_factory=DepthPolicy)
+    logprobs: int | None = None
+    request_id: str = ""
+    deadline_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
+        if self.logprobs is not None:
+            if not 0 <= self.logprobs <= MAX_LOGPROBS:
+                raise InvalidInput(
+                    f"logprobs is {self.logprobs}; it must be in [0, {MAX_LOGPROBS}]"
+                )
+            if self.policy.name == "relaxed":
+                raise InvalidInput("logprobs need policy full or exact")
+
+
+class FinishReason(Enum):
+    EOS = "eos"
+    LENGTH = "length"
+    STOP_STRING = "stop_string"
+    STOP_TOKEN = "stop_token"
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """`exit_depth` is L and `rung` "full" where the full model chose it. `alternatives` are (token id, log-probability)."""
+
+    token_id: int
+    exit_depth: int
+    rung: str
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Final tokens and the text they complete; `text` never splits a UTF-8 character and may lag behind `tokens`."""
+
+    text: str
+    tokens: tuple[GeneratedToken, ...]
+
+
+@dataclass(frozen=True)
+class DepthStatistics:
+    """What depth execution did while decoding (the prompt's passes are not counted).
+
+    A layer execution is one call of one decoder layer, for however many tokens; `num_token_layers` sums the tokens over them.
+    `exits` maps a rung's name to (depth, tokens).
+    """
+
+    exits: dict[str, tuple[int, int]]
+    num_drafted: int
+    num_accepted: int
+    num_layer_executions: int
+    num_token_layers: int
+    num_deep_passes: int
+    num_tokens: int
+
+    @property
+    def mean_layers_per_token(self) -> float:
+        return self.num_layer_executions / max(self.num_tokens, 1)
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{self.num_tokens} tokens, {self.num_deep_passes} deep passes, "
+            f"{self.mean_layers_per_token:.1f} layer executions per token",
+            f"{self.num_accepted} of {self.num_drafted} drafts accepted",
+        ]
+        lines += [
+            f"  {rung:<12} depth {depth:>3}: {count} tokens"
+            for rung, (depth, count) in sorted(self.exits.items(), key=lambda item: item[1][0])
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Closes a generation. `text` is what was held back for a stop string that never came. Times in seconds."""
+
+    reason: FinishReason
+    stop_match: str
+    text: str
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    depth: DepthStatistics
+
+
+GenerationEvent = TokenChunk | Finished

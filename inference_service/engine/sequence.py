@@ -1,0 +1,142 @@
+"""One request's state while it is generated."""
+
+import time
+from collections import Counter
+
+from torch import Tensor
+
+from inference_service.engine.planner import Trust
+from inference_service.engine.request import (
+    DepthStatistics,
+    Finished,
+    FinishReason,
+    GeneratedToken,
+    GenerationRequest,
+    TokenChunk,
+)
+from inference_service.engine.text import Detokenizer, StopStrings
+from shared.ladder.ladder import BoundLadder, SequenceDrafter
+from shared.model.cache import SlotCache
+from shared.model.load import LoadedModel
+
+
+class Sequence:
+    """Tokens, KV cache and counts of one request.
+
+    Positions [0, num_settled) have been through every layer; `deep_state` [D] is the state at depth L of the last of them.
+    Tokens from there on are final but pending: their deeper keys and values are still to be made.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        loaded: LoadedModel,
+        ladder: BoundLadder | None,
+        cache: SlotCache,
+        max_tokens: int,
+    ) -> None:
+        self.request = request
+        self.ladder = ladder
+        self.cache = cache
+        self.max_tokens = max_tokens
+        self.tokens = list(request.prompt_ids)
+        self.num_settled = 0
+        self.deep_state: Tensor | None = None
+        self.drafter: SequenceDrafter | None = (
+            ladder.new_sequence(request.prompt_ids) if ladder else None
+        )
+        self.trust = Trust()
+        self.submitted_s = time.monotonic()
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.num_deep_passes = 0
+        self.num_layer_executions = 0
+        self.num_token_layers = 0
+        self._exits: Counter[tuple[str, int]] = Counter()
+        self._loaded = loaded
+        self._detokenizer = Detokenizer(loaded.tokenizer)
+        self._stops = StopStrings(request.stopping.stop_strings)
+        self._finish: tuple[FinishReason, str] | None = None
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def num_left(self) -> int:
+        return self.max_tokens - self.num_generated
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finish is not None
+
+    def emit(self, tokens: list[GeneratedToken]) -> TokenChunk | None:
+        """Makes tokens final, in order, up to the one that ends the request. None if nothing is to be sent."""
+        shown: list[GeneratedToken] = []
+        text = ""
+        for token in tokens:
+            if self._finish:
+                break
+            self.tokens.append(token.token_id)
+            if self.first_token_s is None:
+                self.first_token_s = time.monotonic()
+            if token.token_id in self.request.stopping.stop_token_ids:
+                self._finish = (FinishReason.STOP_TOKEN, str(token.token_id))
+                break
+            self._exits[token.rung, token.exit_depth] += 1
+            shown.append(token)
+            if self.drafter is not None:
+                self.drafter.append([token.token_id])
+            if (
+                token.token_id in self._loaded.eos_token_ids
+                and not self.request.stopping.ignore_eos
+            ):
+                self._finish = (FinishReason.EOS, "")
+                break
+            piece, stop = self._stops.push(self._detokenizer.push(token.token_id))
+            text += piece
+            if stop is not None:
+                self._finish = (FinishReason.STOP_STRING, stop)
+            elif self.num_left == 0:
+                self._finish = (FinishReason.LENGTH, "")
+        return TokenChunk(text, tuple(shown)) if shown or text else None
+
+    def finished(self) -> Finished:
+        """Closes the request. Only once `is_finished`."""
+        assert self._finish is not None
+        reason, match = self._finish
+        text = ""
+        if reason is not FinishReason.STOP_STRING:
+            # The last bytes may yet complete a stop string.
+            text, stop = self._stops.push(self._detokenizer.flush())
+            if stop is None:
+                text += self._stops.flush()
+            else:
+                reason, match = FinishReason.STOP_STRING, stop
+        now = time.monotonic()
+        started = self.started_s or now
+        first = self.first_token_s or now
+        return Finished(
+            reason=reason,
+            stop_match=match,
+            text=text,
+            num_prompt_tokens=len(self.request.prompt_ids),
+            num_completion_tokens=self.num_generated,
+            queue_s=started - self.submitted_s,
+            prefill_s=first - started,
+            decode_s=now - first,
+            depth=self.statistics(),
+        )
+
+    def statistics(self) -> DepthStatistics:
+        return DepthStatistics(
+            exits={rung: (depth, count) for (rung, depth), count in self._exits.items()},
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            num_layer_executions=self.num_layer_executions,
+            num_token_layers=self.num_token_layers,
+            num_deep_passes=self.num_deep_passes,
+            num_tokens=self.num_generated,
+        )

@@ -1,0 +1,97 @@
+"""Token ids to text, a piece at a time: whole characters only, and nothing of a stop string."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes: tokens that are still no text after this many more are broken for good.
+MAX_INCOMPLETE_TOKENS = 8
+
+
+class Detokenizer:
+    """Incremental decoding of one sequence. Without a tokenizer every text is empty."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # Ids before `_read` have been returned as text; decoding starts at `_start`, a little before, because some
+        # tokenizers place spaces by looking at the token in front.
+        self._start = 0
+        self._read = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is still missing bytes."""
+        self._ids.append(token_id)
+        text = self._new_text()
+        if text.endswith(REPLACEMENT):
+            if len(self._ids) - self._read <= MAX_INCOMPLETE_TOKENS:
+                return ""
+            return self._give_up()
+        self._advance()
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end; broken bytes become U+FFFD."""
+        text = self._new_text()
+        self._advance()
+        return text
+
+    def _give_up(self) -> str:
+        """Broken bytes as they are, but for the last few tokens, which may be the start of a character."""
+        before = self._decode(self._ids[self._start : self._read])
+        end = len(self._ids) - 3
+        text = self._decode(self._ids[self._start : end])[len(before) :]
+        self._start, self._read = end, end
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[self._start : self._read])
+        return self._decode(self._ids[self._start :])[len(before) :]
+
+    def _advance(self) -> None:
+        self._start, self._read = self._read, len(self._ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None or not ids:
+            return ""
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+
+class StopStrings:
+    """Finds the first of some strings in a growing text and holds back what may yet become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """(text that may be shown, the stop string that was found or None)."""
+        self._held += text
+        found = [(self._held.find(stop), stop) for stop in self._stops]
+        matches = [(at, stop) for at, stop in found if at >= 0]
+        if matches:
+            at, stop = min(matches, key=lambda match: (match[0], len(match[1])))
+            shown, self._held = self._held[:at], ""
+            return shown, stop
+        keep = max(
+            (
+                size
+                for stop in self._stops
+                for size in range(1, min(len(stop), len(self._held) + 1))
+                if self._held.endswith(stop[:size])
+            ),
+            default=0,
+        )
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, None
+
+    def flush(self) -> str:
+        """The text held back for a stop string that never came."""
+        held, self._held = self._held, ""
+        return held

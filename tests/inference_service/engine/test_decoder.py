@@ -1,0 +1,183 @@
+"""Draft shallow, settle deep: what is verified, rolled back, final, counted."""
+
+import pytest
+import torch
+
+from inference_service.engine.costs import REPEATS
+from inference_service.engine.engine import Engine
+from inference_service.engine.request import FinishReason
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import LoadedModel, wrap_model
+from shared.model.runner import DepthRunner
+from shared.model.sampling import SamplingParams
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.scripted_ladder import ScriptedLadder
+
+PROMPT = [5, 17, 3, 44, 8]
+NUM_NEW = 24
+DRAFTING = DepthPolicy("exact", max_drafts=4)
+
+
+@pytest.fixture
+def loaded() -> LoadedModel:
+    return wrap_model(build_family("llama"))
+
+
+@pytest.fixture
+def answer(loaded: LoadedModel) -> list[int]:
+    with Engine(loaded) as engine:
+        return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
+
+
+def oracle(answer: list[int]):
+    return lambda context: [*answer, 0][min(len(context) - len(PROMPT), NUM_NEW)]
+
+
+def test_right_drafts_save_layer_executions(loaded: LoadedModel, answer: list[int]) -> None:
+    right = oracle(answer)
+    with Engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+        full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
+    assert exact.token_ids == full.token_ids
+    # The first token is the prompt's; then four drafts and the deep pass' own token at a time: 5+5+5+5 and a last 3.
+    assert exact.stats.num_deep_passes == 5
+    assert exact.stats.num_layer_executions == 5 * NUM_LAYERS
+    assert exact.stats.num_token_layers == 23 * NUM_LAYERS
+    assert full.stats.num_layer_executions == 23 * NUM_LAYERS
+    assert exact.stats.num_drafted == exact.stats.num_accepted == 18
+    assert exact.stats.exits == {"full": (NUM_LAYERS, 6), "suffix": (0, 18)}
+
+
+def test_wrong_drafts_change_nothing_but_the_counts(loaded: LoadedModel, answer: list[int]) -> None:
+    ladder = ScriptedLadder(lambda context: (len(context) % VOCABULARY_SIZE, 0.9))
+    with Engine(loaded, ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+    assert list(exact.token_ids) == answer
+    assert exact.stats.num_drafted > exact.stats.num_accepted
+
+
+def test_an_exit_sees_the_models_own_states(loaded: LoadedModel, answer: list[int]) -> None:
+    right = oracle(answer)
+    ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
+    with Engine(loaded, ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+        ids = torch.tensor([PROMPT + answer])
+        states = DepthRunner(loaded).capture(ids, [2, NUM_LAYERS])
+    assert list(exact.token_ids) == answer
+    assert exact.stats.exits["depth-2"][0] == 2
+    asked = ladder.seen_states[REPEATS + 1 :]  # the first ones measured the exit's cost
+    position = len(PROMPT)
+    matched = 0
+    for _, state, deep_state, offset in asked:
+        expected = states[2][0, position + offset - 1]
+        assert torch.allclose(expected, state, atol=1e-4)
+        # `offset` positions back stands the last settled token.
+        assert torch.allclose(states[NUM_LAYERS][0, position - 1], deep_state, atol=1e-4)
+        matched += 1
+        if offset == 4:
+            position += 5
+    assert matched == 18
+
+
+def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(
+    loaded: LoadedModel, answer: list[int]
+) -> None:
+    right = oracle(answer)
+    ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
+    with Engine(loaded, ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+    # Every token runs every layer exactly once: nothing shallow is repeated by the deep pass.
+    assert exact.stats.num_token_layers == 23 * NUM_LAYERS
+
+
+def test_relaxed_makes_sure_exits_final_and_completes_their_cache(
+    loaded: LoadedModel, answer: list[int]
+) -> None:
+    def table(context: list[int]) -> tuple[int, float] | None:
+        turn = (len(context) - len(PROMPT)) % 4
+        return (7, 0.9) if turn in (1, 2) else None
+
+    with Engine(loaded, ScriptedLadder(table)) as engine:
+        policy = DepthPolicy("relaxed", threshold=0.8)
+        relaxed = engine.generate(PROMPT, policy=policy, max_tokens=NUM_NEW)
+        strict = engine.generate(
+            PROMPT, policy=DepthPolicy("relaxed", threshold=0.95), max_tokens=NUM_NEW
+        )
+    assert list(strict.token_ids) == answer
+    tokens = list(relaxed.token_ids)
+    assert [tokens[i] for i in (1, 2, 5, 6, 9, 10)] == [7] * 6
+    # What the full model says after exactly these tokens, the final early ones included.
+    with torch.no_grad():
+        logits = loaded.model(torch.tensor([PROMPT + tokens])).logits[0]
+    for index, token in enumerate(tokens):
+        if relaxed.tokens[index].rung == "full":
+            assert token == int(logits[len(PROMPT) + index - 1].argmax())
+
+
+def test_min_layers_keeps_shallow_rungs_out(loaded: LoadedModel, answer: list[int]) -> None:
+    right = oracle(answer)
+    ladder = ScriptedLadder(
+        lambda context: (3, 0.2), lambda context: (right(context), 0.9), depths=(0, 2)
+    )
+    with Engine(loaded, ladder) as engine:
+        result = engine.generate(
+            PROMPT, policy=DepthPolicy("exact", min_layers=1, max_drafts=3), max_tokens=NUM_NEW
+        )
+        none = engine.generate(
+            PROMPT, policy=DepthPolicy("exact", min_layers=3, max_drafts=3), max_tokens=NUM_NEW
+        )
+    assert set(result.stats.exits) == {"depth-2", "full"}
+    assert none.stats.num_drafted == 0
+    assert list(result.token_ids) == list(none.token_ids) == answer
+
+
+def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded: LoadedModel) -> None:
+    sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=11)
+    generator = torch.Generator().manual_seed(3)
+
+    def table(context: list[int]) -> tuple[int, float]:
+        return int(torch.randint(0, VOCABULARY_SIZE, (1,), generator=generator)), 0.9
+
+    with Engine(loaded, ScriptedLadder(table)) as engine:
+        full = engine.generate(PROMPT, policy="full", sampling=sampling, max_tokens=NUM_NEW)
+        right = {len(PROMPT) + i: t for i, t in enumerate(full.token_ids)}
+        engine_ladder = ScriptedLadder(
+            lambda c: (right.get(len(c), 0), 0.9) if len(c) % 3 else table(c)
+        )
+    with Engine(loaded, engine_ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, sampling=sampling, max_tokens=NUM_NEW)
+    assert exact.token_ids == full.token_ids
+    assert exact.stats.num_accepted > 5
+
+
+def test_an_eos_among_accepted_drafts_ends_the_answer(loaded: LoadedModel) -> None:
+    with Engine(loaded) as engine:
+        answer = list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
+    loaded.model.generation_config.eos_token_id = [answer[3], 96]
+    stopping = wrap_model(loaded.model)
+    right = oracle(answer)
+    end = answer.index(answer[3])
+    with Engine(stopping, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+        full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
+        ignored = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW, ignore_eos=True)
+        stopped = engine.generate(
+            PROMPT, policy="full", max_tokens=NUM_NEW, stop_token_ids=frozenset([answer[1]])
+        )
+    assert exact.finished.reason is FinishReason.EOS
+    assert list(exact.token_ids) == list(full.token_ids) == answer[: end + 1]
+    assert list(ignored.token_ids) == answer
+    assert stopped.finished.reason is FinishReason.STOP_TOKEN
+    assert list(stopped.token_ids) == answer[: answer.index(answer[1])]
+
+
+def test_logprobs_are_the_full_models(loaded: LoadedModel, answer: list[int]) -> None:
+    right = oracle(answer)
+    with Engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+        result = engine.generate(PROMPT, policy=DRAFTING, max_tokens=8, logprobs=3)
+    with torch.no_grad():
+        logits = loaded.model(torch.tensor([PROMPT + answer])).logits[0]
+    for index, token in enumerate(result.tokens):
+        expected = logits[len(PROMPT) + index - 1].log_softmax(-1)
+        assert token.logprob == pytest.approx(float(expected[token.token_id]), abs=1e-4)
+        assert [t for t, _ in token.alternatives] == expected.topk(3).indices.tolist()

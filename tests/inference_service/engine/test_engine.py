@@ -1,0 +1,239 @@
+"""The engine's thread: turns, queue, cancel, pause, deadline, shutdown."""
+
+import threading
+import time
+
+import pytest
+
+from inference_service.engine.engine import MAX_RUNNING, Engine
+from inference_service.engine.request import (
+    Finished,
+    GenerationRequest,
+    StoppingParams,
+    TokenChunk,
+)
+from shared.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Exhausted,
+    InvalidInput,
+    PreconditionFailed,
+    PromptTooLong,
+    RouterMismatch,
+    Unavailable,
+)
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import LoadedModel, wrap_model
+from tests.families import VOCABULARY_SIZE, build_family
+from tests.scripted_ladder import ScriptedLadder
+
+PROMPT = (5, 17, 3, 44, 8)
+FULL = DepthPolicy("full")
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return wrap_model(build_family("llama"))
+
+
+def request(max_tokens: int = 8, **changes: object) -> GenerationRequest:
+    options = {"prompt_ids": PROMPT, "policy": FULL, **changes}
+    return GenerationRequest(stopping=StoppingParams(max_tokens=max_tokens), **options)
+
+
+def test_requests_take_turns_and_each_gets_its_own_answer(loaded: LoadedModel) -> None:
+    prompts = [PROMPT[i:] + PROMPT[:i] for i in range(5)] * 2
+    with Engine(loaded) as engine:
+        alone = [engine.generate(p, policy="full", max_tokens=12).token_ids for p in prompts]
+        handles = [engine.submit(request(12, prompt_ids=p)) for p in prompts]
+        together = [
+            tuple(
+                token.token_id
+                for event in handle.events()
+                if isinstance(event, TokenChunk)
+                for token in event.tokens
+            )
+            for handle in handles
+        ]
+    assert together == alone
+
+
+def test_a_long_request_does_not_keep_a_later_short_one_waiting(loaded: LoadedModel) -> None:
+    order: list[str] = []
+    done = threading.Semaphore(0)
+
+    def watch(name: str):
+        def on_event(event: object) -> None:
+            if isinstance(event, Finished):
+                order.append(name)
+                done.release()
+
+        return on_event
+
+    with Engine(loaded) as engine:
+        engine.submit(request(100), on_event=watch("long"))
+        engine.submit(request(5), on_event=watch("short"))
+        for _ in range(2):
+            assert done.acquire(timeout=60)
+    assert order == ["short", "long"]
+
+
+def test_cancel_frees_the_slot_within_one_step(loaded: LoadedModel) -> None:
+    steps_after_cancel: list[int] = []
+    with Engine(loaded) as engine:
+        decoder_step = engine._decoder.step
+
+        def step(sequence, costs):
+            if handle.is_cancelled:
+                steps_after_cancel.append(1)
+            return decoder_step(sequence, costs)
+
+        engine._decoder.step = step  # type: ignore[method-assign]
+        handle = engine.submit(request(110))
+        assert isinstance(handle.next_event(30), TokenChunk)
+        handle.cancel()
+        events = []
+        while (event := handle.next_event(30)) is not None:
+            events.append(event)
+        assert isinstance(events[-1], Cancelled)
+        assert not any(isinstance(event, Finished) for event in events)
+        assert engine.num_running == 0
+    assert len(steps_after_cancel) <= 1
+
+
+def test_leaving_the_events_early_cancels(loaded: LoadedModel) -> None:
+    with Engine(loaded) as engine:
+        handle = engine.submit(request(110))
+        events = handle.events()
+        next(events)
+        events.close()
+        assert handle.is_cancelled
+
+
+def test_a_paused_request_stands_still_and_others_go_on(loaded: LoadedModel) -> None:
+    with Engine(loaded) as engine:
+        handle = engine.submit(request(100))
+        handle.next_event(30)
+        handle.pause()
+        engine.generate(PROMPT, policy="full", max_tokens=20)
+        while True:
+            try:
+                assert isinstance(handle.next_event(0.3), TokenChunk)
+            except DeadlineExceeded:
+                break
+        assert engine.num_running == 1
+        handle.resume()
+        assert any(isinstance(event, Finished) for event in handle.events())
+
+
+def test_the_deadline_ends_a_request_even_while_it_is_paused(loaded: LoadedModel) -> None:
+    with Engine(loaded) as engine:
+        engine.warm_up()
+        handle = engine.submit(request(100, deadline_s=time.monotonic() + 0.5))
+        handle.pause()
+        with pytest.raises(DeadlineExceeded):
+            list(handle.events())
+        with pytest.raises(DeadlineExceeded):
+            engine.submit(request(deadline_s=time.monotonic() - 1))
+
+
+def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
+    with Engine(loaded, max_queue=2) as engine:
+        engine.warm_up()
+        step, held = engine._decoder.step, threading.Event()
+
+        def slow_step(sequence, costs):
+            held.wait(30)
+            return step(sequence, costs)
+
+        engine._decoder.step = slow_step  # type: ignore[method-assign]
+        handles = [engine.submit(request())]
+        while engine.num_running == 0:
+            time.sleep(0.01)
+        handles += [engine.submit(request()), engine.submit(request())]
+        with pytest.raises(Exhausted, match="waiting already") as caught:
+            engine.submit(request())
+        assert caught.value.reason == "QUEUE_FULL"
+        assert caught.value.retry_after_s
+        held.set()
+        for handle in handles:
+            assert any(isinstance(event, Finished) for event in handle.events())
+
+
+def test_paused_requests_do_not_keep_others_out(loaded: LoadedModel) -> None:
+    with Engine(loaded) as engine:
+        stalled = [engine.submit(request(100)) for _ in range(MAX_RUNNING)]
+        for handle in stalled:
+            handle.next_event(30)
+            handle.pause()
+        assert len(engine.generate(PROMPT, policy="full", max_tokens=5).tokens) == 5
+
+
+def test_a_failure_of_the_engine_itself_is_told(loaded: LoadedModel) -> None:
+    told = threading.Event()
+    engine = Engine(loaded, on_failure=told.set)
+    engine.warm_up()
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    engine._turn = broken  # type: ignore[method-assign]
+    with pytest.raises(Unavailable):
+        list(engine.submit(request()).events())
+    assert told.wait(10)
+    with pytest.raises(Unavailable):
+        engine.submit(request())
+
+
+def test_what_cannot_work_is_refused_before_it_is_queued(loaded: LoadedModel) -> None:
+    context = loaded.context_length
+    other = ScriptedLadder(fingerprint="sha256:other")
+    with Engine(loaded) as engine:
+        with pytest.raises(PromptTooLong):
+            engine.submit(request(prompt_ids=(1,) * context))
+        with pytest.raises(InvalidInput, match="the context leaves") as caught:
+            engine.submit(request(context - len(PROMPT) + 1))
+        assert caught.value.reason == "MAX_TOKENS_TOO_LARGE"
+        with pytest.raises(InvalidInput, match="outside the vocabulary"):
+            engine.submit(request(prompt_ids=(1, VOCABULARY_SIZE)))
+        with pytest.raises(PreconditionFailed) as refused:
+            engine.submit(request(policy=DepthPolicy("exact")))
+        assert refused.value.reason == "ROUTER_REQUIRED"
+        with pytest.raises(RouterMismatch):
+            engine.submit(request(policy=DepthPolicy("exact")), other)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput, match="min_layers"):
+            engine.submit(request(policy=DepthPolicy("full", min_layers=99)))
+        assert engine.num_waiting == engine.num_running == 0
+
+
+def test_the_whole_context_can_be_filled(loaded: LoadedModel) -> None:
+    right: list[int] = []
+    ladder = ScriptedLadder(lambda context: (len(context) % VOCABULARY_SIZE, 0.9))
+    room = loaded.context_length - len(PROMPT)
+    with Engine(loaded, ladder) as engine:  # type: ignore[arg-type]
+        right += engine.generate(PROMPT, policy="full", max_tokens=room).token_ids
+        exact = engine.generate(PROMPT, policy=DepthPolicy("exact", max_drafts=6), max_tokens=room)
+    assert len(right) == room
+    assert list(exact.token_ids) == right
+
+
+def test_closing_ends_what_is_queued_and_refuses_what_comes(loaded: LoadedModel) -> None:
+    engine = Engine(loaded)
+    handle = engine.submit(request(120))
+    handle.pause()
+    engine.close()
+    with pytest.raises(Unavailable):
+        list(handle.events())
+    with pytest.raises(Unavailable):
+        engine.submit(request())
+
+
+def test_one_requests_failure_is_its_own(loaded: LoadedModel) -> None:
+    def broken(context: list[int]) -> tuple[int, float]:
+        raise ZeroDivisionError
+
+    with Engine(loaded) as engine:
+        bad = engine.submit(request(policy=DepthPolicy("exact")), ScriptedLadder(broken))  # type: ignore[arg-type]
+        with pytest.raises(Exception, match="failed inside the engine"):
+            list(bad.events())
+        assert len(engine.generate(PROMPT, policy="full", max_tokens=4).tokens) == 4

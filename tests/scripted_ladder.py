@@ -1,0 +1,66 @@
+"""A ladder whose drafts the test writes: right ones, wrong ones, at any depth."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shared.errors import RouterMismatch
+from shared.ladder.rungs import Draft
+from shared.model.load import LoadedModel
+from shared.model.runner import DepthRunner
+
+# Given all tokens so far (context and drafts), the next draft's (token, probability), or None.
+Script = Callable[[list[int]], tuple[int, float] | None]
+
+
+class ScriptedLadder:
+    """Stands in for `Ladder` and `BoundLadder`. Table drafts follow `table`, layer exits at `depths` follow `exits`."""
+
+    def __init__(
+        self,
+        table: Script | None = None,
+        exits: Script | None = None,
+        depths: Sequence[int] = (),
+        fingerprint: str | None = None,
+    ) -> None:
+        self.table = table
+        self.exits = exits
+        self.depths = tuple(depths)
+        self.agreements = (1.0,) * len(self.depths)
+        self.fingerprint = fingerprint
+        self.seen_states: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []
+        self.context: list[int] = []
+        self.drafted: list[int] = []
+
+    def check_model(self, loaded: LoadedModel) -> None:
+        if self.fingerprint is not None and self.fingerprint != loaded.fingerprint:
+            raise RouterMismatch("another model's")
+
+    def bind(self, runner: DepthRunner) -> "ScriptedLadder":
+        return self
+
+    def new_sequence(self, prompt: Sequence[int]) -> "ScriptedLadder":
+        self.context = list(prompt)
+        return self
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self.context += tokens
+
+    def table_draft(self, drafted: Sequence[int]) -> Draft | None:
+        self.drafted = list(drafted)
+        proposal = self.table(self.context + self.drafted) if self.table else None
+        return Draft(*proposal, rung="suffix", depth=0) if proposal else None
+
+    def exit(
+        self, index: int, state: torch.Tensor, deep_state: torch.Tensor, offset: int = 1
+    ) -> Draft:
+        depth = self.depths[index]
+        if self.table is None:
+            self.drafted = self.drafted[: offset - 1]
+        self.seen_states.append((depth, state.clone(), deep_state.clone(), offset))
+        assert self.exits is not None
+        proposal = self.exits(self.context + self.drafted) or (0, 0.0)
+        draft = Draft(*proposal, rung=f"depth-{depth}", depth=depth)
+        if self.table is None:
+            self.drafted = [*self.drafted, draft.token]
+        return draft
