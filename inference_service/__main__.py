@@ -1,0 +1,87 @@
+"""`python -m inference_service`: a worker that serves frozen models with published routers."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import structlog
+import torch
+from neap.inference.v1 import inference_pb2_grpc
+
+from inference_service.engine.engine import MAX_RUNNING, Engine
+from inference_service.routers import RouterStore
+from inference_service.servicer import SERVICE_NAME, InferenceServicer
+from shared.config import ModelSource, WorkerSettings, settings_from_command_line
+from shared.errors import InvalidInput, NeapError
+from shared.model.load import load_model
+from shared.registry.factory import open_registry
+from shared.rpc.logs import configure_logging
+from shared.rpc.serving import RpcServer
+
+log = structlog.get_logger("neap.worker")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM. Returns the process' exit status: 0, or 2 when it cannot start as it was told to."""
+    configure_logging()
+    try:
+        settings = settings_from_command_line(WorkerSettings, "inference_service", argv)
+        configure_logging(settings.log_level)
+        return asyncio.run(serve(settings))
+    except NeapError as error:
+        print(f"error: {error.message} ({error.reason})", file=sys.stderr, flush=True)
+        return 2
+
+
+async def serve(settings: WorkerSettings) -> int:
+    """Answer health checks at once, load and warm up, serve, drain. Raises NeapError when it cannot start."""
+    if not settings.models:
+        raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    registry = open_registry(settings.registry)
+    routers = RouterStore(registry, capacity=settings.max_routers)
+    servicer = InferenceServicer(routers, stall_timeout_s=settings.stall_timeout_s)
+    server = RpcServer(
+        settings.listen,
+        [SERVICE_NAME],
+        grace_s=settings.grace_s,
+        drain_timeout_s=settings.drain_timeout_s,
+    )
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
+    engines: list[Engine] = []
+
+    async def prepare() -> None:
+        for source in settings.models:
+            engine = await asyncio.to_thread(_load_engine, source, settings)
+            engines.append(engine)
+            servicer.add_model(engine, max_active=settings.max_queue + MAX_RUNNING)
+        servicer.set_ready()
+
+    ready = await server.run(prepare)
+    if not ready:
+        # A thread is deep inside loading weights; there is nothing to finish or to save.
+        log.info("stopped before it was ready")
+        sys.stderr.flush()
+        os._exit(0)
+    for engine in engines:
+        await asyncio.to_thread(engine.close)
+    await asyncio.to_thread(registry.close)
+    return 0
+
+
+def _load_engine(source: ModelSource, settings: WorkerSettings) -> Engine:
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    load = partial(load_model, source.source, model_id=source.model_id, dtype=dtype)
+    loaded = load(device=settings.device, context_length=settings.context_length)
+    log.info("model loaded", model_id=source.model_id, fingerprint=loaded.fingerprint)
+    engine = Engine(loaded, max_queue=settings.max_queue)
+    engine.warm_up()
+    log.info("model warm", model_id=source.model_id)
+    return engine
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Between the protos of neap.inference.v1 and the engine's dataclasses. The only place that reads a GenerateRequest."""
+
+import math
+import secrets
+
+from google.protobuf import duration_pb2
+from neap.inference.v1 import inference_pb2
+
+from inference_service.engine.prompt import ROLES, Prompt, encode_prompt
+from inference_service.engine.request import (
+    DepthStatistics,
+    Finished,
+    FinishReason,
+    GeneratedToken,
+    GenerationEvent,
+    GenerationRequest,
+    StoppingParams,
+)
+from inference_service.routers import RouterChoice
+from shared.errors import InvalidInput, PromptTooLong
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import LoadedModel
+from shared.model.sampling import SamplingParams
+
+_REASONS = {
+    FinishReason.EOS: inference_pb2.FINISH_REASON_EOS,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+    FinishReason.STOP_STRING: inference_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.STOP_TOKEN: inference_pb2.FINISH_REASON_STOP_TOKEN,
+}
+
+
+def to_generation_request(
+    request: inference_pb2.GenerateRequest,
+    loaded: LoadedModel,
+    *,
+    request_id: str,
+    deadline_s: float = math.inf,
+) -> GenerationRequest:
+    """Validated and tokenised; blocks for as long as tokenising takes. An absent seed is chosen here.
+
+    `deadline_s` in `time.monotonic()` seconds. Raises InvalidInput and PromptTooLong.
+    """
+    # What is cheap to refuse is refused before the prompt is tokenised.
+    sampling = to_sampling(request.sampling)
+    stopping = to_stopping(request.stopping, loaded.vocabulary_size)
+    policy = to_policy(request.depth)
+    return GenerationRequest(
+        prompt_ids=encode_prompt(loaded, _prompt(request, loaded.context_length)),
+        sampling=sampling,
+        stopping=stopping,
+        policy=policy,
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+        request_id=request_id,
+        deadline_s=deadline_s,
+    )
+
+
+def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prompt:
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "token_ids":
+        if len(request.token_ids.ids) >= context_length:  # before millions become Python integers
+            raise PromptTooLong(
+                f"the prompt has {len(request.token_ids.ids)} tokens; {request.model_id} holds "
+                f"{context_length}, prompt and completion together",
+                metadata={"context_length": str(context_length)},
+            )
+        return list(request.token_ids.ids)
+    if kind is None or not request.chat.messages:
+        raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
+    for message in request.chat.messages:
+        if message.role not in ROLES:
+            raise InvalidInput(
+                f"role is {message.role[:64]!r}; it must be one of {', '.join(ROLES)}",
+                reason="UNKNOWN_ROLE",
+            )
+    return [{"role": message.role, "content": message.content} for message in request.chat.messages]
+
+
+def to_sampling(sampling: inference_pb2.Sampling) -> SamplingParams:
+    """Absent fields switch their filter off. Raises InvalidInput."""
+    if sampling.HasField("top_k") and sampling.top_k == 0:
+        raise InvalidInput("top_k is 0; it must be at least 1, or absent")
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        repetition_penalty=(
+            sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+        ),
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+    )
+
+
+def to_stopping(stopping: inference_pb2.Stopping, vocabulary_size: int) -> StoppingParams:
+    """Raises InvalidInput."""
+    for token_id in stopping.stop_token_ids:
+        if token_id >= vocabulary_size:
+            raise InvalidInput(
+                f"stop token id {token_id} is not in the vocabulary of {vocabulary_size} tokens"
+            )
+    return StoppingParams(
+        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+        stop_strings=tuple(stopping.stop_strings),
+        stop_token_ids=frozenset(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+    )
+
+
+def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:
+    """No policy given: exact. Raises InvalidInput."""
+    kind = depth.WhichOneof("policy")
+    if kind == "full":
+        return DepthPolicy("full", min_layers=depth.min_layers)
+    if kind == "relaxed":
+        if not depth.relaxed.HasField("threshold"):
+            return DepthPolicy("relaxed", min_layers=depth.min_layers)
+        return DepthPolicy(
+            "relaxed", threshold=depth.relaxed.threshold, min_layers=depth.min_layers
+        )
+    return DepthPolicy("exact", min_layers=depth.min_layers, max_drafts=depth.exact.max_drafts)
+
+
+def to_router_choice(selector: inference_pb2.RouterSelector) -> RouterChoice:
+    """Nothing selected: the default router. Raises InvalidInput."""
+    kind = selector.WhichOneof("selector")
+    if kind == "version":
+        return RouterChoice(version=selector.version)
+    if kind == "alias":
+        return RouterChoice(alias=selector.alias)
+    return RouterChoice()
+
+
+def from_event(event: GenerationEvent) -> inference_pb2.GenerateResponse:
+    """The response that carries an event."""
+    if isinstance(event, Finished):
+        return inference_pb2.GenerateResponse(finished=_finished(event))
+    chunk = inference_pb2.TokenChunk(text=event.text, tokens=map(_token, event.tokens))
+    return inference_pb2.GenerateResponse(chunk=chunk)
+
+
+def _token(token: GeneratedToken) -> inference_pb2.Token:
+    return inference_pb2.Token(
+        id=token.token_id,
+        exit_depth=token.exit_depth,
+        rung=token.rung,
+        logprob=token.logprob,
+        alternatives=[
+            inference_pb2.Alternative(id=token_id, logprob=logprob)
+            for token_id, logprob in token.alternatives
+        ],
+    )
+
+
+def _finished(event: Finished) -> inference_pb2.Finished:
+    return inference_pb2.Finished(
+        reason=_REASONS[event.reason],
+        stop_match=event.stop_match,
+        text=event.text,
+        usage=inference_pb2.Usage(
+            num_prompt_tokens=event.num_prompt_tokens,
+            num_completion_tokens=event.num_completion_tokens,
+        ),
+        timing=inference_pb2.Timing(
+            queue=_duration(event.queue_s),
+            prefill=_duration(event.prefill_s),
+            decode=_duration(event.decode_s),
+        ),
+        depth=_statistics(event.depth),
+    )
+
+
+def _statistics(depth: DepthStatistics) -> inference_pb2.DepthStatistics:
+    exits = sorted((rung_depth, rung, count) for rung, (rung_depth, count) in depth.exits.items())
+    return inference_pb2.DepthStatistics(
+        exits=[
+            inference_pb2.RungCount(rung=rung, depth=rung_depth, num_tokens=count)
+            for rung_depth, rung, count in exits
+        ],
+        num_drafted=depth.num_drafted,
+        num_accepted=depth.num_accepted,
+        num_layer_executions=depth.num_layer_executions,
+        mean_layers_per_token=depth.mean_layers_per_token,
+        num_deep_passes=depth.num_deep_passes,
+        num_token_layers=depth.num_token_layers,
+    )
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

@@ -1,0 +1,185 @@
+"""neap.inference.v1 over the engine."""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from inference_service.convert import from_event, to_generation_request, to_router_choice
+from inference_service.engine.engine import Engine
+from inference_service.engine.request import GenerationRequest
+from inference_service.routers import LoadedRouter, RouterStore
+from inference_service.stream import EventStream
+from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
+from shared.rpc.interceptors import current_request_id
+
+SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+@dataclass
+class _Served:
+    """`num_active`: calls being prepared, waiting or running."""
+
+    engine: Engine
+    max_active: int
+    num_active: int = 0
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Refuses before any work is done. Only on the event loop's thread."""
+        if self.num_active >= self.max_active:
+            raise Exhausted(
+                f"{self.num_active} requests are waiting or running; no more are taken",
+                reason="QUEUE_FULL",
+                metadata={"model_id": self.engine.loaded.model_id},
+                retry_after_s=1.0,
+            )
+        self.num_active += 1
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Belongs to one event loop. UNAVAILABLE (reason NOT_READY) until `set_ready`.
+
+    `stall_timeout_s`: how long a client may not read before its call is ended with RESOURCE_EXHAUSTED (SLOW_READER).
+    """
+
+    def __init__(self, routers: RouterStore, *, stall_timeout_s: float = 30.0) -> None:
+        self._routers = routers
+        self._stall_timeout_s = stall_timeout_s
+        self._served: dict[str, _Served] = {}
+        self._ready = False
+
+    def add_model(self, engine: Engine, *, max_active: int = 68) -> None:
+        """Serve `engine` under its model's id. `max_active` bounds the calls being prepared, waiting and running."""
+        self._served[engine.loaded.model_id] = _Served(engine, max_active)
+
+    def set_ready(self) -> None:
+        self._ready = True
+
+    async def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> None:
+        """Responses are written rather than yielded, so that a write nobody reads can be given up."""
+        deadline_s = _deadline_s(context)
+        served = self._find(request.model_id)
+        with served.admitted():
+            await self._generate(request, served.engine, deadline_s, context)
+
+    async def _generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        engine: Engine,
+        deadline_s: float,
+        context: Any,
+    ) -> None:
+        generation = await asyncio.to_thread(
+            to_generation_request,
+            request,
+            engine.loaded,
+            request_id=current_request_id(),
+            deadline_s=deadline_s,
+        )
+        router: LoadedRouter | None = None
+        if generation.policy.name != "full":
+            router = await self._routers.select(engine.loaded, to_router_choice(request.router))
+        stream = EventStream()
+        try:
+            await asyncio.to_thread(_submit, engine, generation, router, stream)
+            await self._write(context, _started(generation, engine, router))
+            while (event := await stream.next()) is not None:
+                await self._write(context, from_event(event))
+        finally:
+            # Cancellation and deadline both arrive as CancelledError, wherever this waits.
+            stream.close()
+
+    async def GetModel(  # noqa: N802
+        self, request: inference_pb2.GetModelRequest, context: Any
+    ) -> inference_pb2.GetModelResponse:
+        served = self._find(request.model_id)
+        return inference_pb2.GetModelResponse(model=self._describe(served.engine))
+
+    async def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: Any
+    ) -> inference_pb2.ListModelsResponse:
+        models = [self._describe(self._served[name].engine) for name in sorted(self._served)]
+        return inference_pb2.ListModelsResponse(models=models)
+
+    def _find(self, model_id: str) -> _Served:
+        if not self._ready:
+            raise Unavailable("the worker is still loading its models", reason="NOT_READY")
+        served = self._served.get(model_id)
+        if served is None:
+            names = ", ".join(sorted(self._served))
+            raise NotFound(
+                f"model {model_id[:128]!r} is not served here; there is: {names}",
+                reason="MODEL_NOT_FOUND",
+                metadata={"model_id": model_id},
+            )
+        return served
+
+    def _describe(self, engine: Engine) -> inference_pb2.Model:
+        loaded = engine.loaded
+        return inference_pb2.Model(
+            model_id=loaded.model_id,
+            fingerprint=loaded.fingerprint,
+            architecture=loaded.architecture,
+            num_layers=loaded.num_layers,
+            context_length=loaded.context_length,
+            vocabulary_size=loaded.vocabulary_size,
+            routers=[
+                inference_pb2.LoadedRouter(
+                    version=router.version, manifest_digest=router.digest, rungs=router.rungs
+                )
+                for router in self._routers.loaded(loaded.model_id)
+            ],
+        )
+
+    async def _write(self, context: Any, response: inference_pb2.GenerateResponse) -> None:
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await context.write(response)
+        except TimeoutError as error:
+            raise Exhausted(
+                f"the client has not read for {self._stall_timeout_s:g} s", reason="SLOW_READER"
+            ) from error
+
+
+def _submit(
+    engine: Engine, request: GenerationRequest, router: LoadedRouter | None, stream: EventStream
+) -> None:
+    ladder = router.ladder if router is not None else None
+    stream.attach(engine.submit(request, ladder, on_event=stream.push))
+
+
+def _started(
+    request: GenerationRequest, engine: Engine, router: LoadedRouter | None
+) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        started=inference_pb2.Started(
+            request_id=request.request_id,
+            model_id=engine.loaded.model_id,
+            router_version=router.version if router is not None else 0,
+            router_digest=router.digest if router is not None else "",
+            seed=request.sampling.seed,
+            num_prompt_tokens=len(request.prompt_ids),
+        )
+    )
+
+
+def _deadline_s(context: Any) -> float:
+    """The call's deadline in `time.monotonic()` seconds. Raises DeadlineExceeded when it has passed."""
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is None:
+        return math.inf
+    if remaining_s <= 0:
+        raise DeadlineExceeded("the deadline had passed before the work began")
+    return time.monotonic() + remaining_s

@@ -1,0 +1,212 @@
+import math
+
+import pytest
+from neap.inference.v1 import inference_pb2 as pb
+
+from inference_service.convert import (
+    from_event,
+    to_generation_request,
+    to_policy,
+    to_router_choice,
+    to_sampling,
+    to_stopping,
+)
+from inference_service.engine.request import (
+    DepthStatistics,
+    Finished,
+    FinishReason,
+    GeneratedToken,
+    TokenChunk,
+)
+from inference_service.routers import RouterChoice
+from shared.errors import InvalidInput
+from shared.ladder.policy import DepthPolicy
+from shared.model.sampling import SamplingParams
+
+
+def test_absent_sampling_fields_switch_their_filter_off():
+    assert to_sampling(pb.Sampling(seed=5)) == SamplingParams(
+        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=5
+    )
+
+
+def test_sampling_fields_arrive():
+    message = pb.Sampling(
+        temperature=0.7, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=2**64 - 1
+    )
+    assert to_sampling(message) == SamplingParams(0.7, 4, 0.9, 0.1, 1.2, 2**64 - 1)
+
+
+def test_an_absent_seed_is_chosen_and_zero_is_a_seed():
+    assert to_sampling(pb.Sampling(seed=0)).seed == 0
+    assert len({to_sampling(pb.Sampling()).seed for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": math.nan},
+        {"top_p": 1.01},
+        {"min_p": math.nan},
+        {"min_p": -0.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.nan},
+    ],
+    ids=str,
+)
+def test_bad_sampling_is_refused_by_name(field):
+    with pytest.raises(InvalidInput, match=next(iter(field))):
+        to_sampling(pb.Sampling(**field))
+
+
+def test_stopping_fields_arrive():
+    stopping = to_stopping(
+        pb.Stopping(max_tokens=3, stop_strings=["a"], stop_token_ids=[7, 7], ignore_eos=True), 8
+    )
+    assert stopping.max_tokens == 3
+    assert stopping.stop_strings == ("a",)
+    assert stopping.stop_token_ids == {7}
+    assert stopping.ignore_eos
+    assert to_stopping(pb.Stopping(), 8).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"max_tokens": 0},
+        {"stop_strings": [""]},
+        {"stop_strings": ["x" * 257]},
+        {"stop_strings": ["x"] * 17},
+        {"stop_token_ids": [8]},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_bad_stopping_is_refused(field):
+    with pytest.raises(InvalidInput):
+        to_stopping(pb.Stopping(**field), 8)
+
+
+@pytest.mark.parametrize(
+    ("message", "policy"),
+    [
+        (pb.DepthPolicy(), DepthPolicy("exact")),
+        (pb.DepthPolicy(full=pb.Full()), DepthPolicy("full")),
+        (
+            pb.DepthPolicy(exact=pb.Exact(max_drafts=3), min_layers=2),
+            DepthPolicy("exact", max_drafts=3, min_layers=2),
+        ),
+        (pb.DepthPolicy(relaxed=pb.Relaxed()), DepthPolicy("relaxed", threshold=0.85)),
+        (
+            pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.5), min_layers=1),
+            DepthPolicy("relaxed", threshold=0.5, min_layers=1),
+        ),
+    ],
+)
+def test_depth_policies(message, policy):
+    assert to_policy(message) == policy
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.0)),
+        pb.DepthPolicy(relaxed=pb.Relaxed(threshold=math.nan)),
+        pb.DepthPolicy(exact=pb.Exact(max_drafts=1000)),
+    ],
+)
+def test_bad_depth_policies_are_refused(message):
+    with pytest.raises(InvalidInput):
+        to_policy(message)
+
+
+def test_router_selectors():
+    assert to_router_choice(pb.RouterSelector()) == RouterChoice()
+    assert to_router_choice(pb.RouterSelector(version=4)) == RouterChoice(version=4)
+    assert to_router_choice(pb.RouterSelector(alias="a")) == RouterChoice(alias="a")
+    for bad in (pb.RouterSelector(version=0), pb.RouterSelector(alias="")):
+        with pytest.raises(InvalidInput):
+            to_router_choice(bad)
+
+
+def _request(loaded, **fields):
+    return to_generation_request(pb.GenerateRequest(**fields), loaded, request_id="r")
+
+
+def test_the_three_forms_of_a_prompt(loaded):
+    assert _request(loaded, text="hello").prompt_ids == (260,)
+    assert _request(loaded, token_ids=pb.TokenIds(ids=[5, 6])).prompt_ids == (5, 6)
+    messages = [
+        pb.ChatMessage(role="system", content="x"),
+        pb.ChatMessage(role="user", content="y"),
+    ]
+    chat = _request(loaded, chat=pb.Chat(messages=messages))
+    assert chat.prompt_ids == tuple(loaded.tokenizer("system: x\nuser: y\nassistant:")["input_ids"])
+    assert chat.request_id == "r"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "EMPTY_PROMPT"),
+        ({"text": ""}, "EMPTY_PROMPT"),
+        ({"token_ids": pb.TokenIds()}, "EMPTY_PROMPT"),
+        ({"chat": pb.Chat()}, "EMPTY_PROMPT"),
+        (
+            {"chat": pb.Chat(messages=[pb.ChatMessage(role="robot", content="x")])},
+            "UNKNOWN_ROLE",
+        ),
+        ({"token_ids": pb.TokenIds(ids=[263])}, "TOKEN_OUT_OF_RANGE"),
+        ({"token_ids": pb.TokenIds(ids=[0] * 2048)}, "PROMPT_TOO_LONG"),
+        ({"text": "x", "logprobs": 21}, "INVALID_INPUT"),
+    ],
+)
+def test_bad_prompts_are_refused(loaded, fields, reason):
+    with pytest.raises(InvalidInput) as caught:
+        _request(loaded, **fields)
+    assert caught.value.reason == reason
+
+
+def test_logprobs_zero_is_not_absent(loaded):
+    assert _request(loaded, text="x").logprobs is None
+    assert _request(loaded, text="x", logprobs=0).logprobs == 0
+
+
+def test_chunks_become_messages():
+    token = GeneratedToken(3, 2, "depth-2", -0.5, ((3, -0.5), (4, -2.0)))
+    chunk = from_event(TokenChunk("ab", (token, GeneratedToken(9, 4, "full")))).chunk
+    assert chunk.text == "ab"
+    first, second = chunk.tokens
+    assert (first.id, first.exit_depth, first.rung, first.logprob) == (3, 2, "depth-2", -0.5)
+    assert [(a.id, a.logprob) for a in first.alternatives] == [(3, -0.5), (4, -2.0)]
+    assert second.id == 9
+    assert not second.HasField("logprob")
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+def test_finished_becomes_a_message(reason):
+    depth = DepthStatistics({"full": (4, 6), "suffix": (0, 2)}, 5, 2, 24, 40, 6, 8)
+    event = Finished(reason, "stop", "tail", 11, 8, 0.25, 1.5, 2.000000001, depth)
+    finished = from_event(event).finished
+    assert pb.FinishReason.Name(finished.reason) == f"FINISH_REASON_{reason.name}"
+    assert (finished.stop_match, finished.text) == ("stop", "tail")
+    assert finished.usage == pb.Usage(num_prompt_tokens=11, num_completion_tokens=8)
+    assert finished.timing.queue.ToNanoseconds() == 250_000_000
+    assert finished.timing.prefill.ToNanoseconds() == 1_500_000_000
+    assert finished.timing.decode.ToNanoseconds() == 2_000_000_001
+    assert finished.depth == pb.DepthStatistics(
+        exits=[
+            pb.RungCount(rung="suffix", depth=0, num_tokens=2),
+            pb.RungCount(rung="full", depth=4, num_tokens=6),
+        ],
+        num_drafted=5,
+        num_accepted=2,
+        num_layer_executions=24,
+        mean_layers_per_token=3.0,
+        num_deep_passes=6,
+        num_token_layers=40,
+    )

@@ -1,0 +1,115 @@
+"""A tiny model on disk, and a worker that serves it over real gRPC on loopback, inside the test's process."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers as hf
+from neap.inference.v1 import inference_pb2_grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from inference_service.engine.engine import Engine
+from inference_service.routers import RouterStore
+from inference_service.servicer import SERVICE_NAME, InferenceServicer
+from shared.ladder.ladder import Ladder, ModelIdentity
+from shared.ladder.table_router import SIZES, TableRouter
+from shared.model.load import LoadedModel
+from shared.rpc.serving import RpcServer
+
+CONTEXT_LENGTH = 2048
+EOS = 256
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+def build_tokenizer() -> hf.PreTrainedTokenizerFast:
+    """Byte-level BPE: 256 bytes, an end-of-sequence token, a few merges."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("t", "h"), ("i", "n")]
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    vocabulary["<eos>"] = EOS
+    for left, right in merges:
+        vocabulary[left + right] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def build_model(seed: int = 0) -> hf.PreTrainedModel:
+    torch.manual_seed(seed)
+    config = hf.LlamaConfig(
+        vocab_size=263,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT_LENGTH,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    return hf.AutoModelForCausalLM.from_config(config).eval().float()
+
+
+def save_model(folder: Path, seed: int = 0) -> Path:
+    """A Hugging Face folder that `load_model` reads."""
+    build_model(seed).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def build_ladder(loaded: LoadedModel, **identity: str) -> Ladder:
+    """Suffix lookup that trusts every match; `identity` changes the model it claims to be for."""
+    return Ladder(
+        model=replace(ModelIdentity.of(loaded), **identity),
+        suffix_router=TableRouter(4.0, [[0.0] * size for size in SIZES]),
+    )
+
+
+@contextmanager
+def serving(
+    engine: Engine,
+    registry: Any,
+    *,
+    max_active: int = 68,
+    stall_timeout_s: float = 30.0,
+    **store_options: Any,
+) -> Iterator[SimpleNamespace]:
+    """Yields target, servicer, store and loop of a worker that is ready."""
+    state = SimpleNamespace(engine=engine, registry=registry)
+    started = threading.Event()
+
+    async def serve() -> None:
+        state.loop, state.finish = asyncio.get_running_loop(), asyncio.Event()
+        state.store = RouterStore(registry, **store_options)
+        state.servicer = InferenceServicer(state.store, stall_timeout_s=stall_timeout_s)
+        state.servicer.add_model(engine, max_active=max_active)
+        state.servicer.set_ready()
+        server = RpcServer("127.0.0.1:0", [SERVICE_NAME])
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            state.servicer, server.grpc_server
+        )
+        state.target = f"127.0.0.1:{await server.start()}"
+        await server.set_serving()
+        started.set()
+        await state.finish.wait()
+        await server.grpc_server.stop(None)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(10)
+    try:
+        yield state
+    finally:
+        state.loop.call_soon_threadsafe(state.finish.set)
+        thread.join(10)
+        assert not thread.is_alive()
