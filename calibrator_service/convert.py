@@ -1,0 +1,199 @@
+"""Between the protos and the service's own types."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from neap.calibration.v1 import calibration_pb2
+from neap.router.v1 import router_pb2
+
+from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, Source, TextFile
+from calibrator_service.jobs import Job, JobState
+from shared.errors import InvalidInput
+from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
+from shared.registry.canonical import canonical_json
+
+MAX_PAGE_SIZE = 1000
+DEFAULT_PAGE_SIZE = 100
+_RUNG_FIGURES = ("agreement", "router_auc", "router_brier", "router_precision", "coverage")
+_LABELS = {
+    calibration_pb2.LABEL_UNSPECIFIED: "agreement",
+    calibration_pb2.LABEL_AGREEMENT: "agreement",
+    calibration_pb2.LABEL_COSINE: "cosine",
+}
+_HEAD_FORMS = {
+    calibration_pb2.HEAD_FORM_UNSPECIFIED: None,
+    calibration_pb2.HEAD_FORM_AFFINE: "affine",
+    calibration_pb2.HEAD_FORM_GATED: "gated",
+}
+
+
+def spec_from_proto(spec: calibration_pb2.CalibrationSpec) -> JobSpec:
+    """Without aliases, which are the job's. Raises InvalidInput."""
+    if spec.label not in _LABELS:
+        raise InvalidInput(f"label {spec.label} is not known", reason="BAD_SPEC")
+    if spec.head_form not in _HEAD_FORMS:
+        raise InvalidInput(f"head_form {spec.head_form} is not known", reason="BAD_SPEC")
+    # What is absent is left to the defaults of JobSpec.
+    chosen: dict[str, Any] = {}
+    if (head_form := _HEAD_FORMS[spec.head_form]) is not None:
+        chosen["head_form"] = head_form
+    if spec.HasField("cosine_threshold"):
+        chosen["cosine_threshold"] = spec.cosine_threshold
+    if spec.router_width:
+        chosen["router_width"] = spec.router_width
+    if spec.HasField("seed"):
+        chosen["seed"] = spec.seed
+    if spec.HasField("time_budget"):
+        chosen["time_budget_s"] = spec.time_budget.seconds + spec.time_budget.nanos * 1e-9
+    return JobSpec(
+        model_id=spec.model_id,
+        source=_source(spec),
+        max_tokens=spec.max_tokens,
+        rung_depths=tuple(spec.rung_depths),
+        label=_LABELS[spec.label],  # type: ignore[arg-type]
+        draft_vocabulary_size=spec.draft_vocabulary_size,
+        **chosen,
+    )
+
+
+def _source(
+    spec: calibration_pb2.CalibrationSpec,
+) -> Source:
+    kind = spec.WhichOneof("source")
+    if kind == "self_generated":
+        return SelfGenerated(
+            prompts=tuple(spec.self_generated.prompts),
+            max_new_tokens=spec.self_generated.max_new_tokens,
+        )
+    if kind == "text_file":
+        return TextFile(path=spec.text_file.path, field=spec.text_file.field or "text")
+    if kind == "hub_dataset":
+        hub = spec.hub_dataset
+        return HubDataset(
+            name=hub.name,
+            config=hub.config,
+            split=hub.split or "train",
+            field=hub.field or "text",
+        )
+    raise InvalidInput(
+        "the spec names no source: self_generated, text_file or hub_dataset",
+        reason="SOURCE_REQUIRED",
+    )
+
+
+def spec_to_proto(spec: JobSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
+    """With defaults filled in."""
+    message = calibration_pb2.CalibrationSpec(
+        model_id=spec.model_id,
+        max_tokens=spec.max_tokens,
+        rung_depths=spec.rung_depths,
+        label=f"LABEL_{spec.label.upper()}",
+        cosine_threshold=spec.cosine_threshold,
+        head_form=f"HEAD_FORM_{spec.head_form.upper()}",
+        draft_vocabulary_size=spec.draft_vocabulary_size,
+        router_width=spec.router_width,
+        seed=spec.seed,
+        aliases=aliases,
+    )
+    if spec.time_budget_s is not None:
+        budget = Duration()
+        budget.FromNanoseconds(round(spec.time_budget_s * 1e9))
+        message.time_budget.CopyFrom(budget)
+    source = spec.source
+    if isinstance(source, SelfGenerated):
+        message.self_generated.CopyFrom(
+            calibration_pb2.SelfGenerated(
+                prompts=source.prompts, max_new_tokens=source.max_new_tokens
+            )
+        )
+    elif isinstance(source, TextFile):
+        message.text_file.CopyFrom(calibration_pb2.TextFile(path=source.path, field=source.field))
+    else:
+        message.hub_dataset.CopyFrom(
+            calibration_pb2.HubDataset(
+                name=source.name, config=source.config, split=source.split, field=source.field
+            )
+        )
+    return message
+
+
+def job_to_proto(job: Job) -> calibration_pb2.Calibration:
+    """The job as callers see it."""
+    phase = f"PHASE_{job.phase.upper()}" if job.phase else "PHASE_UNSPECIFIED"
+    message = calibration_pb2.Calibration(
+        calibration_id=job.calibration_id,
+        spec=spec_to_proto(job.spec, job.aliases),
+        state=f"STATE_{job.state.name}",
+        phase=phase,
+        fraction=job.fraction,
+        figures=job.figures,
+        create_time=timestamp(job.create_time_s),
+        router_version=job.router_version,
+        manifest_digest=job.manifest_digest,
+        num_resumes=job.num_resumes,
+    )
+    if job.end_time_s is not None:
+        message.end_time.CopyFrom(timestamp(job.end_time_s))
+    if job.state is JobState.FAILED:
+        message.failure.reason = job.failure_reason
+        message.failure.message = job.failure_message
+    return message
+
+
+def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> router_pb2.RouterVersion:
+    """Figures that the manifest lacks are 0."""
+    manifest = version.manifest
+    model = manifest.get("model", {})
+    return router_pb2.RouterVersion(
+        model_id=version.model_id,
+        version=version.version,
+        manifest_digest=version.manifest_digest,
+        model_fingerprint=str(model.get("fingerprint", "")),
+        create_time=timestamp(version.create_time_s),
+        rungs=[_rung(rung) for rung in manifest.get("rungs", ())],
+        size_bytes=version.size_bytes,
+        manifest_json=canonical_json(manifest).decode() if with_manifest else "",
+    )
+
+
+def _rung(rung: dict[str, Any]) -> router_pb2.Rung:
+    figures = {name: float(rung.get(name) or 0.0) for name in _RUNG_FIGURES}
+    return router_pb2.Rung(name=str(rung["name"]), depth=int(rung.get("depth", 0)), **figures)
+
+
+def change_to_proto(change: AliasChange) -> router_pb2.AliasChange:
+    """`from_version` stays absent for an alias' first change."""
+    return router_pb2.AliasChange(
+        alias=change.alias,
+        from_version=change.from_version,
+        to_version=change.to_version,
+        actor=change.actor,
+        reason=change.reason,
+        change_time=timestamp(change.change_time_s),
+    )
+
+
+def event_to_proto(event: RegistryEvent) -> router_pb2.WatchResponse:
+    """A publication or an alias change."""
+    if isinstance(event.change, PublishedVersion):
+        published = version_to_proto(event.change, with_manifest=False)
+        return router_pb2.WatchResponse(event=event.event, published=published)
+    changed = change_to_proto(event.change)
+    return router_pb2.WatchResponse(event=event.event, alias_changed=changed)
+
+
+def timestamp(time_s: float) -> Timestamp:
+    """Unix seconds as a proto."""
+    stamp = Timestamp()
+    stamp.FromNanoseconds(round(time_s * 1e9))
+    return stamp
+
+
+def page(page_size: int, page_token: str) -> tuple[int, int | None]:
+    """(limit, before). Raises InvalidInput (BAD_PAGE_TOKEN)."""
+    if page_token and not (page_token.isascii() and page_token.isdigit() and len(page_token) < 20):
+        raise InvalidInput("page_token is not one this service gave", reason="BAD_PAGE_TOKEN")
+    limit = min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+    return limit, int(page_token) if page_token else None

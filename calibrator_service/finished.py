@@ -1,0 +1,62 @@
+"""A finished product on disk, so that a job killed while it publishes goes on to publish the same bytes."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from calibrator_service.recipe import Product
+from shared.registry.blobs import sync_folder
+from shared.registry.canonical import canonical_json
+
+_FOLDER = "finished"
+_RECORD = "product.json"
+
+
+def save_product(work_dir: Path, product: Product) -> None:
+    """All or nothing. Raises InvalidInput for a manifest that JSON cannot hold, OSError."""
+    partial = work_dir / f"{_FOLDER}.part"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    names = sorted(product.blobs)
+    for number, name in enumerate(names):
+        _write(partial / f"{number}.bin", product.blobs[name])
+    # Parsed again rather than nested as it is, so that what is published later is equal in every detail.
+    record = {
+        "manifest": json.loads(canonical_json(product.manifest)),
+        "blobs": [[name, _digest(product.blobs[name])] for name in names],
+    }
+    _write(partial / _RECORD, json.dumps(record).encode())
+    sync_folder(partial)
+    shutil.rmtree(work_dir / _FOLDER, ignore_errors=True)
+    partial.rename(work_dir / _FOLDER)
+    sync_folder(work_dir)
+
+
+def load_product(work_dir: Path) -> Product | None:
+    """None when there is none, or when it is damaged: it can be made again."""
+    folder = work_dir / _FOLDER
+    try:
+        record = json.loads((folder / _RECORD).read_bytes())
+        blobs: Mapping[str, bytes] = {
+            name: (folder / f"{number}.bin").read_bytes()
+            for number, (name, _) in enumerate(record["blobs"])
+        }
+    except (FileNotFoundError, ValueError):
+        return None
+    if any(_digest(blobs[name]) != digest for name, digest in record["blobs"]):
+        return None
+    return Product(record["manifest"], blobs)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,328 @@
+"""The durable record of calibration jobs. The service and the job's own process share it; every step is one transaction.
+
+queued -> running -> succeeded | failed | cancelled; a running job whose process died goes back to queued. Whoever runs a job
+holds `num_starts` as a fencing token: writes of a process that was taken for dead and replaced are refused.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from sqlite3 import Connection, Row
+
+from calibrator_service.job_spec import JobSpec
+from shared.errors import AlreadyExists, Cancelled, Conflict, Exhausted, NotFound
+from shared.sqlite import Database
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x6E65616A
+MAX_RESUMES = 3
+PUBLISHING = "publishing"
+_LARGEST_INTEGER = 2**63 - 1
+_QUEUE_RETRY_S = 30.0
+
+_SCHEMA = """
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
+    model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL, phase TEXT NOT NULL DEFAULT '',
+    fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{}', create_time_s REAL NOT NULL, end_time_s REAL,
+    failure_reason TEXT NOT NULL DEFAULT '', failure_message TEXT NOT NULL DEFAULT '',
+    router_version INTEGER NOT NULL DEFAULT 0, manifest_digest TEXT NOT NULL DEFAULT '',
+    num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0, num_deaths INTEGER NOT NULL DEFAULT 0,
+    cancel_requested INTEGER NOT NULL DEFAULT 0, publishing INTEGER NOT NULL DEFAULT 0,
+    num_heartbeats INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 1);
+CREATE INDEX jobs_by_state ON jobs (state, number);
+CREATE INDEX jobs_by_model ON jobs (model_id, number);
+"""
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def has_ended(self) -> bool:
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job as it stood when it was read. `number` orders jobs; `revision` grows with every change but heartbeats.
+
+    `publishing`: past the point up to which it can be cancelled. `num_deaths` counts starts that ended without a result and
+    not by the service's own doing.
+    """
+
+    number: int
+    calibration_id: str
+    request_id: str
+    spec: JobSpec
+    aliases: tuple[str, ...]
+    state: JobState
+    phase: str
+    fraction: float
+    figures: Mapping[str, float]
+    create_time_s: float
+    end_time_s: float | None
+    failure_reason: str
+    failure_message: str
+    router_version: int
+    manifest_digest: str
+    num_starts: int
+    num_resumes: int
+    num_deaths: int
+    cancel_requested: bool
+    publishing: bool
+    num_heartbeats: int
+    revision: int
+
+
+class JobStore:
+    """Safe to use from several threads and processes. Raises as `shared.sqlite.Database` does."""
+
+    def __init__(self, path: Path) -> None:
+        self._database = Database(
+            path, schema=_SCHEMA, schema_version=SCHEMA_VERSION, application_id=APPLICATION_ID
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._database.close()
+
+    # What callers do.
+
+    def create(
+        self, request_id: str, spec: JobSpec, aliases: Sequence[str], *, max_queued: int
+    ) -> Job:
+        """The job of `request_id`, new or as an earlier call made it. Raises AlreadyExists, Exhausted (QUEUE_FULL)."""
+        encoded = (spec.to_json(), json.dumps(list(aliases)))
+        with self._database.transaction() as connection:
+            known = connection.execute(
+                "SELECT * FROM jobs WHERE request_id = ?", (request_id,)
+            ).fetchone()
+            if known is not None:
+                if (known["spec"], known["aliases"]) != encoded:
+                    raise AlreadyExists(
+                        f"request {request_id!r} has already started another calibration, {known['calibration_id']}",
+                        metadata={"calibration_id": known["calibration_id"]},
+                    )
+                return _job(known)
+            (num_queued,) = connection.execute(
+                "SELECT count(*) FROM jobs WHERE state = 'queued'"
+            ).fetchone()
+            if num_queued >= max_queued:
+                raise Exhausted(
+                    f"{num_queued} calibrations are waiting already",
+                    reason="QUEUE_FULL",
+                    retry_after_s=_QUEUE_RETRY_S,
+                )
+            calibration_id = f"cal-{secrets.token_hex(8)}"
+            connection.execute(
+                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, state, create_time_s)"
+                " VALUES (?, ?, ?, ?, ?, 'queued', ?)",
+                (calibration_id, request_id, spec.model_id, *encoded, time.time()),
+            )
+            return self.get(calibration_id)
+
+    def get(self, calibration_id: str) -> Job:
+        """Raises NotFound."""
+        row = self._database.row("SELECT * FROM jobs WHERE calibration_id = ?", (calibration_id,))
+        if row is None:
+            raise NotFound(
+                f"there is no calibration {calibration_id[:80]!r}", reason="CALIBRATION_NOT_FOUND"
+            )
+        return _job(row)
+
+    def list(self, model_id: str = "", *, before: int | None = None, limit: int = 100) -> list[Job]:
+        """Newest first, those with a number below `before`; of all models if `model_id` is empty."""
+        before = _LARGEST_INTEGER if before is None else min(max(before, 0), _LARGEST_INTEGER)
+        rows = self._database.rows(
+            "SELECT * FROM jobs WHERE number < ? AND (? = '' OR model_id = ?) ORDER BY number DESC LIMIT ?",
+            (before, model_id, model_id, limit),
+        )
+        return [_job(row) for row in rows]
+
+    def cancel(self, calibration_id: str) -> Job:
+        """Ends a waiting job, asks a running one to stop. Changes nothing once it publishes or has ended. Raises NotFound."""
+        with self._database.transaction() as connection:
+            job = self.get(calibration_id)
+            if job.publishing or job.state.has_ended or job.cancel_requested:
+                return job
+            if job.state is JobState.QUEUED:
+                _end(connection, calibration_id, JobState.CANCELLED)
+            else:
+                _set(connection, calibration_id, "cancel_requested = 1")
+            return self.get(calibration_id)
+
+    # What the supervisor does.
+
+    def claim(self) -> Job | None:
+        """The oldest waiting job, now running, or None."""
+        with self._database.transaction() as connection:
+            row = connection.execute(
+                "SELECT calibration_id FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1"
+            ).fetchone()
+            if row is None:
+                return None
+            _set(
+                connection,
+                row["calibration_id"],
+                "state = 'running', num_resumes = num_resumes + (num_starts > 0), num_starts = num_starts + 1",
+            )
+            return self.get(row["calibration_id"])
+
+    def running(self) -> tuple[Job, ...]:
+        """Jobs recorded as running: at start-up, those a killed service left behind."""
+        rows = self._database.rows("SELECT * FROM jobs WHERE state = 'running' ORDER BY number")
+        return tuple(map(_job, rows))
+
+    def interrupted(self, calibration_id: str, how: str, *, is_death: bool) -> Job:
+        """The process is gone without a result: cancelled if that was asked for, failed after too many deaths, else waiting.
+
+        `how` says it for people. `is_death` False: the service itself stopped it, which does not count.
+        """
+        with self._database.transaction() as connection:
+            job = self.get(calibration_id)
+            if job.state is not JobState.RUNNING:
+                return job
+            if job.cancel_requested:
+                _end(connection, calibration_id, JobState.CANCELLED)
+            elif is_death and job.num_deaths >= MAX_RESUMES:
+                tail = "; it may have been published" if job.publishing else ""
+                message = (
+                    f"the job's process died {job.num_deaths + 1} times, the last time {how}{tail}"
+                )
+                _fail(connection, calibration_id, "JOB_PROCESS_DIED", message)
+            else:
+                _set(
+                    connection,
+                    calibration_id,
+                    "state = 'queued', phase = '', num_deaths = num_deaths + ?",
+                    int(is_death),
+                )
+            return self.get(calibration_id)
+
+    # What the job's process does; `start` is the `num_starts` it was given.
+
+    def heartbeat(self, calibration_id: str, start: int) -> bool:
+        """Still alive. Returns whether it shall stop. Raises Conflict when the job is no longer this process's."""
+        with self._database.transaction() as connection:
+            job = self._own(calibration_id, start)
+            connection.execute(
+                "UPDATE jobs SET num_heartbeats = num_heartbeats + 1 WHERE calibration_id = ?",
+                (calibration_id,),
+            )
+            return job.cancel_requested
+
+    def progress(
+        self,
+        calibration_id: str,
+        start: int,
+        phase: str,
+        fraction: float,
+        figures: Mapping[str, float],
+    ) -> None:
+        """`figures` are merged into those there are. Raises Conflict."""
+        with self._database.transaction() as connection:
+            job = self._own(calibration_id, start)
+            _set(
+                connection,
+                calibration_id,
+                "phase = ?, fraction = ?, figures = ?",
+                phase,
+                min(max(fraction, 0.0), 1.0),
+                json.dumps({**job.figures, **figures}),
+            )
+
+    def begin_publishing(self, calibration_id: str, start: int) -> None:
+        """The last moment at which cancelling works. Raises Cancelled, Conflict."""
+        with self._database.transaction() as connection:
+            job = self._own(calibration_id, start)
+            if job.cancel_requested:
+                raise Cancelled("the calibration was cancelled before it was published")
+            _set(connection, calibration_id, "publishing = 1, phase = ?", PUBLISHING)
+
+    def succeed(
+        self, calibration_id: str, start: int, router_version: int, manifest_digest: str
+    ) -> None:
+        """Raises Conflict."""
+        with self._database.transaction() as connection:
+            self._own(calibration_id, start)
+            _set(
+                connection,
+                calibration_id,
+                "fraction = 1, router_version = ?, manifest_digest = ?",
+                router_version,
+                manifest_digest,
+            )
+            _end(connection, calibration_id, JobState.SUCCEEDED)
+
+    def fail(self, calibration_id: str, start: int, reason: str, message: str) -> None:
+        """Raises Conflict."""
+        with self._database.transaction() as connection:
+            self._own(calibration_id, start)
+            _fail(connection, calibration_id, reason, message)
+
+    def cancelled(self, calibration_id: str, start: int) -> None:
+        """It has stopped as asked. Raises Conflict."""
+        with self._database.transaction() as connection:
+            self._own(calibration_id, start)
+            _end(connection, calibration_id, JobState.CANCELLED)
+
+    def _own(self, calibration_id: str, start: int) -> Job:
+        job = self.get(calibration_id)
+        if job.state is not JobState.RUNNING or job.num_starts != start:
+            raise Conflict(
+                f"calibration {calibration_id} is no longer run by this process",
+                reason="JOB_TAKEN_OVER",
+            )
+        return job
+
+
+def _set(connection: Connection, calibration_id: str, changes: str, *values: object) -> None:
+    connection.execute(
+        f"UPDATE jobs SET {changes}, revision = revision + 1 WHERE calibration_id = ?",
+        (*values, calibration_id),
+    )
+
+
+def _end(connection: Connection, calibration_id: str, state: JobState) -> None:
+    _set(connection, calibration_id, "state = ?, phase = '', end_time_s = ?", state, time.time())
+
+
+def _fail(connection: Connection, calibration_id: str, reason: str, message: str) -> None:
+    _set(connection, calibration_id, "failure_reason = ?, failure_message = ?", reason, message)
+    _end(connection, calibration_id, JobState.FAILED)
+
+
+def _job(row: Row) -> Job:
+    return Job(
+        number=row["number"],
+        calibration_id=row["calibration_id"],
+        request_id=row["request_id"],
+        spec=JobSpec.from_json(row["spec"]),
+        aliases=tuple(json.loads(row["aliases"])),
+        state=JobState(row["state"]),
+        phase=row["phase"],
+        fraction=row["fraction"],
+        figures=json.loads(row["figures"]),
+        create_time_s=row["create_time_s"],
+        end_time_s=row["end_time_s"],
+        failure_reason=row["failure_reason"],
+        failure_message=row["failure_message"],
+        router_version=row["router_version"],
+        manifest_digest=row["manifest_digest"],
+        num_starts=row["num_starts"],
+        num_resumes=row["num_resumes"],
+        num_deaths=row["num_deaths"],
+        cancel_requested=bool(row["cancel_requested"]),
+        publishing=bool(row["publishing"]),
+        num_heartbeats=row["num_heartbeats"],
+        revision=row["revision"],
+    )

@@ -1,0 +1,68 @@
+"""What a job's process is told, as one JSON line on its standard input."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+DEFAULT_RECIPE = "calibrator_service.recipe:run"
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How models are loaded. `dtype` is "auto" or a torch dtype's name; `threads` None leaves torch's choice."""
+
+    device: str = "cpu"
+    dtype: str = "auto"
+    context_length: int | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """`start` is the job's fencing token. `recipe` ("module:function") does the work; see `calibrator_service.recipe`."""
+
+    folder: str
+    calibration_id: str
+    start: int
+    parent_pid: int
+    source: str
+    registry: str
+    text_folders: tuple[str, ...]
+    options: ModelOptions
+    log_level: str = "info"
+    recipe: str = DEFAULT_RECIPE
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> "ProcessConfig":
+        record = json.loads(line)
+        record["options"] = ModelOptions(**record["options"])
+        record["text_folders"] = tuple(record["text_folders"])
+        return cls(**record)
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """Where the job store and the jobs' files lie."""
+
+    root: Path
+
+    @property
+    def store(self) -> Path:
+        return self.root / "jobs.db"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "service.lock"
+
+    @property
+    def work_root(self) -> Path:
+        return self.root / "work"
+
+    def work(self, calibration_id: str) -> Path:
+        return self.work_root / calibration_id
+
+    def log(self, calibration_id: str) -> Path:
+        return self.root / "logs" / f"{calibration_id}.log"

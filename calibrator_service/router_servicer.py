@@ -1,0 +1,121 @@
+"""neap.router.v1.RouterService over the registry. Errors are raised; the interceptor of shared.rpc maps them."""
+
+from collections.abc import AsyncIterator
+from itertools import islice
+from typing import Any
+
+from neap.router.v1 import router_pb2 as pb
+from neap.router.v1 import router_pb2_grpc
+
+from calibrator_service.blocking import BlockingPool, Watchers
+from calibrator_service.convert import (
+    change_to_proto,
+    event_to_proto,
+    page,
+    version_to_proto,
+)
+from shared.errors import InvalidInput
+from shared.registry.base import PublishedVersion, Registry, RegistryEvent
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
+WATCH_INTERVAL_S = 0.2
+WATCH_PAGE = 100
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    def __init__(self, registry: Registry, *, pool: BlockingPool, watchers: Watchers) -> None:
+        self._registry = registry
+        self._pool = pool
+        self._watchers = watchers
+
+    async def ListVersions(  # noqa: N802
+        self, request: pb.ListVersionsRequest, context: Any
+    ) -> pb.ListVersionsResponse:
+        limit, before = page(request.page_size, request.page_token)
+        versions = await self._pool.call(
+            self._registry.list_versions, request.model_id, before=before, limit=limit
+        )
+        # A full page may be the last; the next one is then empty.
+        token = str(versions[-1].version) if len(versions) == limit else ""
+        if token and versions[-1].version == 1:
+            token = ""
+        return pb.ListVersionsResponse(
+            versions=[version_to_proto(version, with_manifest=False) for version in versions],
+            next_page_token=token,
+        )
+
+    async def GetVersion(  # noqa: N802
+        self, request: pb.GetVersionRequest, context: Any
+    ) -> pb.GetVersionResponse:
+        version = await self._pool.call(self._get, request)
+        return pb.GetVersionResponse(version=version_to_proto(version, with_manifest=True))
+
+    def _get(self, request: pb.GetVersionRequest) -> PublishedVersion:
+        selector = request.WhichOneof("selector")
+        if selector == "version":
+            return self._registry.get(request.model_id, request.version)
+        if selector == "alias":
+            return self._registry.resolve(request.model_id, request.alias)
+        raise InvalidInput("the request names neither version nor alias", reason="BAD_SELECTOR")
+
+    async def ListAliases(  # noqa: N802
+        self, request: pb.ListAliasesRequest, context: Any
+    ) -> pb.ListAliasesResponse:
+        aliases = await self._pool.call(self._registry.aliases, request.model_id)
+        return pb.ListAliasesResponse(
+            aliases=[pb.Alias(name=name, version=aliases[name]) for name in sorted(aliases)]
+        )
+
+    async def SetAlias(  # noqa: N802
+        self, request: pb.SetAliasRequest, context: Any
+    ) -> pb.SetAliasResponse:
+        expected = request.expected_version if request.HasField("expected_version") else None
+        change = await self._pool.call(
+            self._registry.set_alias,
+            request.model_id,
+            request.alias,
+            request.version,
+            expected_version=expected,
+            actor=request.actor,
+            reason=request.reason,
+        )
+        return pb.SetAliasResponse(change=change_to_proto(change))
+
+    async def RollbackAlias(  # noqa: N802
+        self, request: pb.RollbackAliasRequest, context: Any
+    ) -> pb.RollbackAliasResponse:
+        change = await self._pool.call(
+            self._registry.rollback_alias,
+            request.model_id,
+            request.alias,
+            actor=request.actor,
+            reason=request.reason,
+        )
+        return pb.RollbackAliasResponse(change=change_to_proto(change))
+
+    async def GetAliasHistory(  # noqa: N802
+        self, request: pb.GetAliasHistoryRequest, context: Any
+    ) -> pb.GetAliasHistoryResponse:
+        changes = await self._pool.call(
+            self._registry.alias_history, request.model_id, request.alias
+        )
+        return pb.GetAliasHistoryResponse(changes=map(change_to_proto, changes))
+
+    async def Watch(  # noqa: N802
+        self, request: pb.WatchRequest, context: Any
+    ) -> AsyncIterator[pb.WatchResponse]:
+        """Events are read a page at a time, the next page only when the caller has taken the last."""
+        if request.after_event < 0:
+            raise InvalidInput("after_event must not be negative", reason="BAD_EVENT")
+        with self._watchers.one():
+            cursor = request.after_event
+            while True:
+                events = await self._pool.call(self._next_events, request.model_id, cursor)
+                for event in events:
+                    yield event_to_proto(event)
+                    cursor = event.event
+                if not events:
+                    await self._watchers.pause(WATCH_INTERVAL_S)
+
+    def _next_events(self, model_id: str, after_event: int) -> list[RegistryEvent]:
+        return list(islice(self._registry.events(model_id, after_event=after_event), WATCH_PAGE))

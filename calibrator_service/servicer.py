@@ -1,0 +1,117 @@
+"""neap.calibration.v1.CalibrationService over the job store. Errors are raised; the interceptor of shared.rpc maps them."""
+
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from neap.calibration.v1 import calibration_pb2 as pb
+from neap.calibration.v1 import calibration_pb2_grpc
+
+from calibrator_service.blocking import BlockingPool, Watchers
+from calibrator_service.convert import job_to_proto, page, spec_from_proto
+from calibrator_service.job_spec import JobSpec, TextFile
+from calibrator_service.jobs import Job, JobStore
+from calibrator_service.supervisor import Supervisor
+from calibrator_service.text_files import find_text_file
+from shared.errors import InvalidInput, NotFound
+from shared.registry.names import check_model_id, check_request_id, unique_aliases
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CalibrationService"].full_name
+WATCH_INTERVAL_S = 0.2
+MAX_ALIASES = 16
+# Always moved, beside what the spec asks for: the newest version of a model.
+LATEST = "latest"
+
+
+class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
+    """`models`: id -> source, what can be calibrated."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        models: Mapping[str, str],
+        text_folders: tuple[Path, ...],
+        *,
+        max_queued_jobs: int,
+        pool: BlockingPool,
+        watchers: Watchers,
+    ) -> None:
+        self._supervisor = supervisor
+        self._store: JobStore = supervisor.store
+        self._models = models
+        self._text_folders = text_folders
+        self._max_queued_jobs = max_queued_jobs
+        self._pool = pool
+        self._watchers = watchers
+
+    async def CreateCalibration(  # noqa: N802
+        self, request: pb.CreateCalibrationRequest, context: Any
+    ) -> pb.CreateCalibrationResponse:
+        job = await self._pool.call(self._create, request)
+        self._supervisor.wake()
+        return pb.CreateCalibrationResponse(calibration=job_to_proto(job))
+
+    def _create(self, request: pb.CreateCalibrationRequest) -> Job:
+        check_request_id(request.request_id)
+        if not request.HasField("spec"):
+            raise InvalidInput("the request has no spec", reason="BAD_SPEC")
+        spec = spec_from_proto(request.spec)
+        if len(request.spec.aliases) > MAX_ALIASES:
+            raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
+        aliases = unique_aliases((LATEST, *request.spec.aliases))
+        self._check_model(spec)
+        if isinstance(spec.source, TextFile):
+            find_text_file(spec.source.path, self._text_folders)
+        return self._store.create(
+            request.request_id, spec, aliases, max_queued=self._max_queued_jobs
+        )
+
+    def _check_model(self, spec: JobSpec) -> None:
+        check_model_id(spec.model_id)
+        if spec.model_id not in self._models:
+            names = ", ".join(sorted(self._models)) or "none"
+            raise NotFound(
+                f"this service has no model {spec.model_id!r}; it has: {names}",
+                reason="MODEL_NOT_FOUND",
+                metadata={"model_id": spec.model_id, "models": names},
+            )
+
+    async def GetCalibration(  # noqa: N802
+        self, request: pb.GetCalibrationRequest, context: Any
+    ) -> pb.GetCalibrationResponse:
+        job = await self._pool.call(self._store.get, request.calibration_id)
+        return pb.GetCalibrationResponse(calibration=job_to_proto(job))
+
+    async def ListCalibrations(  # noqa: N802
+        self, request: pb.ListCalibrationsRequest, context: Any
+    ) -> pb.ListCalibrationsResponse:
+        limit, before = page(request.page_size, request.page_token)
+        jobs = await self._pool.call(
+            self._store.list, request.model_id, before=before, limit=limit + 1
+        )
+        token = str(jobs[limit - 1].number) if len(jobs) > limit else ""
+        return pb.ListCalibrationsResponse(
+            calibrations=[job_to_proto(job) for job in jobs[:limit]], next_page_token=token
+        )
+
+    async def CancelCalibration(  # noqa: N802
+        self, request: pb.CancelCalibrationRequest, context: Any
+    ) -> pb.CancelCalibrationResponse:
+        job = await self._pool.call(self._store.cancel, request.calibration_id)
+        self._supervisor.wake()
+        return pb.CancelCalibrationResponse(calibration=job_to_proto(job))
+
+    async def WatchCalibration(  # noqa: N802
+        self, request: pb.WatchCalibrationRequest, context: Any
+    ) -> AsyncIterator[pb.WatchCalibrationResponse]:
+        """Changes between two looks, or while the caller does not read, come as one: the newest."""
+        with self._watchers.one():
+            revision = 0
+            while True:
+                job = await self._pool.call(self._store.get, request.calibration_id)
+                if job.revision != revision:
+                    revision = job.revision
+                    yield pb.WatchCalibrationResponse(calibration=job_to_proto(job))
+                if job.state.has_ended:
+                    return
+                await self._watchers.pause(WATCH_INTERVAL_S)

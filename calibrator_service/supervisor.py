@@ -1,0 +1,227 @@
+"""Runs the queue: one job at a time, each in a process of its own, and what becomes of a job whose process dies."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import structlog
+
+from calibrator_service.jobs import Job, JobStore
+from calibrator_service.process_config import (
+    DEFAULT_RECIPE,
+    JobFolder,
+    ModelOptions,
+    ProcessConfig,
+)
+from shared.errors import NeapError, PreconditionFailed
+
+POLL_INTERVAL_S = 0.1
+# After that long without stopping by itself, a cancelled job's process is killed.
+CANCEL_GRACE_S = 3.0
+# A process that records no heartbeat for so long is stuck.
+HEARTBEAT_TIMEOUT_S = 120.0
+TERMINATE_TIMEOUT_S = 3.0
+RETRY_INTERVAL_S = 5.0
+
+log = structlog.get_logger("neap.calibration")
+
+
+@dataclass(frozen=True)
+class SupervisorConfig:
+    """`models`: id -> source."""
+
+    models: Mapping[str, str]
+    registry: str
+    text_folders: tuple[Path, ...] = ()
+    options: ModelOptions = field(default_factory=ModelOptions)
+    log_level: str = "info"
+    recipe: str = DEFAULT_RECIPE
+
+
+class Supervisor:
+    """Owns the job folder: a second service on the same folder is refused with PreconditionFailed (DATA_DIR_IN_USE).
+
+    The constructor takes back what a killed service left running. `start` and `stop` at most once each.
+    """
+
+    def __init__(self, folder: JobFolder, config: SupervisorConfig) -> None:
+        self._folder = folder
+        self._config = config
+        folder.root.mkdir(parents=True, exist_ok=True)
+        folder.log("x").parent.mkdir(exist_ok=True)
+        self._lock = _locked(folder.lock)
+        self.store = JobStore(folder.store)
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        # The kernel ties a job's process to this thread, so the thread lives as long as the service.
+        self._thread = threading.Thread(target=self._run, name="calibrations", daemon=True)
+        for job in self.store.running():
+            after = self.store.interrupted(
+                job.calibration_id, "with the service itself", is_death=True
+            )
+            log.warning("found again", calibration_id=job.calibration_id, state=after.state)
+        self._clean_up()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """A job was created or cancelled: look now."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Stop the running job's process; the job is resumed by the next service. Blocks for seconds at most."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.store.close()
+        self._lock.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._wake.clear()
+                job = self.store.claim()
+                if job is None:
+                    self._clean_up()
+                    self._wake.wait()
+                else:
+                    self._supervise(job)
+            except (NeapError, OSError):
+                # A full disk or a locked database: the queue must go on when that has passed.
+                log.exception("the queue is held up")
+                self._stop.wait(RETRY_INTERVAL_S)
+
+    def _supervise(self, job: Job) -> None:
+        source = self._config.models.get(job.spec.model_id)
+        if source is None:
+            message = f"model {job.spec.model_id!r} is no longer configured"
+            self.store.fail(job.calibration_id, job.num_starts, "MODEL_NOT_FOUND", message)
+            return
+        log.info("starting", calibration_id=job.calibration_id, start=job.num_starts)
+        how, is_death = "before it could be watched", True
+        with self._folder.log(job.calibration_id).open("ab") as job_log:
+            process = self._spawn(job, source, job_log)
+            try:
+                how, is_death = self._watch(job, process)
+            finally:
+                _kill(process)
+                after = self.store.interrupted(job.calibration_id, how, is_death=is_death)
+        log.info(
+            "ended",
+            calibration_id=job.calibration_id,
+            state=after.state,
+            exit_status=process.returncode,
+            reason=after.failure_reason,
+        )
+        if after.state.has_ended:
+            shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
+
+    def _spawn(self, job: Job, source: str, job_log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "calibrator_service.worker_process"],
+            stdin=subprocess.PIPE,
+            stdout=job_log,
+            stderr=job_log,
+            # So that Ctrl-C in a terminal reaches the service alone, and the whole group can be killed.
+            start_new_session=True,
+        )
+        config = ProcessConfig(
+            folder=str(self._folder.root.absolute()),
+            calibration_id=job.calibration_id,
+            start=job.num_starts,
+            parent_pid=os.getpid(),
+            source=source,
+            registry=self._config.registry,
+            text_folders=tuple(map(str, self._config.text_folders)),
+            options=self._config.options,
+            log_level=self._config.log_level,
+            recipe=self._config.recipe,
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(config.to_line().encode())
+            process.stdin.flush()
+        except BrokenPipeError:
+            log.warning("died at once", calibration_id=job.calibration_id)
+        return process
+
+    def _watch(self, job: Job, process: "subprocess.Popen[bytes]") -> tuple[str, bool]:
+        """Until the process has ended or has to be killed. Returns how, for people, and whether that counts as a death."""
+        num_heartbeats, heard_at_s = -1, time.monotonic()
+        cancelled_at_s: float | None = None
+        while process.poll() is None:
+            if self._stop.is_set():
+                return "when the service stopped", False
+            now = self.store.get(job.calibration_id)
+            now_s = time.monotonic()
+            if now.num_heartbeats != num_heartbeats:
+                num_heartbeats, heard_at_s = now.num_heartbeats, now_s
+            if now_s - heard_at_s > HEARTBEAT_TIMEOUT_S:
+                return f"after {HEARTBEAT_TIMEOUT_S:.0f} s without a sign of life", True
+            if now.cancel_requested and cancelled_at_s is None:
+                cancelled_at_s = now_s
+            if cancelled_at_s is not None and now_s - cancelled_at_s > CANCEL_GRACE_S:
+                return "when it did not stop in time", True
+            self._stop.wait(POLL_INTERVAL_S)
+        return _how(process.returncode), True
+
+    def _clean_up(self) -> None:
+        """Remove the files of jobs that have ended, or that the store does not know."""
+        if not self._folder.work_root.is_dir():
+            return
+        for work_dir in self._folder.work_root.iterdir():
+            try:
+                is_needed = not self.store.get(work_dir.name).state.has_ended
+            except NeapError as error:
+                is_needed = error.reason != "CALIBRATION_NOT_FOUND"
+            if not is_needed:
+                shutil.rmtree(work_dir, ignore_errors=True)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """The process and all of its group. Nothing in it needs a chance to tidy up: resuming starts from whole files."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(TERMINATE_TIMEOUT_S)
+        except (ProcessLookupError, PermissionError):
+            pass
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+    if process.stdin is not None:
+        try:
+            process.stdin.close()
+        except BrokenPipeError:
+            log.debug("pipe already broken")
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"with exit status {status}"
+    name = signal.Signals(-status).name
+    hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+    return f"by {name}{hint}"
+
+
+def _locked(path: Path) -> IO[str]:
+    lock = path.open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise PreconditionFailed(
+            f"another calibration service works in {path.parent}", reason="DATA_DIR_IN_USE"
+        ) from error
+    return lock

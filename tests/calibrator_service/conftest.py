@@ -1,0 +1,161 @@
+"""A calibration service as a real process, and clients of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from neap.calibration.v1 import calibration_pb2 as pb
+from neap.calibration.v1 import calibration_pb2_grpc
+from neap.router.v1 import router_pb2_grpc
+
+from shared.errors import NeapError
+from shared.rpc.status import from_rpc_error
+
+REPOSITORY = Path(__file__).parents[2]
+WITH_FAKES = (
+    "import sys; from calibrator_service.__main__ import main;"
+    "sys.exit(main(sys.argv[1:], recipe='fake_recipes:run'))"
+)
+
+
+class Service:
+    """One service process over `folder`, which outlives it."""
+
+    def __init__(self, folder: Path, *flags: str, real: bool = False) -> None:
+        self.folder = folder
+        self.flags = flags
+        self.real = real
+        self.process: subprocess.Popen[str] | None = None
+        self.channel: grpc.Channel | None = None
+        self.start()
+
+    def start(self) -> None:
+        entry = ["-m", "calibrator_service"] if self.real else ["-c", WITH_FAKES]
+        path = [REPOSITORY, REPOSITORY / "protos", Path(__file__).parent]
+        with (self.folder / "service.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, *entry, "--listen", "127.0.0.1:0", "--grace-s", "0"),
+                    *(
+                        "--data-dir",
+                        str(self.folder),
+                        "--registry",
+                        f"file://{self.folder}/registry",
+                    ),
+                    *self.flags,
+                ],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line.startswith("listening on 127.0.0.1:"), (self.folder / "service.log").read_text()
+        self.target = line.removeprefix("listening on ")
+        self.channel = grpc.insecure_channel(self.target)
+        self.calibrations: Any = calibration_pb2_grpc.CalibrationServiceStub(self.channel)
+        self.routers: Any = router_pb2_grpc.RouterServiceStub(self.channel)
+
+    def kill(self) -> None:
+        """As a power cut would, as far as a test can."""
+        assert self.process is not None
+        self.process.kill()
+        self._ended()
+
+    def terminate(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self._ended()
+
+    def _ended(self) -> int:
+        assert self.process is not None
+        assert self.channel is not None
+        status = self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.channel.close()
+        self.process = None
+        return status
+
+    def job_processes(self) -> list[psutil.Process]:
+        """Of this service, wherever they hang now: found by the log file they write to."""
+        logs = self.folder / "calibrator" / "logs"
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if Path(f"/proc/{process.pid}/fd/2").readlink().parent == logs:
+                    found.append(process)
+            except OSError:
+                continue
+        return found
+
+    def create(self, behaviour: str = "", request_id: str = "one", **spec: Any) -> pb.Calibration:
+        if not {"text_file", "hub_dataset", "self_generated"} & spec.keys():
+            prompts = [behaviour] if behaviour else []
+            spec["self_generated"] = pb.SelfGenerated(prompts=prompts)
+        request = pb.CreateCalibrationRequest(
+            request_id=request_id, spec=pb.CalibrationSpec(**{"model_id": "tiny", **spec})
+        )
+        return self.calibrations.CreateCalibration(request, timeout=20).calibration
+
+    def get(self, job: pb.Calibration) -> pb.Calibration:
+        request = pb.GetCalibrationRequest(calibration_id=job.calibration_id)
+        return self.calibrations.GetCalibration(request, timeout=20).calibration
+
+    def watch(self, job: pb.Calibration, timeout_s: float = 60) -> Iterator[pb.Calibration]:
+        request = pb.WatchCalibrationRequest(calibration_id=job.calibration_id)
+        for response in self.calibrations.WatchCalibration(request, timeout=timeout_s):
+            yield response.calibration
+
+    def end_of(self, job: pb.Calibration, timeout_s: float = 60) -> pb.Calibration:
+        return list(self.watch(job, timeout_s))[-1]
+
+    def wait_for(self, job: pb.Calibration, phase: "pb.Phase | int") -> pb.Calibration:
+        for now in self.watch(job):
+            if now.phase == phase:
+                return now
+        raise AssertionError("the job ended before that phase")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.05)
+
+
+def error_of(call: Callable[[], Any]) -> NeapError:
+    """What the call raises, as the service raised it."""
+    with pytest.raises(grpc.RpcError) as raised:
+        call()
+    return from_rpc_error(raised.value)
+
+
+@pytest.fixture
+def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    started: list[Service] = []
+
+    def start(*flags: str, real: bool = False) -> Service:
+        started.append(Service(tmp_path, *(flags or ("--model", "tiny=/nowhere")), real=real))
+        return started[-1]
+
+    yield start
+    for service in started:
+        if service.process is not None:
+            service.terminate()
+    for service in started:
+        wait_until(lambda s=service: not s.job_processes())
+
+
+@pytest.fixture
+def service(start_service: Callable[..., Service]) -> Service:
+    return start_service()

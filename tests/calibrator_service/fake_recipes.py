@@ -1,0 +1,93 @@
+"""Recipes that stand in for calibration, run in a real job process. What they do is told by the spec's first prompt.
+
+The service's process finds this module through PYTHONPATH.
+"""
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+
+from calibrator_service.job_spec import Progress, SelfGenerated
+from calibrator_service.recipe import Product, Task
+from shared.errors import Cancelled, NotFound, UnsupportedModel
+from shared.registry import blobs
+
+RUNG = {
+    "name": "depth-1",
+    "depth": 1,
+    "agreement": 0.5,
+    "router_auc": 0.75,
+    "router_brier": 0.125,
+    "router_precision": 0.875,
+    "coverage": 1.0,
+}
+
+
+def count(task: Task, name: str) -> int:
+    """How often this was reached, over all processes of the job."""
+    file = task.work_dir / name
+    number = int(file.read_text()) + 1 if file.exists() else 1
+    file.write_text(str(number))
+    return number
+
+
+def run(task: Task) -> Product:
+    assert isinstance(task.spec.source, SelfGenerated)
+    behaviour = task.spec.source.prompts[0] if task.spec.source.prompts else ""
+    attempt = count(task, "attempts")
+    task.progress(Progress("collecting", 0.25, {"tokens": 1000.0, "attempt": float(attempt)}))
+    if behaviour == "wait":
+        while not task.should_stop():
+            time.sleep(0.02)
+        raise Cancelled("stopped as asked")
+    if behaviour == "deaf":
+        time.sleep(600)
+    if behaviour == "wait-once" and attempt == 1:
+        time.sleep(600)
+    if behaviour == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "die-once" and attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "bug":
+        raise RuntimeError("secret detail")
+    if behaviour == "no-model":
+        raise NotFound(f"there is no model at {task.source}", reason="MODEL_NOT_FOUND")
+    if behaviour == "unsupported":
+        raise UnsupportedModel("no decoder layers were found")
+    if behaviour == "no-dataset":
+        raise NotFound("there is no dataset 'nobody/nothing'", reason="DATASET_NOT_FOUND")
+    if behaviour == "full-work-dir":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    if behaviour == "full-registry":
+        blobs.os.fsync = _full  # type: ignore[assignment]
+    if behaviour == "die-publishing":
+        _die_after_the_publication(task)
+    for step in range(5):
+        task.progress(Progress("training_heads", 0.3 + step / 10, {"loss": 1.0 / (step + 1)}))
+        time.sleep(0.05)
+    manifest = {
+        "schema_version": 1,
+        "model": {"id": task.spec.model_id, "fingerprint": "sha256:" + "0" * 64},
+        "rungs": [RUNG],
+        # Not reproducible on purpose: publishing again after a crash must not train again.
+        "calibration": {"seconds": time.time(), "attempt": attempt},
+    }
+    return Product(manifest, {"ladder.safetensors": os.urandom(1000)})
+
+
+def _full(descriptor: int) -> None:
+    # The registry's folder only: the job's own files are written through the same call before.
+    path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    if "/registry/" in path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _die_after_the_publication(task: Task) -> None:
+    """The first process dies between the registry's commit and the job store's."""
+    from calibrator_service.jobs import JobStore
+
+    if not hasattr(JobStore, "real_succeed"):
+        JobStore.real_succeed = JobStore.succeed  # type: ignore[attr-defined]
+        JobStore.succeed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, misc, method-assign]

@@ -1,0 +1,331 @@
+"""CalibrationService end to end: real service process, real job processes, the work itself replaced by fake_recipes."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from neap.calibration.v1 import calibration_pb2 as pb
+from neap.router.v1 import router_pb2
+
+from shared.errors import AlreadyExists, Exhausted, InvalidInput, NotFound
+from tests.calibrator_service.conftest import Service, error_of, wait_until
+
+StartService = Callable[..., Service]
+
+
+def versions(service: Service, model_id: str = "tiny") -> list[router_pb2.RouterVersion]:
+    request = router_pb2.ListVersionsRequest(model_id=model_id)
+    return list(service.routers.ListVersions(request, timeout=20).versions)
+
+
+def test_job_from_create_to_published(service: Service) -> None:
+    job = service.create(aliases=["stable"], rung_depths=[1], seed=7)
+    assert job.calibration_id.startswith("cal-")
+    seen = list(service.watch(job))
+    end = seen[-1]
+    assert end.state == pb.STATE_SUCCEEDED, end.failure
+    assert end.fraction == 1.0
+    assert end.phase == pb.PHASE_UNSPECIFIED
+    assert {"tokens", "loss"} <= end.figures.keys()
+    assert end.end_time.ToNanoseconds() > end.create_time.ToNanoseconds()
+    assert end.num_resumes == 0
+    states = [now.state for now in seen]
+    assert states == sorted(states)
+    assert pb.PHASE_TRAINING_HEADS in {now.phase for now in seen}
+    (published,) = versions(service)
+    assert (end.router_version, end.manifest_digest) == (1, published.manifest_digest)
+    aliases = service.routers.ListAliases(router_pb2.ListAliasesRequest(model_id="tiny")).aliases
+    assert [(alias.name, alias.version) for alias in aliases] == [("latest", 1), ("stable", 1)]
+    assert service.get(job) == end
+    assert list(service.watch(job)) == [end]
+    assert end.spec.seed == 7
+    assert list(end.spec.rung_depths) == [1]
+    assert end.spec.label == pb.LABEL_AGREEMENT
+    wait_until(lambda: not list((service.folder / "calibrator" / "work").iterdir()))
+
+
+def test_request_id_names_one_job(service: Service) -> None:
+    job = service.create()
+    assert service.create().calibration_id == job.calibration_id
+    error = error_of(lambda: service.create(seed=1))
+    assert isinstance(error, AlreadyExists)
+    assert error.metadata["calibration_id"] == job.calibration_id
+    assert isinstance(error_of(lambda: service.create(aliases=["other"])), AlreadyExists)
+    service.end_of(job)
+    assert service.create().calibration_id == job.calibration_id
+    assert len(versions(service)) == 1
+
+
+BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unknown model": ({"model_id": "unknown"}, NotFound, "MODEL_NOT_FOUND"),
+    "bad model id": ({"model_id": "../tiny"}, InvalidInput, "BAD_MODEL_ID"),
+    "no model id": ({"model_id": ""}, InvalidInput, "BAD_MODEL_ID"),
+    "bad alias": ({"aliases": ["No Way"]}, InvalidInput, "BAD_ALIAS"),
+    "unknown label": ({"label": 77}, InvalidInput, "BAD_SPEC"),
+    "unknown head": ({"head_form": 77}, InvalidInput, "BAD_SPEC"),
+    "no time": ({"time_budget": Duration(seconds=0)}, InvalidInput, "BAD_SPEC"),
+    "negative time": ({"time_budget": Duration(seconds=-5)}, InvalidInput, "BAD_SPEC"),
+    "huge seed": ({"seed": 2**64 - 1}, InvalidInput, "BAD_SPEC"),
+    "NaN threshold": ({"cosine_threshold": float("nan"), "label": 2}, InvalidInput, "BAD_SPEC"),
+    "threshold beyond 1": ({"cosine_threshold": 1.5, "label": 2}, InvalidInput, "BAD_SPEC"),
+    "depth twice": ({"rung_depths": [2, 2]}, InvalidInput, "BAD_SPEC"),
+}
+
+
+def test_bad_specs_are_refused_at_once(service: Service) -> None:
+    for name, (spec, kind, reason) in BAD_SPECS.items():
+        error = error_of(lambda spec=spec: service.create(**spec))
+        assert isinstance(error, kind), (name, error)
+        assert error.reason == reason or not reason, (name, error.reason)
+    for request_id in ("", "x" * 129):
+        error = error_of(lambda request_id=request_id: service.create(request_id=request_id))
+        assert error.reason == "BAD_REQUEST_ID"
+    for request, reason in (
+        (pb.CreateCalibrationRequest(request_id="x"), "BAD_SPEC"),
+        (
+            pb.CreateCalibrationRequest(request_id="x", spec=pb.CalibrationSpec(model_id="tiny")),
+            "SOURCE_REQUIRED",
+        ),
+    ):
+        error = error_of(lambda r=request: service.calibrations.CreateCalibration(r, timeout=20))
+        assert (type(error), error.reason) == (InvalidInput, reason)
+    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest())
+    assert not listed.calibrations
+
+
+def test_text_files_only_under_the_folders_named(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    allowed, secret = tmp_path / "texts", tmp_path / "secret.txt"
+    allowed.mkdir()
+    secret.write_text("secret")
+    (allowed / "link.txt").symlink_to(secret)
+    (allowed / "data.bin").write_text("no")
+    (allowed / "good.txt").write_text("good")
+    service = start_service("--model", "tiny=/nowhere", "--text-folder", str(allowed))
+
+    def create(path: str) -> pb.Calibration:
+        return service.create(text_file=pb.TextFile(path=path), request_id=path[:99])
+
+    for path in (
+        str(secret),
+        "/etc/passwd",
+        "../secret.txt",
+        f"{allowed}/../secret.txt",
+        str(allowed / "link.txt"),
+        "/no/such/file.txt",
+    ):
+        error = error_of(lambda path=path: create(path))
+        assert (type(error), error.reason) == (InvalidInput, "PATH_NOT_ALLOWED"), path
+    assert error_of(lambda: create("missing.txt")).reason == "TEXT_FILE_NOT_FOUND"
+    assert error_of(lambda: create("data.bin")).reason == "BAD_TEXT_FILE"
+    long_name = error_of(lambda: service.create(text_file=pb.TextFile(path="x" * 5000 + ".txt")))
+    assert long_name.reason == "BAD_TEXT_FILE"
+    for path in ("good.txt", str(allowed / "good.txt")):
+        assert create(path).spec.text_file.path == path
+
+
+def test_text_files_need_a_folder(service: Service) -> None:
+    error = error_of(lambda: service.create(text_file=pb.TextFile(path="/etc/hosts.txt")))
+    assert error.reason == "PATH_NOT_ALLOWED"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason", "said"),
+    [
+        ("no-model", "MODEL_NOT_FOUND", "/nowhere"),
+        ("unsupported", "UNSUPPORTED_MODEL", "decoder layers"),
+        ("no-dataset", "DATASET_NOT_FOUND", "nobody/nothing"),
+        ("full-work-dir", "DISK_FULL", "space"),
+        ("full-registry", "DISK_FULL", "nothing was published"),
+        ("bug", "INTERNAL", "internal error"),
+    ],
+)
+def test_failures_say_why_and_publish_nothing(
+    service: Service, behaviour: str, reason: str, said: str
+) -> None:
+    """full-registry: fsync of every file in the registry's folder raises ENOSPC in the job's process."""
+    end = service.end_of(service.create(behaviour))
+    assert end.state == pb.STATE_FAILED
+    assert end.failure.reason == reason
+    assert said in end.failure.message
+    assert "secret" not in end.failure.message
+    assert versions(service) == []
+    registry = service.folder / "registry"
+    left = [
+        path
+        for kind in ("blobs", "staging")
+        for path in (registry / kind).rglob("*")
+        if path.is_file()
+    ]
+    assert left == []
+    if behaviour == "bug":
+        log = service.folder / "calibrator" / "logs" / f"{end.calibration_id}.log"
+        assert "secret detail" in log.read_text()
+    # The queue goes on.
+    assert service.end_of(service.create(request_id="next")).state == pb.STATE_SUCCEEDED
+
+
+@pytest.mark.parametrize("behaviour", ["wait", "deaf"])
+def test_cancelling_a_running_job(service: Service, behaviour: str) -> None:
+    """ "deaf" never asks whether it should stop, and is killed."""
+    job = service.create(behaviour)
+    service.wait_for(job, pb.PHASE_COLLECTING)
+    request = pb.CancelCalibrationRequest(calibration_id=job.calibration_id)
+    started_s = time.monotonic()
+    assert service.calibrations.CancelCalibration(request).calibration.state == pb.STATE_RUNNING
+    assert service.end_of(job).state == pb.STATE_CANCELLED
+    assert time.monotonic() - started_s < 8
+    again = service.calibrations.CancelCalibration(request).calibration
+    assert again.state == pb.STATE_CANCELLED
+    assert versions(service) == []
+    wait_until(lambda: not service.job_processes())
+
+
+def test_cancelling_a_waiting_job_and_an_ended_one(service: Service) -> None:
+    first = service.create("wait", "first")
+    second = service.create("", "second")
+    service.wait_for(first, pb.PHASE_COLLECTING)
+    assert service.get(second).state == pb.STATE_QUEUED
+    cancel = service.calibrations.CancelCalibration
+    now = cancel(pb.CancelCalibrationRequest(calibration_id=second.calibration_id)).calibration
+    assert now.state == pb.STATE_CANCELLED
+    third = service.create("", "third")
+    cancel(pb.CancelCalibrationRequest(calibration_id=first.calibration_id))
+    assert service.end_of(third).state == pb.STATE_SUCCEEDED
+    now = cancel(pb.CancelCalibrationRequest(calibration_id=third.calibration_id)).calibration
+    assert now.state == pb.STATE_SUCCEEDED
+    assert len(versions(service)) == 1
+
+
+def test_listing_pages_and_filters(start_service: StartService) -> None:
+    service = start_service("--model", "tiny=/a", "--model", "other=/b")
+    service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
+    ids = [service.create("wait", str(n), model_id="other").calibration_id for n in range(3)]
+    page = service.calibrations.ListCalibrations
+    first = page(pb.ListCalibrationsRequest(model_id="other", page_size=2))
+    assert [job.calibration_id for job in first.calibrations] == [ids[2], ids[1]]
+    token = first.next_page_token
+    rest = page(pb.ListCalibrationsRequest(model_id="other", page_size=2, page_token=token))
+    assert [job.calibration_id for job in rest.calibrations] == [ids[0]]
+    assert rest.next_page_token == ""
+    assert len(page(pb.ListCalibrationsRequest(page_size=2**32 - 1)).calibrations) == 4
+    error = error_of(lambda: page(pb.ListCalibrationsRequest(page_token="'; --")))
+    assert error.reason == "BAD_PAGE_TOKEN"
+
+
+def test_full_queue(start_service: StartService) -> None:
+    service = start_service("--model", "tiny=/a", "--max-queued-jobs", "1")
+    service.wait_for(service.create("wait", "running"), pb.PHASE_COLLECTING)
+    service.create("wait", "waiting")
+    error = error_of(lambda: service.create("wait", "too many"))
+    assert isinstance(error, Exhausted)
+    assert error.reason == "QUEUE_FULL"
+    assert error.retry_after_s is not None
+    assert service.create("wait", "waiting").state == pb.STATE_QUEUED
+
+
+def test_unknown_job(service: Service) -> None:
+    for method, request in (
+        ("GetCalibration", pb.GetCalibrationRequest(calibration_id="cal-0")),
+        ("CancelCalibration", pb.CancelCalibrationRequest(calibration_id="")),
+        ("WatchCalibration", pb.WatchCalibrationRequest(calibration_id="../x")),
+    ):
+        stub = getattr(service.calibrations, method)
+        watching = method.startswith("Watch")
+        error = error_of(lambda s=stub, r=request, w=watching: list(s(r)) if w else s(r))
+        assert (type(error), error.reason) == (NotFound, "CALIBRATION_NOT_FOUND")
+
+
+def test_killed_service_resumes_its_job(service: Service) -> None:
+    job = service.create("wait-once")
+    waiting = service.create("", "waiting")
+    service.wait_for(job, pb.PHASE_COLLECTING)
+    assert len(service.job_processes()) == 1
+    service.kill()
+    wait_until(lambda: not service.job_processes(), timeout_s=5)
+    service.start()
+    end = service.end_of(job)
+    assert end.state == pb.STATE_SUCCEEDED, end.failure
+    assert end.num_resumes == 1
+    assert end.figures["attempt"] == 2.0, "the working folder was kept"
+    assert service.end_of(waiting).num_resumes == 0
+    assert len(versions(service)) == 2
+
+
+def test_terminated_service_resumes_its_job(service: Service) -> None:
+    job = service.create("wait-once")
+    service.wait_for(job, pb.PHASE_COLLECTING)
+    stream = service.calibrations.WatchCalibration(
+        pb.WatchCalibrationRequest(calibration_id=job.calibration_id)
+    )
+    next(stream)
+    assert service.terminate() == 0
+    assert not service.job_processes()
+    with pytest.raises(grpc.RpcError):
+        list(stream)
+    service.start()
+    end = service.end_of(job)
+    assert (end.state, end.num_resumes) == (pb.STATE_SUCCEEDED, 1)
+
+
+def test_process_that_dies_once_is_resumed(service: Service) -> None:
+    end = service.end_of(service.create("die-once"))
+    assert (end.state, end.num_resumes) == (pb.STATE_SUCCEEDED, 1)
+
+
+def test_process_that_always_dies_fails_after_three_resumes(service: Service) -> None:
+    end = service.end_of(service.create("die"))
+    assert end.state == pb.STATE_FAILED
+    assert end.failure.reason == "JOB_PROCESS_DIED"
+    assert "4 times" in end.failure.message
+    assert "SIGKILL" in end.failure.message
+    assert end.num_resumes == 3
+
+
+def test_death_right_after_publishing_publishes_once(service: Service) -> None:
+    end = service.end_of(service.create("die-publishing"))
+    assert (end.state, end.num_resumes) == (pb.STATE_SUCCEEDED, 1)
+    (published,) = versions(service)
+    assert end.manifest_digest == published.manifest_digest
+    # 1: the finished product of the first process was published, not a second one.
+    assert '"attempt":1' in get(service, 1).manifest_json
+
+
+def get(service: Service, version: int) -> router_pb2.RouterVersion:
+    request = router_pb2.GetVersionRequest(model_id="tiny", version=version)
+    return service.routers.GetVersion(request).version
+
+
+def test_model_that_is_no_longer_configured(start_service: StartService) -> None:
+    service = start_service("--model", "tiny=/a", "--model", "other=/b")
+    job = service.create("wait")
+    service.wait_for(job, pb.PHASE_COLLECTING)
+    service.kill()
+    service.flags = ("--model", "other=/b")
+    service.start()
+    end = service.end_of(job)
+    assert (end.state, end.failure.reason) == (pb.STATE_FAILED, "MODEL_NOT_FOUND")
+
+
+def test_second_service_on_the_same_folder_is_refused(service: Service) -> None:
+    with pytest.raises(AssertionError, match="DATA_DIR_IN_USE"):
+        Service(service.folder, "--model", "tiny=/a")
+    assert service.end_of(service.create()).state == pb.STATE_SUCCEEDED
+
+
+def test_health_per_service(service: Service) -> None:
+    assert service.channel is not None
+    stub: Any = health_pb2_grpc.HealthStub(service.channel)
+    for name in ("", "neap.calibration.v1.CalibrationService", "neap.router.v1.RouterService"):
+        wait_until(
+            lambda name=name: (
+                stub.Check(health_pb2.HealthCheckRequest(service=name)).status
+                == health_pb2.HealthCheckResponse.SERVING
+            )
+        )

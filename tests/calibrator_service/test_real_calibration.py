@@ -1,0 +1,111 @@
+"""The whole way with the real pipeline, on a tiny random model saved to disk."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from neap.calibration.v1 import calibration_pb2 as pb
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from calibrator_service import recipe
+from calibrator_service.job_spec import JobSpec, SelfGenerated
+from calibrator_service.process_config import ModelOptions
+from shared.errors import Cancelled, InvalidInput, UnsupportedModel
+from shared.ladder.artefact import unpack_ladder
+from shared.registry.local import LocalRegistry
+from tests.calibrator_service.conftest import Service
+from tests.families import VOCABULARY_SIZE, build_family
+
+StartService = Callable[..., Service]
+JOB_TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
+    build_family("llama").save_pretrained(folder)
+    words = {"<pad>": 0, "<s>": 1, **{f"w{n}": n for n in range(2, VOCABULARY_SIZE)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_killed_mid_job_resumes_and_publishes_a_ladder(
+    start_service: StartService, model_folder: Path, tmp_path: Path
+) -> None:
+    service = start_service("--model", f"tiny={model_folder}", "--threads", "1", real=True)
+    job = service.create(
+        max_tokens=4000,
+        rung_depths=[2],
+        self_generated=pb.SelfGenerated(max_new_tokens=24),
+        draft_vocabulary_size=64,
+    )
+    service.wait_for(job, pb.PHASE_COLLECTING)
+    service.kill()
+    service.start()
+    seen = list(service.watch(job, JOB_TIMEOUT_S))
+    end = seen[-1]
+    assert end.state == pb.STATE_SUCCEEDED, end.failure
+    assert end.num_resumes == 1
+    phases = [now.phase for now in seen if now.state == pb.STATE_RUNNING]
+    assert phases == sorted(phases)
+    registry = LocalRegistry(tmp_path / "registry")
+    made = registry.resolve("tiny", "latest")
+    assert made.manifest_digest == end.manifest_digest
+    blobs = {name: registry.read_blob(made, name) for name in made.manifest["blobs"]}
+    ladder = unpack_ladder(made.manifest, blobs)
+    assert [exit_.depth for exit_ in ladder.exits] == [2]
+    assert made.manifest["model"]["num_layers"] == 6
+
+
+def test_model_and_dataset_that_do_not_exist(
+    start_service: StartService,
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hub is out of reach (offline mode): the job says so and learns from nothing else."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    service = start_service(
+        *("--model", f"tiny={model_folder}", "--model", f"missing={tmp_path / 'nowhere'}"),
+        real=True,
+    )
+    hub = pb.HubDataset(name="nobody/no-such-dataset")
+    jobs = {
+        ("MODEL_NOT_FOUND",): service.create(model_id="missing", request_id="1"),
+        ("DATASET_NOT_FOUND", "DATASET_UNAVAILABLE"): service.create(
+            hub_dataset=hub, request_id="2"
+        ),
+    }
+    for reasons, job in jobs.items():
+        end = service.end_of(job, JOB_TIMEOUT_S)
+        assert end.state == pb.STATE_FAILED
+        assert end.failure.reason in reasons, end.failure
+    assert LocalRegistry(tmp_path / "registry").list_versions("tiny") == []
+
+
+def test_what_else_cannot_be_calibrated(model_folder: Path, tmp_path: Path) -> None:
+    """As the job's process would run it, without the process."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
+
+    def run(source: Path, spec: JobSpec, *, stop: bool = False) -> None:
+        recipe.run(
+            recipe.Task(
+                str(source), spec, ModelOptions(), tmp_path / "work", lambda _: None, lambda: stop
+            )
+        )
+
+    spec = JobSpec("tiny", SelfGenerated(), max_tokens=1000)
+    with pytest.raises(UnsupportedModel):
+        run(tmp_path, spec)
+    with pytest.raises(InvalidInput) as raised:
+        run(model_folder, replace(spec, rung_depths=(6,)))
+    assert raised.value.reason == "RUNG_TOO_DEEP"
+    with pytest.raises(Cancelled):
+        run(model_folder, spec, stop=True)

@@ -1,0 +1,202 @@
+"""RouterService through real gRPC, over a registry that this process writes to as well."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from neap.router.v1 import router_pb2 as pb
+
+from shared.errors import Conflict, Corrupt, InvalidInput, NeapError, NotFound, PreconditionFailed
+from shared.registry.local import LocalRegistry
+from tests.calibrator_service.conftest import Service, error_of
+
+RUNG = {"name": "depth-4", "depth": 4, "agreement": 0.5, "router_auc": 0.75, "coverage": 1.0}
+MANIFEST = {
+    "model": {"fingerprint": "sha256:" + "a" * 64},
+    "rungs": [{"name": "suffix", "depth": 0, "router_auc": None}, RUNG],
+}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    made = Service(tmp_path_factory.mktemp("routers"), "--model", "tiny=/nowhere")
+    yield made
+    assert made.terminate() == 0
+
+
+@pytest.fixture
+def registry(service: Service) -> Iterator[LocalRegistry]:
+    opened = LocalRegistry(service.folder / "registry")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def publish(registry: LocalRegistry, request: pytest.FixtureRequest) -> Callable[..., int]:
+    """Publishes for a model named after the test, so that tests share a service but no versions."""
+
+    def one(number: int = 0, **options: Any) -> int:
+        return registry.publish(
+            model(request),
+            {**MANIFEST, "number": number},
+            {"x": f"weights {number}".encode() * 100},
+            request_id=f"{model(request)}-{number}",
+            **options,
+        ).version
+
+    return one
+
+
+def model(request: pytest.FixtureRequest) -> str:
+    return "acme/" + request.node.name.split("[")[0].replace("_", "-")
+
+
+def test_versions(
+    service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
+) -> None:
+    for number in range(5):
+        publish(number)
+    seen, token = [], ""
+    for _ in range(3):
+        asked = pb.ListVersionsRequest(model_id=model(request), page_size=2, page_token=token)
+        page = service.routers.ListVersions(asked)
+        seen += [version.version for version in page.versions]
+        assert not any(version.manifest_json for version in page.versions)
+        token = page.next_page_token
+    assert (seen, token) == ([5, 4, 3, 2, 1], "")
+    got = service.routers.GetVersion(pb.GetVersionRequest(model_id=model(request), version=3))
+    version = got.version
+    assert (version.version, version.model_fingerprint) == (3, "sha256:" + "a" * 64)
+    assert '"number":2' in version.manifest_json
+    suffix, depth_4 = version.rungs
+    assert (suffix.name, suffix.router_auc) == ("suffix", 0.0)
+    assert (depth_4.depth, depth_4.agreement, depth_4.router_auc) == (4, 0.5, 0.75)
+    by_alias = pb.GetVersionRequest(model_id=model(request), alias="latest")
+    assert service.routers.GetVersion(by_alias).version.version == 5
+
+
+def test_aliases(
+    service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
+) -> None:
+    publish(0)
+    publish(1)
+    name = {"model_id": model(request), "alias": "stable"}
+    made = service.routers.SetAlias(
+        pb.SetAliasRequest(**name, version=1, expected_version=0, actor="ann", reason="first")
+    ).change
+    assert not made.HasField("from_version")
+    assert (made.alias, made.to_version, made.actor, made.reason) == ("stable", 1, "ann", "first")
+    lost = error_of(
+        lambda: service.routers.SetAlias(pb.SetAliasRequest(**name, version=2, expected_version=0))
+    )
+    assert isinstance(lost, Conflict)
+    assert lost.metadata["current_version"] == "1"
+    # Without expected_version it is no compare-and-swap.
+    service.routers.SetAlias(pb.SetAliasRequest(**name, version=2))
+    back = service.routers.RollbackAlias(pb.RollbackAliasRequest(**name, actor="bob")).change
+    assert (back.from_version, back.to_version) == (2, 1)
+    history = service.routers.GetAliasHistory(pb.GetAliasHistoryRequest(**name)).changes
+    assert [change.to_version for change in history] == [1, 2, 1]
+    aliases = service.routers.ListAliases(pb.ListAliasesRequest(model_id=model(request))).aliases
+    assert [(alias.name, alias.version) for alias in aliases] == [("latest", 2), ("stable", 1)]
+
+
+def test_bad_requests(
+    service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
+) -> None:
+    publish(0)
+    name = model(request)
+    cases: list[tuple[str, Any, type[NeapError], str]] = [
+        ("GetVersion", pb.GetVersionRequest(model_id=name, version=9), NotFound, "ROUTER_VERSION_NOT_FOUND"),
+        ("GetVersion", pb.GetVersionRequest(model_id="unknown", version=1), NotFound, "ROUTER_VERSION_NOT_FOUND"),
+        ("GetVersion", pb.GetVersionRequest(model_id=name, alias="canary"), NotFound, "ALIAS_NOT_FOUND"),
+        ("GetVersion", pb.GetVersionRequest(model_id=name), InvalidInput, "BAD_SELECTOR"),
+        ("GetVersion", pb.GetVersionRequest(model_id="../x", version=1), InvalidInput, "BAD_MODEL_ID"),
+        ("ListVersions", pb.ListVersionsRequest(model_id=name, page_token="-1"), InvalidInput, "BAD_PAGE_TOKEN"),
+        ("ListVersions", pb.ListVersionsRequest(), InvalidInput, "BAD_MODEL_ID"),
+        ("SetAlias", pb.SetAliasRequest(model_id=name, alias="a/b", version=1), InvalidInput, "BAD_ALIAS"),
+        ("SetAlias", pb.SetAliasRequest(model_id=name, alias="a", version=2), NotFound, "ROUTER_VERSION_NOT_FOUND"),
+        ("SetAlias", pb.SetAliasRequest(model_id=name, alias="a", version=1, reason="x" * 2001), InvalidInput, "NOTE_TOO_LONG"),
+        ("RollbackAlias", pb.RollbackAliasRequest(model_id=name, alias="latest"), PreconditionFailed, "NO_EARLIER_VERSION"),
+        ("GetAliasHistory", pb.GetAliasHistoryRequest(model_id=name, alias="a"), NotFound, "ALIAS_NOT_FOUND"),
+    ]  # fmt: skip
+    for method, asked, kind, reason in cases:
+        error = error_of(lambda m=method, r=asked: getattr(service.routers, m)(r, timeout=20))
+        assert (type(error), error.reason) == (kind, reason), (method, asked)
+    for asked in (pb.WatchRequest(model_id="../x"), pb.WatchRequest(model_id=name, after_event=-1)):
+        error = error_of(lambda r=asked: list(service.routers.Watch(r, timeout=20)))
+        assert isinstance(error, InvalidInput)
+
+
+def test_watch_tells_what_was_and_what_comes(
+    service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
+) -> None:
+    publish(0)
+    stream = service.routers.Watch(pb.WatchRequest(model_id=model(request)), timeout=30)
+    first, second = next(stream), next(stream)
+    assert (first.published.version, first.published.manifest_json) == (1, "")
+    assert (second.alias_changed.alias, second.alias_changed.to_version) == ("latest", 1)
+    timer = threading.Timer(0.3, lambda: publish(1, aliases=[]))
+    timer.start()
+    third = next(stream)
+    timer.join()
+    assert third.published.version == 2
+    assert first.event < second.event < third.event
+    stream.cancel()
+    after = pb.WatchRequest(model_id=model(request), after_event=second.event)
+    resumed = service.routers.Watch(after, timeout=30)
+    assert next(resumed) == third
+    resumed.cancel()
+
+
+def test_one_flipped_byte_in_a_manifest(
+    service: Service,
+    registry: LocalRegistry,
+    publish: Callable[..., int],
+    request: pytest.FixtureRequest,
+) -> None:
+    publish(0)
+    digest = registry.get(model(request), 1).manifest_digest
+    path: Path = service.folder / "registry/manifests/sha256" / digest[7:9] / digest[7:]
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    error = error_of(
+        lambda: service.routers.GetVersion(pb.GetVersionRequest(model_id=model(request), version=1))
+    )
+    assert isinstance(error, Corrupt)
+    assert error.metadata["expected_digest"] == digest
+    assert error.metadata["actual_digest"] not in ("", digest)
+
+
+def test_reflection_lists_both_services(service: Service) -> None:
+    assert service.channel is not None
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(service.channel)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    (answer,) = stub.ServerReflectionInfo(iter([asked]))
+    names = {entry.name for entry in answer.list_services_response.service}
+    assert {"neap.calibration.v1.CalibrationService", "neap.router.v1.RouterService"} <= names
+
+
+def test_stopping_ends_watch_streams(tmp_path: Path) -> None:
+    service = Service(tmp_path, "--model", "tiny=/nowhere")
+    stream = service.routers.Watch(pb.WatchRequest(model_id="tiny"), timeout=60)
+    ended: list[grpc.StatusCode] = []
+
+    def read() -> None:
+        try:
+            list(stream)
+        except grpc.RpcError:
+            ended.append(stream.code())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    # A call after the stream's, so that the stream has surely begun.
+    service.routers.ListVersions(pb.ListVersionsRequest(model_id="tiny"))
+    assert service.terminate() == 0
+    reader.join(10)
+    assert ended == [grpc.StatusCode.UNAVAILABLE]
