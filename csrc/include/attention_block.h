@@ -1,0 +1,175 @@
+// One tile of queries against one block of keys: scores, softmax and weighted values. Why blocks, see attention.h.
+#pragma once
+#include "tile.h"
+
+namespace neap::NEAP_ISA {
+
+constexpr float kMinusInfinity = -__builtin_inff();
+
+struct QueryTile {
+  int64_t batch, kv_head, query, queries;  // queries [query, query + queries)
+  int64_t group, rows, last_key;           // rows = queries * group; keys [0, last_key) are visible to some row
+};
+
+struct Scratch {
+  float *q, *keys, *scores, *tail, *block, *block_max, *block_sum, *total, *total_max, *total_sum;
+};
+
+inline int64_t tile_queries(const AttentionArgs& a) { return max64(1, kQueryRows / (a.heads / a.kv_heads)); }
+inline int64_t query_tiles(const AttentionArgs& a) { return ceil_div(a.queries, tile_queries(a)); }
+inline int64_t padded_width(const AttentionArgs& a) { return ceil_div(a.value_width, kPanel) * kPanel; }
+
+inline int64_t lay_out(const AttentionArgs& a, float* base, Scratch* s) {
+  const int64_t rows = tile_queries(a) * (a.heads / a.kv_heads), padded_rows = ceil_div(rows, kPanel) * kPanel;
+  float* p = base;
+  const auto take = [&p](int64_t n) { float* taken = p; p += n; return taken; };
+  s->q = take(ceil_div(rows * a.width, kPanel) * kPanel);
+  s->keys = take(kKeyBlock * a.width);
+  s->scores = take(rows * kKeyBlock);
+  s->tail = take(kKeyBlock * kPanel);
+  s->block = take(rows * padded_width(a));
+  s->total = take(rows * padded_width(a));
+  s->block_max = take(padded_rows);
+  s->block_sum = take(padded_rows);
+  s->total_max = take(padded_rows);
+  s->total_sum = take(padded_rows);
+  return p - base;
+}
+
+inline int64_t attention_scratch(const AttentionArgs& args) {
+  Scratch s;
+  return lay_out(args, nullptr, &s);
+}
+
+inline QueryTile query_tile(const AttentionArgs& a, int64_t item) {
+  const int64_t tiles = query_tiles(a), head = item / tiles, place = item % tiles;
+  // Causal tiles grow along the sequence: dealt alternately from both ends, so that threads get equal shares.
+  const int64_t index = place % 2 ? tiles - 1 - place / 2 : place / 2;
+  QueryTile t;
+  t.batch = head / a.kv_heads;
+  t.kv_head = head % a.kv_heads;
+  t.query = index * tile_queries(a);
+  t.queries = min64(tile_queries(a), a.queries - t.query);
+  t.group = a.heads / a.kv_heads;
+  t.rows = t.queries * t.group;
+  t.last_key = a.causal ? max64(0, a.keys - a.queries + t.query + t.queries) : a.keys;
+  return t;
+}
+
+// q rows in order (query, head of the group), contiguous.
+inline void gather_queries(const AttentionArgs& a, const QueryTile& t, float* out) {
+  for (int64_t j = 0; j < t.queries; ++j)
+    for (int64_t g = 0; g < t.group; ++g) {
+      const float* q = a.q + t.batch * a.q_batch + (t.kv_head * t.group + g) * a.q_head + (t.query + j) * a.q_row;
+      for (int64_t d = 0; d < a.width; ++d) *out++ = q[d * a.q_column];
+    }
+}
+
+typedef float Quad __attribute__((vector_size(16)));
+typedef float UnalignedQuad __attribute__((vector_size(16), aligned(4), may_alias));
+
+// count keys [count, width] -> panels [ceil(count / 16)][width][16], zero padded.
+inline void pack_keys(const float* k, int64_t k_row, int64_t count, int64_t width, float* out) {
+  for (int64_t panel = 0; panel * kPanel < count; ++panel, out += width * kPanel)
+    for (int64_t c = 0; c < kPanel; c += 4) {
+      const int64_t key = panel * kPanel + c;
+      int64_t d = 0;
+      if (key + 4 <= count) {
+        const float* row = k + key * k_row;
+        for (; d + 4 <= width; d += 4) {
+          const Quad r0 = *(const UnalignedQuad*)(row + d), r1 = *(const UnalignedQuad*)(row + k_row + d);
+          const Quad r2 = *(const UnalignedQuad*)(row + 2 * k_row + d), r3 = *(const UnalignedQuad*)(row + 3 * k_row + d);
+          const Quad low01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), high01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
+          const Quad low23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5), high23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
+          float* o = out + d * kPanel + c;
+          *(UnalignedQuad*)o = __builtin_shufflevector(low01, low23, 0, 1, 4, 5);
+          *(UnalignedQuad*)(o + kPanel) = __builtin_shufflevector(low01, low23, 2, 3, 6, 7);
+          *(UnalignedQuad*)(o + 2 * kPanel) = __builtin_shufflevector(high01, high23, 0, 1, 4, 5);
+          *(UnalignedQuad*)(o + 3 * kPanel) = __builtin_shufflevector(high01, high23, 2, 3, 6, 7);
+        }
+      }
+      for (; d < width; ++d)
+        for (int64_t i = 0; i < 4; ++i) out[d * kPanel + c + i] = key + i < count ? k[(key + i) * k_row + d] : 0.f;
+    }
+}
+
+// c [rows, panels * 16] = a [rows, depth] @ b.
+template <int kStride>
+void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
+  const RowTiles tiles(rows);
+  const int64_t group = panels_for((int)tiles.height);
+  const TileArgs base = t;
+  for (int64_t p = 0; p < panels; p += group)
+    for (int64_t k = 0; k < depth; k += kDepthBlock)
+      for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
+        t.a = base.a + r * base.a_stride + k;
+        t.b = base.b + p * base.panel_stride + k * base.b_stride;
+        t.c = base.c + r * base.c_stride + p * kPanel;
+        t.depth = min64(kDepthBlock, depth - k);
+        t.accumulate = k > 0;
+        pick_tile<kStride>((int)tiles.rows(i), (int)min64(group, panels - p))(t);
+      }
+}
+
+// Scores of one row -> weights, in place; keys from `visible` on weigh 0. `mask` is of this row and block, or null.
+inline void softmax_row(const AttentionArgs& a, float* s, int64_t count, int64_t visible, const uint8_t* mask, float* max_out, float* sum_out) {
+  const int64_t padded = ceil_div(count, kPanel) * kPanel;
+  const Vec scale = splat(a.scaling), cap = splat(a.softcap), inverse_cap = splat(a.softcap > 0.f ? 1.f / a.softcap : 0.f);
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    Vec x = load(s + i) * scale;
+    if (a.softcap > 0.f) x = cap * tanh(x * inverse_cap);
+    store(s + i, x);
+  }
+  for (int64_t i = max64(0, visible); i < padded; ++i) s[i] = kMinusInfinity;
+  if (mask)
+    for (int64_t i = 0; i < visible; ++i)
+      if (!mask[i * a.mask_column]) s[i] = kMinusInfinity;
+  Vec largest = splat(kMinusInfinity);
+  for (int64_t i = 0; i < padded; i += kLanes) largest = max(load(s + i), largest);
+  *max_out = max_lanes(largest);
+  const Vec shift = splat(*max_out == kMinusInfinity ? 0.f : *max_out);
+  Vec sums = {};
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    const Vec weight = exp(load(s + i) - shift);
+    store(s + i, weight);
+    sums += weight;
+  }
+  *sum_out = sum_lanes(sums);
+}
+
+inline const uint8_t* mask_row(const AttentionArgs& a, const QueryTile& t, int64_t row, int64_t first) {
+  return a.mask ? a.mask + t.batch * a.mask_batch + (t.query + row / t.group) * a.mask_row + first * a.mask_column : nullptr;
+}
+
+inline bool all_masked(const AttentionArgs& a, const QueryTile& t, int64_t first, int64_t count) {
+  if (!a.mask) return false;
+  for (int64_t row = 0; row < t.rows; row += t.group) {
+    const uint8_t* mask = mask_row(a, t, row, first);
+    for (int64_t i = 0; i < count; ++i)
+      if (mask[i * a.mask_column]) return false;
+  }
+  return true;
+}
+
+// Fills s.block, s.block_max and s.block_sum for keys [first, first + 256). False when no row sees any of them.
+inline bool attend_block(const AttentionArgs& a, const QueryTile& t, const Scratch& s, int64_t first) {
+  const int64_t count = min64(kKeyBlock, t.last_key - first), width = a.value_width;
+  if (count <= 0 || all_masked(a, t, first, count)) return false;
+  pack_keys(a.k + t.batch * a.k_batch + t.kv_head * a.k_head + first * a.k_row, a.k_row, count, a.width, s.keys);
+  multiply<kPanel>({s.q, a.width, s.keys, a.width * kPanel, kPanel, 0, s.scores, kKeyBlock, false, 0, 0}, t.rows, ceil_div(count, kPanel), a.width);
+  for (int64_t row = 0; row < t.rows; ++row) {
+    const int64_t end = a.causal ? a.keys - a.queries + t.query + row / t.group + 1 : a.keys;
+    softmax_row(a, s.scores + row * kKeyBlock, count, min64(count, end - first), mask_row(a, t, row, first), s.block_max + row, s.block_sum + row);
+  }
+  const float* v = a.v + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
+  const int64_t panels = width / kPanel, c_stride = padded_width(a);
+  multiply<0>({s.scores, kKeyBlock, v, kPanel, a.v_row, 0, s.block, c_stride, false, 0, 0}, t.rows, panels, count);
+  if (width % kPanel) {  // the last columns go through a padded copy, so that no load leaves the row
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t c = 0; c < kPanel; ++c) s.tail[i * kPanel + c] = panels * kPanel + c < width ? v[i * a.v_row + panels * kPanel + c] : 0.f;
+    multiply<kPanel>({s.scores, kKeyBlock, s.tail, 0, kPanel, 0, s.block + panels * kPanel, c_stride, false, 0, 0}, t.rows, 1, count);
+  }
+  return true;
+}
+
+}  // namespace neap::NEAP_ISA

@@ -1,0 +1,78 @@
+// What the binding and the kernels agree on: plain structs, one table of entry points per instruction set. No torch.
+#pragma once
+#include <cstdint>
+
+namespace neap {
+
+constexpr int64_t kPanel = 16;         // output columns of one weight panel
+constexpr int64_t kDepthBlock = 256;   // products summed in one chain before they join the total
+constexpr int64_t kKeyBlock = 256;     // keys whose softmax is taken at once
+constexpr int64_t kQueryRows = 48;     // (query, head) pairs that share one pass over the keys
+
+enum Activation : int32_t { kIdentity = 0, kSilu = 1, kGeluTanh = 2 };
+
+struct PackArgs {
+  const float* weight;  // [out_features, in_features], any strides
+  float* packed;        // [ceil(out_features / 16), in_features, 16]
+  int64_t out_features, in_features, row_stride, column_stride;
+};
+
+struct LinearArgs {
+  const float* x;       // [rows, in_features], rows `x_stride` apart
+  const float* packed;  // panels; gated: gate and up panels alternate
+  const float* bias;    // [out_features], gated: [2 * out_features] (gate, then up), or null
+  float* out;           // [rows, out_features] contiguous
+  int64_t rows, in_features, out_features, x_stride;
+  bool gated;           // out = activation(gate) * up
+  Activation activation;
+};
+
+struct RmsNormArgs {
+  const float *x, *weight;  // [rows, width] rows `x_stride` apart, [width]
+  float* out;               // [rows, width] contiguous
+  int64_t width, x_stride;
+  float eps, weight_offset;
+};
+
+struct RotaryArgs {
+  const float *x, *cos, *sin;  // x [batch, heads, length, width]; last dimensions contiguous
+  float* out;                  // [batch, heads, length, width] contiguous
+  int64_t heads, length, width;
+  int64_t x_batch, x_head, x_row;
+  int64_t angle_batch, angle_row;  // strides of cos and sin, which share them; angle_batch is 0 to broadcast
+};
+
+struct AttentionArgs {
+  const float *q, *k, *v;
+  const uint8_t* mask;  // bool [batch or 1, 1, queries, keys] or null
+  float* out;           // [batch, queries, heads, value_width] contiguous
+  float* partials;      // one block's maximum, sum and values per row: see attention.h; null unless keys are split
+  int64_t batch, heads, kv_heads, queries, keys, width, value_width;
+  int64_t q_batch, q_head, q_row, q_column;
+  int64_t k_batch, k_head, k_row;
+  int64_t v_batch, v_head, v_row;
+  int64_t mask_batch, mask_row, mask_column;
+  bool causal;
+  float scaling, softcap;  // softcap 0: none
+};
+
+// Each entry handles items [begin, end) of a parallel loop; what an item is, `*_items` says.
+struct Kernels {
+  const char* name;
+  void (*pack)(const PackArgs&, int64_t begin, int64_t end);  // item: a panel
+  int64_t (*linear_items)(const LinearArgs&, int64_t threads);
+  void (*linear)(const LinearArgs&, int64_t items, int64_t begin, int64_t end);
+  void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);  // item: a row
+  void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);     // item: (batch, head)
+  int64_t (*attention_scratch)(const AttentionArgs&);                // floats one thread needs
+  void (*attention)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);        // (batch, kv head, query tile)
+  void (*attention_split)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);  // the same x key block
+  void (*attention_join)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);   // (batch, kv head, query tile)
+};
+
+// The best this machine runs, or the one last asked for.
+const Kernels& kernels();
+// False when this build or machine has no such instruction set. "auto" returns to the best.
+bool select_kernels(const char* name);
+
+}  // namespace neap

@@ -1,0 +1,133 @@
+// A vector of kLanes floats, and the few functions the kernels need on it.
+//
+// Compiled once per instruction set. Everything here lives in a namespace of that name, and the kernels use no std::
+// templates: an inline function shared by two objects would be merged by the linker, and AVX-512 code would then run
+// on a machine without it.
+#pragma once
+#include <cstdint>
+
+#if defined(NEAP_AVX512)
+#include <immintrin.h>
+#define NEAP_ISA avx512
+#elif defined(NEAP_AVX2)
+#include <immintrin.h>
+#define NEAP_ISA avx2
+#else
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+#define NEAP_ISA portable
+#endif
+#define NEAP_STRINGIFY_(name) #name
+#define NEAP_STRINGIFY(name) NEAP_STRINGIFY_(name)
+#define NEAP_INLINE inline __attribute__((always_inline))
+
+namespace neap::NEAP_ISA {
+
+#if defined(NEAP_AVX512)
+constexpr int kLanes = 16, kAccumulators = 24, kMaxTileRows = 8;
+#elif defined(NEAP_AVX2)
+constexpr int kLanes = 8, kAccumulators = 12, kMaxTileRows = 6;
+#elif defined(__ARM_NEON)
+constexpr int kLanes = 4, kAccumulators = 24, kMaxTileRows = 6;
+#elif defined(NEAP_PORTABLE_LANES)
+// Lets a test walk the paths of wider instruction sets on a machine that lacks them.
+constexpr int kLanes = NEAP_PORTABLE_LANES, kAccumulators = 24, kMaxTileRows = 8;
+#else
+constexpr int kLanes = 4, kAccumulators = 12, kMaxTileRows = 3;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+NEAP_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+NEAP_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+NEAP_INLINE Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+NEAP_INLINE void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+
+NEAP_INLINE Vec splat(float x) {
+#if defined(NEAP_AVX512)
+  return (Vec)_mm512_set1_ps(x);
+#elif defined(NEAP_AVX2)
+  return (Vec)_mm256_set1_ps(x);
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = x;
+  return v;
+#endif
+}
+
+// a * b + c. Written as an intrinsic, and built with -ffp-contract=off, so that no compiler may fuse in one tile shape
+// and not in another: that would make a row's bits depend on the number of rows beside it.
+NEAP_INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if defined(NEAP_AVX512)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(NEAP_AVX2)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+NEAP_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+// The lanes' sum and maximum in one fixed order.
+NEAP_INLINE float sum_lanes(Vec v) {
+  float lanes[kLanes];
+  store(lanes, v);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+NEAP_INLINE float max_lanes(Vec v) {
+  float largest = v[0];
+  for (int i = 1; i < kLanes; ++i) largest = v[i] > largest ? v[i] : largest;
+  return largest;
+}
+
+// e^x to about 1 ulp; 0 below -87.3 (no subnormals), e^88.7 above 88.7. Cephes' polynomial.
+NEAP_INLINE Vec exp(Vec x) {
+  const IntVec underflow = x < splat(-87.3f);
+  x = x > splat(88.7f) ? splat(88.7f) : x;
+  x = underflow ? splat(0.f) : x;
+  const Vec magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+  const Vec shifted = fma(x, splat(1.44269504088896341f), magic);
+  const Vec n = shifted - magic;
+  Vec r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  Vec p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + splat(1.f);
+  // 2^n in two steps, because n = 128 alone does not fit the exponent.
+  const IntVec bits = (IntVec)shifted - (IntVec)magic;
+  const IntVec half = bits >> 1;
+  p = p * (Vec)((half + 127) << 23) * (Vec)((bits - half + 127) << 23);
+  return underflow ? splat(0.f) : p;
+}
+
+NEAP_INLINE Vec sigmoid(Vec x) { return splat(1.f) / (splat(1.f) + exp(-x)); }
+
+NEAP_INLINE Vec tanh(Vec x) {
+  const IntVec negative = x < splat(0.f);
+  const Vec magnitude = negative ? -x : x;
+  const Vec square = x * x;
+  // Near zero the exponential form cancels, so a Taylor polynomial takes over there.
+  Vec p = fma(splat(-0.0539682540f), square, splat(0.133333333f));
+  p = fma(p, square, splat(-0.333333333f));
+  p = fma(p * square, magnitude, magnitude);
+  const Vec q = splat(1.f) - splat(2.f) / (exp(magnitude + magnitude) + splat(1.f));
+  const Vec r = magnitude < splat(0.2f) ? p : q;
+  return negative ? -r : r;
+}
+
+}  // namespace neap::NEAP_ISA

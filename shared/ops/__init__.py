@@ -1,0 +1,135 @@
+"""neap's kernels as typed functions. CPU, float32; `reference` says in PyTorch what each must compute.
+
+Every op is *batch-invariant*: what it returns for a token has the same bits whatever else is in the call: other tokens,
+a longer cache, more threads. A pass over eight tokens therefore equals eight passes over one, which is what lets drafts
+be verified without changing the output. (It may differ in the last bits between machines of different instruction sets.)
+
+Inference only: no op has a gradient. All raise `PreconditionFailed` where the library is not built, `RuntimeError` for
+tensors of the wrong shape, dtype, device or layout, and `ValueError` for inputs that ask for a gradient. The letters of
+the shapes are those of `shared.model`; `Hq` and `Hkv` are query and key heads, `K` and `N` inputs and outputs.
+"""
+
+import torch
+from torch import Tensor
+
+from shared.ops.library import is_available, load
+
+__all__ = [
+    "cpu_isa",
+    "is_available",
+    "load",
+    "pack_gated_linear",
+    "pack_linear",
+    "packed_gated_linear",
+    "packed_linear",
+    "rms_norm",
+    "rotary",
+    "set_cpu_isa",
+    "slot_attention",
+]
+
+
+def refuse_gradient(*tensors: Tensor | None) -> None:
+    """Raises `ValueError` if a result would silently be cut off from the graph."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError("neap's kernels have no gradient: call them under torch.no_grad()")
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """weight [N, K] float32, any strides -> panels [ceil(N / 16), K, 16], zero-padded.
+
+    A copy: the caller may free `weight`.
+    """
+    load()
+    packed: Tensor = torch.ops.neap.pack_linear.default(weight.detach())
+    return packed
+
+
+def packed_linear(
+    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
+) -> Tensor:
+    """x [..., K] float32 times the packed weight [N, K] plus bias [N] -> [..., N], `N = out_features`."""
+    load()
+    refuse_gradient(x, bias)
+    out: Tensor = torch.ops.neap.packed_linear.default(x, packed, out_features, bias)
+    return out
+
+
+def pack_gated_linear(gate: Tensor, up: Tensor) -> Tensor:
+    """gate and up [N, K] float32 -> panels [2 * ceil(N / 16), K, 16] for `packed_gated_linear`."""
+    if gate.shape != up.shape:
+        raise ValueError(f"gate {list(gate.shape)} and up {list(up.shape)} differ in shape")
+    return torch.stack([pack_linear(gate), pack_linear(up)], dim=1).flatten(0, 1)
+
+
+def packed_gated_linear(
+    x: Tensor, packed: Tensor, out_features: int, activation: str, bias: Tensor | None = None
+) -> Tensor:
+    """activation(gate(x)) * up(x) in one pass: x [..., K] float32 -> [..., N].
+
+    `activation` is "silu" or "gelu_tanh"; `bias` [2 * N] is gate's, then up's.
+    """
+    load()
+    refuse_gradient(x, bias)
+    out: Tensor = torch.ops.neap.packed_gated_linear.default(
+        x, packed, out_features, activation, bias
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """x [..., D] float32 / rms(x) * (weight [D] + weight_offset) -> [..., D]. Gemma's offset is 1."""
+    load()
+    refuse_gradient(x, weight)
+    out: Tensor = torch.ops.neap.rms_norm.default(x, weight, eps, weight_offset)
+    return out
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates q [B, Hq, Q, D] and k [B, Hkv, Q, D] by cos, sin [B or 1, Q, D], halves paired. Float32, D even.
+
+    The same bits as Hugging Face's `apply_rotary_pos_emb`; the results are contiguous.
+    """
+    load()
+    refuse_gradient(q, k)
+    rotated: tuple[Tensor, Tensor] = torch.ops.neap.rotary.default(q, k, cos, sin)
+    return rotated
+
+
+def slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_length: int,
+    mask: Tensor | None = None,
+    causal: bool = True,
+    scaling: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of q over the first `kv_length` slots of a cache -> [B, Q, Hq, Dv] contiguous.
+
+    q [B, Hq, Q, D] any strides; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] views whose last dimension is contiguous; all
+    float32. `mask` [B or 1, 1, Q, kv_length] bool, True where a query may look. With `causal`, query j sees slots up
+    to `kv_length - Q + j`; both may be given. `scaling` defaults to D ** -0.5. A query that sees no slot yields 0.
+    Slots that are hidden must still hold finite numbers.
+    """
+    load()
+    refuse_gradient(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    out: Tensor = torch.ops.neap.slot_attention.default(
+        q, k, v, kv_length, mask, causal, scale, softcap
+    )
+    return out
+
+
+def cpu_isa() -> str:
+    """The instruction set in use: "avx512", "avx2" or "portable"."""
+    load()
+    name: str = torch.ops.neap.cpu_isa()
+    return name
+
+
+def set_cpu_isa(name: str) -> None:
+    """Forces an instruction set for the whole process, "auto" for the best; for tests. Raises `RuntimeError`."""
+    load()
+    torch.ops.neap.set_cpu_isa(name)

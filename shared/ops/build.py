@@ -1,0 +1,143 @@
+"""Builds csrc/ into one library with plain g++ or clang++ through ninja: `python -m shared.ops.build`.
+
+Not `torch.utils.cpp_extension`: it needs no setuptools, refuses no compiler, and can compile one kernel file once per
+instruction set. The library lands in `shared/ops/_lib/`, objects in `build/neap_ops/`, both git-ignored.
+"""
+
+import argparse
+import fcntl
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shared.errors import NotFound, PreconditionFailed
+from shared.ops.library import LIBRARY
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "csrc"
+BUILD_DIR = ROOT / "build" / "neap_ops"
+
+COMMON_FLAGS = "-O3 -fPIC -fvisibility=hidden -Wall -Wextra"
+# No contraction by the compiler's choice: see `fma` in csrc/include/simd.h.
+KERNEL_FLAGS = "-std=c++17 -ffp-contract=off -fno-math-errno -Wno-psabi"
+# The oldest torch whose symbols the library may use. It runs on that one and on every later one.
+TORCH_TARGET_VERSION = "0x020b000000000000"
+ISA_FLAGS = {
+    "portable": "",
+    "avx2": "-DNEAP_AVX2 -mavx2 -mfma",
+    "avx512": "-DNEAP_AVX512 -mavx2 -mfma -mavx512f -mprefer-vector-width=512",
+}
+
+
+@dataclass(frozen=True)
+class Object:
+    name: str
+    source: str
+    flags: str
+
+
+def objects() -> list[Object]:
+    """The object files of this machine's architecture."""
+    include = Path(torch.__file__).parent / "include"
+    binding = f"-std=c++20 -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {include}"
+    isas = (
+        ["portable", "avx2", "avx512"]
+        if platform.machine() in ("x86_64", "AMD64")
+        else ["portable"]
+    )
+    return [
+        Object("binding", "binding.cpp", binding),
+        Object("dispatch", "cpu/dispatch.cpp", "-std=c++17"),
+        *(
+            Object(f"kernels_{isa}", "cpu/kernels.cpp", f"{KERNEL_FLAGS} {ISA_FLAGS[isa]}")
+            for isa in isas
+        ),
+    ]
+
+
+def find_compiler() -> str:
+    """$CXX, else g++, else clang++. Raises `NotFound`."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    raise NotFound("no C++ compiler: install g++ or clang++, or set CXX", reason="NO_COMPILER")
+
+
+def find_ninja() -> str:
+    """The ninja beside this interpreter (it is a dependency of the package), else the one on PATH."""
+    beside = Path(sys.executable).parent / "ninja"
+    found = str(beside) if beside.exists() else shutil.which("ninja")
+    if found is None:
+        raise NotFound("no ninja: pip install ninja", reason="NO_NINJA")
+    return found
+
+
+def ninja_file(compiler: str, library: Path, build_dir: Path) -> str:
+    """The text of build.ninja: what makes `library` with `compiler`."""
+    torch_lib = Path(torch.__file__).parent / "lib"
+    lines = [
+        "rule compile",
+        f"  command = {compiler} -MMD -MF $out.d {COMMON_FLAGS} $flags -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        # Linked beside the target and moved: a process that maps the old library keeps it whole.
+        f"  command = {compiler} -shared -o $out.new $in -L{torch_lib} -ltorch -ltorch_cpu -lc10 && mv $out.new $out",
+    ]
+    built = []
+    for item in objects():
+        path = build_dir / f"{item.name}.o"
+        lines += [f"build {path}: compile {SOURCES / item.source}", f"  flags = {item.flags}"]
+        built.append(str(path))
+    lines += [f"build {library}: link {' '.join(built)}", ""]
+    return "\n".join(lines)
+
+
+def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool = False) -> Path:
+    """Builds what is stale and returns the library's path. Safe to call from several processes at once.
+
+    Raises `NotFound` without a compiler or ninja, `PreconditionFailed` with the compiler's output if it fails.
+    """
+    if not SOURCES.is_dir():
+        raise NotFound(f"{SOURCES} does not exist: build from a checkout", reason="NO_SOURCES")
+    build_dir.mkdir(parents=True, exist_ok=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with (build_dir / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = ninja_file(find_compiler(), library, build_dir)
+        description = build_dir / "build.ninja"
+        if not description.exists() or description.read_text() != text:
+            description.write_text(text)
+        result = subprocess.run(
+            [find_ninja(), "-C", str(build_dir)], capture_output=True, text=True, check=False
+        )
+    if result.returncode != 0:
+        raise PreconditionFailed(
+            f"building csrc/ failed:\n{result.stdout}{result.stderr}", reason="OPS_BUILD_FAILED"
+        )
+    if verbose:
+        print(result.stdout, end="")
+    return library
+
+
+def main() -> int:
+    """Command line: builds, prints the library's path; 1 and the compiler's output on failure."""
+    parser = argparse.ArgumentParser(description=build.__doc__)
+    parser.add_argument("--verbose", action="store_true", help="print ninja's output")
+    arguments = parser.parse_args()
+    try:
+        print(build(verbose=arguments.verbose))
+    except (NotFound, PreconditionFailed) as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What each op returns as far as shapes go, for torch.compile and export. Sizes may be symbolic."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PANEL = 16
+
+
+def _check(condition: bool) -> None:
+    torch._check(condition)
+
+
+def _panels(features: int) -> int:
+    return (features + PANEL - 1) // PANEL
+
+
+def _pack_linear(weight: Tensor) -> Tensor:
+    _check(weight.dim() == 2)
+    return weight.new_empty(_panels(weight.shape[0]), weight.shape[1], PANEL)
+
+
+def _packed_linear(
+    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
+) -> Tensor:
+    _check(packed.shape[1] == x.shape[-1])
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _packed_gated_linear(
+    x: Tensor, packed: Tensor, out_features: int, activation: str, bias: Tensor | None = None
+) -> Tensor:
+    _check(packed.shape[1] == x.shape[-1])
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    _check(weight.shape[0] == x.shape[-1])
+    return x.new_empty(x.shape)
+
+
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    _check(cos.shape[-1] == q.shape[-1])
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_length: int,
+    mask: Tensor | None,
+    causal: bool,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    _check(k.shape[3] == q.shape[3])
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+def register() -> None:
+    """Ties the fakes to the ops, which must be loaded."""
+    fakes: dict[str, Callable[..., Any]] = {
+        "pack_linear": _pack_linear,
+        "packed_linear": _packed_linear,
+        "packed_gated_linear": _packed_gated_linear,
+        "rms_norm": _rms_norm,
+        "rotary": _rotary,
+        "slot_attention": _slot_attention,
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"neap::{name}", fake)

@@ -1,0 +1,119 @@
+"""`slot_attention` as an attention implementation of Hugging Face transformers, under the name "neap".
+
+Works with any cache whose `update` returns views [B, Hkv, S, D] of what the layer may see, preallocated or not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from shared import ops
+
+NAME = "neap"
+
+# What would change the result and is not implemented. A value other than None is refused.
+_REFUSED = ("s_aux", "position_bias", "head_mask", "cache")
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of one pass: bool [B, 1, Q, S], or None where it is plain causal with the queries at the end.
+
+    Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
+    on shorter views, so those pass as plain too.
+    """
+    plain = (
+        allow_is_causal_skip
+        and kv_offset == 0
+        # A subclass of int may carry positions per row, a tensor belongs to a static cache: both need the full mask.
+        and type(q_offset) is int
+        and q_offset + q_length == kv_length
+        and (local_size is None or kv_length < local_size)
+        and (attention_mask is None or _nothing_hidden(attention_mask, kv_length))
+    )
+    if plain:
+        return None
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        **kwargs,
+    )
+    return mask
+
+
+def _nothing_hidden(padding: Tensor, kv_length: int) -> bool:
+    return padding.shape[-1] >= kv_length and bool(padding[:, :kv_length].all())
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """A 4-D mask of the caller's own may be additive: 0 and the dtype's minimum are as good as a bool."""
+    if mask.dtype == torch.bool:
+        return mask
+    visible = mask == 0
+    if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        raise NotImplementedError("attention 'neap' takes masks that show or hide, not biases")
+    return visible
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, Hq, Q, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] -> ([B, Q, Hq, Dv], no weights).
+
+    Raises `NotImplementedError` for attention sinks, biases, dropout and requests for the weights.
+    """
+    refused = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if dropout:
+        refused.append("dropout")
+    if kwargs.get("output_attentions"):
+        refused.append("output_attentions")
+    if refused:
+        raise NotImplementedError(f"attention 'neap' does not support {', '.join(refused)}")
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    else:
+        causal, attention_mask = False, _as_bool(attention_mask)
+    if key.stride(-1) != 1:
+        key = key.contiguous()
+    if value.stride(-1) != 1:
+        value = value.contiguous()
+    out = ops.slot_attention(
+        query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap
+    )
+    return out, None
+
+
+def register() -> None:
+    """Makes "neap" known to transformers. Changes no model by itself."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, attention_mask)

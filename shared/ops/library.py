@@ -1,0 +1,48 @@
+"""Finding and loading the compiled library, once per process and only when an op is first wanted."""
+
+import threading
+from pathlib import Path
+
+import torch
+
+from shared.errors import PreconditionFailed
+
+LIBRARY = Path(__file__).resolve().parent / "_lib" / "libneap_ops.so"
+
+_lock = threading.Lock()
+_loaded = False
+
+
+def is_available() -> bool:
+    """Whether the library is built. Does not load it."""
+    return _loaded or LIBRARY.exists()
+
+
+def load() -> None:
+    """Registers the ops and their fakes with torch. Costs one comparison once done.
+
+    Raises `PreconditionFailed` if the library is not built or does not load. There is no slower stand-in: what runs
+    without the library must say so itself.
+    """
+    global _loaded
+    if _loaded:
+        return
+    with _lock:
+        if _loaded:
+            return
+        if not LIBRARY.exists():
+            raise PreconditionFailed(
+                f"neap's kernels are not built ({LIBRARY} is missing): run `make build-ops`",
+                reason="OPS_NOT_BUILT",
+            )
+        try:
+            torch.ops.load_library(str(LIBRARY))
+        except OSError as error:
+            raise PreconditionFailed(
+                f"neap's kernels do not load, run `make build-ops`: {error}",
+                reason="OPS_NOT_LOADABLE",
+            ) from error
+        from shared.ops import fakes
+
+        fakes.register()
+        _loaded = True

@@ -1,0 +1,32 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shared import ops
+from shared.ops.build import build
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built() -> None:
+    build()  # a no-op unless a source changed
+    ops.load()
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # most cases are too small for a second one
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    try:
+        ops.set_cpu_isa(request.param)
+    except RuntimeError:
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    ops.set_cpu_isa("auto")

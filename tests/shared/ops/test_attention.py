@@ -1,0 +1,144 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shared import ops
+from shared.ops import reference
+
+DRAWN = settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def _cache_views(batch: int, heads: int, slots: int, width: int) -> Tensor:
+    """A view [B, H, slots, D] into a larger buffer, as a preallocated cache hands out."""
+    return torch.randn(batch, heads, slots + 7, width)[:, :, :slots]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict:
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 60]))
+    queries = draw(st.one_of(st.integers(1, 20), st.sampled_from([49, 97])))
+    # 256 keys make a block; fewer keys than queries leave rows that see nothing.
+    keys = draw(st.one_of(st.integers(1, 40), st.sampled_from([255, 256, 257, 300, 600])))
+    return {
+        "batch": draw(st.integers(1, 2)),
+        "heads": kv_heads * group,
+        "kv_heads": kv_heads,
+        "queries": min(queries, 20) if group == 60 else queries,
+        "keys": keys,
+        "width": draw(st.sampled_from([1, 3, 8, 16, 24, 64, 260])),
+        "value_width": draw(st.sampled_from([1, 8, 12, 16, 64, 72])),
+        "softcap": draw(st.sampled_from([None, 2.0])),
+        "masked": draw(st.sampled_from(["no", "per row", "shared"])),
+        "causal": draw(st.booleans()),
+    }
+
+
+def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    q = torch.randn(p["batch"], p["queries"], p["heads"], p["width"]).transpose(1, 2)
+    k = _cache_views(p["batch"], p["kv_heads"], p["keys"], p["width"])
+    v = _cache_views(p["batch"], p["kv_heads"], p["keys"], p["value_width"])
+    if p["masked"] == "no":
+        return q, k, v, None
+    rows = p["batch"] if p["masked"] == "per row" else 1
+    mask = torch.rand(rows, 1, p["queries"], p["keys"]) < 0.6
+    mask[:, :, 0] = False
+    return q, k, v, mask
+
+
+@DRAWN
+@given(p=problems())
+def test_agrees_with_its_reference(isa: str, p: dict) -> None:
+    q, k, v, mask = _inputs(p)
+    scale = p["width"] ** -0.5
+    out = ops.slot_attention(q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"])
+    wanted = reference.slot_attention(q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"])
+    torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
+
+
+@DRAWN
+@given(p=problems())
+def test_a_query_has_the_same_bits_alone_over_a_shorter_view(isa: str, p: dict) -> None:
+    q, k, v, mask = _inputs(p)
+    together = ops.slot_attention(q, k, v, p["keys"], mask, True, None, p["softcap"])
+    for j in range(p["queries"]):
+        end = max(0, p["keys"] - p["queries"] + j + 1)
+        own = None if mask is None else mask[:, :, j : j + 1, :end]
+        alone = ops.slot_attention(q[:, :, j : j + 1], k, v, end, own, True, None, p["softcap"])
+        assert torch.equal(alone[:, 0], together[:, j])
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 900), (8, 300), (8, 3000), (200, 200)])
+def test_has_the_same_bits_for_any_number_of_threads(queries: int, keys: int) -> None:
+    q, (k, v) = torch.randn(1, 9, queries, 64), torch.randn(2, 1, 3, keys, 64).unbind()
+    results = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        results.append(ops.slot_attention(q, k, v, keys))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_agrees_with_pytorch_on_a_long_prompt() -> None:
+    q, (k, v) = torch.randn(1, 9, 300, 64), torch.randn(2, 1, 3, 300, 64).unbind()
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(
+        ops.slot_attention(q, k, v, 300).transpose(1, 2), wanted, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_a_mask_that_says_causal_gives_the_bits_of_causal() -> None:
+    q, (k, v) = torch.randn(2, 6, 8, 16), torch.randn(2, 2, 2, 300, 16).unbind()
+    mask = torch.ones(1, 1, 8, 300, dtype=torch.bool).tril(292)
+    assert torch.equal(
+        ops.slot_attention(q, k, v, 300, mask, False), ops.slot_attention(q, k, v, 300)
+    )
+
+
+def test_a_row_that_sees_nothing_is_zero_and_large_scores_do_not_overflow() -> None:
+    q, (k, v) = torch.full((1, 1, 2, 8), 100.0), torch.full((2, 1, 1, 5, 8), 100.0).unbind()
+    mask = torch.tensor([False, True])[None, None, :, None].expand(1, 1, 2, 5)
+    out = ops.slot_attention(q, k, v, 5, mask, False)
+    assert torch.equal(out[0, 0], torch.zeros(1, 8))
+    torch.testing.assert_close(out[0, 1], torch.full((1, 8), 100.0))
+
+
+def test_slots_past_the_view_are_never_read() -> None:
+    k, v = torch.full((2, 1, 1, 40, 8), float("nan")).unbind()
+    k[:, :, :20], v[:, :, :20] = torch.randn(2, 20, 8)
+    assert ops.slot_attention(torch.randn(1, 2, 3, 8), k, v, 20).isfinite().all()
+
+
+def test_empty_tensors() -> None:
+    k, v = torch.randn(2, 1, 1, 4, 8).unbind()
+    assert ops.slot_attention(torch.randn(1, 2, 0, 8), k, v, 4).shape == (1, 0, 2, 8)
+    no_keys = ops.slot_attention(torch.randn(1, 2, 3, 8), k[:, :, :0], v[:, :, :0], 0)
+    assert torch.equal(no_keys, torch.zeros(1, 3, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.randn(1, 3, 2, 8)}, "3 query heads cannot share 2 key heads"),
+        ({"q": torch.randn(1, 4, 2, 9)}, "do not fit"),
+        ({"q": torch.randn(2, 4, 2, 8)}, "do not fit"),
+        ({"v": torch.randn(1, 2, 5, 8)}, "do not fit"),
+        ({"q": torch.randn(1, 4, 2, 8).half()}, "q must be float32"),
+        ({"k": torch.randn(1, 2, 8, 6).transpose(2, 3)}, "last dimension of k and v"),
+        ({"kv_length": 7}, "exceeds the 6 slots"),
+        ({"mask": torch.ones(1, 1, 2, 6)}, "mask must be a bool tensor"),
+        ({"mask": torch.ones(1, 1, 2, 5, dtype=torch.bool)}, r"want \[1 or 1, 1, 2, 6\]"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict, message: str) -> None:
+    k, v = torch.randn(2, 1, 2, 6, 8).unbind()
+    arguments = {"q": torch.randn(1, 4, 2, 8), "k": k, "v": v, "kv_length": 6}
+    with pytest.raises(RuntimeError, match=message):
+        ops.slot_attention(**{**arguments, **change})

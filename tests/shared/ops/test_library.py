@@ -1,0 +1,145 @@
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from shared import ops
+from shared.errors import PreconditionFailed
+from shared.ops import build, library
+
+OPS = [
+    "pack_linear",
+    "packed_linear",
+    "packed_gated_linear",
+    "rms_norm",
+    "rotary",
+    "slot_attention",
+]
+
+
+def _calls() -> dict[str, tuple]:
+    packed = ops.pack_linear(torch.randn(20, 12))
+    gated = ops.pack_gated_linear(torch.randn(20, 12), torch.randn(20, 12))
+    q, (k, v) = torch.randn(1, 4, 3, 8), torch.randn(2, 1, 2, 6, 8).unbind()
+    cos, sin = torch.randn(2, 1, 3, 8).unbind()
+    mask = torch.ones(1, 1, 3, 6, dtype=torch.bool)
+    return {
+        "pack_linear": (torch.randn(20, 12),),
+        "packed_linear": (torch.randn(2, 3, 12), packed, 20, torch.randn(20)),
+        "packed_gated_linear": (torch.randn(2, 12), gated, 20, "silu", torch.randn(40)),
+        "rms_norm": (torch.randn(2, 12), torch.randn(12), 1e-5, 1.0),
+        "rotary": (q, k[:, :, :3], cos, sin),
+        "slot_attention": (q, k, v, 6, mask, True, 0.3, 4.0),
+    }
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_schema_fake_and_dispatch_are_sound(name: str) -> None:
+    opcheck(getattr(torch.ops.neap, name).default, _calls()[name])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compiles_as_one_graph(name: str) -> None:
+    function, arguments = getattr(ops, name), _calls()[name]
+
+    def doubled(*args):
+        out = function(*args)
+        return out[0] * 2 if isinstance(out, tuple) else out * 2
+
+    compiled = torch.compile(doubled, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*arguments), doubled(*arguments))
+
+
+def test_compiles_for_any_number_of_tokens() -> None:
+    packed = ops.pack_linear(torch.randn(20, 12))
+    compiled = torch.compile(
+        lambda x: ops.packed_linear(x, packed, 20) + 1,
+        fullgraph=True,
+        dynamic=True,
+        backend="aot_eager",
+    )
+    for rows in (2, 5, 9):
+        x = torch.randn(rows, 12)
+        assert torch.equal(compiled(x), ops.packed_linear(x, packed, 20) + 1)
+
+
+def test_the_best_instruction_set_is_chosen_and_unknown_ones_are_refused() -> None:
+    ops.set_cpu_isa("auto")
+    assert ops.cpu_isa() in ("avx512", "avx2", "portable")
+    with pytest.raises(RuntimeError, match="has no 'mmx'"):
+        ops.set_cpu_isa("mmx")
+
+
+def test_a_missing_library_says_how_to_build_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "_loaded", False)
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "none.so")
+    assert not ops.is_available()
+    with pytest.raises(PreconditionFailed, match="make build-ops"):
+        ops.pack_linear(torch.randn(2, 2))
+
+
+def test_a_broken_library_says_how_to_build_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(library, "_loaded", False)
+    monkeypatch.setattr(library, "LIBRARY", broken)
+    with pytest.raises(PreconditionFailed, match="do not load"):
+        ops.load()
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    code = "import shared.ops, torch; assert not hasattr(torch.ops.neap, 'rms_norm'); print('lazy')"
+    root = Path(__file__).resolve().parents[3]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
+    assert result.stdout == "lazy\n"
+
+
+def test_a_second_build_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    build.build(verbose=True)
+    assert "no work to do" in capsys.readouterr().out
+
+
+def test_a_failed_build_shows_what_the_compiler_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "broken.cpp").write_text("int main() { return undeclared_name; }\n")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(build, "objects", lambda: [build.Object("broken", "broken.cpp", "")])
+    with pytest.raises(PreconditionFailed, match="undeclared_name"):
+        build.build(tmp_path / "lib" / "out.so", tmp_path / "objects")
+    assert not (tmp_path / "lib" / "out.so").exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="widens the kernels by x86 flags")
+def test_the_paths_of_wider_instruction_sets_hold(tmp_path: Path) -> None:
+    """AVX-512's tiles and panel groups, run on 16 lanes that the compiler makes of narrower ones."""
+    wide = f"{build.COMMON_FLAGS} {build.KERNEL_FLAGS} -mavx2 -mfma -DNEAP_PORTABLE_LANES=16 -O1"
+    kernels, wider = tmp_path / "kernels.o", tmp_path / "wide.so"
+    compiler = build.find_compiler()
+    source = str(build.SOURCES / "cpu" / "kernels.cpp")
+    subprocess.run([compiler, *wide.split(), "-c", source, "-o", str(kernels)], check=True)
+    names = [item.name for item in build.objects() if item.name != "kernels_portable"]
+    others = [str(build.BUILD_DIR / f"{name}.o") for name in names]
+    subprocess.run([compiler, "-shared", "-o", str(wider), str(kernels), *others], check=True)
+    code = (
+        "import sys, pathlib, pytest; from shared.ops import library;"
+        f"library.LIBRARY = pathlib.Path({str(wider)!r});"
+        "sys.exit(pytest.main(['-q', '-k', 'portable and (neighbours or shorter_view)',"
+        " 'tests/shared/ops/test_linear.py', 'tests/shared/ops/test_attention.py']))"
+    )
+    root = Path(__file__).resolve().parents[3]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
