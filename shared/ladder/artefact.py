@@ -1,0 +1,218 @@
+"""The published form of a ladder: a JSON manifest and one safetensors blob. Nothing executable, nothing trusted."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from shared.errors import Corrupt, PreconditionFailed
+from shared.ladder.heads import HEAD_FORMS, ExitHead
+from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.routers import DepthRouter
+from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
+from shared.ladder.successors import SuccessorTable
+from shared.ladder.table_router import TableRouter
+
+SCHEMA_VERSION = 1
+BLOB = "ladder.safetensors"
+MAX_BLOB_BYTES = 1 << 30
+# Largest sizes a manifest may ask memory for.
+MAX_HIDDEN_SIZE, MAX_RANK, MAX_ROUTER_WIDTH, MAX_EXITS = 65_536, 8_192, 8_192, 64
+MAX_VOCABULARY = 1 << 22
+
+
+def round_weights(module: nn.Module) -> None:
+    """Rounds to what is shipped (float16), so that what is measured is what is served."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.clamp(-60_000, 60_000).half().float())
+
+
+def pack_ladder(
+    ladder: Ladder, report: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(manifest, blobs). `report` is what `calibrate` returned: its "rungs" figures go to the rungs, the rest is "calibration".
+
+    Weights must be rounded already (`round_weights`): they are stored as float16.
+    """
+    figures: Mapping[str, Mapping[str, float]] = report.get("rungs", {})
+    tensors: dict[str, Tensor] = {}
+    rungs: list[dict[str, Any]] = []
+
+    def rung(name: str, depth: int, **layout: Any) -> None:
+        rungs.append(
+            {"name": name, "depth": depth, **layout, "figures": dict(figures.get(name, {}))}
+        )
+
+    if ladder.suffix_router is not None:
+        rung(SUFFIX, 0, router=ladder.suffix_router.to_json())
+    if ladder.successors is not None and ladder.successor_router is not None:
+        table = ladder.successors.to_tensors()
+        tensors |= {f"{SUCCESSOR}.{name}": tensor for name, tensor in table.items()}
+        rung(SUCCESSOR, 0, router=ladder.successor_router.to_json())
+    for layer_exit in ladder.exits:
+        head, router = layer_exit.head, layer_exit.router
+        for part, module in (("head", head), ("router", router)):
+            for name, tensor in module.state_dict().items():
+                tensors[f"{layer_exit.name}.{part}.{name}"] = (
+                    tensor.detach().half().cpu().contiguous()
+                )
+        rung(
+            layer_exit.name,
+            layer_exit.depth,
+            form=head.form,
+            rank=head.rank,
+            head_width=head.head_width,
+            router_width=router.hidden.out_features,
+        )
+    if ladder.draft_vocabulary is not None:
+        tensors["draft_vocabulary"] = ladder.draft_vocabulary.to(torch.int32).cpu()
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "model": _model_json(ladder.model),
+        "rungs": rungs,
+        "draft_vocabulary": 0 if ladder.draft_vocabulary is None else len(ladder.draft_vocabulary),
+        "calibration": {key: value for key, value in report.items() if key != "rungs"},
+    }
+    return json.loads(json.dumps(manifest, allow_nan=False)), {BLOB: save(tensors)}
+
+
+def _model_json(model: ModelIdentity) -> dict[str, Any]:
+    fields = asdict(model)
+    return {"id": fields.pop("model_id"), **fields}
+
+
+def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
+    """The ladder that `pack_ladder` packed.
+
+    Raises `PreconditionFailed` (reason SCHEMA_TOO_NEW) for a later format and `Corrupt` for anything that does not fit: names,
+    shapes, dtypes, numbers that are not finite, sizes out of all proportion.
+    """
+    version = manifest.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise PreconditionFailed(
+            f"the router has format {version}; this neap reads up to {SCHEMA_VERSION}",
+            reason="SCHEMA_TOO_NEW",
+        )
+    if version != SCHEMA_VERSION or set(blobs) != {BLOB}:
+        raise Corrupt("the router has no valid schema_version or other blobs than expected")
+    if len(blobs[BLOB]) > MAX_BLOB_BYTES:
+        raise Corrupt("the router's blob is too large")
+    try:
+        tensors = load(blobs[BLOB])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise Corrupt("the router's blob is not safetensors") from error
+    try:
+        return _Unpacker(manifest, tensors).ladder()
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise Corrupt("the router's manifest lacks or garbles a field") from error
+
+
+class _Unpacker:
+    def __init__(self, manifest: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+        self.manifest = manifest
+        self.tensors = tensors
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise Corrupt(f"{name} holds numbers that are not finite")
+
+    def ladder(self) -> Ladder:
+        fields = dict(self.manifest["model"])
+        model = ModelIdentity(
+            model_id=_text(fields["id"]),
+            fingerprint=_text(fields["fingerprint"]),
+            architecture=_text(fields["architecture"]),
+            num_layers=_size(fields["num_layers"], 100_000),
+            hidden_size=_size(fields["hidden_size"], MAX_HIDDEN_SIZE),
+            vocabulary_size=_size(fields["vocabulary_size"], MAX_VOCABULARY),
+        )
+        rungs = {_text(rung["name"]): rung for rung in self.manifest["rungs"]}
+        if len(rungs) != len(self.manifest["rungs"]) or len(rungs) > MAX_EXITS + 2:
+            raise Corrupt("the router's rungs are not distinct or too many")
+        suffix, successor = rungs.pop(SUFFIX, None), rungs.pop(SUCCESSOR, None)
+        table = self._take(SUCCESSOR)
+        if (successor is None) == bool(table):
+            raise Corrupt("the successor table and its rung do not go together")
+        exits = tuple(self._exit(rung, model) for rung in rungs.values())
+        depths = [layer_exit.depth for layer_exit in exits]
+        if depths != sorted(set(depths)):
+            raise Corrupt("the router's exits are not in the order of their depths")
+        vocabulary = self._draft_vocabulary(model, bool(exits))
+        if self.tensors:
+            raise Corrupt(f"the router's blob holds {len(self.tensors)} tensors of no rung")
+        return Ladder(
+            model=model,
+            suffix_router=TableRouter.from_json(suffix["router"]) if suffix else None,
+            successors=SuccessorTable.from_tensors(table, model.vocabulary_size) if table else None,
+            successor_router=TableRouter.from_json(successor["router"]) if successor else None,
+            exits=exits,
+            draft_vocabulary=vocabulary,
+        )
+
+    def _take(self, prefix: str) -> dict[str, Tensor]:
+        names = [name for name in self.tensors if name.startswith(f"{prefix}.")]
+        return {name[len(prefix) + 1 :]: self.tensors.pop(name) for name in names}
+
+    def _exit(self, rung: Mapping[str, Any], model: ModelIdentity) -> LayerExit:
+        depth = _size(rung["depth"], model.num_layers - 1, least=0)
+        if rung["name"] != exit_name(depth) or rung["form"] not in HEAD_FORMS:
+            raise Corrupt(f"rung {rung['name']!r} has another depth or an unknown form")
+        width = _size(rung["head_width"], MAX_HIDDEN_SIZE)
+        rank = _size(rung["rank"], MAX_RANK, least=0)
+        router_width = _size(rung["router_width"], MAX_ROUTER_WIDTH)
+        # On the meta device nothing is allocated before the sizes are seen to fit the tensors that came.
+        with torch.device("meta"):
+            head = ExitHead(rung["form"], model.hidden_size, width, rank)
+            router = DepthRouter(width, router_width)
+        _fill(head, self._take(f"{rung['name']}.head"))
+        _fill(router, self._take(f"{rung['name']}.router"))
+        agreement = float(rung["figures"].get("agreement", 0.0))
+        if not 0.0 <= agreement <= 1.0:
+            raise Corrupt(f"the agreement of rung {rung['name']!r} is {agreement}")
+        return LayerExit(depth, head.eval(), router.eval(), agreement)
+
+    def _draft_vocabulary(self, model: ModelIdentity, is_needed: bool) -> Tensor | None:
+        stored = self.tensors.pop("draft_vocabulary", None)
+        if (stored is not None) != is_needed:
+            raise Corrupt("the draft vocabulary and the exits do not go together")
+        if stored is None:
+            return None
+        vocabulary = stored.long()
+        valid = stored.dtype == torch.int32 and stored.dim() == 1 and len(stored) > 0
+        if (
+            not valid
+            or len(stored) != self.manifest["draft_vocabulary"]
+            or int(vocabulary.min()) < 0
+            or int(vocabulary.max()) >= model.vocabulary_size
+            or len(vocabulary.unique()) != len(vocabulary)
+        ):
+            raise Corrupt("the draft vocabulary is not a set of tokens of the model")
+        return vocabulary
+
+
+def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    expected = module.state_dict()
+    if set(tensors) != set(expected):
+        raise Corrupt(f"a {type(module).__name__} has other tensors than expected")
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float16 or tensor.shape != expected[name].shape:
+            raise Corrupt(f"{name} of a {type(module).__name__} has the wrong dtype or shape")
+    module.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+    module.requires_grad_(False)
+
+
+def _size(value: Any, most: int, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise Corrupt(f"a size of the router is {value!r}; it must be in [{least}, {most}]")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 1024:
+        raise Corrupt("a name in the router's manifest is not a text")
+    return value

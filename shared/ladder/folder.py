@@ -1,0 +1,39 @@
+"""A packed ladder as a folder: manifest.json beside its blobs. For shipping a router as files and for measuring."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared.errors import Corrupt, NotFound
+from shared.ladder.artefact import unpack_ladder
+from shared.ladder.ladder import Ladder
+
+MANIFEST = "manifest.json"
+
+
+def write_packed(folder: Path, manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+    """Writes what `pack_ladder` returned; makes the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in blobs.items():
+        (folder / name).write_bytes(data)
+    text = json.dumps(manifest, indent=1, sort_keys=True)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read_packed(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(manifest, blobs). Raises `NotFound`, `Corrupt`."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise NotFound(f"{folder} holds no packed router: {MANIFEST} is missing")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Corrupt(f"{path} is not JSON") from error
+    blobs = {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file != path}
+    return manifest, blobs
+
+
+def read_ladder(folder: Path) -> Ladder:
+    """Raises `NotFound`, `Corrupt`, `PreconditionFailed`."""
+    return unpack_ladder(*read_packed(folder))

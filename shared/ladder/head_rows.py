@@ -1,0 +1,48 @@
+"""The LM head restricted to the draft vocabulary (FR-Spec, 2502.14856)."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared import ops
+
+# Basis vectors passed through the head at a time where its weight cannot be read.
+CHUNK = 256
+
+Projection = Callable[[Tensor], Tensor]
+
+
+def head_width(head: nn.Module) -> int:
+    """What the LM head reads: D, or less where a projection stands before it."""
+    weight = head.get_parameter("weight")
+    return int(weight.shape[-1])
+
+
+@torch.no_grad()
+def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The head's rows [Vd, head_width] and biases [Vd] of `vocabulary` [Vd], float32, on the head's device.
+
+    Where the weight was freed (it lives packed in a kernel's layout), the head is asked for them, basis vector by basis vector.
+    """
+    weight, bias = head.get_parameter("weight"), getattr(head, "bias", None)
+    own_bias = bias.detach()[vocabulary].float() if isinstance(bias, Tensor) else None
+    if weight.device.type != "meta":
+        return weight.detach()[vocabulary.to(weight.device)].float(), own_bias
+    width = head_width(head)
+    columns = []
+    for start in range(0, width, CHUNK):
+        basis = torch.zeros(min(CHUNK, width - start), width)
+        basis[:, start : start + CHUNK].fill_diagonal_(1.0)
+        columns.append(head(basis)[:, vocabulary].float())
+    rows = torch.cat(columns).T
+    return (rows if own_bias is None else rows - own_bias[:, None]).contiguous(), own_bias
+
+
+def projection(rows: Tensor, bias: Tensor | None) -> Projection:
+    """states [..., head_width] -> logits [..., Vd] by the fastest way there is, for inference only."""
+    if rows.device.type == "cpu" and ops.is_available():
+        packed, size = ops.pack_linear(rows), rows.shape[0]
+        return lambda states: ops.packed_linear(states, packed, size, bias)
+    return lambda states: F.linear(states, rows, bias)

@@ -1,0 +1,191 @@
+"""A ladder: the rungs of one model, and their use while a sequence is decoded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.errors import RouterMismatch
+from shared.ladder.head_rows import gather_rows, projection
+from shared.ladder.heads import ExitHead
+from shared.ladder.routers import DepthRouter, scalar_features
+from shared.ladder.rungs import SUCCESSOR, SUFFIX, Draft, exit_name
+from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
+from shared.ladder.suffix import SuffixIndex, SuffixMatch
+from shared.ladder.table_router import AGREES, DIFFERS, SILENT, Evidence, TableRouter
+from shared.model.load import LoadedModel
+from shared.model.runner import DepthRunner
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """The model a ladder was calibrated for."""
+
+    model_id: str
+    fingerprint: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    vocabulary_size: int
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> "ModelIdentity":
+        return cls(
+            model_id=loaded.model_id,
+            fingerprint=loaded.fingerprint,
+            architecture=loaded.architecture,
+            num_layers=loaded.num_layers,
+            hidden_size=loaded.hidden_size,
+            vocabulary_size=loaded.vocabulary_size,
+        )
+
+
+@dataclass(frozen=True)
+class LayerExit:
+    """An exit at `depth` (0 <= depth < L): what it says, and how far to trust it.
+
+    `agreement` is the held-out share of tokens on which it says what the full model does: what a planner may expect of it
+    before it is asked.
+    """
+
+    depth: int
+    head: ExitHead
+    router: DepthRouter
+    agreement: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return exit_name(self.depth)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Immutable. `exits` shallowest first; `draft_vocabulary` [Vd] int64, absent only where there are no exits."""
+
+    model: ModelIdentity
+    suffix_router: TableRouter | None = None
+    successors: SuccessorTable | None = None
+    successor_router: TableRouter | None = None
+    exits: tuple[LayerExit, ...] = ()
+    draft_vocabulary: Tensor | None = None
+
+    @property
+    def model_fingerprint(self) -> str:
+        return self.model.fingerprint
+
+    @property
+    def rung_names(self) -> tuple[str, ...]:
+        """In draft order."""
+        names = [SUFFIX] if self.suffix_router else []
+        names += [SUCCESSOR] if self.successors and self.successor_router else []
+        return (*names, *(layer_exit.name for layer_exit in self.exits))
+
+    def check_model(self, loaded: LoadedModel) -> None:
+        """Raises `RouterMismatch` unless `loaded` is the model this ladder was calibrated for."""
+        if loaded.fingerprint != self.model.fingerprint:
+            raise RouterMismatch(
+                f"the router was calibrated for {self.model.model_id}, another model or another revision than the one loaded",
+                metadata={
+                    "router_fingerprint": self.model.fingerprint,
+                    "model_fingerprint": loaded.fingerprint,
+                },
+            )
+
+    def bind(self, runner: DepthRunner) -> "BoundLadder":
+        """Readies the ladder for one model in memory. Raises `RouterMismatch`."""
+        self.check_model(runner.loaded)
+        return BoundLadder(self, runner)
+
+
+class BoundLadder:
+    """A ladder beside its model: head rows gathered once, heads and routers on the model's device, float32."""
+
+    def __init__(self, ladder: Ladder, runner: DepthRunner) -> None:
+        self.ladder = ladder
+        self.depths = tuple(layer_exit.depth for layer_exit in ladder.exits)
+        self.agreements = tuple(layer_exit.agreement for layer_exit in ladder.exits)
+        self._exits = ladder.exits
+        if ladder.exits:
+            assert ladder.draft_vocabulary is not None
+            device = runner.loaded.device
+            self._vocabulary = ladder.draft_vocabulary.to(device)
+            self._project = projection(*gather_rows(runner.loaded.parts.head, self._vocabulary))
+            for layer_exit in ladder.exits:
+                layer_exit.head.to(device).requires_grad_(False)
+                layer_exit.router.to(device).requires_grad_(False)
+            self._offsets = torch.arange(64, device=device)
+
+    def new_sequence(self, prompt: Sequence[int]) -> "SequenceDrafter":
+        return SequenceDrafter(self.ladder, prompt)
+
+    @torch.inference_mode()
+    def exit(self, index: int, state: Tensor, deep_state: Tensor, offset: int = 1) -> Draft:
+        """Head and router of `exits[index]` on one token.
+
+        `state` [D] of the token at that depth, `deep_state` [D] of the last settled token at depth L, `offset` >= 1: how many
+        positions lie between the two (1: the token before this one is settled).
+        """
+        layer_exit = self._exits[index]
+        ago = self._offsets[min(offset - 1, 63)]
+        adapted = layer_exit.head(state, deep_state, ago)
+        logits = self._project(adapted)
+        probability = layer_exit.router(adapted, scalar_features(logits, ago))
+        token = self._vocabulary[logits.argmax()]
+        return Draft(int(token), float(probability), layer_exit.name, layer_exit.depth)
+
+
+class SequenceDrafter:
+    """Rung 0 of one sequence. Only final tokens are appended; drafts are handed to `table_draft`."""
+
+    def __init__(self, ladder: Ladder, prompt: Sequence[int]) -> None:
+        self._suffix_router = ladder.suffix_router
+        self._successor_router = ladder.successor_router
+        self._successors = ladder.successors if ladder.successor_router else None
+        self._index = SuffixIndex(prompt) if self._suffix_router else None
+        self._tail = tuple(prompt[-MAX_ORDER:])
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """`tokens` are final and follow those so far."""
+        self._tail = (*self._tail, *tokens)[-MAX_ORDER:]
+        if self._index is not None:
+            for token in tokens:
+                self._index.append(token)
+
+    def table_draft(self, drafted: Sequence[int] = ()) -> Draft | None:
+        """The better of suffix lookup and successor table for the token after the sequence + `drafted`. No layer runs."""
+        suffix, successors = self.table_matches(drafted)
+        best: Draft | None = None
+        chained = len(drafted)
+        if suffix is not None and self._suffix_router is not None:
+            evidence = suffix_evidence(suffix, successors, chained)
+            best = Draft(suffix.token, self._suffix_router.probability(evidence), SUFFIX, 0)
+        if self._successor_router is not None:
+            for match in successors:
+                evidence = successor_evidence(match, suffix, chained)
+                probability = self._successor_router.probability(evidence)
+                if best is None or probability > best.probability:
+                    best = Draft(match.token, probability, SUCCESSOR, 0)
+        return best
+
+    def table_matches(
+        self, drafted: Sequence[int]
+    ) -> tuple[SuffixMatch | None, list[SuccessorMatch]]:
+        """What both sources say, unjudged; for the routers' training and for `table_draft`."""
+        suffix = self._index.propose(drafted) if self._index is not None else None
+        if self._successors is None:
+            return suffix, []
+        tail = (*self._tail, *drafted)[-MAX_ORDER:] if drafted else self._tail
+        return suffix, self._successors.matches(tail)
+
+
+def suffix_evidence(match: SuffixMatch, others: Sequence[SuccessorMatch], chained: int) -> Evidence:
+    """How a suffix match is judged: beside what the longest known context in the table says."""
+    other = SILENT if not others else AGREES if others[0].token == match.token else DIFFERS
+    return Evidence(match.match_length, match.count, match.share, chained, other)
+
+
+def successor_evidence(match: SuccessorMatch, other: SuffixMatch | None, chained: int) -> Evidence:
+    """How a table match is judged: beside what the sequence itself says."""
+    says = SILENT if other is None else AGREES if other.token == match.token else DIFFERS
+    return Evidence(match.order, match.count, match.share, chained, says)

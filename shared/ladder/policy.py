@@ -1,0 +1,33 @@
+"""What makes a token that left early final."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.errors import InvalidInput
+
+PolicyName = Literal["full", "exact", "relaxed"]
+
+
+@dataclass(frozen=True)
+class DepthPolicy:
+    """`full`: no exits. `exact`: exits are drafts that a deep pass verifies. `relaxed`: exits with a router probability of at
+    least `threshold` are final.
+
+    `min_layers`: a token may leave only after this many layers. `max_drafts`: tokens pending before a deep pass at most; 0 lets
+    the planner choose.
+    """
+
+    name: PolicyName = "exact"
+    threshold: float = 0.85
+    min_layers: int = 0
+    max_drafts: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in ("full", "exact", "relaxed"):
+            raise InvalidInput(f"depth policy is {self.name!r}; it must be full, exact or relaxed")
+        if not 0.0 < self.threshold <= 1.0:
+            raise InvalidInput(f"threshold is {self.threshold}; it must be in (0, 1]")
+        if self.min_layers < 0:
+            raise InvalidInput(f"min_layers is {self.min_layers}; it must not be negative")
+        if not 0 <= self.max_drafts <= 64:
+            raise InvalidInput(f"max_drafts is {self.max_drafts}; it must be in [0, 64]")

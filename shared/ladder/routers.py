@@ -1,0 +1,45 @@
+"""The routers of layer exits: norm -> 128 -> SiLU -> 1, then calibrated."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared.ladder.heads import unit
+
+DEFAULT_WIDTH = 128
+# Beside the adapted state: the draft's log-probability, its lead over the second, its chain offset.
+NUM_SCALARS = 3
+LOWEST, HIGHEST = 1e-3, 0.999
+
+
+def scalar_features(logits: Tensor, offset: Tensor) -> Tensor:
+    """Draft logits [..., Vd], offset [...] -> [..., NUM_SCALARS]: log p(top), p(top) - p(second), offset / 4."""
+    top = torch.topk(logits, min(2, logits.shape[-1]), dim=-1).values
+    log_mass = torch.logsumexp(logits, -1)
+    first = top[..., 0] - log_mass
+    second = (top[..., -1] - log_mass).exp() if logits.shape[-1] > 1 else torch.zeros_like(first)
+    return torch.stack([first, first.exp() - second, offset.to(first.dtype) / 4], -1)
+
+
+class DepthRouter(nn.Module):
+    """P(the exit's token is the full model's). The norm of its input is part of the router: one forward trains and serves."""
+
+    def __init__(self, head_width: int, width: int = DEFAULT_WIDTH) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(head_width, width)
+        self.scalars = nn.Linear(NUM_SCALARS, width, bias=False)
+        self.output = nn.Linear(width, 1)
+        self.skip = nn.Linear(NUM_SCALARS, 1, bias=False)
+        self.slope = nn.Parameter(torch.ones(1))
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def score(self, adapted: Tensor, scalars: Tensor) -> Tensor:
+        """Adapted state [..., head_width] and scalar features [..., NUM_SCALARS] -> uncalibrated log-odds [...]."""
+        inner = F.silu(self.hidden(unit(adapted)) + self.scalars(scalars))
+        score: Tensor = (self.output(inner) + self.skip(scalars))[..., 0]
+        return score
+
+    def forward(self, adapted: Tensor, scalars: Tensor) -> Tensor:
+        """The calibrated probability [...], in [LOWEST, HIGHEST]."""
+        logit = self.slope * self.score(adapted, scalars) + self.shift
+        return torch.sigmoid(logit).clamp(LOWEST, HIGHEST)

@@ -1,0 +1,138 @@
+"""Rung 0b: what the full model usually says after these few tokens, learnt at calibration and shipped.
+
+Contexts are kept as 32-bit hashes, so a table of n entries mistakes an unseen context for a seen one with chance n / 2^32.
+A mistake costs a rejected draft, never a wrong token.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shared.errors import Corrupt
+
+MAX_ORDER = 4
+MAX_COUNT = 255
+MULTIPLIER, MIXER = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+MASK = (1 << 64) - 1
+
+Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SuccessorMatch:
+    """`token` followed this context of `order` tokens `count` times (255 at most), which is `share` of its occurrences."""
+
+    token: int
+    order: int
+    count: int
+    share: float
+
+
+def context_keys(tokens: npt.NDArray[np.uint64], order: int) -> npt.NDArray[np.uint64]:
+    """Keys (32 bits) of the contexts of `order` tokens that end at each position >= order - 1 of tokens [S]."""
+    size = len(tokens) - order + 1
+    state = np.zeros(max(size, 0), dtype=np.uint64)
+    for back in range(order):
+        newest = tokens[order - 1 - back : order - 1 - back + size]
+        state = _finish((state + newest + np.uint64(1)) * np.uint64(MULTIPLIER))
+    return state >> np.uint64(32)
+
+
+def _finish(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    return (state ^ (state >> np.uint64(29))) * np.uint64(MIXER)
+
+
+class SuccessorTable:
+    """Immutable. Per order 1..MAX_ORDER: sorted keys, and for each key a token, its count and its share (in 255ths)."""
+
+    def __init__(self, orders: Sequence[tuple[Array, Array, Array, Array]]) -> None:
+        """`orders[m - 1]` = (keys, tokens, counts, shares) of contexts of m tokens, keys strictly increasing."""
+        self._orders = [
+            (
+                array("I", keys.astype(np.uint32).tobytes()),
+                array("I", tokens.astype(np.uint32).tobytes()),
+                counts.astype(np.uint8).tobytes(),
+                shares.astype(np.uint8).tobytes(),
+            )
+            for keys, tokens, counts, shares in orders
+        ]
+
+    @property
+    def num_entries(self) -> int:
+        return sum(len(keys) for keys, *_ in self._orders)
+
+    def matches(self, context_tail: Sequence[int]) -> list[SuccessorMatch]:
+        """A match per order that knows the context, the longest context first. Takes a few microseconds."""
+        found: list[SuccessorMatch] = []
+        state, last = 0, len(context_tail) - 1
+        for back, (keys, tokens, counts, shares) in enumerate(self._orders):
+            if back > last:
+                break
+            state = ((state + context_tail[last - back] + 1) * MULTIPLIER) & MASK
+            state = ((state ^ (state >> 29)) * MIXER) & MASK
+            key = state >> 32
+            at = bisect_left(keys, key)
+            if at < len(keys) and keys[at] == key:
+                found.append(SuccessorMatch(tokens[at], back + 1, counts[at], shares[at] / 255))
+        found.reverse()
+        return found
+
+    def propose(self, context_tail: Sequence[int]) -> SuccessorMatch | None:
+        """The match of the longest context known; None where not even the last token is."""
+        found = self.matches(context_tail)
+        return found[0] if found else None
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """For safetensors: per order `keys` and `tokens` int32 (bit patterns of uint32), `counts` and `shares` uint8."""
+        tensors: dict[str, Tensor] = {}
+        for order, (keys, tokens, counts, shares) in enumerate(self._orders, 1):
+            narrow = np.frombuffer(tokens, dtype=np.uint32)
+            if len(narrow) == 0 or narrow.max() < 1 << 16:
+                stored = torch.from_numpy(narrow.astype(np.uint16).view(np.int16))
+            else:
+                stored = torch.from_numpy(narrow.view(np.int32).copy())
+            tensors |= {
+                f"{order}.keys": torch.from_numpy(np.array(keys, dtype=np.uint32).view(np.int32)),
+                f"{order}.tokens": stored,
+                f"{order}.counts": torch.from_numpy(np.frombuffer(counts, dtype=np.uint8).copy()),
+                f"{order}.shares": torch.from_numpy(np.frombuffer(shares, dtype=np.uint8).copy()),
+            }
+        return tensors
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], vocabulary_size: int) -> "SuccessorTable":
+        """Raises `Corrupt` unless the tensors are what `to_tensors` made, with tokens below `vocabulary_size`."""
+        names = {
+            f"{m}.{n}"
+            for m in range(1, MAX_ORDER + 1)
+            for n in ("keys", "tokens", "counts", "shares")
+        }
+        if set(tensors) != names:
+            raise Corrupt("the successor table has other tensors than expected")
+        orders = []
+        for order in range(1, MAX_ORDER + 1):
+            keys = _unsigned(tensors[f"{order}.keys"], torch.int32)
+            tokens = _unsigned(tensors[f"{order}.tokens"], torch.int16, torch.int32)
+            counts = _unsigned(tensors[f"{order}.counts"], torch.uint8)
+            shares = _unsigned(tensors[f"{order}.shares"], torch.uint8)
+            if not len(keys) == len(tokens) == len(counts) == len(shares):
+                raise Corrupt(f"the successor table's columns of order {order} differ in length")
+            if len(keys) and (
+                (np.diff(keys) <= 0).any() or tokens.max() >= vocabulary_size or counts.min() < 1
+            ):
+                raise Corrupt(f"the successor table's entries of order {order} are not valid")
+            orders.append((keys, tokens, counts, shares))
+        return cls(orders)
+
+
+def _unsigned(tensor: Tensor, *dtypes: torch.dtype) -> Array:
+    if tensor.dtype not in dtypes or tensor.dim() != 1:
+        raise Corrupt("a column of the successor table has the wrong shape or dtype")
+    bits = 8 * tensor.element_size()
+    return tensor.numpy().astype(np.int64) & ((1 << bits) - 1)

@@ -1,0 +1,142 @@
+"""How far a match may be trusted: a calibrated, monotone probability for the drafts of rung 0."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.errors import Corrupt
+
+LOWEST, HIGHEST = 1e-3, 0.999
+# Bin edges: a value belongs to the last bin whose edge it reaches.
+COUNT_EDGES = (1, 2, 3, 4, 6, 10, 20, 60)
+SHARE_EDGES = (0.0, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 0.995)
+NUM_LENGTHS = 8
+NUM_CHAINED = 5
+# What the other source of rung 0 says: it is silent, it names another token, it names this token.
+SILENT, DIFFERS, AGREES = 0, 1, 2
+SIZES = (NUM_LENGTHS, len(COUNT_EDGES), len(SHARE_EDGES), NUM_CHAINED, 3)
+# Longer matches, higher counts and higher shares never lower the probability.
+MONOTONE = (True, True, True, False, False)
+RIDGE = 1e-3
+FIT_STEPS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One draft of rung 0 as its router sees it. `length`: tokens matched, or the order; `chained`: drafts before it."""
+
+    length: int
+    count: int
+    share: float
+    chained: int
+    other: int
+
+
+def _bin(value: float, edges: Sequence[float]) -> int:
+    index = 0
+    while index + 1 < len(edges) and value >= edges[index + 1]:
+        index += 1
+    return index
+
+
+class TableRouter:
+    """Adds up one weight per feature bin and squashes: P(agreement) in [LOWEST, HIGHEST]. Plain Python, about 1 us."""
+
+    def __init__(self, bias: float, weights: Sequence[Sequence[float]]) -> None:
+        self.bias = bias
+        self.weights = [list(row) for row in weights]
+        self._count_bins = [_bin(count, COUNT_EDGES) for count in range(COUNT_EDGES[-1] + 1)]
+        self._share_bins = [_bin((step + 0.5) / 256, SHARE_EDGES) for step in range(256)]
+        self._share_bins[255] = len(SHARE_EDGES) - 1
+
+    def bins(self, evidence: Evidence) -> tuple[int, int, int, int, int]:
+        return (
+            min(max(evidence.length, 1), NUM_LENGTHS) - 1,
+            self._count_bins[min(evidence.count, COUNT_EDGES[-1])],
+            self._share_bins[round(evidence.share * 255)],
+            min(evidence.chained, NUM_CHAINED - 1),
+            evidence.other,
+        )
+
+    def probability(self, evidence: Evidence) -> float:
+        """The chance that the full model's greedy choice is the draft, if the drafts chained before it are right."""
+        length, count, share, chained, other = self.weights
+        at = self.bins(evidence)
+        score = (
+            self.bias + length[at[0]] + count[at[1]] + share[at[2]] + chained[at[3]] + other[at[4]]
+        )
+        return min(max(1.0 / (1.0 + math.exp(-score)), LOWEST), HIGHEST)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bias": self.bias, "weights": self.weights}
+
+    @classmethod
+    def from_json(cls, data: Any) -> "TableRouter":
+        """Raises `Corrupt` unless `data` is what `to_json` made."""
+        try:
+            bias, weights = (
+                float(data["bias"]),
+                [[float(w) for w in row] for row in data["weights"]],
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            raise Corrupt("a table router is not valid") from error
+        numbers = [bias, *(weight for row in weights for weight in row)]
+        if tuple(map(len, weights)) != SIZES or not all(abs(number) < 50 for number in numbers):
+            raise Corrupt("a table router has the wrong size or weights out of range")
+        return cls(bias, weights)
+
+
+def fit_table_router(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> TableRouter:
+    """Ridge logistic regression over the bins, by L-BFGS; the steps from bin to bin are softplus where monotone.
+
+    Deterministic. Equal evidence is fitted once, with its weight.
+    """
+    blank = TableRouter(0.0, [[0.0] * size for size in SIZES])
+    grouped: dict[tuple[int, ...], list[int]] = {}
+    for item, label in zip(evidence, agreed, strict=True):
+        cell = grouped.setdefault(blank.bins(item), [0, 0])
+        cell[0] += 1
+        cell[1] += int(label)
+    if not grouped:
+        return TableRouter(
+            -math.log(9.0), blank.weights
+        )  # nothing seen: one in ten, for want of better
+    cells = torch.tensor(list(grouped), dtype=torch.long)
+    weight, hits = torch.tensor(list(grouped.values()), dtype=torch.float64).unbind(1)
+    overall = float(((hits.sum() + 0.5) / (weight.sum() + 1.0)).clamp(0.01, 0.99))
+    bias = torch.full((1,), math.log(overall / (1 - overall)), dtype=torch.float64)
+    raw = [
+        torch.full((size,), -2.0 if m else 0.0, dtype=torch.float64)
+        for size, m in zip(SIZES, MONOTONE, strict=True)
+    ]
+    parameters = [bias.requires_grad_(), *(row.requires_grad_() for row in raw)]
+    optimiser = torch.optim.LBFGS(parameters, max_iter=FIT_STEPS, line_search_fn="strong_wolfe")
+
+    def effects() -> list[Tensor]:
+        # The first bin is the base, hence weight 0.
+        return [
+            torch.nn.functional.softplus(row[1:]).cumsum(0) if m else row[1:]
+            for row, m in zip(parameters[1:], MONOTONE, strict=True)
+        ]
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        full = [torch.cat([row.new_zeros(1), row]) for row in effects()]
+        score = parameters[0] + sum(row[cells[:, i]] for i, row in enumerate(full))
+        softplus = torch.nn.functional.softplus(score)
+        loss = (weight * softplus - hits * score).sum() + RIDGE * weight.sum().sqrt() * sum(
+            (row**2).sum() for row in full
+        )
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimiser.step(closure)
+    with torch.no_grad():
+        rows = [[0.0, *row.clamp(-40, 40).tolist()] for row in effects()]
+        bias_value = float(parameters[0].detach().clamp(-40, 40))
+    return TableRouter(bias_value, rows)

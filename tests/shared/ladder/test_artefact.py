@@ -1,0 +1,172 @@
+"""What is published comes back as it was, or not at all."""
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from shared.errors import Corrupt, PreconditionFailed
+from shared.ladder.artefact import BLOB, pack_ladder, round_weights, unpack_ladder
+from shared.ladder.heads import ExitHead, HeadForm
+from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.routers import DepthRouter
+from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.table_router import SIZES, TableRouter
+
+MODEL = ModelIdentity("tiny", "sha256:" + "0" * 64, "LlamaForCausalLM", 4, 16, 100)
+
+
+def ladder(form: HeadForm = "gated") -> Ladder:
+    builder = SuccessorBuilder()
+    row = np.random.default_rng(0).integers(0, 100, 300)
+    builder.add(row[:-1], row[1:])
+    router = TableRouter(0.25, [[0.5] * size for size in SIZES])
+    exits = []
+    for depth in (0, 2):
+        torch.manual_seed(depth)
+        head, depth_router = ExitHead(form, 16, 16, 8), DepthRouter(16, 8)
+        torch.nn.init.normal_(head.offset)
+        for module in (head, depth_router):
+            round_weights(module)
+        exits.append(LayerExit(depth, head, depth_router))
+    return Ladder(
+        MODEL, router, builder.build(1 << 20), router, tuple(exits), torch.tensor([1, 5, 99])
+    )
+
+
+def packed() -> tuple[dict[str, Any], dict[str, bytes]]:
+    report = {"rungs": {"depth-2": {"agreement": 0.5}}, "tokens": {"total": 7}}
+    return pack_ladder(ladder(), report)
+
+
+@pytest.mark.parametrize("form", ["affine", "gated"])
+def test_round_trip(form: HeadForm) -> None:
+    mine = ladder(form)
+    manifest, blobs = pack_ladder(mine, {})
+    again = unpack_ladder(json.loads(json.dumps(manifest)), blobs)
+    assert again.model == mine.model
+    assert again.rung_names == mine.rung_names
+    assert again.draft_vocabulary is not None
+    assert again.draft_vocabulary.tolist() == [1, 5, 99]
+    state, deep, ago = torch.randn(16), torch.randn(16), torch.tensor(2)
+    for ours, theirs in zip(mine.exits, again.exits, strict=True):
+        adapted = ours.head(state, deep, ago)
+        assert torch.equal(theirs.head(state, deep, ago), adapted)
+        scalars = torch.randn(3)
+        assert torch.equal(theirs.router(adapted, scalars), ours.router(adapted, scalars))
+    assert again.suffix_router is not None
+    assert mine.suffix_router is not None
+    assert again.suffix_router.to_json() == mine.suffix_router.to_json()
+    assert pack_ladder(again, {}) == (manifest, blobs)
+
+
+def test_figures_go_to_their_rungs() -> None:
+    manifest, _ = packed()
+    assert [rung["name"] for rung in manifest["rungs"]] == [
+        "suffix",
+        "successor",
+        "depth-0",
+        "depth-2",
+    ]
+    assert manifest["rungs"][3]["figures"] == {"agreement": 0.5}
+    assert manifest["calibration"] == {"tokens": {"total": 7}}
+
+
+def test_a_ladder_without_exits() -> None:
+    mine = Ladder(MODEL, ladder().suffix_router)
+    again = unpack_ladder(*pack_ladder(mine, {}))
+    assert again.rung_names == ("suffix",)
+    assert again.draft_vocabulary is None
+
+
+def test_a_later_format_is_told_apart() -> None:
+    manifest, blobs = packed()
+    with pytest.raises(PreconditionFailed) as caught:
+        unpack_ladder({**manifest, "schema_version": 2}, blobs)
+    assert caught.value.reason == "SCHEMA_TOO_NEW"
+
+
+def _set(path: str, value: Any) -> Any:
+    def damage(manifest: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        target: Any = manifest
+        for key in parents:
+            target = target[int(key) if key.isdigit() else key]
+        target[last] = value
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _set("schema_version", "1"),
+        _set("model", None),
+        _set("model.num_layers", 2),  # the exit at depth 2 would skip nothing
+        _set("model.hidden_size", 32),
+        _set("model.hidden_size", 10**9),
+        _set("model.vocabulary_size", 50),
+        _set("model.fingerprint", 5),
+        _set("rungs", {}),
+        _set("rungs.2.rank", 10**6),
+        _set("rungs.2.rank", 4),
+        _set("rungs.2.depth", 1),
+        _set("rungs.2.depth", True),
+        _set("rungs.2.form", "affine"),
+        _set("rungs.2.form", "magic"),
+        _set("rungs.2.router_width", 9),
+        _set("rungs.3.name", "depth-0"),
+        _set("rungs.0.router", {"bias": 0.0, "weights": []}),
+        _set("draft_vocabulary", 4),
+        lambda manifest: manifest["rungs"].pop(1),
+        lambda manifest: manifest["rungs"].pop(3),
+        lambda manifest: manifest["rungs"].reverse(),
+        lambda manifest: manifest.pop("rungs"),
+    ],
+)
+def test_a_garbled_manifest_is_refused(damage: Any) -> None:
+    manifest, blobs = packed()
+    damaged = copy.deepcopy(manifest)
+    damage(damaged)
+    with pytest.raises(Corrupt):
+        unpack_ladder(damaged, blobs)
+
+
+def test_garbled_tensors_are_refused() -> None:
+    manifest, blobs = packed()
+    tensors = load(blobs[BLOB])
+    gain = tensors["depth-0.head.gain"]
+    broken = gain.clone()
+    broken[0] = float("nan")
+    cases = [
+        {"depth-0.head.gain": broken},
+        {"depth-0.head.gain": gain[:-1].clone()},
+        {"depth-0.head.gain": gain.float()},
+        {"draft_vocabulary": torch.tensor([1, 1, 2], dtype=torch.int32)},
+        {"draft_vocabulary": torch.tensor([1, 2, 100], dtype=torch.int32)},
+        {"draft_vocabulary": torch.tensor([1, 2, 3])},
+        {"unheard_of": gain.clone()},
+    ]
+    for case in cases:
+        with pytest.raises(Corrupt):
+            unpack_ladder(manifest, {BLOB: save({**tensors, **case})})
+    for missing in ("depth-2.router.output.bias", "successor.3.keys", "draft_vocabulary"):
+        with pytest.raises(Corrupt):
+            unpack_ladder(
+                manifest, {BLOB: save({k: v for k, v in tensors.items() if k != missing})}
+            )
+
+
+def test_broken_bytes_are_refused() -> None:
+    manifest, blobs = packed()
+    for data in (b"", b"x" * 100, blobs[BLOB][:-5], b"\xff" * 8 + blobs[BLOB][8:]):
+        with pytest.raises(Corrupt):
+            unpack_ladder(manifest, {BLOB: data})
+    with pytest.raises(Corrupt):
+        unpack_ladder(manifest, {})
+    with pytest.raises(Corrupt):
+        unpack_ladder(manifest, {**blobs, "more": b""})

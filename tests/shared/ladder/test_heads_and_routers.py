@@ -1,0 +1,81 @@
+"""Exit heads and their routers as functions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shared.ladder.head_rows import gather_rows, projection
+from shared.ladder.heads import HEAD_FORMS, NUM_OFFSETS, ExitHead, HeadForm
+from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
+
+ZERO = torch.tensor(0)
+
+
+@pytest.mark.parametrize("form", HEAD_FORMS)
+def test_a_head_reads_all_its_inputs_but_not_their_scale(form: HeadForm) -> None:
+    head = ExitHead(form, 8, 8, 4)
+    nn.init.normal_(head.offset)
+    state, deep = torch.randn(3, 8), torch.randn(3, 8)
+    offset = torch.zeros(3, dtype=torch.long)
+    plain = head(state, deep, offset)
+    assert not torch.allclose(head(torch.randn(3, 8), deep, offset), plain)
+    assert not torch.allclose(head(state, torch.randn(3, 8), offset), plain)
+    assert not torch.allclose(head(state, deep, offset + 1), plain)
+    torch.testing.assert_close(head(state * 50, deep * 0.1, offset), plain, rtol=1e-3, atol=1e-3)
+    last = head(state, deep, offset + NUM_OFFSETS - 1)
+    torch.testing.assert_close(head(state, deep, offset + 60), last)
+
+
+def test_a_head_starts_with_the_final_norms_gain_where_it_fits() -> None:
+    gain = torch.rand(8)
+    torch.testing.assert_close(ExitHead("gated", 8, 8, 4, gain).gain.data, gain)
+    narrow = ExitHead("gated", 8, 6, 4, gain)
+    assert narrow(torch.randn(8), torch.randn(8), ZERO).shape == (6,)
+
+
+def test_the_input_norm_is_part_of_the_router() -> None:
+    router = DepthRouter(8, 16)
+    state, scalars = torch.randn(5, 8), torch.randn(5, 3)
+    torch.testing.assert_close(
+        router(state * 100, scalars), router(state, scalars), rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        router.score(state * 0.01, scalars), router.score(state, scalars), rtol=1e-2, atol=1e-2
+    )
+
+
+def test_a_routers_probability_is_bounded() -> None:
+    router = DepthRouter(4, 8)
+    with torch.no_grad():
+        router.shift.fill_(100.0)
+        assert float(router(torch.randn(4), torch.randn(3))) == pytest.approx(HIGHEST)
+        router.shift.fill_(-100.0)
+        assert float(router(torch.randn(4), torch.randn(3))) == pytest.approx(LOWEST)
+
+
+def test_scalar_features() -> None:
+    logits = torch.log(torch.tensor([0.2, 0.7, 0.1])) + 3.0
+    features = scalar_features(logits, torch.tensor(2))
+    torch.testing.assert_close(features, torch.tensor([torch.log(torch.tensor(0.7)), 0.5, 0.5]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_head_rows_can_be_had_without_the_weight(bias: bool) -> None:
+    head = nn.Linear(300, 20, bias=bias)
+    vocabulary = torch.tensor([3, 7, 19])
+    rows, own_bias = gather_rows(head, vocabulary)
+    torch.testing.assert_close(rows, head.weight[vocabulary].detach())
+    weight, its_bias = head.weight.detach().clone(), head.bias.detach() if bias else None
+    head.forward = lambda x: F.linear(x, weight, its_bias)  # type: ignore[method-assign]
+    head.weight = nn.Parameter(torch.empty(20, 300, device="meta"), requires_grad=False)
+    again, again_bias = gather_rows(head, vocabulary)
+    torch.testing.assert_close(again, rows, rtol=1e-4, atol=1e-5)
+    states = torch.randn(2, 300)
+    torch.testing.assert_close(
+        projection(again, again_bias)(states),
+        F.linear(states, weight, its_bias)[:, vocabulary],
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    assert (own_bias is None) == (again_bias is None) == (not bias)

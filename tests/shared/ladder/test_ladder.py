@@ -1,0 +1,119 @@
+"""A ladder in use: which model it fits, which draft it prefers, and that an exit serves what was trained."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shared.errors import RouterMismatch
+from shared.ladder.heads import ExitHead
+from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity, SequenceDrafter
+from shared.ladder.routers import DepthRouter, scalar_features
+from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.table_router import SIZES, Evidence, TableRouter, fit_table_router
+from shared.model.load import LoadedModel, wrap_model
+from shared.model.runner import DepthRunner
+
+VOCABULARY = torch.tensor([1, 5, 9, 30])
+
+
+def model(seed: int = 0) -> LoadedModel:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+    )  # fmt: skip
+    return wrap_model(LlamaForCausalLM(config), model_id="tiny")
+
+
+def table_router(probability: float) -> TableRouter:
+    bias = float(np.log(probability / (1 - probability)))
+    return TableRouter(bias, [[0.0] * size for size in SIZES])
+
+
+def ladder(loaded: LoadedModel, suffix: float = 0.3, successor: float = 0.6) -> Ladder:
+    builder = SuccessorBuilder()
+    builder.add(np.array([7, 7, 7]), np.array([8, 8, 8]))
+    torch.manual_seed(1)
+    exits = tuple(LayerExit(d, ExitHead("gated", 16, 16, 8), DepthRouter(16, 8)) for d in (0, 2))
+    return Ladder(
+        ModelIdentity.of(loaded), table_router(suffix), builder.build(1 << 20),
+        table_router(successor), exits, VOCABULARY,
+    )  # fmt: skip
+
+
+def test_names_are_in_draft_order() -> None:
+    full = ladder(model())
+    assert full.rung_names == ("suffix", "successor", "depth-0", "depth-2")
+    assert replace(full, successors=None, exits=()).rung_names == ("suffix",)
+
+
+def test_another_model_is_refused_with_both_fingerprints() -> None:
+    mine, other = model(0), model(1)
+    with pytest.raises(RouterMismatch) as caught:
+        ladder(mine).bind(DepthRunner(other))
+    assert caught.value.metadata == {
+        "router_fingerprint": mine.fingerprint,
+        "model_fingerprint": other.fingerprint,
+    }
+
+
+def test_an_exit_serves_what_was_trained() -> None:
+    loaded = model()
+    mine = ladder(loaded)
+    bound = mine.bind(DepthRunner(loaded))
+    assert bound.depths == (0, 2)
+    state, deep = torch.randn(16), torch.randn(16)
+    for index, offset in ((0, 1), (1, 3), (1, 9)):
+        draft = bound.exit(index, state, deep, offset)
+        ago = torch.tensor(offset - 1)
+        adapted = mine.exits[index].head(state, deep, ago)
+        logits = adapted @ loaded.parts.head.weight[VOCABULARY].T
+        expected = mine.exits[index].router(adapted, scalar_features(logits, ago))
+        assert draft.token == VOCABULARY[logits.argmax()]
+        assert draft.probability == pytest.approx(float(expected), abs=1e-5)
+        assert (draft.rung, draft.depth) == (mine.exits[index].name, bound.depths[index])
+
+
+def test_the_surer_source_drafts() -> None:
+    loaded = model()
+    context = [7, 3, 2, 7]  # the context says 3 after 7, the table 8
+    sure_table = SequenceDrafter(ladder(loaded, 0.3, 0.6), context).table_draft()
+    sure_suffix = SequenceDrafter(ladder(loaded, 0.6, 0.3), context).table_draft()
+    assert sure_table is not None
+    assert sure_suffix is not None
+    assert (sure_table.token, sure_table.rung) == (8, "successor")
+    assert (sure_suffix.token, sure_suffix.rung) == (3, "suffix")
+    assert sure_table.probability == pytest.approx(0.6)
+
+
+def test_drafts_chain_without_becoming_context() -> None:
+    drafter = SequenceDrafter(replace(ladder(model()), successors=None), [1, 2, 3, 4, 1])
+    first = drafter.table_draft()
+    assert first is not None
+    second = drafter.table_draft([first.token])
+    assert second is not None
+    assert (first.token, second.token) == (2, 3)
+    assert drafter.table_draft([33]) is None
+    drafter.append([33])
+    assert drafter.table_draft() is None
+    drafter.append([5, 33])
+    again = drafter.table_draft()
+    assert again is not None
+    assert again.token == 5
+
+
+def test_each_source_hears_of_the_other() -> None:
+    """Where both say the same they are right more often, and the fitted routers know."""
+    loaded = model()
+    agreeing = [Evidence(1, 1, 1.0, 0, 2)] * 50
+    differing = [Evidence(1, 1, 1.0, 0, 1)] * 50
+    router = fit_table_router(agreeing + differing, [True] * 50 + [False] * 50)
+    mine = replace(ladder(loaded), suffix_router=router, successor_router=table_router(0.01))
+    differs = SequenceDrafter(mine, [7, 3, 2, 7]).table_draft()
+    agrees = SequenceDrafter(mine, [7, 8, 2, 7]).table_draft()
+    assert agrees is not None
+    assert differs is not None
+    assert agrees.probability > 0.8 > 0.2 > differs.probability

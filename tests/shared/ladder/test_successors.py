@@ -1,0 +1,123 @@
+"""The successor table: back-off, counts, pruning, hashing, storage."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from shared.errors import Corrupt
+from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
+
+LARGE = 1 << 20
+
+
+def learnt(*rows: list[int], max_bytes: int = LARGE, **options: int) -> SuccessorTable:
+    builder = SuccessorBuilder(**options)
+    for row in rows:
+        tokens = np.array(row)
+        builder.add(tokens[:-1], tokens[1:])
+    return builder.build(max_bytes)
+
+
+def test_backs_off_to_shorter_contexts() -> None:
+    # 7 is followed by 1 mostly, but after (3, 7) by 2, seen twice.
+    table = learnt([0, 7, 1], [5, 7, 1], [6, 7, 1], [3, 7, 2], [3, 7, 2])
+    assert table.propose([9, 7]) == SuccessorMatch(1, 1, 3, 153 / 255)
+    assert table.propose([3, 7]) == SuccessorMatch(2, 2, 2, 1.0)
+    assert [m.order for m in table.matches([3, 7])] == [2, 1]
+    assert table.propose([3, 8]) is None
+    assert table.propose([]) is None
+
+
+def test_longest_context_is_max_order() -> None:
+    row = [1, 2, 3, 4, 5, 6]
+    other = [9, 9, 3, 4, 5, 7]
+    table = learnt(row, row, other, other, other)
+    match = table.propose([1, 2, 3, 4, 5])
+    assert match == SuccessorMatch(6, MAX_ORDER, 2, 1.0)
+    assert table.propose([0, 0, 3, 4, 5]) == SuccessorMatch(7, 1, 3, 153 / 255)
+
+
+def test_positions_before_first_only_give_context() -> None:
+    builder = SuccessorBuilder()
+    builder.add(np.array([1, 2, 3]), np.array([0, 0, 4]), first=2)
+    table = builder.build(LARGE)
+    assert table.propose([1]) is None
+    assert table.propose([3]) is not None
+
+
+def test_the_choice_counts_and_not_the_next_token() -> None:
+    builder = SuccessorBuilder()
+    builder.add(np.array([1, 2, 1, 2]), np.array([8, 9, 8, 9]))
+    table = builder.build(LARGE)
+    match = table.propose([1])
+    assert match is not None
+    assert match.token == 8
+
+
+def test_size_is_bounded_and_the_frequent_stay() -> None:
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(0, 5000, 200).tolist() for _ in range(20)]
+    frequent = [[11, 12, 13]] * 30
+    table = learnt(*rows, *frequent, max_bytes=8 * 100)
+    assert 0 < table.num_entries <= 100
+    assert sum(t.nbytes for t in table.to_tensors().values()) <= 1000
+    match = table.propose([11])
+    assert match is not None
+    assert match.token == 12
+
+
+def test_counting_memory_is_bounded() -> None:
+    builder = SuccessorBuilder(capacity=50)
+    for _ in range(40):
+        builder.add(np.array([1, 2]), np.array([2, 3]))
+    builder.add(np.arange(10, 1000), np.arange(11, 1001))
+    builder._merge()
+    assert all(len(pairs) <= 50 for pairs in builder._pairs)
+    match = builder.build(LARGE).propose([1])
+    assert match is not None
+    assert (match.token, match.count) == (2, 40)
+
+
+@pytest.mark.parametrize("highest", [60_000, 200_000])
+def test_storage_round_trip(highest: int) -> None:
+    row = np.random.default_rng(0).integers(0, highest, 500).tolist()
+    table = learnt([*row, highest - 1, highest - 1, highest - 1])
+    again = SuccessorTable.from_tensors(table.to_tensors(), highest)
+    assert again.num_entries == table.num_entries > 400
+    for at in range(1, len(row)):
+        assert again.matches(row[max(0, at - 4) : at]) == table.matches(row[max(0, at - 4) : at])
+
+
+def test_invalid_storage_is_refused() -> None:
+    tensors = learnt([0, 7, 1], [5, 7, 1], [6, 7, 1], [3, 7, 2], [3, 7, 2]).to_tensors()
+    for name, damaged in {
+        "1.keys": tensors["1.keys"].flip(0),
+        "1.tokens": tensors["1.tokens"][:-1],
+        "1.counts": tensors["1.counts"].float(),
+        "2.counts": torch.zeros_like(tensors["2.counts"]),
+    }.items():
+        with pytest.raises(Corrupt):
+            SuccessorTable.from_tensors({**tensors, name: damaged}, 10)
+    with pytest.raises(Corrupt):
+        SuccessorTable.from_tensors(tensors, 2)
+    with pytest.raises(Corrupt):
+        SuccessorTable.from_tensors({k: v for k, v in tensors.items() if k != "4.keys"}, 10)
+
+
+def test_a_lookup_takes_microseconds() -> None:
+    rows = [np.random.default_rng(i).integers(0, 300, 2000).tolist() for i in range(20)]
+    table = learnt(*rows, max_bytes=8 << 20)
+    tails = [rows[0][i : i + 4] for i in range(1000)]
+    best = min(_seconds(table, tails) for _ in range(5))
+    # An order of magnitude above what was measured: it guards against a scan, not against a busy machine.
+    assert best / len(tails) < 100e-6
+
+
+def _seconds(table: SuccessorTable, tails: list[list[int]]) -> float:
+    started = time.perf_counter()
+    for tail in tails:
+        table.propose(tail)
+    return time.perf_counter() - started

@@ -1,0 +1,91 @@
+"""The probability of rung 0's drafts: calibrated, monotone, bounded."""
+
+import itertools
+import random
+
+import pytest
+
+from shared.errors import Corrupt
+from shared.ladder.table_router import (
+    AGREES,
+    COUNT_EDGES,
+    DIFFERS,
+    HIGHEST,
+    LOWEST,
+    SHARE_EDGES,
+    SILENT,
+    Evidence,
+    TableRouter,
+    fit_table_router,
+)
+
+
+def fitted() -> tuple[TableRouter, list[Evidence], list[bool]]:
+    """Long matches are right often; counts tell the wrong way, which must not be learnt."""
+    rng = random.Random(0)
+    evidence, agreed = [], []
+    for _ in range(6000):
+        item = Evidence(
+            rng.randint(1, 8),
+            rng.choice((1, 2, 5, 30)),
+            rng.random(),
+            rng.randint(0, 6),
+            rng.randint(0, 2),
+        )
+        chance = (
+            0.08 * item.length
+            + (0.2 if item.other == AGREES else 0.0)
+            - (0.1 if item.count > 1 else 0.0)
+        )
+        evidence.append(item)
+        agreed.append(rng.random() < chance)
+    return fit_table_router(evidence, agreed), evidence, agreed
+
+
+def test_probabilities_are_calibrated() -> None:
+    router, evidence, agreed = fitted()
+    for length, other in itertools.product((1, 4, 8), (SILENT, DIFFERS, AGREES)):
+        cell = [i for i, e in enumerate(evidence) if e.length == length and e.other == other]
+        mean = sum(router.probability(evidence[i]) for i in cell) / len(cell)
+        assert mean == pytest.approx(sum(agreed[i] for i in cell) / len(cell), abs=0.1)
+
+
+def test_more_evidence_never_lowers_it() -> None:
+    router, _, _ = fitted()
+    for length, count, share in itertools.product(range(1, 8), COUNT_EDGES[:-1], SHARE_EDGES[:-1]):
+        here = router.probability(Evidence(length, count, share, 0, SILENT))
+        assert router.probability(Evidence(length + 1, count, share, 0, SILENT)) >= here
+        assert router.probability(Evidence(length, count * 2, share, 0, SILENT)) >= here
+        assert (
+            router.probability(
+                Evidence(length, count, share + 0.15 if share < 0.85 else 1.0, 0, SILENT)
+            )
+            >= here
+        )
+
+
+def test_bounded_whatever_was_seen() -> None:
+    item = Evidence(3, 2, 0.5, 0, SILENT)
+    never = fit_table_router([item] * 5000, [False] * 5000)
+    always = fit_table_router([item] * 5000, [True] * 5000)
+    assert LOWEST <= never.probability(item) < 0.02
+    assert 0.98 < always.probability(item) <= HIGHEST
+    assert LOWEST <= fit_table_router([], []).probability(item) <= 0.2
+    assert 0 < always.probability(Evidence(99, 10_000, 1.0, 64, AGREES)) <= HIGHEST
+
+
+def test_storage_round_trip_and_refusal() -> None:
+    router, evidence, _ = fitted()
+    data = router.to_json()
+    again = TableRouter.from_json(data)
+    assert all(again.probability(e) == router.probability(e) for e in evidence[:100])
+    for damaged in (
+        {},
+        {**data, "bias": "x"},
+        {**data, "bias": float("nan")},
+        {**data, "weights": data["weights"][:-1]},
+        {**data, "weights": [row[:-1] for row in data["weights"]]},
+        None,
+    ):
+        with pytest.raises(Corrupt):
+            TableRouter.from_json(damaged)
