@@ -1,0 +1,97 @@
+"""What "choose for me" means, decided by measurements on SmolLM2-135M."""
+
+import math
+from dataclasses import dataclass
+
+from calibrator_service.calibration.spec import MAX_NEW_TOKENS, CalibrationSpec, SelfGenerated
+from calibrator_service.calibration.train_heads import TrainParams
+from shared.errors import InvalidInput
+from shared.ladder.heads import default_rank
+from shared.model.load import LoadedModel
+
+QUICK_BUDGET_S = 150.0
+THOROUGH_TOKENS = 700_000
+ARTEFACT_BYTES = 8_000_000
+# Shares of a time budget at which the phases end.
+COLLECTING_ENDS, HEADS_END, ROUTERS_END = 0.55, 0.82, 0.92
+MAX_STATE_BYTES = 4 << 30
+MAX_DEFAULT_VOCABULARY = 8192
+
+
+def quick(model_id: str = "") -> CalibrationSpec:
+    """Under three minutes on two cores with a model of the demo's size: what `calibrate` does unasked."""
+    return CalibrationSpec(model_id=model_id, time_budget_s=QUICK_BUDGET_S)
+
+
+def thorough(model_id: str = "") -> CalibrationSpec:
+    """Hours on two cores, minutes on a GPU; the artefact has at most ARTEFACT_BYTES."""
+    return CalibrationSpec(model_id=model_id, max_tokens=THOROUGH_TOKENS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A spec with every choice made. Tokens are those learnt from: answers of generated text, all of given text."""
+
+    depths: tuple[int, ...]
+    draft_vocabulary_size: int
+    rank: int
+    max_tokens: float
+    max_new_tokens: int
+    rows: int
+    table_bytes: int
+    training: TrainParams
+    budget_s: float
+
+
+def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
+    """Raises `InvalidInput` for a rung at the last layer or beyond, and for a draft vocabulary larger than the model's."""
+    depths = tuple(sorted(set(spec.rung_depths))) or default_depths(loaded.num_layers)
+    if depths[-1] >= loaded.num_layers:
+        raise InvalidInput(
+            f"a rung at depth {depths[-1]} of {loaded.num_layers} layers skips nothing",
+            reason="RUNG_TOO_DEEP",
+            metadata={"depth": str(depths[-1]), "num_layers": str(loaded.num_layers)},
+        )
+    if spec.draft_vocabulary_size > loaded.vocabulary_size:
+        raise InvalidInput(
+            f"a draft vocabulary of {spec.draft_vocabulary_size} tokens is larger than the model's "
+            f"{loaded.vocabulary_size}"
+        )
+    size = spec.draft_vocabulary_size or min(loaded.vocabulary_size, MAX_DEFAULT_VOCABULARY)
+    budget_s = spec.time_budget_s or math.inf
+    # More tokens than this would be more than a budget of hours could use.
+    max_tokens = spec.max_tokens or (math.inf if budget_s < math.inf else THOROUGH_TOKENS)
+    rank = default_rank(loaded.hidden_size)
+    affine = 2 * loaded.hidden_size * 2 * loaded.hidden_size
+    gated = 2 * 5 * rank * loaded.hidden_size
+    exit_bytes = (
+        gated if spec.head_form == "gated" else affine
+    ) + 2 * spec.router_width * loaded.hidden_size
+    source = spec.source
+    asked = source.max_new_tokens if isinstance(source, SelfGenerated) else 0
+    return Plan(
+        depths=depths,
+        draft_vocabulary_size=size,
+        rank=rank,
+        max_tokens=max_tokens,
+        max_new_tokens=asked or MAX_NEW_TOKENS,
+        rows=rows_together(loaded),
+        table_bytes=max(ARTEFACT_BYTES - 100_000 - len(depths) * exit_bytes - 4 * size, 1 << 20),
+        training=TrainParams(seed=spec.seed),
+        budget_s=budget_s,
+    )
+
+
+def default_depths(num_layers: int) -> tuple[int, ...]:
+    """Depth 0, and an eighth of the model where that is another depth."""
+    return tuple(sorted({0, num_layers // 8}))
+
+
+def rows_together(loaded: LoadedModel) -> int:
+    """Rows decoded together: 64, fewer where their keys and values would take more than about 2 GiB."""
+    config = loaded.model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element = loaded.model.dtype.itemsize
+    token_bytes = 2 * loaded.num_layers * heads * width * element
+    return int(min(64, max(4, (2 << 30) // (token_bytes * 512))))

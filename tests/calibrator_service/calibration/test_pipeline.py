@@ -1,0 +1,203 @@
+"""Calibration from end to end, on a model that counts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from calibrator_service.calibration import pipeline
+from calibrator_service.calibration.pipeline import calibrate
+from calibrator_service.calibration.presets import resolve
+from calibrator_service.calibration.spec import (
+    CalibrationSpec,
+    Progress,
+    SelfGenerated,
+    TextFile,
+)
+from shared.errors import Cancelled, InvalidInput
+from shared.ladder.artefact import pack_ladder, unpack_ladder
+from shared.ladder.ladder import Ladder
+from shared.model.load import LoadedModel
+
+SPEC = CalibrationSpec(
+    source=SelfGenerated(max_new_tokens=24), max_tokens=5000, rung_depths=(0, 2), router_width=16
+)
+
+
+def contents(ladder: Ladder, report: dict[str, Any]) -> tuple[Any, Any]:
+    return pack_ladder(ladder, {**report, "seconds": {}})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _many_rows() -> Iterator[None]:
+    """The tiny model starts alike so often that most rows are known already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("calibrator_service.calibration.presets.rows_together", lambda _: 160)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    heard: list[Progress] = []
+    folder = tmp_path_factory.mktemp("finished")
+    result = calibrate(base_model, SPEC, work_dir=folder, progress=heard.append)
+    return result, heard, folder
+
+
+def test_every_rung_learns(finished: Any) -> None:
+    result, _, _ = finished
+    assert result.ladder.rung_names == ("suffix", "successor", "depth-0", "depth-2")
+    rungs = result.report["rungs"]
+    # Two tokens of context decide nearly everything about counting: the table and an exit behind two layers of attention know
+    # them, where guessing the most frequent token would be right once in ten times.
+    assert rungs["successor"]["agreement"] > 0.8
+    assert rungs["depth-2"]["agreement"] > 0.8
+    assert rungs["depth-0"]["agreement"] > 0.5
+    for name, figures in rungs.items():
+        assert 0 < figures["coverage"] <= 1
+        if (
+            name != "depth-0"
+        ):  # one token of context leaves it at even odds, and its router with a few hundred samples
+            assert figures["router_brier"] < 0.1
+            assert figures["router_ece"] < 0.1
+    assert result.report["simulated"]["rung0.tokens_per_pass_5"] > 2
+    assert result.report["draft_vocabulary_coverage"] > 0.95
+    tokens = result.report["tokens"]
+    assert tokens["heads"] > tokens["routers"] > 0 < tokens["report"]
+    assert tokens["total"] >= 5000
+
+
+def test_progress_rises_through_the_phases(finished: Any) -> None:
+    _, heard, _ = finished
+    fractions = [p.fraction for p in heard]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert list(dict.fromkeys(p.phase for p in heard)) == [
+        "loading", "collecting", "training_heads", "training_routers", "evaluating", "publishing",
+    ]  # fmt: skip
+    assert heard[-1].figures["tokens"] > 0
+    assert "depth-2.agreement" in heard[-1].figures
+
+
+def test_what_is_published_is_what_was_measured(finished: Any) -> None:
+    result, _, _ = finished
+    manifest, blobs = pack_ladder(result.ladder, result.report)
+    again = unpack_ladder(manifest, blobs)
+    state, deep, ago = torch.randn(32), torch.randn(32), torch.tensor(1)
+    for ours, theirs in zip(result.ladder.exits, again.exits, strict=True):
+        assert torch.equal(ours.head(state, deep, ago), theirs.head(state, deep, ago))
+    by_name = {rung["name"]: rung for rung in manifest["rungs"]}
+    assert (
+        by_name["depth-2"]["figures"]["agreement"] == result.report["rungs"]["depth-2"]["agreement"]
+    )
+
+
+class Killed(BaseException):
+    """Stands for a process that dies: nothing may catch it."""
+
+
+@pytest.mark.parametrize(
+    "phase", ["collecting", "training_heads", "training_routers", "evaluating"]
+)
+def test_a_killed_run_continues_to_the_same_ladder(
+    base_model: LoadedModel, tmp_path: Path, finished: Any, phase: str
+) -> None:
+    def die(progress: Progress) -> None:
+        if progress.phase == phase and progress.fraction > 0.2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        calibrate(base_model, SPEC, work_dir=tmp_path, progress=die)
+    again = calibrate(base_model, SPEC, work_dir=tmp_path)
+    assert contents(again.ladder, again.report) == contents(finished[0].ladder, finished[0].report)
+
+
+def test_a_finished_run_is_not_trained_again(
+    base_model: LoadedModel, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result, _, folder = finished
+    monkeypatch.setattr(pipeline, "train_heads", lambda *_, **__: pytest.fail("trained again"))
+    again = calibrate(base_model, SPEC, work_dir=folder)
+    assert contents(again.ladder, again.report) == contents(result.ladder, result.report)
+
+
+@pytest.mark.parametrize("phase", ["collecting", "training_heads", "training_routers"])
+def test_cancel(base_model: LoadedModel, tmp_path: Path, phase: str) -> None:
+    seen: list[str] = []
+    with pytest.raises(Cancelled):
+        calibrate(
+            base_model,
+            replace(SPEC, max_tokens=2000),
+            work_dir=tmp_path,
+            progress=lambda p: seen.append(p.phase),
+            should_stop=lambda: phase in seen,
+        )
+    assert seen[-1] == phase
+
+
+def test_a_rung_at_the_last_layer_is_refused(base_model: LoadedModel) -> None:
+    for depth in (3, 4):
+        with pytest.raises(InvalidInput) as caught:
+            calibrate(base_model, replace(SPEC, rung_depths=(1, depth)))
+        assert caught.value.reason == "RUNG_TOO_DEEP"
+    with pytest.raises(InvalidInput):
+        resolve(replace(SPEC, draft_vocabulary_size=33), base_model)
+
+
+def test_the_draft_vocabulary_holds_what_the_model_says_most(
+    finished: Any, base_model: LoadedModel, tmp_path: Path
+) -> None:
+    spec = replace(SPEC, draft_vocabulary_size=6, max_tokens=2000)
+    small = calibrate(base_model, spec, work_dir=tmp_path)
+    vocabulary = small.ladder.draft_vocabulary
+    assert vocabulary is not None
+    assert len(vocabulary) == 6
+    assert vocabulary.tolist() == sorted(vocabulary.tolist())
+    full = finished[0].report["draft_vocabulary_coverage"]
+    assert small.report["draft_vocabulary_coverage"] < full
+    # Tokens outside count as disagreement.
+    assert (
+        small.report["rungs"]["depth-2"]["agreement"] <= small.report["draft_vocabulary_coverage"]
+    )
+
+
+def test_given_text_and_the_cosine_label(base_model: LoadedModel, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(
+        "\n".join(" ".join(f"w{(i * j + j) % 24}" for j in range(200)) for i in range(40))
+    )
+    spec = CalibrationSpec(
+        source=TextFile(str(path)), rung_depths=(2,), label="cosine", cosine_threshold=0.5,
+        head_form="affine", router_width=8, max_tokens=4000,
+    )  # fmt: skip
+    result = calibrate(base_model, spec)
+    assert result.ladder.exits[0].head.form == "affine"
+    assert result.report["rungs"]["depth-2"]["agreement"] > 0.3
+    assert 4000 <= result.report["tokens"]["total"] < 4600
+
+
+def test_a_model_that_repeats_itself_ends(
+    counting: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "MAX_STALE_SEQUENCES", 100)
+    spec = replace(SPEC, source=SelfGenerated(prompts=("w1 w2",) * 1000), max_tokens=5000)
+    with pytest.raises(InvalidInput) as caught:
+        calibrate(counting, spec)
+    assert caught.value.reason == "TOO_LITTLE_TEXT"
+
+
+def test_too_little_text(base_model: LoadedModel, tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("w1 " * 50)
+    with pytest.raises(InvalidInput) as caught:
+        calibrate(base_model, CalibrationSpec(source=TextFile(str(path))))
+    assert caught.value.reason == "TOO_LITTLE_TEXT"
+
+
+def test_a_time_budget_is_kept(counting: LoadedModel) -> None:
+    result = calibrate(counting, CalibrationSpec(time_budget_s=6.0))
+    assert result.report["seconds"]["total"] < 12.0
+    assert result.report["tokens"]["report"] > 0
