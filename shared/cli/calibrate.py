@@ -1,0 +1,183 @@
+"""`neap calibrate`: starts a calibration job, follows it, and asks it to stop on Ctrl-C."""
+
+import uuid
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from google.protobuf.duration_pb2 import Duration
+from neap.calibration.v1 import calibration_pb2 as pb
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, escape, fail, guarded, out
+from shared.errors import InvalidInput
+from shared.rpc.client import NeapClient
+
+HEAD_FORMS = {
+    "auto": pb.HEAD_FORM_UNSPECIFIED,
+    "affine": pb.HEAD_FORM_AFFINE,
+    "gated": pb.HEAD_FORM_GATED,
+}
+LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
+ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
+FIGURES_SHOWN = ("tokens", "agreement", "loss")
+MAX_FIGURES_SHOWN = 4
+T = TypeVar("T")
+
+
+@guarded
+def calibrate(
+    model: Model,
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="A .txt or .jsonl file the service can read.")
+    ] = None,
+    dataset: Annotated[
+        str, typer.Option("--dataset", help="A Hugging Face dataset: NAME[:CONFIG[:SPLIT]].")
+    ] = "",
+    field: Annotated[str, typer.Option("--field", help="The field that holds the text.")] = "",
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="Prompts to answer, one a line, self-generated text."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=0, help="Tokens to learn from; 0: the default.")
+    ] = 0,
+    time_budget: Annotated[
+        float | None, typer.Option("--time-budget", min=1, help="Seconds the whole job may take.")
+    ] = None,
+    depths: Annotated[
+        str,
+        typer.Option("--depths", help="Depths with an exit head, e.g. 2,4,8; empty: automatic."),
+    ] = "",
+    head_form: Annotated[str, typer.Option("--head-form", help="auto, affine or gated.")] = "auto",
+    label: Annotated[str, typer.Option("--label", help="agreement or cosine.")] = "agreement",
+    draft_vocabulary: Annotated[int, typer.Option("--draft-vocabulary", min=0)] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    alias: Annotated[
+        list[str] | None, typer.Option("--alias", help="Alias for the result; may be repeated.")
+    ] = None,
+    request_id: Annotated[
+        str, typer.Option("--request-id", help="Repeat a request safely; default: a new one.")
+    ] = "",
+) -> None:
+    """Calibrate a ladder for a model and publish it. Without a source the model writes its own text.
+
+    Ctrl-C asks the job to stop; a job that was stopped publishes nothing.
+    """
+    spec = pb.CalibrationSpec(
+        model_id=model,
+        max_tokens=max_tokens,
+        rung_depths=parse_depths(depths),
+        head_form=chosen("--head-form", head_form, HEAD_FORMS),
+        label=chosen("--label", label, LABELS),
+        draft_vocabulary_size=draft_vocabulary,
+        seed=seed,
+        aliases=alias or ["latest"],
+    )
+    set_source(spec, text=text, dataset=dataset, field=field, prompts=prompts)
+    if time_budget is not None:
+        spec.time_budget.CopyFrom(Duration(seconds=int(time_budget)))
+    with NeapClient(calibrator) as client:
+        job = client.create_calibration(spec, request_id=request_id or str(uuid.uuid4()))
+        job = follow(client, job)
+    if job.state == pb.STATE_FAILED:
+        fail(f"the calibration failed: {job.failure.message} [{job.failure.reason}]")
+    if job.state == pb.STATE_CANCELLED:
+        fail("the calibration was cancelled; nothing was published")
+    out.print(f"published version {job.router_version} ({job.manifest_digest})", markup=False)
+
+
+def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
+    """Show a job's progress and return it as it ended. Ctrl-C cancels it and waits for its end; a second one leaves at once."""
+    out.print(f"calibration {job.calibration_id}", markup=False)
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    # In a log file a line per phase instead of a live bar.
+    with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
+        task = progress.add_task("queued", total=1.0, figures="")
+        last_phase = ""
+        for may_cancel in (True, False):
+            try:
+                for now in client.watch_calibration(job.calibration_id):
+                    job = now
+                    phase = phase_name(job)
+                    progress.update(
+                        task,
+                        description=phase,
+                        completed=job.fraction,
+                        figures=escape(figures_line(job)),
+                    )
+                    if not out.is_terminal and phase != last_phase:
+                        out.print(
+                            f"   {phase} {job.fraction:.0%} {figures_line(job)}", markup=False
+                        )
+                    last_phase = phase
+                break
+            except KeyboardInterrupt:
+                if not may_cancel:
+                    raise
+                progress.console.print("asking the job to stop")
+                client.cancel_calibration(job.calibration_id)
+    if job.state not in ENDED:
+        job = client.get_calibration(job.calibration_id)
+    return job
+
+
+def phase_name(job: pb.Calibration) -> str:
+    """What the job is doing, in words."""
+    if job.state == pb.STATE_RUNNING and job.phase != pb.PHASE_UNSPECIFIED:
+        return pb.Phase.Name(job.phase).removeprefix("PHASE_").replace("_", " ").lower()
+    return pb.State.Name(job.state).removeprefix("STATE_").lower()
+
+
+def figures_line(job: pb.Calibration) -> str:
+    """The figures that tell people most: tokens, then agreement and loss per rung; the rest is in the manifest."""
+    shown = [
+        name
+        for ending in FIGURES_SHOWN
+        for name in sorted(job.figures)
+        if name.rpartition(".")[2] == ending
+    ]
+    items = [(name, job.figures[name]) for name in shown[:MAX_FIGURES_SHOWN]]
+    return "  ".join(
+        f"{name} {value:,.0f}" if value.is_integer() else f"{name} {value:.3f}"
+        for name, value in items
+    )
+
+
+def set_source(
+    spec: pb.CalibrationSpec, *, text: Path | None, dataset: str, field: str, prompts: Path | None
+) -> None:
+    """Set the one source that was asked for. Raises InvalidInput when there is more than one."""
+    if sum((text is not None, bool(dataset), prompts is not None)) > 1:
+        raise InvalidInput("--text, --dataset and --prompts exclude one another")
+    if text is not None:
+        spec.text_file.CopyFrom(pb.TextFile(path=str(text.absolute()), field=field))
+    elif dataset:
+        name, config, split = [*dataset.split(":"), "", ""][:3]
+        spec.hub_dataset.CopyFrom(pb.HubDataset(name=name, config=config, split=split, field=field))
+    else:
+        lines = prompts.read_text(encoding="utf-8").splitlines() if prompts is not None else []
+        spec.self_generated.CopyFrom(
+            pb.SelfGenerated(prompts=[line.strip() for line in lines if line.strip()])
+        )
+
+
+def parse_depths(depths: str) -> list[int]:
+    """ "2,4,8" -> [2, 4, 8]. Raises InvalidInput."""
+    try:
+        return [int(part) for part in depths.split(",") if part.strip()]
+    except ValueError as error:
+        raise InvalidInput(f"--depths is {depths!r}; it must be numbers like 2,4,8") from error
+
+
+def chosen(flag: str, value: str, choices: dict[str, T]) -> T:
+    if value not in choices:
+        raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}", param_hint=flag)
+    return choices[value]

@@ -1,0 +1,75 @@
+"""What every command shares: where it writes, how it fails, the options that recur."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, ParamSpec, TypeVar
+
+import platformdirs
+import typer
+from rich.console import Console
+
+from shared.errors import NeapError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+DEFAULT_CALIBRATOR = "127.0.0.1:7070"
+DEFAULT_WORKER = "127.0.0.1:7071"
+TRACEBACK_VARIABLE = "NEAP_TRACEBACK"
+
+Calibrator = Annotated[
+    str, typer.Option("--calibrator", help="HOST:PORT of the calibration service.")
+]
+Worker = Annotated[str, typer.Option("--worker", help="HOST:PORT of the inference worker.")]
+Model = Annotated[str, typer.Option("--model", help="The model's id, as the service names it.")]
+
+
+def default_data_dir() -> Path:
+    """The folder the services use by default, too; `make demo` passes .neap instead."""
+    return Path(platformdirs.user_data_dir("neap"))
+
+
+def guarded(command: Callable[P, T]) -> Callable[P, T]:
+    """A command that fails with one line on stderr and exit code 1, never with a traceback.
+
+    NEAP_TRACEBACK=1 lets unexpected errors through, for people who work on neap.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except NeapError as error:
+            fail(f"{error.message} [{error.reason}]")
+        except OSError as error:
+            fail(f"{error.filename or 'system'}: {error.strerror or error}")
+        except Exception as error:
+            if os.environ.get(TRACEBACK_VARIABLE):
+                raise
+            fail(
+                f"unexpected {type(error).__name__}: {error} "
+                f"({TRACEBACK_VARIABLE}=1 shows the traceback)"
+            )
+        raise AssertionError("fail() returned")
+
+    return run
+
+
+def fail(message: str) -> None:
+    """Say why on stderr, as one line, and end with exit code 1."""
+    err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}")
+    raise typer.Exit(1)
+
+
+def escape(text: str) -> str:
+    """`text` so that rich prints it as it is."""
+    from rich.markup import escape as escaped
+
+    return escaped(text)

@@ -1,0 +1,224 @@
+"""`neap demo`: the whole of neap on this machine, with real processes: calibrate, publish, stream, compare."""
+
+import re
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from google.protobuf.duration_pb2 import Duration
+from neap.calibration.v1 import calibration_pb2
+from neap.inference.v1 import inference_pb2 as pb
+from neap.router.v1 import router_pb2
+
+from shared.cli import charts
+from shared.cli.calibrate import ENDED, follow
+from shared.cli.console import default_data_dir, fail, guarded, out
+from shared.cli.demo_model import MODEL_ID, demo_model, own_model
+from shared.cli.depth_view import DepthView
+from shared.cli.generate import depth_policy, set_prompt, set_router
+from shared.cli.measure import PROMPTS, PolicyFigures, policy_table, run_one, statistics_line
+from shared.cli.processes import ServiceProcess
+from shared.errors import NeapError, NotFound
+from shared.rpc.client import NeapClient
+
+POLICIES = ("full", "exact")
+ALIAS = "latest"
+# Leaves room under the three minutes the demo promises for calibration on two cores.
+CALIBRATION_BUDGET_S = 150
+START_TIMEOUT_S = 180.0
+
+
+@guarded
+def demo(
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-dir", help="Model, routers, logs and the PNG; default: the user's data folder."
+        ),
+    ] = None,
+    model_path: Annotated[
+        Path | None, typer.Option("--model-path", help="A model folder or .gguf of your own.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Per prompt.")] = 64,
+    calibration_budget: Annotated[
+        int, typer.Option("--calibration-budget", min=1, help="Seconds for calibration.")
+    ] = CALIBRATION_BUDGET_S,
+    recalibrate: Annotated[
+        bool, typer.Option("--recalibrate", help="Do not reuse the router that is published.")
+    ] = False,
+) -> None:
+    """Fetch a small model, calibrate it, stream four prompts under two policies and compare them."""
+    started_s = time.monotonic()
+    folder = (data_dir or default_data_dir()).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    step(f"model (everything is kept in {folder})")
+    if model_path is None:
+        model_id, source = MODEL_ID, demo_model(folder, say)
+    else:
+        model_id, source = named_after(model_path), own_model(model_path.absolute())
+    say(f"{model_id}: {source}")
+    # SIGTERM must end like Ctrl-C does: through the `finally`s that stop both services.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with services(model_id, source, folder) as (calibrator, worker):
+        step("router")
+        router = None if recalibrate else fitting_router(calibrator, worker, model_id)
+        if router is not None:
+            say(f"reusing version {router.version}, published before")
+        else:
+            router = new_router(calibrator, model_id, calibration_budget)
+        step("four prompts, each under full and exact")
+        figures = compare(worker, model_id, max_tokens)
+        step("result")
+        out.print(policy_table(figures))
+        picture = charts.write_report(
+            folder / "demo-report.png",
+            title=f"{model_id}, router version {router.version}",
+            num_layers=worker.get_model(model_id).num_layers,
+            figures=figures,
+            manifest_json=router.manifest_json,
+        )
+        say(f"picture: {picture}")
+        step("stopping both services")
+    if figures[0].outputs != figures[1].outputs:
+        fail("exact and full gave different outputs; that must not happen, please report it")
+    out.print(f"done in {time.monotonic() - started_s:.0f} s")
+
+
+@contextmanager
+def services(model_id: str, source: Path, folder: Path) -> Iterator[tuple[NeapClient, NeapClient]]:
+    """Clients of a calibrator and a worker on free loopback ports, which end with the block, however it ends."""
+    shared_flags = ["--data-dir", str(folder), "--model", f"{model_id}={source}", "--grace-s", "0"]
+    step("starting calibrator and worker")
+    with ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(
+                ServiceProcess(name, module, shared_flags, folder / "logs" / f"{name}.log")
+            )
+            for name, module in (
+                ("calibrator", "calibrator_service"),
+                ("worker", "inference_service"),
+            )
+        }
+        clients = []
+        for name, process in processes.items():
+            address = process.wait_serving(START_TIMEOUT_S)
+            say(f"{name} serves on {address} (process {process.pid}, log {process.log_path})")
+            clients.append(stack.enter_context(NeapClient(address, timeout_s=60.0)))
+        yield clients[0], clients[1]
+
+
+def new_router(calibrator: NeapClient, model_id: str, budget_s: int) -> router_pb2.RouterVersion:
+    """Calibrate and publish. Raises NeapError if that fails, KeyboardInterrupt if it was stopped."""
+    started_s = time.monotonic()
+    # A demo that was killed leaves a job that its calibrator takes up again.
+    unfinished = [job for job in calibrator.list_calibrations(model_id) if job.state not in ENDED]
+    if unfinished:
+        job = unfinished[-1]
+        say("going on with the calibration that an earlier run left behind")
+    else:
+        say(f"calibrating over gRPC, {budget_s} s at most; the model writes its own text")
+        spec = calibration_pb2.CalibrationSpec(
+            model_id=model_id,
+            self_generated=calibration_pb2.SelfGenerated(),
+            time_budget=Duration(seconds=budget_s),
+            aliases=[ALIAS],
+        )
+        job = calibrator.create_calibration(spec, request_id=f"demo-{uuid.uuid4()}")
+    job = follow(calibrator, job)
+    if job.state == calibration_pb2.STATE_CANCELLED:
+        raise KeyboardInterrupt
+    if job.state != calibration_pb2.STATE_SUCCEEDED:
+        raise NeapError(
+            f"the calibration failed: {job.failure.message}", reason=job.failure.reason or "FAILED"
+        )
+    say(f"published version {job.router_version} after {time.monotonic() - started_s:.0f} s")
+    return calibrator.get_version(model_id, version=job.router_version)
+
+
+def fitting_router(
+    calibrator: NeapClient, worker: NeapClient, model_id: str
+) -> router_pb2.RouterVersion | None:
+    """The published router, or None when there is none or it was made for another revision of the model."""
+    try:
+        router = calibrator.get_version(model_id, alias=ALIAS)
+    except NotFound:
+        return None
+    if router.model_fingerprint != worker.get_model(model_id).fingerprint:
+        say(f"version {router.version} belongs to another revision of the model")
+        return None
+    return router
+
+
+def compare(
+    worker: NeapClient, model_id: str, max_tokens: int, *, router: str = ""
+) -> list[PolicyFigures]:
+    """Stream every prompt under every policy, alternating, and sum up. `router`: a version or an alias, empty: the default."""
+    num_layers = worker.get_model(model_id).num_layers
+    figures = {policy: PolicyFigures(policy) for policy in POLICIES}
+    is_chat = takes_chat(worker, model_id)
+    for policy in POLICIES:
+        # The first request of each kind also loads and settles; it is not counted.
+        warm_up = request_for(model_id, "Hello", policy, 8, is_chat, router)
+        run_one(worker, warm_up, lambda _: None)
+    for name, prompt in PROMPTS.items():
+        for policy in POLICIES:
+            out.print(f"\n[bold]{name}[/] under [bold]{policy}[/]")
+            view = DepthView(out, num_layers, coloured=True)
+            request = request_for(model_id, prompt, policy, max_tokens, is_chat, router)
+
+            def show(event: pb.GenerateResponse, view: DepthView = view) -> None:
+                if event.HasField("chunk"):
+                    view.chunk(event.chunk)
+
+            tokens, finished = run_one(worker, request, show)
+            view.text(finished.text)
+            figures[policy].add(name, tokens, finished)
+            out.print()
+            out.print(view.legend())
+            out.print(statistics_line(finished), style="dim", markup=False)
+    return list(figures.values())
+
+
+def request_for(
+    model_id: str, prompt: str, policy: str, max_tokens: int, is_chat: bool, router: str = ""
+) -> pb.GenerateRequest:
+    """A greedy request."""
+    request = pb.GenerateRequest(
+        model_id=model_id,
+        stopping=pb.Stopping(max_tokens=max_tokens),
+        depth=depth_policy(policy),
+    )
+    set_prompt(request, prompt, raw=not is_chat)
+    if policy != "full":
+        set_router(request, router)
+    return request
+
+
+def takes_chat(worker: NeapClient, model_id: str) -> bool:
+    """Whether the model has a chat template: a base model of the user's own may have none."""
+    try:
+        run_one(worker, request_for(model_id, "Hi", "full", 1, True), lambda _: None)
+    except NeapError as error:
+        if error.reason != "NO_CHAT_TEMPLATE":
+            raise
+        say("the model has no chat template: prompts are continued as plain text")
+        return False
+    return True
+
+
+def named_after(path: Path) -> str:
+    """A model id from a path: lower case, what a registry takes as a name."""
+    return re.sub(r"[^a-z0-9._-]+", "-", path.absolute().stem.lower()).strip("-._") or "model"
+
+
+def step(text: str) -> None:
+    out.print(f"\n[bold]==[/] {text}")
+
+
+def say(text: str) -> None:
+    out.print(f"   {text}", markup=False)

@@ -1,0 +1,64 @@
+"""Shows a stream of tokens, each in the colour of the depth at which it left."""
+
+from dataclasses import dataclass, field
+
+from neap.inference.v1 import inference_pb2 as pb
+from rich.console import Console
+from rich.text import Text
+
+FULL = "full"
+# From the shallowest exit to the deepest; the full model's own tokens stay in the terminal's own colour.
+SHADES = ("bright_green", "green", "cyan", "bright_blue", "blue", "magenta", "bright_magenta")
+FULL_STYLE = "default"
+
+
+def shade(rung: str, depth: int, num_layers: int) -> str:
+    """The colour of a rung: by depth, greens for exits before the first layer."""
+    if rung == FULL:
+        return FULL_STYLE
+    if depth == 0:
+        return SHADES[0] if rung == "suffix" else SHADES[1]
+    return SHADES[min(2 + depth * 5 // max(num_layers, 1), len(SHADES) - 1)]
+
+
+@dataclass
+class DepthView:
+    """Prints chunks as they come and keeps what the legend needs. `num_layers`: the model's depth L."""
+
+    console: Console
+    num_layers: int
+    coloured: bool
+    counts: dict[tuple[str, int], int] = field(default_factory=dict)
+    _pending: list[tuple[str, int]] = field(default_factory=list)
+
+    def chunk(self, chunk: pb.TokenChunk) -> None:
+        """Print the text of a chunk.
+
+        Text may lag behind tokens (a character split over two), and a chunk of several tokens does not say which wrote what:
+        its text has the colour of the deepest of them.
+        """
+        for token in chunk.tokens:
+            key = (token.rung, token.exit_depth)
+            self.counts[key] = self.counts.get(key, 0) + 1
+            self._pending.append(key)
+        self.text(chunk.text)
+
+    def text(self, text: str) -> None:
+        if not text:
+            return
+        style = FULL_STYLE
+        if self.coloured and self._pending:
+            rung, depth = max(self._pending, key=lambda key: key[1])
+            style = shade(rung, depth, self.num_layers)
+        self._pending.clear()
+        self.console.print(Text(text, style=style), end="")
+
+    def legend(self) -> Text:
+        """One line: every rung that was used, in its colour, with the tokens that left there."""
+        line = Text("left at: ")
+        order = sorted(self.counts.items(), key=lambda item: (item[0][1], item[0][0]))
+        for (rung, depth), count in order:
+            style = shade(rung, depth, self.num_layers)
+            line.append(f"{rung} ({depth}/{self.num_layers}) {count}", style=f"bold {style}")
+            line.append("  ")
+        return line

@@ -1,0 +1,163 @@
+"""`neap generate`: streams one continuation from a worker."""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from neap.inference.v1 import inference_pb2 as pb
+
+from shared.cli.console import DEFAULT_WORKER, Worker, err, guarded, out
+from shared.cli.depth_view import DepthView
+from shared.cli.measure import statistics_line
+from shared.errors import InvalidInput
+from shared.rpc.client import NeapClient
+
+POLICIES = ("full", "exact", "relaxed")
+
+
+@guarded
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    worker: Worker = DEFAULT_WORKER,
+    model: Annotated[
+        str, typer.Option("--model", help="Default: the only model of the worker.")
+    ] = "",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")
+    ] = False,
+    system: Annotated[str, typer.Option("--system", help="System message for the chat.")] = "",
+    policy: Annotated[str, typer.Option("--policy", help="full, exact or relaxed.")] = "exact",
+    threshold: Annotated[
+        float | None, typer.Option("--threshold", help="For relaxed: router probability, (0, 1].")
+    ] = None,
+    max_drafts: Annotated[
+        int, typer.Option("--max-drafts", min=0, help="For exact; 0: the worker's choice.")
+    ] = 0,
+    min_layers: Annotated[int, typer.Option("--min-layers", min=0)] = 0,
+    router: Annotated[
+        str, typer.Option("--router", help="A version number or an alias; default: latest.")
+    ] = "",
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="New tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0)] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    min_p: Annotated[float | None, typer.Option("--min-p")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option("--repetition-penalty")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="A stop string; may be repeated.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", min=0, help="Deadline in seconds.")
+    ] = None,
+    show_depth: Annotated[
+        bool, typer.Option("--show-depth", help="Colour tokens by the depth at which they left.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event.")] = False,
+) -> None:
+    """Generate text and stream it. The last line of statistics goes to standard error."""
+    if policy not in POLICIES:
+        raise typer.BadParameter(
+            f"{policy!r} is none of {', '.join(POLICIES)}", param_hint="--policy"
+        )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with NeapClient(worker) as client:
+        served = served_model(client, model)
+        request = pb.GenerateRequest(
+            model_id=served.model_id,
+            sampling=pb.Sampling(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                seed=seed,
+            ),
+            stopping=pb.Stopping(
+                max_tokens=max_tokens, stop_strings=stop or [], ignore_eos=ignore_eos
+            ),
+            depth=depth_policy(
+                policy, threshold=threshold, max_drafts=max_drafts, min_layers=min_layers
+            ),
+        )
+        set_prompt(request, text, raw=raw, system=system)
+        set_router(request, router)
+        events = client.generate(request, timeout_s=timeout)
+        if as_json:
+            print_json(events)
+        else:
+            print_text(events, served.num_layers, coloured=show_depth)
+
+
+def print_text(events: Iterator[pb.GenerateResponse], num_layers: int, *, coloured: bool) -> None:
+    """Stream the text to stdout; legend and statistics to stderr."""
+    view = DepthView(out, num_layers, coloured)
+    finished: pb.Finished | None = None
+    for event in events:
+        if event.HasField("chunk"):
+            view.chunk(event.chunk)
+        elif event.HasField("finished"):
+            finished = event.finished
+            view.text(finished.text)
+    out.print()
+    if coloured:
+        err.print(view.legend())
+    if finished is not None:
+        err.print(statistics_line(finished), markup=False, style="dim")
+
+
+def print_json(events: Iterator[pb.GenerateResponse]) -> None:
+    """One line of JSON per event, in protobuf's JSON mapping with the field names of the proto."""
+    for event in events:
+        document: dict[str, Any] = MessageToDict(event, preserving_proto_field_name=True)
+        print(json.dumps(document, ensure_ascii=False), flush=True)
+
+
+def served_model(client: NeapClient, model_id: str) -> pb.Model:
+    """The model by name, or the only one there is. Raises NotFound, InvalidInput when the choice is open."""
+    if model_id:
+        return client.get_model(model_id)
+    models = client.list_models()
+    if len(models) != 1:
+        names = ", ".join(model.model_id for model in models) or "none"
+        raise InvalidInput(f"the worker serves {names}; name one with --model")
+    return models[0]
+
+
+def depth_policy(
+    policy: str, *, threshold: float | None = None, max_drafts: int = 0, min_layers: int = 0
+) -> pb.DepthPolicy:
+    """The policy as a message. Raises InvalidInput for a setting that the policy does not have."""
+    if threshold is not None and policy != "relaxed":
+        raise InvalidInput(f"--threshold is for the policy relaxed, not {policy}")
+    if max_drafts and policy != "exact":
+        raise InvalidInput(f"--max-drafts is for the policy exact, not {policy}")
+    if policy == "full":
+        return pb.DepthPolicy(full=pb.Full(), min_layers=min_layers)
+    if policy == "exact":
+        return pb.DepthPolicy(exact=pb.Exact(max_drafts=max_drafts), min_layers=min_layers)
+    return pb.DepthPolicy(relaxed=pb.Relaxed(threshold=threshold), min_layers=min_layers)
+
+
+def set_prompt(request: pb.GenerateRequest, text: str, *, raw: bool, system: str = "") -> None:
+    """`text` as it is, or as the user's turn of a chat."""
+    if raw and system:
+        raise InvalidInput("--system needs the chat template; it excludes --raw")
+    if raw:
+        request.text = text
+        return
+    if system:
+        request.chat.messages.add(role="system", content=system)
+    request.chat.messages.add(role="user", content=text)
+
+
+def set_router(request: pb.GenerateRequest, router: str) -> None:
+    """Digits are a version, anything else an alias; empty leaves the choice to the worker."""
+    if router.isdigit():
+        request.router.version = int(router)
+    elif router:
+        request.router.alias = router

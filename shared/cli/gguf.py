@@ -1,0 +1,36 @@
+"""`python -m shared.cli.gguf FILE.gguf FOLDER`: a quantised .gguf file as a float32 Hugging Face folder."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def convert(source: Path, target: Path) -> None:
+    """Dequantise `source` and save model, generation config and tokenizer in `target`. Raises what transformers raises."""
+    # Imported here: seconds and hundreds of megabytes that the rest of the command line does without.
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    quiet: Any = transformers.logging
+    quiet.disable_progress_bar()
+    # Any: what is set below are no modules, as the class would have it.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
+    )
+    # The weights are plain float32 by now; transformers would save the quantised form's name beside them and refuse to load them.
+    del model.config.quantization_config
+    model.is_quantized = False
+    model.hf_quantizer = None
+    if hasattr(model, "quantization_method"):
+        del model.quantization_method
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path)
+    arguments = parser.parse_args()
+    convert(arguments.source, arguments.target)

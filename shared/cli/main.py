@@ -1,0 +1,22 @@
+"""`neap`: puts the commands together."""
+
+import typer
+
+from shared.cli import calibrate, demo, generate, report, routers, serve
+
+app = typer.Typer(
+    name="neap",
+    help="Early-exit serving of frozen causal language models that really skips the layers.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("demo")(demo.demo)
+app.command("calibrate")(calibrate.calibrate)
+app.command("generate")(generate.generate)
+app.command("report")(report.report)
+app.add_typer(serve.app, name="serve")
+app.add_typer(routers.app, name="routers")
+
+if __name__ == "__main__":
+    app()

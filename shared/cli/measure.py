@@ -1,0 +1,121 @@
+"""Runs the same prompts under several policies, one after the other, and sums up what each cost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.duration_pb2 import Duration
+from neap.inference.v1 import inference_pb2 as pb
+from rich.table import Table
+
+from shared.rpc.client import NeapClient
+
+PROMPTS: dict[str, str] = {
+    "translation": (
+        "Translate into French, then repeat the English sentence: 'The boat leaves the harbour when the tide turns, and "
+        "the boat comes back when the tide turns again.'"
+    ),
+    "summary": (
+        "Summarise in two sentences: Neap tides happen twice a month, when the sun and the moon pull at right angles. The "
+        "sun then cancels part of the moon's pull, so high water is lower and low water is higher than on other days. "
+        "Sailors plan around neap tides because the currents are weaker, and harbours with a shallow entrance may be "
+        "closed to large ships until the tides grow again."
+    ),
+    "question": "Why does the sea taste of salt while most rivers do not?",
+    "maths": (
+        "A ferry carries 48 cars on each trip and makes 6 trips a day. How many cars does it carry in 5 days? Work it out "
+        "step by step."
+    ),
+}
+
+OnEvent = Callable[[pb.GenerateResponse], None]
+
+
+@dataclass
+class PolicyFigures:
+    """Sums over all prompts of one policy. Times in seconds; `exits` maps (rung, depth) to tokens."""
+
+    policy: str
+    num_tokens: int = 0
+    decode_s: float = 0.0
+    num_layer_executions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    exits: dict[tuple[str, int], int] = field(default_factory=dict)
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding only: the prompt's pass and its token are the same under every policy."""
+        return (self.num_tokens - len(self.outputs)) / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def layers_per_token(self) -> float:
+        return self.num_layer_executions / max(self.num_tokens, 1)
+
+    def add(self, name: str, tokens: Sequence[int], finished: pb.Finished) -> None:
+        """Count one generation."""
+        self.num_tokens += finished.usage.num_completion_tokens
+        self.decode_s += seconds(finished.timing.decode)
+        self.num_layer_executions += finished.depth.num_layer_executions
+        self.num_drafted += finished.depth.num_drafted
+        self.num_accepted += finished.depth.num_accepted
+        for count in finished.depth.exits:
+            key = (count.rung, count.depth)
+            self.exits[key] = self.exits.get(key, 0) + count.num_tokens
+        self.outputs[name] = tuple(tokens)
+
+
+def run_one(
+    client: NeapClient, request: pb.GenerateRequest, on_event: OnEvent
+) -> tuple[list[int], pb.Finished]:
+    """The token ids and the last event. `on_event` sees every event as it comes."""
+    tokens: list[int] = []
+    finished = pb.Finished()
+    for event in client.generate(request):
+        on_event(event)
+        if event.HasField("chunk"):
+            tokens += [token.id for token in event.chunk.tokens]
+        elif event.HasField("finished"):
+            finished = event.finished
+    return tokens, finished
+
+
+def policy_table(figures: Sequence[PolicyFigures]) -> Table:
+    """The figures side by side; the first is the baseline its outputs are compared with."""
+    table = Table(
+        "policy",
+        "tokens/s",
+        "layer executions\nper token",
+        "accepted /\ndrafted",
+        "identical\noutput",
+    )
+    baseline = figures[0]
+    for entry in figures:
+        identical = "yes" if entry.outputs == baseline.outputs else "no"
+        speed_up = entry.tokens_per_s / baseline.tokens_per_s if baseline.tokens_per_s else 0.0
+        table.add_row(
+            entry.policy,
+            f"{entry.tokens_per_s:.1f}" + ("" if entry is baseline else f" ({speed_up:.2f}x)"),
+            f"{entry.layers_per_token:.1f}",
+            f"{entry.num_accepted}/{entry.num_drafted}",
+            "baseline" if entry is baseline else identical,
+        )
+    return table
+
+
+def statistics_line(finished: pb.Finished) -> str:
+    """One line about one generation."""
+    usage, depth = finished.usage, finished.depth
+    decode_s = seconds(finished.timing.decode)
+    rate = (usage.num_completion_tokens - 1) / decode_s if decode_s > 0 else 0.0
+    reason = pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
+    return (
+        f"{usage.num_prompt_tokens} + {usage.num_completion_tokens} tokens ({reason}), {rate:.1f} tokens/s, "
+        f"first token after {seconds(finished.timing.queue) + seconds(finished.timing.prefill):.2f} s, "
+        f"{depth.mean_layers_per_token:.1f} layer executions per token, "
+        f"{depth.num_accepted}/{depth.num_drafted} drafts accepted"
+    )
+
+
+def seconds(duration: Duration) -> float:
+    return float(duration.seconds) + duration.nanos / 1e9

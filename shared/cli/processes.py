@@ -1,0 +1,145 @@
+"""Services as child processes: each in its own process group, waited for, and never left behind."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from shared.errors import Unavailable
+from shared.rpc.client import NeapClient
+
+LISTENING = "listening on "
+STOP_TIMEOUT_S = 15.0
+KILL_TIMEOUT_S = 5.0
+LOG_TAIL_LINES = 15
+
+
+class ServiceProcess:
+    """`python -m module --listen 127.0.0.1:0 ...`, its log in `log_path`. A context manager that stops it however it ends."""
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str], log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.address = ""
+        self._command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", *arguments]
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> "ServiceProcess":
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("w") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                # Its own group: Ctrl-C reaches the command first, which then stops the services in order.
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def wait_serving(self, timeout_s: float) -> str:
+        """The address, once the health check says SERVING. Raises Unavailable with the end of the log."""
+        deadline_s = time.monotonic() + timeout_s
+        self.address = self._read_address(deadline_s)
+        with NeapClient(self.address, num_attempts=1, timeout_s=5.0) as client:
+            while True:
+                try:
+                    if client.is_serving():
+                        return self.address
+                except Unavailable:
+                    pass
+                self._check_alive()
+                if time.monotonic() > deadline_s:
+                    raise Unavailable(
+                        f"the {self.name} is not serving after {timeout_s:g} s; {self._log_tail()}",
+                        reason="NOT_READY",
+                    )
+                time.sleep(0.2)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL to the whole group for what is left of it. Safe to call twice."""
+        process = self._process
+        if process is None:
+            return
+        try:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Also where the service itself has ended: what it started may still be there.
+            _kill_group(process.pid)
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+            self._process = None
+
+    def _read_address(self, deadline_s: float) -> str:
+        """HOST:PORT from the line the service prints once it listens."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        lines: queue.Queue[str] = queue.Queue()
+
+        def read(stream: IO[str]) -> None:
+            # Reads on after the address: a full pipe would block the service.
+            for line in stream:
+                lines.put(line)
+
+        threading.Thread(target=read, args=(self._process.stdout,), daemon=True).start()
+        while time.monotonic() < deadline_s:
+            try:
+                line = lines.get(timeout=0.2)
+            except queue.Empty:
+                self._check_alive()
+                continue
+            if line.startswith(LISTENING):
+                return line.removeprefix(LISTENING).strip()
+        raise Unavailable(
+            f"the {self.name} does not listen; {self._log_tail()}", reason="NOT_READY"
+        )
+
+    def _check_alive(self) -> None:
+        assert self._process is not None
+        code = self._process.poll()
+        if code is not None:
+            raise Unavailable(
+                f"the {self.name} ended with code {code}; {self._log_tail()}",
+                reason="SERVICE_ENDED",
+            )
+
+    def _log_tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return f"its log ({self.log_path}) ends: {' | '.join(lines) or '(empty)'}"
+
+
+def _kill_group(group: int) -> None:
+    """SIGKILL to the group, and wait until it is empty: a killed process takes a moment to go."""
+    deadline_s = time.monotonic() + KILL_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)

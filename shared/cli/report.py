@@ -1,0 +1,51 @@
+"""`neap report`: a PNG about a published router and what it does on a worker."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shared.cli import charts
+from shared.cli.console import (
+    DEFAULT_CALIBRATOR,
+    DEFAULT_WORKER,
+    Calibrator,
+    Model,
+    Worker,
+    guarded,
+    out,
+)
+from shared.cli.demo import compare
+from shared.cli.measure import policy_table
+from shared.cli.routers import selector
+from shared.rpc.client import NeapClient
+
+
+@guarded
+def report(
+    model: Model,
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+    worker: Worker = DEFAULT_WORKER,
+    router: Annotated[str, typer.Option("--router", help="A version or an alias.")] = "latest",
+    output: Annotated[Path, typer.Option("--output", help="The PNG to write.")] = Path(
+        "neap-report.png"
+    ),
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Per prompt.")] = 64,
+) -> None:
+    """Run four prompts under full and exact, print the table, and write the picture.
+
+    The picture shows exits per depth, the routers' reliability on held-out tokens, and tokens per second by policy.
+    """
+    with NeapClient(calibrator) as catalogue, NeapClient(worker) as inference:
+        version = catalogue.get_version(model, **selector(router))
+        num_layers = inference.get_model(model).num_layers
+        figures = compare(inference, model, max_tokens, router=str(version.version))
+    out.print(policy_table(figures))
+    picture = charts.write_report(
+        output,
+        title=f"{model}, router version {version.version}",
+        num_layers=num_layers,
+        figures=figures,
+        manifest_json=version.manifest_json,
+    )
+    out.print(f"wrote {picture}", markup=False)

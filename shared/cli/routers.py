@@ -1,0 +1,159 @@
+"""`neap routers`: what is published, and which version an alias names."""
+
+import getpass
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, guarded, out
+from shared.errors import InvalidInput
+from shared.rpc.client import NeapClient
+
+app = typer.Typer(help="Published routers and their aliases.", no_args_is_help=True)
+
+Alias = Annotated[str, typer.Option("--alias", help="The alias.")]
+Reason = Annotated[str, typer.Option("--reason", help="Recorded in the alias' history.")]
+
+
+@app.command("list")
+@guarded
+def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
+    """List the versions of a model, newest first, with their aliases."""
+    with NeapClient(calibrator) as client:
+        versions = list(client.list_versions(model))
+        names = aliases_by_version(client.list_aliases(model))
+    if not versions:
+        out.print(f"no router is published for {model}", markup=False)
+        return
+    table = Table("version", "aliases", "published", "rungs", "MB", "digest")
+    for version in versions:
+        table.add_row(
+            str(version.version),
+            " ".join(names.get(version.version, [])),
+            when(version.create_time),
+            " ".join(rung.name for rung in version.rungs),
+            f"{version.size_bytes / 1e6:.2f}",
+            version.manifest_digest[:19],
+        )
+    out.print(table)
+
+
+@app.command("show")
+@guarded
+def show(
+    model: Model,
+    version: Annotated[str, typer.Argument(help="A version number or an alias.")] = "latest",
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+    manifest: Annotated[bool, typer.Option("--manifest", help="Print the manifest only.")] = False,
+) -> None:
+    """Show one version with its held-out figures per rung."""
+    with NeapClient(calibrator) as client:
+        router = client.get_version(model, **selector(version))
+    if manifest:
+        out.print(router.manifest_json, markup=False, soft_wrap=True)
+        return
+    out.print(f"{model} version {router.version}", markup=False)
+    out.print(f"  published {when(router.create_time)}, {router.size_bytes / 1e6:.2f} MB")
+    out.print(f"  manifest  {router.manifest_digest}")
+    out.print(f"  model     {router.model_fingerprint}")
+    table = Table("rung", "depth", "agreement", "coverage", "router AUC", "Brier", "precision")
+    for rung in router.rungs:
+        table.add_row(
+            rung.name,
+            str(rung.depth),
+            f"{rung.agreement:.3f}",
+            f"{rung.coverage:.3f}",
+            f"{rung.router_auc:.3f}",
+            f"{rung.router_brier:.3f}",
+            f"{rung.router_precision:.3f}",
+        )
+    out.print(table)
+
+
+@app.command("promote")
+@guarded
+def promote(
+    model: Model,
+    version: Annotated[int, typer.Argument(help="The version the alias shall name.", min=1)],
+    alias: Alias = "stable",
+    reason: Reason = "",
+    expect: Annotated[
+        int | None,
+        typer.Option("--expect", help="Refuse unless the alias names this version now (0: none)."),
+    ] = None,
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+) -> None:
+    """Point an alias at a version."""
+    with NeapClient(calibrator) as client:
+        change = client.set_alias(
+            model, alias, version, expected_version=expect, actor=actor(), reason=reason
+        )
+    out.print(moved(change), markup=False)
+
+
+@app.command("rollback")
+@guarded
+def rollback(
+    model: Model,
+    alias: Alias = "stable",
+    reason: Reason = "",
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+) -> None:
+    """Point an alias back at the version it named before its last change."""
+    with NeapClient(calibrator) as client:
+        change = client.rollback_alias(model, alias, actor=actor(), reason=reason)
+    out.print(moved(change), markup=False)
+
+
+@app.command("history")
+@guarded
+def history(
+    model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR
+) -> None:
+    """List every change of an alias, newest first."""
+    with NeapClient(calibrator) as client:
+        changes = client.alias_history(model, alias)
+    table = Table("when", "from", "to", "by", "reason")
+    for change in changes:
+        before = str(change.from_version) if change.HasField("from_version") else "-"
+        table.add_row(
+            when(change.change_time), before, str(change.to_version), change.actor, change.reason
+        )
+    out.print(table)
+
+
+def selector(version: str) -> dict[str, Any]:
+    """Keyword arguments of `NeapClient.get_version`: digits are a version, anything else an alias."""
+    if version.isdigit():
+        return {"version": int(version)}
+    if not version:
+        raise InvalidInput("the version is empty; give a number or an alias")
+    return {"alias": version}
+
+
+def aliases_by_version(aliases: dict[str, int]) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, version in sorted(aliases.items()):
+        names.setdefault(version, []).append(name)
+    return names
+
+
+def moved(change: Any) -> str:
+    """One line that says what an AliasChange did."""
+    before = str(change.from_version) if change.HasField("from_version") else "nothing"
+    return f"{change.alias}: {before} -> {change.to_version}"
+
+
+def when(timestamp: Any) -> str:
+    """A protobuf Timestamp in UTC, to the second."""
+    return datetime.fromtimestamp(timestamp.seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def actor() -> str:
+    """Who to name in the history. A container may run a user id that has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

@@ -1,0 +1,200 @@
+"""A scripted service on loopback, and a runner for `neap`."""
+
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+from neap.calibration.v1 import calibration_pb2, calibration_pb2_grpc
+from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap.router.v1 import router_pb2, router_pb2_grpc
+from typer.testing import CliRunner, Result
+
+from shared.cli.main import app
+from shared.errors import NeapError, NotFound
+from shared.rpc.status import code_of, to_status, trailing_metadata
+
+NUM_LAYERS = 30
+MANIFEST = '{"rungs": [{"name": "suffix", "depth": 0}]}'
+
+
+def refuse(context: Any, error: NeapError) -> None:
+    context.set_trailing_metadata(trailing_metadata(to_status(error)))
+    context.abort(code_of(error), error.message)
+
+
+class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers every prompt with "Héllo there", one draft accepted, and keeps the requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+
+    def GetModel(self, request: Any, context: Any) -> Any:
+        if request.model_id != "tiny":
+            refuse(context, NotFound(f"no model {request.model_id!r}", reason="MODEL_NOT_FOUND"))
+        return inference_pb2.GetModelResponse(model=self.model())
+
+    def ListModels(self, request: Any, context: Any) -> Any:
+        return inference_pb2.ListModelsResponse(models=[self.model()])
+
+    def model(self) -> Any:
+        return inference_pb2.Model(
+            model_id="tiny", num_layers=NUM_LAYERS, fingerprint="sha256:" + "a" * 64
+        )
+
+    def Generate(self, request: Any, context: Any) -> Iterator[Any]:
+        self.requests.append(request)
+        exact = request.depth.WhichOneof("policy") != "full"
+        response = inference_pb2.GenerateResponse
+        yield response(started=inference_pb2.Started(request_id="r", model_id="tiny"))
+        first = inference_pb2.Token(id=1, exit_depth=NUM_LAYERS, rung="full")
+        second = inference_pb2.Token(
+            id=2, exit_depth=0 if exact else NUM_LAYERS, rung="suffix" if exact else "full"
+        )
+        yield response(chunk=inference_pb2.TokenChunk(text="Héllo", tokens=[first]))
+        yield response(chunk=inference_pb2.TokenChunk(text=" there", tokens=[second]))
+        finished = inference_pb2.Finished(
+            reason=inference_pb2.FINISH_REASON_LENGTH,
+            usage=inference_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=2),
+            depth=inference_pb2.DepthStatistics(
+                num_drafted=1 if exact else 0,
+                num_accepted=1 if exact else 0,
+                num_layer_executions=NUM_LAYERS if exact else 2 * NUM_LAYERS,
+                mean_layers_per_token=15 if exact else 30,
+            ),
+        )
+        finished.timing.decode.FromMilliseconds(50 if exact else 100)
+        for token in (first, second):
+            finished.depth.exits.add(rung=token.rung, depth=token.exit_depth, num_tokens=1)
+        yield response(finished=finished)
+
+
+class FakeCalibration(calibration_pb2_grpc.CalibrationServiceServicer):
+    """One job that runs through `states`; keeps its spec and whether it was cancelled."""
+
+    def __init__(self) -> None:
+        self.spec: Any = None
+        self.cancelled = False
+        self.states = [
+            {"state": calibration_pb2.STATE_QUEUED},
+            {
+                "state": calibration_pb2.STATE_RUNNING,
+                "phase": calibration_pb2.PHASE_COLLECTING,
+                "fraction": 0.25,
+                "figures": {"tokens": 1234.0},
+            },
+            {
+                "state": calibration_pb2.STATE_SUCCEEDED,
+                "fraction": 1.0,
+                "router_version": 7,
+                "manifest_digest": "sha256:abc",
+            },
+        ]
+
+    def job(self, index: int) -> Any:
+        return calibration_pb2.Calibration(calibration_id="job-1", **self.states[index])
+
+    def CreateCalibration(self, request: Any, context: Any) -> Any:
+        self.spec = request.spec
+        return calibration_pb2.CreateCalibrationResponse(calibration=self.job(0))
+
+    def GetCalibration(self, request: Any, context: Any) -> Any:
+        return calibration_pb2.GetCalibrationResponse(calibration=self.job(-1))
+
+    def CancelCalibration(self, request: Any, context: Any) -> Any:
+        self.cancelled = True
+        self.states[-1] = {"state": calibration_pb2.STATE_CANCELLED}
+        return calibration_pb2.CancelCalibrationResponse(calibration=self.job(-1))
+
+    def WatchCalibration(self, request: Any, context: Any) -> Iterator[Any]:
+        for index in range(len(self.states)):
+            yield calibration_pb2.WatchCalibrationResponse(calibration=self.job(index))
+
+
+class FakeRouters(router_pb2_grpc.RouterServiceServicer):
+    """Versions 1 and 2; the alias "stable" names 1."""
+
+    def __init__(self) -> None:
+        self.stable = 1
+        self.requests: list[Any] = []
+
+    def version(self, number: int) -> Any:
+        rung = router_pb2.Rung(name="suffix", depth=0, agreement=0.5, router_auc=0.875)
+        return router_pb2.RouterVersion(
+            model_id="tiny",
+            version=number,
+            manifest_digest=f"sha256:{number}",
+            size_bytes=2_500_000,
+            rungs=[rung],
+            manifest_json=MANIFEST,
+        )
+
+    def ListVersions(self, request: Any, context: Any) -> Any:
+        known = [self.version(2), self.version(1)] if request.model_id == "tiny" else []
+        return router_pb2.ListVersionsResponse(versions=known)
+
+    def GetVersion(self, request: Any, context: Any) -> Any:
+        if request.WhichOneof("selector") == "version" and request.version > 2:
+            refuse(context, NotFound("no version 9", reason="VERSION_NOT_FOUND"))
+        return router_pb2.GetVersionResponse(version=self.version(request.version or 2))
+
+    def ListAliases(self, request: Any, context: Any) -> Any:
+        return router_pb2.ListAliasesResponse(
+            aliases=[router_pb2.Alias(name="stable", version=self.stable)]
+        )
+
+    def SetAlias(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        change = self.change(self.stable, request.version, request.reason)
+        self.stable = request.version
+        return router_pb2.SetAliasResponse(change=change)
+
+    def RollbackAlias(self, request: Any, context: Any) -> Any:
+        return router_pb2.RollbackAliasResponse(change=self.change(2, 1, request.reason))
+
+    def GetAliasHistory(self, request: Any, context: Any) -> Any:
+        first = router_pb2.AliasChange(alias="stable", to_version=1, actor="ada", reason="first")
+        return router_pb2.GetAliasHistoryResponse(changes=[self.change(1, 2, "better"), first])
+
+    def change(self, before: int, after: int, reason: str) -> Any:
+        return router_pb2.AliasChange(
+            alias="stable", from_version=before, to_version=after, reason=reason, actor="bob"
+        )
+
+
+class FakeService:
+    """All three services at one address."""
+
+    def __init__(self) -> None:
+        self.inference = FakeInference()
+        self.calibration = FakeCalibration()
+        self.routers = FakeRouters()
+        self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, self._server)
+        calibration_pb2_grpc.add_CalibrationServiceServicer_to_server(
+            self.calibration, self._server
+        )
+        router_pb2_grpc.add_RouterServiceServicer_to_server(self.routers, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    fake = FakeService()
+    yield fake
+    fake.stop()
+
+
+class Neap:
+    def __call__(self, *arguments: str, **options: Any) -> Result:
+        return CliRunner().invoke(app, list(arguments), **options)
+
+
+@pytest.fixture
+def neap() -> Neap:
+    return Neap()

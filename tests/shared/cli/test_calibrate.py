@@ -1,0 +1,68 @@
+import pytest
+from neap.calibration.v1 import calibration_pb2 as pb
+
+from shared.cli import calibrate
+
+
+def test_follows_the_job_to_its_version(service, neap):
+    flags = ["--depths", "2,4", "--head-form", "affine", "--time-budget", "90", "--alias", "a"]
+    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
+    assert result.exit_code == 0, result.output
+    assert "collecting 25% tokens 1,234" in result.stdout
+    assert "published version 7 (sha256:abc)" in result.stdout
+    spec = service.calibration.spec
+    assert list(spec.rung_depths) == [2, 4]
+    assert spec.head_form == pb.HEAD_FORM_AFFINE
+    assert spec.time_budget.seconds == 90
+    assert list(spec.aliases) == ["a"]
+    assert spec.WhichOneof("source") == "self_generated"
+
+
+def test_sources(service, neap, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n\n two \n")
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    assert neap(*base, "--prompts", str(prompts)).exit_code == 0
+    assert list(service.calibration.spec.self_generated.prompts) == ["one", "two"]
+    assert neap(*base, "--dataset", "org/set:conf", "--field", "body").exit_code == 0
+    assert service.calibration.spec.hub_dataset == pb.HubDataset(
+        name="org/set", config="conf", field="body"
+    )
+    assert neap(*base, "--text", "some.txt").exit_code == 0
+    assert service.calibration.spec.text_file.path.startswith("/")
+    result = neap(*base, "--text", "some.txt", "--dataset", "x")
+    assert result.exit_code == 1
+    assert "exclude one another" in result.stderr
+
+
+def test_a_failed_job_says_why(service, neap):
+    failure = pb.Failure(reason="DATASET_NOT_FOUND", message="no dataset x")
+    service.calibration.states[-1] = {"state": pb.STATE_FAILED, "failure": failure}
+    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    assert result.exit_code == 1
+    assert "no dataset x [DATASET_NOT_FOUND]" in result.stderr
+
+
+def test_ctrl_c_cancels_and_waits_for_the_end(service, neap, monkeypatch):
+    calls = []
+
+    def interrupted_once(job):
+        calls.append(job)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr(calibrate, "figures_line", interrupted_once)
+    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    assert service.calibration.cancelled
+    assert result.exit_code == 1
+    assert "nothing was published" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"), [(["--depths", "2,x"], 1), (["--head-form", "x"], 2), (["--seed", "-1"], 2)]
+)
+def test_bad_flags(service, neap, flags, code):
+    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
+    assert result.exit_code == code
+    assert service.calibration.spec is None

@@ -1,0 +1,100 @@
+import json
+
+import pytest
+from neap.inference.v1 import inference_pb2 as pb
+from rich.console import Console
+
+from shared.cli.depth_view import FULL_STYLE, SHADES, DepthView, shade
+
+
+def test_streams_text_to_stdout_and_statistics_to_stderr(service, neap):
+    result = neap("generate", "hi", "--worker", service.address)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "Héllo there\n"
+    assert "3 + 2 tokens (length)" in result.stderr
+    assert "1/1 drafts accepted" in result.stderr
+
+
+def test_request_says_what_was_asked_for(service, neap):
+    flags = ["--model", "tiny", "--policy", "relaxed", "--threshold", "0.9", "--min-layers", "4"]
+    flags += ["--temperature", "0", "--top-k", "5", "--seed", "0", "--stop", "a", "--stop", "b"]
+    flags += ["--max-tokens", "9", "--router", "3", "--system", "be brief", "--ignore-eos"]
+    result = neap("generate", "hi", "--worker", service.address, *flags)
+    assert result.exit_code == 0, result.output
+    request = service.inference.requests[0]
+    assert request.depth.relaxed.threshold == 0.9
+    assert request.depth.min_layers == 4
+    assert request.sampling == pb.Sampling(temperature=0.0, top_k=5, seed=0)
+    assert request.sampling.HasField("seed")
+    assert not request.sampling.HasField("top_p")
+    assert list(request.stopping.stop_strings) == ["a", "b"]
+    assert request.stopping.max_tokens == 9
+    assert request.stopping.ignore_eos
+    assert request.router.version == 3
+    roles = [(message.role, message.content) for message in request.chat.messages]
+    assert roles == [("system", "be brief"), ("user", "hi")]
+
+
+def test_raw_prompt_from_standard_input(service, neap):
+    result = neap("generate", "-", "--raw", "--worker", service.address, input="Once upon\n")
+    assert result.exit_code == 0, result.output
+    assert service.inference.requests[0].text == "Once upon\n"
+
+
+def test_json_has_one_event_per_line(service, neap):
+    result = neap("generate", "hi", "--json", "--worker", service.address)
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [next(iter(event)) for event in events] == ["started", "chunk", "chunk", "finished"]
+    assert events[2]["chunk"]["tokens"][0]["rung"] == "suffix"
+
+
+def test_show_depth_prints_a_legend(service, neap):
+    result = neap("generate", "hi", "--show-depth", "--worker", service.address)
+    assert "suffix (0/30) 1" in result.stderr
+    assert "full (30/30) 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "reason"),
+    [
+        (["--model", "other"], 1, "no model 'other' [MODEL_NOT_FOUND]"),
+        (["--policy", "full", "--threshold", "0.5"], 1, "--threshold is for the policy relaxed"),
+        (["--policy", "exact", "--raw", "--system", "x"], 1, "it excludes --raw"),
+        (["--policy", "bold"], 2, "is none of full, exact, relaxed"),
+        (["--no-such-flag"], 2, "--no-such-flag"),
+    ],
+)
+def test_errors_are_one_line(service, neap, flags, code, reason):
+    result = neap("generate", "hi", "--worker", service.address, *flags)
+    assert result.exit_code == code
+    assert reason in result.stderr
+    assert "Traceback" not in result.output
+    if code == 1:
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+
+
+def test_nobody_listening_is_an_error(neap):
+    result = neap("generate", "hi", "--worker", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+
+
+def test_colours_follow_depth():
+    assert shade("full", 30, 30) == FULL_STYLE
+    assert shade("suffix", 0, 30) != shade("successor", 0, 30)
+    styles = [shade("depth", depth, 30) for depth in range(1, 30)]
+    order = [SHADES.index(style) for style in styles]
+    assert order == sorted(order)
+    assert len(set(order)) > 3
+
+
+def test_text_is_coloured_by_its_token_and_late_text_by_the_deepest(capsys):
+    console = Console(force_terminal=True, color_system="standard", width=80)
+    view = DepthView(console, num_layers=4, coloured=True)
+    with console.capture() as capture:
+        view.chunk(pb.TokenChunk(text="a", tokens=[pb.Token(exit_depth=0, rung="suffix")]))
+        view.chunk(pb.TokenChunk(text="", tokens=[pb.Token(exit_depth=0, rung="suffix")]))
+        view.chunk(pb.TokenChunk(text="é", tokens=[pb.Token(exit_depth=4, rung="full")]))
+    assert capture.get() == "\x1b[92ma\x1b[0m\x1b[39mé\x1b[0m"
+    assert view.counts == {("suffix", 0): 2, ("full", 4): 1}

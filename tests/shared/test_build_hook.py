@@ -1,0 +1,67 @@
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from shared.build_hook import generate
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORTS = """
+from neap.calibration.v1 import calibration_pb2_grpc
+from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap.router.v1 import router_pb2_grpc
+print(inference_pb2.GenerateRequest(model_id="x").model_id, inference_pb2_grpc.__file__)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The files that packaging needs, without anything generated."""
+    ignored = shutil.ignore_patterns("*_pb2*", "__pycache__", "_lib")
+    for name in ("protos", "shared", "calibrator_service", "inference_service"):
+        shutil.copytree(ROOT / name, tmp_path / "neap" / name, ignore=ignored)
+    for name in ("pyproject.toml", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path / "neap" / name)
+    (tmp_path / "neap" / "README.md").touch()
+    return tmp_path / "neap"
+
+
+def test_the_wheel_holds_protos_that_import_without_rewriting(checkout: Path, tmp_path: Path):
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel",
+        "-d",
+        str(tmp_path / "dist"),
+    ]
+    subprocess.run(command, cwd=checkout, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # -P: the wheel's own tree comes before whatever else this environment has installed.
+    code = f"import sys; sys.path.insert(0, {str(site)!r})\n{IMPORTS}"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith(f"x {site}")
+    for name in ("neap/py.typed", "shared/py.typed", "neap/router/v1/router_pb2.pyi"):
+        assert (site / name).is_file()
+    assert not (site / "shared" / "build_hook.py").exists()
+
+
+def test_a_broken_proto_fails_the_build(checkout: Path):
+    (checkout / "protos" / "neap" / "router" / "v1" / "router.proto").write_text("nonsense")
+    with pytest.raises(RuntimeError, match="protoc ended with code"):
+        generate(checkout)
+
+
+def test_no_protos_fail_the_build(tmp_path: Path):
+    with pytest.raises(RuntimeError, match=r"no \.proto file"):
+        generate(tmp_path)

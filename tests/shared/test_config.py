@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import pytest
+
+from shared.config import (
+    CalibratorSettings,
+    ModelSource,
+    WorkerSettings,
+    make_settings,
+    settings_from_command_line,
+)
+from shared.errors import InvalidInput
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    import os
+
+    for name in [name for name in os.environ if name.startswith("NEAP_")]:
+        monkeypatch.delenv(name)
+
+
+def test_defaults_are_resolved():
+    settings = WorkerSettings()
+    assert settings.registry == str(settings.data_dir / "registry")
+    assert settings.models == ()
+
+
+def test_environment_then_flags_win(monkeypatch):
+    monkeypatch.setenv("NEAP_WORKER_LISTEN", "127.0.0.1:1")
+    monkeypatch.setenv("NEAP_CALIBRATOR_LISTEN", "127.0.0.1:2")
+    monkeypatch.setenv("NEAP_MODELS", "a=/models/a, b=org/b=c")
+    monkeypatch.setenv("NEAP_MAX_QUEUE", "7")
+    monkeypatch.setenv("NEAP_TEXT_FOLDERS", "/t,/u")
+    monkeypatch.setenv("NEAP_UNRELATED", "x")
+    worker = settings_from_command_line(WorkerSettings, "worker", [])
+    assert worker.listen == "127.0.0.1:1"
+    assert worker.models == (ModelSource("a", "/models/a"), ModelSource("b", "org/b=c"))
+    assert worker.max_queue == 7
+    calibrator = settings_from_command_line(CalibratorSettings, "calibrator", [])
+    assert calibrator.listen == "127.0.0.1:2"
+    assert calibrator.text_folders == (Path("/t"), Path("/u"))
+
+    flags = ["--listen", "127.0.0.1:3", "--model", "c=d", "--model", "e=f", "--grace-s", "0.5"]
+    worker = settings_from_command_line(WorkerSettings, "worker", flags)
+    assert worker.listen == "127.0.0.1:3"
+    assert worker.models == (ModelSource("c", "d"), ModelSource("e", "f"))
+    assert worker.grace_s == 0.5
+    assert worker.max_queue == 7
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"models": ["no-source"]},
+        {"models": ["=x"]},
+        {"models": ["a=x", "a=y"]},
+        {"grace_s": "nan"},
+        {"grace_s": -1},
+        {"threads": 0},
+        {"max_queue": 0},
+        {"stall_timeout_s": 0},
+        {"no_such_setting": 1},
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused(given):
+    with pytest.raises(InvalidInput) as caught:
+        make_settings(WorkerSettings, **given)
+    assert caught.value.reason == "BAD_CONFIGURATION"
+    assert next(iter(given)) in caught.value.message or "same id" in caught.value.message
+
+
+def test_settings_are_frozen():
+    settings = WorkerSettings()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.listen = "x"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"), [(WorkerSettings, "--text-folder"), (CalibratorSettings, "--max-queue")]
+)
+def test_each_service_knows_only_its_flags(kind, flag, capsys):
+    with pytest.raises(SystemExit):
+        settings_from_command_line(kind, "x", [flag, "1"])
+    assert "unrecognized" in capsys.readouterr().err
