@@ -20,7 +20,7 @@ class SlotCache(Cache):
     """
 
     # Read by transformers; as plain attributes because our `layers` stays empty: no per-layer kind applies.
-    is_sliding: list[bool] = []  # type: ignore[assignment]  # noqa: RUF012
+    is_sliding: list[bool] = []  # noqa: RUF012
     is_linear: list[bool] = []  # noqa: RUF012
     is_dummy: list[bool] = []  # noqa: RUF012
     is_compileable = False

@@ -15,6 +15,7 @@ from transformers import (
 
 from shared.errors import NotFound, UnsupportedModel
 from shared.model.fingerprint import fingerprint
+from shared.model.own_thread import in_own_thread
 from shared.model.probe import ModelParts, probe
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,26 @@ def load_model(
     `dtype` None: float32 on CPU, the checkpoint's own elsewhere. Weights come from safetensors or GGUF only, never a pickle.
     Raises `NotFound` (reason MODEL_NOT_FOUND) and `UnsupportedModel`.
     """
+    return in_own_thread(
+        _load_model,
+        source,
+        model_id=model_id,
+        dtype=dtype,
+        device=device,
+        context_length=context_length,
+        accelerate=accelerate,
+    )
+
+
+def _load_model(
+    source: str | Path,
+    *,
+    model_id: str | None,
+    dtype: torch.dtype | None,
+    device: str,
+    context_length: int | None,
+    accelerate: bool,
+) -> LoadedModel:
     path = Path(source)
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(source)}
     if path.suffix == ".gguf":
@@ -98,7 +119,8 @@ def load_model(
             f"transformers does not know how to load {source} as a causal language model",
             metadata={"source": str(source)},
         ) from error
-    placed: Any = model.to(device)  # typed oddly upstream
+    placed: Any = model
+    placed = placed.to(device)  # whose wrapper upstream hides its own type
     return wrap_model(
         placed,
         tokenizer,

@@ -1,0 +1,33 @@
+"""Work whose thread pool must not outlive it.
+
+PyTorch's CPU parallelism is OpenMP, and libgomp keeps one pool per thread that ever ran a parallel region. Once the pools
+together hold more threads than there are cores, libgomp stops spinning between regions, and a forward pass of hundreds of short
+regions takes twice as long (docs/decisions/004). So whatever loads, probes or calibrates does it in a thread that ends, and the
+engine's thread is left with the only pool.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_own_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work(*args, **kwargs)` in a thread of its own, which has ended on return. Raises what it raises."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work(*args, **kwargs))
+        except BaseException as error:  # handed to the caller, whatever it is
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"neap-{work.__name__}", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,23 @@
+import threading
+
+import pytest
+
+from shared.model.own_thread import in_own_thread
+
+
+def test_it_returns_what_the_work_returns_from_a_thread_that_has_ended() -> None:
+    def work(a: int, *, b: int) -> tuple[int, threading.Thread]:
+        return a + b, threading.current_thread()
+
+    total, thread = in_own_thread(work, 2, b=3)
+    assert total == 5
+    assert thread is not threading.current_thread()
+    assert not thread.is_alive()
+
+
+def test_it_raises_what_the_work_raises() -> None:
+    def work() -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        in_own_thread(work)
