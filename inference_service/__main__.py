@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
@@ -52,10 +52,13 @@ async def serve(settings: WorkerSettings) -> int:
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     engines: list[Engine] = []
+    loop = asyncio.get_running_loop()
+    stop_soon = partial(loop.call_soon_threadsafe, server.request_stop)
 
     async def prepare() -> None:
         for source in settings.models:
-            engine = await asyncio.to_thread(_load_engine, source, settings)
+            # A worker whose engine has died is of no use: it drains, ends, and is started anew.
+            engine = await asyncio.to_thread(_load_engine, source, settings, stop_soon)
             engines.append(engine)
             servicer.add_model(engine, max_active=settings.max_queue + MAX_RUNNING)
         servicer.set_ready()
@@ -72,12 +75,14 @@ async def serve(settings: WorkerSettings) -> int:
     return 0
 
 
-def _load_engine(source: ModelSource, settings: WorkerSettings) -> Engine:
+def _load_engine(
+    source: ModelSource, settings: WorkerSettings, on_failure: Callable[[], object]
+) -> Engine:
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     load = partial(load_model, source.source, model_id=source.model_id, dtype=dtype)
     loaded = load(device=settings.device, context_length=settings.context_length)
     log.info("model loaded", model_id=source.model_id, fingerprint=loaded.fingerprint)
-    engine = Engine(loaded, max_queue=settings.max_queue)
+    engine = Engine(loaded, max_queue=settings.max_queue, on_failure=on_failure)
     engine.warm_up()
     log.info("model warm", model_id=source.model_id)
     return engine

@@ -63,12 +63,12 @@ class Decoder:
             return []
         logits = self.runner.logits(sequence.deep_state[None])
         token = choose(logits[0], sequence.request.sampling, sequence.tokens)
-        return _sent(sequence.emit([self._full_token(sequence, logits[0], token)]))
+        return sequence.emit([self._full_token(sequence, logits[0], token)])
 
     def _draft_and_settle(self, sequence: Sequence, costs: PassCosts) -> list[TokenChunk]:
         chain = Drafter(self.runner, costs).build(sequence)
         final = chain.drafts[: chain.num_final]
-        chunks = _sent(sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final]))
+        chunks = sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
         sequence.num_drafted += len(chain.drafts)
         sequence.num_accepted += len(final)
         if sequence.is_finished:
@@ -83,7 +83,7 @@ class Decoder:
         num_through = 1 + chain.num_final + num_confirmed
         sequence.num_settled = chain.base + num_through
         sequence.deep_state = states[num_through - 1]
-        return chunks + _sent(sequence.emit(confirmed))
+        return chunks + sequence.emit(confirmed)
 
     def _verify(self, sequence: Sequence, chain: Chain, states: Tensor) -> list[GeneratedToken]:
         """The drafts that the full model would have chosen too, and the token it chooses after them.
@@ -125,7 +125,3 @@ class Decoder:
             tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else ()
         )
         return GeneratedToken(token, exit_depth, rung, float(logprobs[token]), alternatives)
-
-
-def _sent(chunk: TokenChunk | None) -> list[TokenChunk]:
-    return [chunk] if chunk else []

@@ -33,6 +33,7 @@ from shared.errors import (
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
+from shared.model.own_thread import in_own_thread
 from shared.model.runner import DepthRunner
 from shared.model.sampling import SamplingParams
 
@@ -83,7 +84,7 @@ class Engine:
         ladder: Ladder | None = None,
         *,
         max_queue: int = 64,
-        on_failure: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], object] = lambda: None,
     ) -> None:
         if ladder is not None:
             ladder.check_model(loaded)
@@ -91,7 +92,7 @@ class Engine:
         self._ladder = ladder
         self._max_queue = max_queue
         self._on_failure = on_failure
-        self._decoder = Decoder(DepthRunner(loaded))
+        self._decoder = Decoder(in_own_thread(DepthRunner, loaded))
         self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, PassCosts]] = OrderedDict()
         self._deep_costs: tuple[float, ...] | None = None
         self._waiting: deque[_Job] = deque()

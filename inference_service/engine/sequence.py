@@ -72,10 +72,9 @@ class Sequence:
     def is_finished(self) -> bool:
         return self._finish is not None
 
-    def emit(self, tokens: list[GeneratedToken]) -> TokenChunk | None:
-        """Makes tokens final, in order, up to the one that ends the request. None if nothing is to be sent."""
-        shown: list[GeneratedToken] = []
-        text = ""
+    def emit(self, tokens: list[GeneratedToken]) -> list[TokenChunk]:
+        """Makes tokens final, in order, up to the one that ends the request. A chunk each, so that text and token go together."""
+        chunks: list[TokenChunk] = []
         for token in tokens:
             if self._finish:
                 break
@@ -86,7 +85,6 @@ class Sequence:
                 self._finish = (FinishReason.STOP_TOKEN, str(token.token_id))
                 break
             self._exits[token.rung, token.exit_depth] += 1
-            shown.append(token)
             if self.drafter is not None:
                 self.drafter.append([token.token_id])
             if (
@@ -94,14 +92,15 @@ class Sequence:
                 and not self.request.stopping.ignore_eos
             ):
                 self._finish = (FinishReason.EOS, "")
+                chunks.append(TokenChunk("", (token,)))
                 break
             piece, stop = self._stops.push(self._detokenizer.push(token.token_id))
-            text += piece
+            chunks.append(TokenChunk(piece, (token,)))
             if stop is not None:
                 self._finish = (FinishReason.STOP_STRING, stop)
             elif self.num_left == 0:
                 self._finish = (FinishReason.LENGTH, "")
-        return TokenChunk(text, tuple(shown)) if shown or text else None
+        return chunks
 
     def finished(self) -> Finished:
         """Closes the request. Only once `is_finished`."""
