@@ -1,0 +1,182 @@
+"""Times neap's CPU kernels against PyTorch's and oneDNN's, and a whole model with and without them.
+
+    python -m bench.bench_ops --model /path/to/hf/model [--threads 2] [--rounds 15]
+
+Medians in ms. The contenders of a line take turns within each round, so that a busy machine slows all of them alike;
+the floor is the time to read the line's weights once. Compare within a line, not across runs.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from shared import ops
+from shared.model.accelerate import accelerate
+from shared.model.cache import SlotCache
+from shared.ops.hf_rotary import FUNCTION
+
+CONTEXT = 200  # tokens in the cache of a whole-model pass
+Contenders = Mapping[str, Callable[[], object]]
+
+
+def medians_ms(contenders: Contenders, rounds: int) -> dict[str, float]:
+    """The median of each, after one untimed call of each."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(rounds + 1):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            if index:
+                samples[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def print_row(label: str, figures: Mapping[str, float]) -> None:
+    print(
+        f"{label:>24} " + " ".join(f"{name} {value:9.2f}" for name, value in figures.items()),
+        flush=True,
+    )
+
+
+def floor_of(weights: list[Tensor]) -> Callable[[], object]:
+    """Reads as many bytes as the weights have, by all threads."""
+    block = torch.ones(sum(w.numel() for w in weights))
+    return block.sum
+
+
+def onednn(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    op = torch.ops.mkldnn._linear_pointwise
+    return lambda x: op(x, packed, None, "none", [], "")
+
+
+def bench_linears(title: str, weights: list[Tensor], rounds: int) -> None:
+    """All `weights` [N, K] in turn, as a model would run them."""
+    packed = [(w.shape[1], ops.pack_linear(w), w.shape[0]) for w in weights]
+    one = [(w.shape[1], onednn(w)) for w in weights]
+    floor = floor_of(weights)
+
+    def contenders(tokens: int) -> Contenders:
+        x = {width: torch.randn(1, tokens, width) for width, _, _ in packed}
+        return {
+            "neap": lambda: [ops.packed_linear(x[width], p, n) for width, p, n in packed],
+            "F.linear": lambda: [F.linear(x[w.shape[1]], w) for w in weights],
+            "oneDNN": lambda: [run(x[width]) for width, run in one],
+            "floor": floor,
+        }
+
+    for tokens in (1, 2, 4, 8, 16):
+        print_row(f"{title} M={tokens}", medians_ms(contenders(tokens), rounds))
+
+
+def attention_contenders(tokens: int, length: int) -> Contenders:
+    q = torch.randn(1, tokens, 9, 64).transpose(1, 2)
+    k, v = torch.randn(2, 1, 3, length, 64).unbind()
+    square = tokens in (1, length)
+    mask = None if square else torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)
+    causal = square and tokens > 1
+    return {
+        "neap": lambda: ops.slot_attention(q, k, v, length),
+        "sdpa": lambda: F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
+        ),
+    }
+
+
+def bench_attention(rounds: int) -> None:
+    """9 query heads on 3 key heads of width 64, as SmolLM2 has."""
+    for tokens, length in ((1, 200), (8, 208), (1, 2000), (8, 2000), (1, 8000), (300, 300)):
+        figures = medians_ms(attention_contenders(tokens, length), rounds)
+        print_row(f"attention Q={tokens} S={length}", figures)
+
+
+def model_pass(model: PreTrainedModel, tokens: int, slots: bool) -> Callable[[], object]:
+    """One pass of `tokens` over a cache of CONTEXT tokens, which each pass leaves as it found it."""
+    ids = torch.randint(model.config.vocab_size, (1, CONTEXT + tokens))
+    if slots:
+        slot_cache = SlotCache(CONTEXT + 64)
+        slot_cache.begin(0, CONTEXT)
+        model(input_ids=ids[:, :CONTEXT], past_key_values=slot_cache)
+
+        def run_slots() -> None:
+            slot_cache.begin(CONTEXT, tokens)
+            model(input_ids=ids[:, CONTEXT:], past_key_values=slot_cache)
+
+        return run_slots
+    cache = DynamicCache()
+    model(input_ids=ids[:, :CONTEXT], past_key_values=cache)
+
+    def run() -> None:
+        model(input_ids=ids[:, CONTEXT:], past_key_values=cache)
+        cache.crop(-tokens)
+
+    return run
+
+
+def bench_model(path: str, rounds: int) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    fast = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    plain.requires_grad_(False).train(False)
+    fast.requires_grad_(False).train(False)
+    # The rotary function is replaced for the whole process: the plain model gets its own one back for its turns.
+    file = sys.modules[
+        type(next(m for m in plain.modules() if "Attention" in type(m).__name__)).__module__
+    ]
+    original = getattr(file, FUNCTION)
+    print(accelerate(fast))
+    replaced = getattr(file, FUNCTION)
+
+    def with_rotary(function: object, run: Callable[[], object]) -> Callable[[], object]:
+        def switched() -> None:
+            setattr(file, FUNCTION, function)
+            run()
+
+        return switched
+
+    floor = floor_of([m.weight for m in plain.modules() if isinstance(m, nn.Linear)])
+    for tokens in (1, 2, 4, 8, 16):
+        figures = medians_ms(
+            {
+                "neap": with_rotary(replaced, model_pass(fast, tokens, slots=True)),
+                "HF": with_rotary(original, model_pass(plain, tokens, slots=False)),
+                "floor": floor,
+            },
+            rounds,
+        )
+        print_row(f"whole model M={tokens}", figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="a Hugging Face model folder; without it only kernels are timed"
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    logging.disable_progress_bar()
+    with torch.no_grad():
+        print(f"{ops.cpu_isa()}, {arguments.threads} threads, medians of {arguments.rounds} in ms")
+        mlp = [(1536, 576), (1536, 576), (576, 1536)] * 30
+        bench_linears("30 MLPs", [torch.randn(shape) for shape in mlp], arguments.rounds)
+        attention = [(576, 576), (192, 576), (192, 576), (576, 576)] * 30
+        bench_linears("30 q,k,v,o", [torch.randn(shape) for shape in attention], arguments.rounds)
+        bench_linears("LM head", [torch.randn(49152, 576)], arguments.rounds)
+        bench_attention(arguments.rounds)
+        if arguments.model:
+            bench_model(arguments.model, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Tokens per second while decoding: Hugging Face's generate, our full depth, and exact with each lever alone and together.
+
+    python -m bench.decode --model DIR [--router FOLDER | --registry URL] [--per-task 5] [--levers]
+
+All sides answer every prompt in turn, in an order that rotates; figures are medians over prompts of times per token, from the
+first token to the last. Greedy, float32 on CPU, batch 1, at most 64 new tokens.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.streamers import BaseStreamer
+
+from bench.prompts import DEFAULT_FILE, BenchPrompt, read_prompts
+from inference_service.engine.engine import Engine
+from inference_service.engine.prompt import encode_prompt
+from inference_service.engine.request import GenerationRequest, StoppingParams, TokenChunk
+from shared.ladder.folder import read_ladder
+from shared.ladder.ladder import Ladder
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import LoadedModel, load_model
+
+HF, FULL, EXACT = "HF generate", "full", "exact"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer. Seconds from the first token to the last over `len(token_ids) - 1` tokens."""
+
+    token_ids: tuple[int, ...]
+    decode_s: float
+    total_s: float
+    layer_executions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    deep_passes: int = 0
+
+    @property
+    def per_token_s(self) -> float:
+        return self.decode_s / max(len(self.token_ids) - 1, 1)
+
+
+class _Clock(BaseStreamer):
+    """Notes when each token of a Hugging Face generation comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: object) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+Side = Callable[[list[int]], Run]
+
+
+def hugging_face(model: Any, max_tokens: int) -> Side:
+    def run(ids: list[int]) -> Run:
+        clock = _Clock()
+        start = time.perf_counter()
+        with torch.no_grad():
+            out = model.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=max_tokens,
+                streamer=clock,
+            )
+        # The streamer is given the prompt first.
+        decode_s = clock.times[-1] - clock.times[1]
+        return Run(tuple(out[0, len(ids) :].tolist()), decode_s, time.perf_counter() - start)
+
+    return run
+
+
+def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:
+    def run(ids: list[int]) -> Run:
+        request = GenerationRequest(
+            tuple(ids), stopping=StoppingParams(max_tokens=max_tokens), policy=policy
+        )
+        start = time.perf_counter()
+        tokens: list[int] = []
+        for event in engine.submit(request, ladder).events():
+            if isinstance(event, TokenChunk):
+                tokens += [token.token_id for token in event.tokens]
+            else:
+                depth = event.depth
+                return Run(
+                    tuple(tokens),
+                    event.decode_s,
+                    time.perf_counter() - start,
+                    depth.num_layer_executions,
+                    depth.num_drafted,
+                    depth.num_accepted,
+                    depth.num_deep_passes,
+                )
+        raise AssertionError("the generation ended without a result")
+
+    return run
+
+
+def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
+    """Each lever alone."""
+    no_tables = replace(ladder, suffix_router=None, successors=None, successor_router=None)
+    no_exits = replace(ladder, exits=(), draft_vocabulary=None)
+    found = {
+        "suffix lookup": replace(no_exits, successors=None, successor_router=None),
+        "successor table": replace(no_exits, suffix_router=None),
+        "both tables": no_exits,
+    }
+    if ladder.exits:
+        found["exits at layers"] = no_tables
+        found["exits, whole vocabulary"] = replace(
+            no_tables, draft_vocabulary=torch.arange(vocabulary_size)
+        )
+    return found
+
+
+def measure(
+    loaded: LoadedModel, sides: dict[str, Side], prompts: list[BenchPrompt]
+) -> dict[str, dict[str, list[Run]]]:
+    """task -> side -> runs, one per prompt and turn."""
+    results: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    assert loaded.tokenizer is not None
+    names = list(sides)
+    for number, prompt in enumerate(prompts):
+        messages: list[dict[str, str]] = []
+        for turn in prompt.turns:
+            messages.append({"role": "user", "content": turn})
+            ids = encode_prompt(loaded, messages)
+            shift = number % len(names)
+            runs = {name: sides[name](list(ids)) for name in names[shift:] + names[:shift]}
+            for name, run in runs.items():
+                results[prompt.task][name].append(run)
+            answer = loaded.tokenizer.decode(list(runs[FULL].token_ids), skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": str(answer)})
+        print(f"{number + 1}/{len(prompts)} {prompt.task}", flush=True)
+    return results
+
+
+def summarise(results: dict[str, dict[str, list[Run]]]) -> dict[str, Any]:
+    """task -> side -> figures; ratios are against our full depth, medians over prompts answered with at least 8 tokens."""
+    tables: dict[str, Any] = {}
+    for task, sides in results.items():
+        tables[task] = {}
+        for name, runs in sides.items():
+            pairs = [
+                (r, f) for r, f in zip(runs, sides[FULL], strict=True) if len(f.token_ids) >= 8
+            ]
+            tokens = sum(max(len(run.token_ids) - 1, 0) for run, _ in pairs)
+            tables[task][name] = {
+                "speed_up": statistics.median(f.per_token_s / r.per_token_s for r, f in pairs),
+                "speed_up_total": sum(f.total_s for _, f in pairs)
+                / sum(r.total_s for r, _ in pairs),
+                "tokens_per_s": statistics.median(1 / r.per_token_s for r, _ in pairs),
+                "identical": sum(
+                    r.token_ids == f.token_ids for r, f in zip(runs, sides[FULL], strict=True)
+                ),
+                "prompts": len(runs),
+                "layers_per_token": sum(r.layer_executions for r, _ in pairs) / max(tokens, 1),
+                "accepted": sum(r.accepted for r, _ in pairs),
+                "drafted": sum(r.drafted for r, _ in pairs),
+                "tokens_per_deep_pass": tokens / max(sum(r.deep_passes for r, _ in pairs), 1),
+            }
+    return tables
+
+
+def print_tables(tables: dict[str, Any]) -> None:
+    names = list(next(iter(tables.values())))
+    tasks = list(tables)
+    print("\nspeed-up over full depth, decoding (median per prompt); mean over tasks last")
+    print("| side | " + " | ".join(tasks) + " | mean | with prefill |")
+    print("|---" * (len(tasks) + 3) + "|")
+    for name in names:
+        ratios = [tables[task][name]["speed_up"] for task in tasks]
+        total = statistics.mean(tables[task][name]["speed_up_total"] for task in tasks)
+        cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"| {name} | {cells} | **{statistics.mean(ratios):.2f}** | {total:.2f} |")
+    print(
+        "\n| side | tokens/s | layer executions per token | tokens per deep pass | accepted / drafted | identical to full |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name in names:
+        rows = [tables[task][name] for task in tasks]
+        mean = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+        print(
+            f"| {name} | {mean['tokens_per_s']:.1f} | {mean['layers_per_token']:.1f} | {mean['tokens_per_deep_pass']:.2f} | "
+            f"{sum(r['accepted'] for r in rows)} / {sum(r['drafted'] for r in rows)} | "
+            f"{sum(r['identical'] for r in rows)} of {sum(r['prompts'] for r in rows)} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face folder, .gguf file or hub name"
+    )
+    parser.add_argument(
+        "--router", type=Path, help="folder with a packed ladder (manifest.json and blobs)"
+    )
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)
+    parser.add_argument("--per-task", type=int, default=0)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--levers", action="store_true", help="also each lever alone")
+    parser.add_argument("--no-hf", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    loaded = load_model(options.model)
+    ladder = read_ladder(options.router)
+    prompts = read_prompts(options.prompts, options.per_task)
+    with Engine(loaded) as engine:
+        engine.warm_up()
+        sides: dict[str, Side] = {FULL: neap(engine, DepthPolicy("full"), None, options.max_tokens)}
+        if not options.no_hf:
+            plain = load_model(options.model, accelerate=False)
+            sides[HF] = hugging_face(plain.model, options.max_tokens)
+        if options.levers:
+            for name, part in levers(ladder, loaded.vocabulary_size).items():
+                sides[name] = neap(engine, DepthPolicy("exact"), part, options.max_tokens)
+        sides[EXACT] = neap(engine, DepthPolicy("exact"), ladder, options.max_tokens)
+        for side in sides.values():  # warm-up: binding, page faults
+            side(list(range(3, 40)))
+        tables = summarise(measure(loaded, sides, prompts))
+    print(
+        f"{date.today()} {platform.processor() or platform.machine()} {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+    print_tables(tables)
+    if options.json:
+        options.json.write_text(json.dumps(tables, indent=1))
+
+
+if __name__ == "__main__":
+    main()

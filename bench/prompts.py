@@ -1,0 +1,42 @@
+"""The Spec-Bench prompts: 120 of the 480, every fourth id (Xia et al., 2401.07851; Apache-2.0)."""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_FILE = Path(__file__).parent / "data" / "spec_bench_dev.jsonl"
+TASKS = {
+    "translation": "translation",
+    "summarization": "summarisation",
+    "qa": "QA",
+    "math_reasoning": "maths",
+    "rag": "RAG",
+}
+MULTI_TURN = "multi-turn"
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """`turns` are the user's; a later turn follows the model's answers to those before it."""
+
+    task: str
+    turns: tuple[str, ...]
+
+
+def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchPrompt]:
+    """All prompts, or the first `per_task` of each of Spec-Bench's six tasks."""
+    by_task: Mapping[str, list[BenchPrompt]] = defaultdict(list)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        task = TASKS.get(record["category"], MULTI_TURN)
+        by_task[task].append(BenchPrompt(task, tuple(record["turns"])))
+    return [prompt for prompts in by_task.values() for prompt in _spread(prompts, per_task)]
+
+
+def _spread(prompts: Sequence[BenchPrompt], count: int) -> Sequence[BenchPrompt]:
+    """`count` of them, evenly apart, so that every category of a task is heard."""
+    if not count or count >= len(prompts):
+        return prompts
+    return [prompts[index * len(prompts) // count] for index in range(count)]
