@@ -36,7 +36,7 @@ def current_request_id() -> str:
     return _request_id.get()
 
 
-class ServiceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps coroutine and async-generator handlers, unary and streaming.
 
     A NeapError becomes its status, anything else INTERNAL with an id under which the traceback is logged. The request id goes

@@ -59,7 +59,7 @@ class RpcServer:
             interceptors=(ServiceInterceptor(),), options=(*SERVER_OPTIONS, *options)
         )
         self._service_names = tuple(service_names)
-        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health: Any = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
