@@ -7,7 +7,6 @@ from torch import Tensor
 
 from inference_service.engine.chain import Chain
 from inference_service.engine.drafting import Drafter
-from inference_service.engine.planner import PassCosts
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.sequence import Sequence
 from shared.ladder.ladder import BoundLadder
@@ -34,14 +33,14 @@ class Decoder:
         cache = self.runner.new_cache(len(request.prompt_ids) + max_tokens)
         return Sequence(request, loaded, ladder, cache, max_tokens)
 
-    def step(self, sequence: Sequence, costs: PassCosts) -> list[TokenChunk]:
+    def step(self, sequence: Sequence, drafter: Drafter) -> list[TokenChunk]:
         """A chunk of the prompt, or one chain. Returns what became final."""
         if sequence.started_s is None:
             sequence.started_s = time.monotonic()
         if sequence.num_generated == 0:
             return self._prefill(sequence)
         layers_before, token_layers_before = self.runner.counters.snapshot()
-        chunks = self._draft_and_settle(sequence, costs)
+        chunks = self._draft_and_settle(sequence, drafter)
         layers, token_layers = self.runner.counters.snapshot()
         sequence.num_layer_executions += layers - layers_before
         sequence.num_token_layers += token_layers - token_layers_before
@@ -65,8 +64,8 @@ class Decoder:
         token = choose(logits[0], sequence.request.sampling, sequence.tokens)
         return sequence.emit([self._full_token(sequence, logits[0], token)])
 
-    def _draft_and_settle(self, sequence: Sequence, costs: PassCosts) -> list[TokenChunk]:
-        chain = Drafter(self.runner, costs).build(sequence)
+    def _draft_and_settle(self, sequence: Sequence, drafter: Drafter) -> list[TokenChunk]:
+        chain = drafter.build(sequence)
         final = chain.drafts[: chain.num_final]
         chunks = sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
         sequence.num_drafted += len(chain.drafts)

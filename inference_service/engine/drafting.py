@@ -4,7 +4,13 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.chain import Chain
-from inference_service.engine.planner import MIN_SURVIVAL, PassCosts, best_length, exit_pays
+from inference_service.engine.planner import (
+    MIN_SURVIVAL,
+    ExitGains,
+    PassCosts,
+    best_length,
+    exit_pays,
+)
 from inference_service.engine.sequence import Sequence
 from shared.ladder.rungs import Draft
 from shared.model.runner import DepthRunner
@@ -13,9 +19,10 @@ from shared.model.runner import DepthRunner
 class Drafter:
     """Builds chains for one model with a ladder's rungs."""
 
-    def __init__(self, runner: DepthRunner, costs: PassCosts) -> None:
+    def __init__(self, runner: DepthRunner, costs: PassCosts, gains: ExitGains) -> None:
         self._runner = runner
         self._costs = costs
+        self._gains = gains
 
     def build(self, sequence: Sequence) -> Chain:
         """The chain to settle next, perhaps of the last final token alone."""
@@ -55,8 +62,9 @@ class Drafter:
             if depth < sequence.request.policy.min_layers:
                 continue
             known = best.probability if best else 0.0
-            if exit_pays(survival, known, ladder.agreements[index], index, self._costs):
+            if exit_pays(survival, self._gains.expected(index, known), index, self._costs):
                 candidate = self._exit(sequence, chain, index, depth)
+                self._gains.record(index, known, candidate.probability)
                 if candidate.probability > known:
                     best = candidate
         return best

@@ -10,8 +10,9 @@ from typing import Any
 
 from inference_service.engine.costs import measure_deep, measure_exits
 from inference_service.engine.decoder import Decoder
+from inference_service.engine.drafting import Drafter
 from inference_service.engine.handle import EngineEvent, GenerationHandle, OnEvent
-from inference_service.engine.planner import PassCosts
+from inference_service.engine.planner import ExitGains, PassCosts
 from inference_service.engine.prompt import Prompt, check_prompt_ids, encode_prompt
 from inference_service.engine.request import (
     DepthStatistics,
@@ -93,7 +94,7 @@ class Engine:
         self._max_queue = max_queue
         self._on_failure = on_failure
         self._decoder = Decoder(in_own_thread(DepthRunner, loaded))
-        self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, PassCosts]] = OrderedDict()
+        self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, Drafter]] = OrderedDict()
         self._deep_costs: tuple[float, ...] | None = None
         self._waiting: deque[_Job] = deque()
         self._running: deque[_Job] = deque()
@@ -289,26 +290,28 @@ class Engine:
 
     def _step(self, job: _Job) -> bool:
         """One step; True if the request is complete."""
-        bound, costs = self._bind(job.ladder)
+        bound, drafter = self._bind(job.ladder)
         if job.sequence is None:
             job.sequence = self._decoder.start(job.handle.request, bound)
             job.sequence.submitted_s = job.submitted_s
-        for chunk in self._decoder.step(job.sequence, costs):
+        for chunk in self._decoder.step(job.sequence, drafter):
             self._deliver(job, chunk)
         if job.sequence.is_finished:
             self._deliver(job, job.sequence.finished())
         return job.sequence.is_finished
 
-    def _bind(self, ladder: Ladder | None) -> tuple[BoundLadder | None, PassCosts]:
-        """The ladder bound to this model, with its costs; kept for the next request that brings the same ladder."""
+    def _bind(self, ladder: Ladder | None) -> tuple[BoundLadder | None, Drafter]:
+        """The ladder bound to this model, with its drafter; kept for the next request that brings the same ladder."""
         assert self._deep_costs is not None
+        runner = self._decoder.runner
         if ladder is None:
-            return None, PassCosts(self._deep_costs)
+            return None, Drafter(runner, PassCosts(self._deep_costs), ExitGains(()))
         found = self._bound.get(id(ladder))
         if found is None:
-            bound = ladder.bind(self._decoder.runner)
-            costs = PassCosts(self._deep_costs, measure_exits(self._decoder.runner, bound))
-            found = self._bound[id(ladder)] = (ladder, bound, costs)
+            bound = ladder.bind(runner)
+            costs = PassCosts(self._deep_costs, measure_exits(runner, bound))
+            drafter = Drafter(runner, costs, ExitGains(bound.agreements))
+            found = self._bound[id(ladder)] = (ladder, bound, drafter)
             while len(self._bound) > MAX_BOUND_LADDERS:
                 self._bound.popitem(last=False)
         self._bound.move_to_end(id(ladder))

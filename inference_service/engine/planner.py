@@ -64,14 +64,44 @@ def best_length(probabilities: Sequence[float], costs: PassCosts) -> int:
     return best
 
 
-def exit_pays(
-    survival: float, known: float, agreement: float, index: int, costs: PassCosts
-) -> bool:
+class ExitGains:
+    """What asking each layer exit has brought, by how sure the best rung before it was.
+
+    An exit agrees less often where the tables are unsure, too, so its overall agreement promises too much. Routers are calibrated,
+    so what an exit's probability exceeds the known one by is an unbiased sample of its worth. Starts from the held-out
+    agreement; lives as long as the ladder is bound.
+    """
+
+    NUM_BINS = 5
+    PRIOR_WEIGHT = 8.0
+
+    def __init__(self, agreements: Sequence[float]) -> None:
+        middles = [(number + 0.5) / self.NUM_BINS for number in range(self.NUM_BINS)]
+        self._gains = [
+            [self.PRIOR_WEIGHT * max(agreement - middle, 0.0) for middle in middles]
+            for agreement in agreements
+        ]
+        self._counts = [[self.PRIOR_WEIGHT] * self.NUM_BINS for _ in agreements]
+
+    def expected(self, index: int, known: float) -> float:
+        """How much more probable the `index`-th exit's token will be than `known`; 0 if it will not be."""
+        found = self._bin(known)
+        return self._gains[index][found] / self._counts[index][found]
+
+    def record(self, index: int, known: float, probability: float) -> None:
+        found = self._bin(known)
+        self._gains[index][found] += max(probability - known, 0.0)
+        self._counts[index][found] += 1.0
+
+    def _bin(self, known: float) -> int:
+        return min(int(known * self.NUM_BINS), self.NUM_BINS - 1)
+
+
+def exit_pays(survival: float, gain: float, index: int, costs: PassCosts) -> bool:
     """Whether taking the next token to the `index`-th layer exit is expected to gain more time than it takes.
 
-    `known` is the best probability without it, `agreement` how often that exit is right. A draft accepted in place of none saves
-    about one deep pass, less what the pass grows by one token.
+    `gain` is by how much it is expected to raise the draft's probability. A draft accepted in place of none saves about one deep
+    pass, less what the pass grows by one token.
     """
-    gain = survival * max(agreement - known, 0.0) * costs.deep[0]
     growth = (costs.deep[-1] - costs.deep[0]) / max(costs.max_drafts, 1)
-    return gain > costs.exits[index] + growth * survival
+    return survival * gain * (costs.deep[0] - growth) > costs.exits[index]

@@ -83,10 +83,10 @@ def test_cancel_frees_the_slot_within_one_step(loaded: LoadedModel) -> None:
     with Engine(loaded) as engine:
         decoder_step = engine._decoder.step
 
-        def step(sequence, costs):
+        def step(sequence, drafter):
             if handle.is_cancelled:
                 steps_after_cancel.append(1)
-            return decoder_step(sequence, costs)
+            return decoder_step(sequence, drafter)
 
         engine._decoder.step = step  # type: ignore[method-assign]
         handle = engine.submit(request(110))
@@ -142,9 +142,9 @@ def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
         engine.warm_up()
         step, held = engine._decoder.step, threading.Event()
 
-        def slow_step(sequence, costs):
+        def slow_step(sequence, drafter):
             held.wait(30)
-            return step(sequence, costs)
+            return step(sequence, drafter)
 
         engine._decoder.step = slow_step  # type: ignore[method-assign]
         handles = [engine.submit(request())]

@@ -1,6 +1,6 @@
 import pytest
 
-from inference_service.engine.planner import PassCosts, Trust, best_length, exit_pays
+from inference_service.engine.planner import ExitGains, PassCosts, Trust, best_length, exit_pays
 
 FLAT = PassCosts(deep=(1.0,) * 9, exits=(0.01,))
 STEEP = PassCosts(deep=tuple(float(n) for n in range(1, 10)), exits=(0.01,))
@@ -36,11 +36,24 @@ def test_a_step_in_the_cost_is_crossed_only_if_it_pays() -> None:
     assert best_length([0.99] * 8, STEP) == 8
 
 
-def test_an_exit_is_asked_when_it_knows_enough_more_than_the_tables() -> None:
-    assert exit_pays(1.0, 0.0, 0.4, 0, STEP)
-    assert not exit_pays(1.0, 0.3, 0.4, 0, STEP)
-    assert not exit_pays(0.2, 0.0, 0.4, 0, STEP)
-    assert exit_pays(1.0, 0.3, 0.4, 0, FLAT)
+def test_an_exit_is_asked_when_it_gains_more_than_it_costs() -> None:
+    assert exit_pays(1.0, 0.4, 0, STEP)
+    assert not exit_pays(1.0, 0.1, 0, STEP)
+    assert not exit_pays(0.2, 0.4, 0, STEP)
+    assert exit_pays(1.0, 0.1, 0, FLAT)
+
+
+def test_an_exits_worth_is_learnt_apart_for_sure_and_unsure_tables() -> None:
+    gains = ExitGains((0.4, 0.9))
+    assert gains.expected(0, 0.1) == pytest.approx(0.3)
+    assert gains.expected(0, 0.9) == 0.0
+    for _ in range(200):
+        gains.record(0, 0.1, 0.15)
+        gains.record(0, 0.5, 0.2)
+    assert gains.expected(0, 0.1) == pytest.approx(0.05, abs=0.02)
+    assert gains.expected(0, 0.5) < 0.01
+    assert gains.expected(1, 0.1) == pytest.approx(0.8)
+    gains.record(1, 1.0, 0.5)
 
 
 def test_trust_falls_with_rejections_and_comes_back() -> None:
