@@ -8,13 +8,16 @@ first token to the last. Greedy, float32 on CPU, batch 1, at most 64 new tokens.
 
 import argparse
 import json
+import multiprocessing
 import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +70,11 @@ class _Clock(BaseStreamer):
 Side = Callable[[list[int]], Run]
 
 
-def hugging_face(model: Any, max_tokens: int) -> Side:
-    def run(ids: list[int]) -> Run:
+def _serve_hugging_face(source: str, max_tokens: int, pipe: Connection) -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model: Any = load_model(source, accelerate=False).model
+    while (ids := pipe.recv()) is not None:
         clock = _Clock()
         start = time.perf_counter()
         with torch.no_grad():
@@ -81,9 +87,29 @@ def hugging_face(model: Any, max_tokens: int) -> Side:
             )
         # The streamer is given the prompt first.
         decode_s = clock.times[-1] - clock.times[1]
-        return Run(tuple(out[0, len(ids) :].tolist()), decode_s, time.perf_counter() - start)
+        pipe.send(Run(tuple(out[0, len(ids) :].tolist()), decode_s, time.perf_counter() - start))
 
-    return run
+
+@contextmanager
+def hugging_face(source: str, max_tokens: int) -> Iterator[Side]:
+    """`generate` in a process of its own: two OpenMP pools in one process would slow both down (docs/decisions/004)."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_serve_hugging_face, args=(source, max_tokens, theirs), daemon=True
+    )
+    process.start()
+
+    def run(ids: list[int]) -> Run:
+        ours.send(ids)
+        answer: Run = ours.recv()
+        return answer
+
+    try:
+        yield run
+    finally:
+        ours.send(None)
+        process.join()
 
 
 def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:
@@ -224,16 +250,17 @@ def main() -> None:
     loaded = load_model(options.model)
     ladder = read_ladder(options.router)
     prompts = read_prompts(options.prompts, options.per_task)
-    with Engine(loaded) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine(loaded))
         engine.warm_up()
-        sides: dict[str, Side] = {FULL: neap(engine, DepthPolicy("full"), None, options.max_tokens)}
+        full, exact = DepthPolicy("full"), DepthPolicy("exact")
+        sides: dict[str, Side] = {FULL: neap(engine, full, None, options.max_tokens)}
         if not options.no_hf:
-            plain = load_model(options.model, accelerate=False)
-            sides[HF] = hugging_face(plain.model, options.max_tokens)
+            sides[HF] = stack.enter_context(hugging_face(options.model, options.max_tokens))
         if options.levers:
             for name, part in levers(ladder, loaded.vocabulary_size).items():
-                sides[name] = neap(engine, DepthPolicy("exact"), part, options.max_tokens)
-        sides[EXACT] = neap(engine, DepthPolicy("exact"), ladder, options.max_tokens)
+                sides[name] = neap(engine, exact, part, options.max_tokens)
+        sides[EXACT] = neap(engine, exact, ladder, options.max_tokens)
         for side in sides.values():  # warm-up: binding, page faults
             side(list(range(3, 40)))
         tables = summarise(measure(loaded, sides, prompts))
