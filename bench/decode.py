@@ -8,6 +8,7 @@ first token to the last. Greedy, float32 on CPU, batch 1, at most 64 new tokens.
 
 import argparse
 import json
+import math
 import multiprocessing
 import platform
 import statistics
@@ -156,13 +157,16 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
 
 
 def measure(
-    loaded: LoadedModel, sides: dict[str, Side], prompts: list[BenchPrompt]
+    loaded: LoadedModel, sides: dict[str, Side], prompts: list[BenchPrompt], seconds: float
 ) -> dict[str, dict[str, list[Run]]]:
-    """task -> side -> runs, one per prompt and turn."""
+    """task -> side -> runs, one per prompt and turn. Starts no further prompt after `seconds`."""
+    end_s = time.monotonic() + seconds
     results: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     assert loaded.tokenizer is not None
     names = list(sides)
     for number, prompt in enumerate(prompts):
+        if time.monotonic() > end_s:
+            break
         messages: list[dict[str, str]] = []
         for turn in prompt.turns:
             messages.append({"role": "user", "content": turn})
@@ -241,6 +245,7 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--levers", action="store_true", help="also each lever alone")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no prompt after")
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -263,7 +268,7 @@ def main() -> None:
         sides[EXACT] = neap(engine, exact, ladder, options.max_tokens)
         for side in sides.values():  # warm-up: binding, page faults
             side(list(range(3, 40)))
-        tables = summarise(measure(loaded, sides, prompts))
+        tables = summarise(measure(loaded, sides, prompts, options.seconds))
     print(
         f"{date.today()} {platform.processor() or platform.machine()} {torch.get_num_threads()} threads, torch {torch.__version__}"
     )

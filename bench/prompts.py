@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 DEFAULT_FILE = Path(__file__).parent / "data" / "spec_bench_dev.jsonl"
@@ -32,7 +33,9 @@ def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchProm
         record = json.loads(line)
         task = TASKS.get(record["category"], MULTI_TURN)
         by_task[task].append(BenchPrompt(task, tuple(record["turns"])))
-    return [prompt for prompts in by_task.values() for prompt in _spread(prompts, per_task)]
+    chosen = [_spread(prompts, per_task) for prompts in by_task.values()]
+    # A prompt of every task in turn, so that a run cut short has heard them all.
+    return [prompt for turn in zip_longest(*chosen) for prompt in turn if prompt is not None]
 
 
 def _spread(prompts: Sequence[BenchPrompt], count: int) -> Sequence[BenchPrompt]:

@@ -62,8 +62,9 @@ def demo(
     else:
         model_id, source = named_after(model_path), own_model(model_path.absolute())
     say(f"{model_id}: {source}")
-    # SIGTERM must end like Ctrl-C does: through the `finally`s that stop both services.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Both must end through the `finally`s that stop the services; a shell's background job starts with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with services(model_id, source, folder) as (calibrator, worker):
         step("router")
         router = None if recalibrate else fitting_router(calibrator, worker, model_id)
