@@ -34,6 +34,7 @@ from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, load_model
+from shared.model.own_thread import in_own_thread
 
 HF, FULL, EXACT = "HF generate", "full", "exact"
 
@@ -151,7 +152,7 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
     if ladder.exits:
         found["exits at layers"] = no_tables
         found["exits, whole vocabulary"] = replace(
-            no_tables, draft_vocabulary=torch.arange(vocabulary_size)
+            no_tables, draft_vocabulary=in_own_thread(torch.arange, vocabulary_size)
         )
     return found
 

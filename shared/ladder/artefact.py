@@ -17,6 +17,7 @@ from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
 from shared.ladder.successors import SuccessorTable
 from shared.ladder.table_router import TableRouter
+from shared.model.own_thread import in_own_thread
 
 SCHEMA_VERSION = 1
 BLOB = "ladder.safetensors"
@@ -93,6 +94,10 @@ def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> La
     Raises `PreconditionFailed` (reason SCHEMA_TOO_NEW) for a later format and `Corrupt` for anything that does not fit: names,
     shapes, dtypes, numbers that are not finite, sizes out of all proportion.
     """
+    return in_own_thread(_unpack, manifest, blobs)
+
+
+def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
     version = manifest.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise PreconditionFailed(
