@@ -7,6 +7,7 @@ from torch import Tensor
 
 from inference_service.engine.chain import Chain
 from inference_service.engine.drafting import Drafter
+from inference_service.engine.planner import Reliability
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.sequence import Sequence
 from shared.ladder.ladder import BoundLadder
@@ -25,13 +26,18 @@ class Decoder:
     def __init__(self, runner: DepthRunner) -> None:
         self.runner = runner
 
-    def start(self, request: GenerationRequest, ladder: BoundLadder | None) -> Sequence:
-        """A new sequence; nothing runs yet. The request must have been checked against the model."""
+    def start(
+        self, request: GenerationRequest, ladder: BoundLadder | None, served: Reliability
+    ) -> Sequence:
+        """A new sequence; nothing runs yet. The request must have been checked against the model.
+
+        `served`: how the ladder's drafts fared in requests like this one.
+        """
         loaded = self.runner.loaded
         room = loaded.context_length - len(request.prompt_ids)
         max_tokens = min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)
         cache = self.runner.new_cache(len(request.prompt_ids) + max_tokens)
-        return Sequence(request, loaded, ladder, cache, max_tokens)
+        return Sequence(request, loaded, ladder, cache, max_tokens, served)
 
     def step(self, sequence: Sequence, drafter: Drafter) -> list[TokenChunk]:
         """A chunk of the prompt, or one chain. Returns what became final."""
@@ -77,7 +83,7 @@ class Decoder:
         confirmed = self._verify(sequence, chain, states)
         num_confirmed = len(confirmed) - 1
         sequence.num_accepted += num_confirmed
-        sequence.trust.record(chain.probabilities[chain.num_final :], num_confirmed)
+        sequence.reliability.record(chain.drafts[chain.num_final :], num_confirmed)
         # Everything but the last token chosen has now been through every layer; rejected drafts are overwritten later.
         num_through = 1 + chain.num_final + num_confirmed
         sequence.num_settled = chain.base + num_through

@@ -6,11 +6,14 @@ from torch import Tensor
 from inference_service.engine.chain import Chain
 from inference_service.engine.planner import (
     MIN_SURVIVAL,
+    SERVED_WEIGHT,
     ExitGains,
     PassCosts,
+    Reliability,
     best_length,
     exit_pays,
 )
+from inference_service.engine.request import GenerationRequest
 from inference_service.engine.sequence import Sequence
 from shared.ladder.rungs import Draft
 from shared.model.runner import DepthRunner
@@ -23,6 +26,12 @@ class Drafter:
         self._runner = runner
         self._costs = costs
         self._gains = gains
+        # Sampled tokens agree with greedy drafts less often, so they must not spoil what greedy requests teach.
+        self._served = {is_greedy: Reliability(SERVED_WEIGHT) for is_greedy in (True, False)}
+
+    def served(self, request: GenerationRequest) -> Reliability:
+        """How the ladder's drafts have fared in requests like this one."""
+        return self._served[request.sampling.is_greedy]
 
     def build(self, sequence: Sequence) -> Chain:
         """The chain to settle next, perhaps of the last final token alone."""
@@ -39,7 +48,7 @@ class Drafter:
             draft = self._next(sequence, chain, survival)
             if draft is None:
                 break
-            probability = sequence.trust.adjusted(draft.probability)
+            probability = sequence.reliability.adjusted(draft)
             all_final = chain.num_final == len(chain.drafts)
             if policy.name == "relaxed" and all_final and draft.probability >= policy.threshold:
                 chain.num_final += 1
@@ -52,21 +61,23 @@ class Drafter:
 
     def _next(self, sequence: Sequence, chain: Chain, survival: float) -> Draft | None:
         """The most probable token at the chain's end among the rungs that are worth asking."""
-        ladder, drafter = sequence.ladder, sequence.drafter
+        ladder, drafter, reliability = sequence.ladder, sequence.drafter, sequence.reliability
         assert ladder is not None
         assert drafter is not None
         best: Draft | None = None
+        known = 0.0
         if sequence.request.policy.min_layers == 0:
             best = drafter.table_draft([draft.token for draft in chain.drafts])
+            known = reliability.adjusted(best) if best else 0.0
         for index, depth in enumerate(ladder.depths):
             if depth < sequence.request.policy.min_layers:
                 continue
-            known = best.probability if best else 0.0
             if exit_pays(survival, self._gains.expected(index, known), index, self._costs):
                 candidate = self._exit(sequence, chain, index, depth)
-                self._gains.record(index, known, candidate.probability)
-                if candidate.probability > known:
-                    best = candidate
+                probability = reliability.adjusted(candidate)
+                self._gains.record(index, known, probability)
+                if probability > known:
+                    best, known = candidate, probability
         return best
 
     def _exit(self, sequence: Sequence, chain: Chain, index: int, depth: int) -> Draft:

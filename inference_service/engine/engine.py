@@ -292,7 +292,8 @@ class Engine:
         """One step; True if the request is complete."""
         bound, drafter = self._bind(job.ladder)
         if job.sequence is None:
-            job.sequence = self._decoder.start(job.handle.request, bound)
+            request = job.handle.request
+            job.sequence = self._decoder.start(request, bound, drafter.served(request))
             job.sequence.submitted_s = job.submitted_s
         for chunk in self._decoder.step(job.sequence, drafter):
             self._deliver(job, chunk)

@@ -8,10 +8,14 @@ no draft at all is one of the choices.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shared.ladder.rungs import Draft
+
 # Drafts less likely than this to survive are not worth looking up.
 MIN_SURVIVAL = 0.02
-# Weight, in drafts, of the belief that the routers' probabilities are right for this request.
-TRUST_WEIGHT = 6.0
+# Weight, in expected acceptances, of the belief that a rung fares in a request as it does elsewhere, and elsewhere as calibrated.
+REQUEST_WEIGHT, SERVED_WEIGHT = 6.0, 24.0
+# What was served long ago counts less and less.
+SERVED_WINDOW = 1000.0
 
 
 @dataclass(frozen=True)
@@ -27,28 +31,37 @@ class PassCosts:
         return len(self.deep) - 1
 
 
-@dataclass
-class Trust:
-    """How this request's drafts fare against their probabilities; scales those to come.
+class Reliability:
+    """How the drafts of each rung fare against their probabilities; scales those to come.
 
-    A router is calibrated over many texts; one request may be easier, harder, or sampled at a temperature.
+    A router is calibrated over the texts it was shown; what is served may be easier, harder, or sampled at a temperature.
+    With `parent`, that is the belief held before anything is recorded here.
     """
 
-    expected: float = TRUST_WEIGHT
-    accepted: float = TRUST_WEIGHT
+    def __init__(self, weight: float, parent: "Reliability | None" = None) -> None:
+        self._weight = weight
+        self._parent = parent
+        self._sums: dict[str, tuple[float, float]] = {}  # rung -> expected, accepted
 
-    @property
-    def factor(self) -> float:
-        return self.accepted / self.expected
+    def factor(self, rung: str) -> float:
+        prior = self._parent.factor(rung) if self._parent else 1.0
+        expected, accepted = self._sums.get(rung, (0.0, 0.0))
+        return (self._weight * prior + accepted) / (self._weight + expected)
 
-    def record(self, probabilities: Sequence[float], num_accepted: int) -> None:
+    def adjusted(self, draft: Draft) -> float:
+        return min(draft.probability * self.factor(draft.rung), 0.999)
+
+    def record(self, drafts: Sequence[Draft], num_accepted: int) -> None:
         """Of a chain verified in order, drafts after the first rejected one were never tested."""
-        tested = probabilities[: num_accepted + 1]
-        self.expected += sum(tested)
-        self.accepted += num_accepted
-
-    def adjusted(self, probability: float) -> float:
-        return min(probability * self.factor, 0.999)
+        for index, draft in enumerate(drafts[: num_accepted + 1]):
+            expected, accepted = self._sums.get(draft.rung, (0.0, 0.0))
+            expected += draft.probability
+            accepted += index < num_accepted
+            if expected > SERVED_WINDOW:
+                expected, accepted = expected / 2, accepted / 2
+            self._sums[draft.rung] = expected, accepted
+        if self._parent is not None:
+            self._parent.record(drafts, num_accepted)
 
 
 def best_length(probabilities: Sequence[float], costs: PassCosts) -> int:
@@ -67,8 +80,8 @@ def best_length(probabilities: Sequence[float], costs: PassCosts) -> int:
 class ExitGains:
     """What asking each layer exit has brought, by how sure the best rung before it was.
 
-    An exit agrees less often where the tables are unsure, too, so its overall agreement promises too much. Routers are calibrated,
-    so what an exit's probability exceeds the known one by is an unbiased sample of its worth. Starts from the held-out
+    An exit agrees less often where the tables are unsure, too, so its overall agreement promises too much. What an exit's
+    probability exceeds the known one by, both corrected by `Reliability`, is a sample of its worth. Starts from the held-out
     agreement; lives as long as the ladder is bound.
     """
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 from torch import Tensor
 
-from inference_service.engine.planner import Trust
+from inference_service.engine.planner import REQUEST_WEIGHT, Reliability
 from inference_service.engine.request import (
     DepthStatistics,
     Finished,
@@ -34,6 +34,7 @@ class Sequence:
         ladder: BoundLadder | None,
         cache: SlotCache,
         max_tokens: int,
+        served: Reliability,
     ) -> None:
         self.request = request
         self.ladder = ladder
@@ -45,7 +46,7 @@ class Sequence:
         self.drafter: SequenceDrafter | None = (
             ladder.new_sequence(request.prompt_ids) if ladder else None
         )
-        self.trust = Trust()
+        self.reliability = Reliability(REQUEST_WEIGHT, parent=served)
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None
         self.first_token_s: float | None = None

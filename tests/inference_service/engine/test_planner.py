@@ -1,6 +1,18 @@
+from itertools import pairwise
+
 import pytest
 
-from inference_service.engine.planner import ExitGains, PassCosts, Trust, best_length, exit_pays
+from inference_service.engine.costs import smoothed
+from inference_service.engine.planner import (
+    REQUEST_WEIGHT,
+    SERVED_WEIGHT,
+    ExitGains,
+    PassCosts,
+    Reliability,
+    best_length,
+    exit_pays,
+)
+from shared.ladder.rungs import Draft
 
 FLAT = PassCosts(deep=(1.0,) * 9, exits=(0.01,))
 STEEP = PassCosts(deep=tuple(float(n) for n in range(1, 10)), exits=(0.01,))
@@ -56,21 +68,55 @@ def test_an_exits_worth_is_learnt_apart_for_sure_and_unsure_tables() -> None:
     gains.record(1, 1.0, 0.5)
 
 
-def test_trust_falls_with_rejections_and_comes_back() -> None:
-    trust = Trust()
-    assert trust.adjusted(0.8) == pytest.approx(0.8)
+def draft(probability: float, rung: str = "suffix") -> Draft:
+    return Draft(7, probability, rung, 0)
+
+
+def test_reliability_falls_with_rejections_and_comes_back() -> None:
+    reliability = Reliability(REQUEST_WEIGHT)
+    assert reliability.adjusted(draft(0.8)) == pytest.approx(0.8)
     for _ in range(20):
-        trust.record([0.8, 0.8, 0.8], 0)
-    assert trust.adjusted(0.8) < 0.3
-    for _ in range(200):
-        trust.record([0.8], 1)
-    assert trust.adjusted(0.8) > 0.75
-    assert trust.adjusted(0.999) < 1.0
+        reliability.record([draft(0.8)] * 3, 0)
+    assert reliability.adjusted(draft(0.8)) < 0.3
+    assert reliability.adjusted(draft(0.8, "depth-0")) == pytest.approx(0.8)
+    for _ in range(400):
+        reliability.record([draft(0.8)], 1)
+    assert reliability.adjusted(draft(0.8)) > 0.75
+    assert reliability.adjusted(draft(0.999)) < 1.0
+
+
+@pytest.mark.parametrize("true_share", [0.2, 0.5, 0.9])
+def test_reliability_finds_the_share_that_is_really_accepted(true_share: float) -> None:
+    reliability = Reliability(REQUEST_WEIGHT)
+    for number in range(5000):
+        reliability.record([draft(0.6)], int(number % 10 < 10 * true_share))
+    assert reliability.adjusted(draft(0.6)) == pytest.approx(true_share, abs=0.03)
 
 
 def test_drafts_after_the_first_rejected_one_do_not_count() -> None:
-    trust = Trust()
-    before = trust.expected
-    trust.record([0.5, 0.6, 0.7], 1)
-    assert trust.expected - before == pytest.approx(1.1)
-    assert trust.accepted - before == pytest.approx(1.0)
+    reliability = Reliability(1.0)
+    reliability.record([draft(0.5, "a"), draft(0.6, "b"), draft(0.7, "c")], 1)
+    assert reliability.factor("a") == pytest.approx((1 + 1) / (1 + 0.5))
+    assert reliability.factor("b") == pytest.approx((1 + 0) / (1 + 0.6))
+    assert reliability.factor("c") == 1.0
+
+
+def test_a_request_starts_from_what_was_served_and_teaches_it() -> None:
+    served = Reliability(SERVED_WEIGHT)
+    first = Reliability(REQUEST_WEIGHT, parent=served)
+    for _ in range(100):
+        first.record([draft(0.8)], 0)
+    later = Reliability(REQUEST_WEIGHT, parent=served)
+    assert later.factor("suffix") == pytest.approx(served.factor("suffix"))
+    assert first.factor("suffix") < later.factor("suffix") < 0.3
+
+
+def test_smoothed_costs_lie_on_a_line_that_never_falls() -> None:
+    costs = smoothed([1.0, 1.9, 2.1, 1.9, 2.1, 2.0])
+    assert costs[0] == 1.0
+    assert costs[1:] == pytest.approx([2.0] * 5, abs=0.05)
+    assert all(later >= earlier for earlier, later in pairwise(costs))
+    assert smoothed([1.3, 1.0, 1.1, 1.2]) == pytest.approx((1.0, 1.0, 1.1, 1.2))
+    assert smoothed([1.0, 3.0, 2.0, 1.0]) == pytest.approx((1.0, 2.0, 2.0, 2.0))
+    assert smoothed([2.0, 1.0]) == (2.0, 2.0)
+    assert smoothed([2.0]) == (2.0,)
