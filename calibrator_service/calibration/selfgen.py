@@ -149,7 +149,7 @@ class SelfGenerator:
             sampled = decode(starts, sampled=START_TOKENS)
             return answer([start + new for start, new in zip(starts, sampled, strict=True)])
         if index % NUM_KINDS == PASSAGES:
-            return self._passages(rng, answer)
+            return self._passages(rng, answer, is_late)
         if index % NUM_KINDS == MAGPIE and self._turn:
             turns = decode([self._turn.opening] * rows, sampled=USER_TURN_TOKENS)
             texts = [t for t in map(self._decode_text, turns) if len(t) >= MIN_USER_CHARACTERS]
@@ -158,7 +158,10 @@ class SelfGenerator:
         return answer([self._encode([("user", text)]) for text in texts])
 
     def _passages(
-        self, rng: random.Random, answer: Callable[[list[list[int]]], list[TokenSequence]]
+        self,
+        rng: random.Random,
+        answer: Callable[[list[list[int]]], list[TokenSequence]],
+        is_late: Callable[[], bool],
     ) -> list[TokenSequence]:
         """Passages, then tasks about them and second turns."""
         rows = self._config.rows
@@ -167,6 +170,8 @@ class SelfGenerator:
             text = seed_prompts.passage_prompt(rng)
             asked[tuple(self._encode([("user", text)]))] = text
         written = answer([list(prompt) for prompt in asked])
+        if is_late():  # the prompts to come are long: a minute of prefill for a token each
+            return written
         texts = [self._decode_text(s.tokens[s.answer_start :]) for s in written]
         num_second = int(FOLLOW_UP_SHARE * rows)
         second = [

@@ -107,6 +107,23 @@ def test_another_seed_model_or_length_is_another_text(
     )
 
 
+def test_once_late_no_task_about_the_passages_is_begun(
+    counting: LoadedModel, tmp_path: Path
+) -> None:
+    generator = SelfGenerator(counting, CONFIG, tmp_path)
+    steps: list[int] = []
+    num_seed_steps = 0
+
+    def is_late() -> bool:
+        return num_seed_steps > 0 and len(steps) > num_seed_steps
+
+    for index, shard in enumerate(generator.shards(is_late=is_late, on_tokens=steps.append)):
+        if index == 0:
+            num_seed_steps = len(steps)
+    assert index == 1
+    assert 1 <= len(shard) <= CONFIG.rows // 2
+
+
 def test_what_is_late_is_not_kept(counting: LoadedModel, tmp_path: Path) -> None:
     clock = itertools.count()
     shards = list(SelfGenerator(counting, CONFIG, tmp_path).shards(is_late=lambda: next(clock) > 3))
