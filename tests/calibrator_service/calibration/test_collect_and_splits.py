@@ -59,6 +59,24 @@ def test_choices_are_the_full_models(counting: LoadedModel, tmp_path: Path) -> N
     assert (labelled_text.first, len(labelled_text.tokens)) == (0, 10)
 
 
+def test_choices_do_not_depend_on_whether_states_are_kept(
+    counting: LoadedModel, tmp_path: Path
+) -> None:
+    """Beyond the disk's share nothing is passed through the model: an answer is its own label."""
+    own = answer(counting, [0, 7, 9], 12)
+    keeping, tables_only = (
+        Collector(DepthRunner(counting), depths, tmp_path, max_state_bytes=1 << 20)
+        for depths in ([0, 2], [])
+    )
+    for mine in (keeping, tables_only):
+        assert mine.add("heads", own) == []
+    (expected,), (found,) = keeping.finish("heads"), tables_only.finish("heads")
+    assert not tables_only.chunks("heads")
+    assert found.first == expected.first
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.choices.tolist() == expected.choices.tolist()
+
+
 def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path) -> None:
     mine = collector(counting, tmp_path)
     sequences = [answer(counting, [0, 7, 9], 12), TEXT, answer(counting, [0, *range(5, 12)], 9)]

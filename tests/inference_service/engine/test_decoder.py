@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import FinishReason
+from inference_service.engine.request import FinishReason, GeneratedToken, TokenChunk
+from inference_service.engine.sequence import Sequence
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.runner import DepthRunner
@@ -76,6 +77,38 @@ def test_an_exit_sees_the_models_own_states(loaded: LoadedModel, answer: list[in
         if offset == 4:
             position += 5
     assert matched == 18
+
+
+def test_rejected_drafts_leave_nothing_settled(
+    loaded: LoadedModel, answer: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rejection exits must see the last settled token's state, not that of the draft that was dropped."""
+    right = oracle(answer)
+    asked_after: list[int] = []
+    num_pending: list[int] = []
+    emit = Sequence.emit
+
+    def counted(sequence: Sequence, tokens: list[GeneratedToken]) -> list[TokenChunk]:
+        chunks = emit(sequence, tokens)
+        num_pending.append(len(sequence.tokens) - sequence.num_settled)
+        return chunks
+
+    def exits(context: list[int]) -> tuple[int, float]:
+        asked_after.append(len(context))
+        is_wrong = len(context) % 3 == 0
+        return ((right(context) + is_wrong) % VOCABULARY_SIZE, 0.9)
+
+    monkeypatch.setattr(Sequence, "emit", counted)
+    ladder = ScriptedLadder(exits=exits, depths=(2,))
+    with Engine(loaded, ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+        ids = torch.tensor([PROMPT + answer])
+        states = DepthRunner(loaded).capture(ids, [NUM_LAYERS])[NUM_LAYERS][0]
+    assert list(exact.token_ids) == answer
+    assert exact.stats.num_drafted > exact.stats.num_accepted > 0
+    assert set(num_pending) == {1}  # the last token chosen has been nowhere yet
+    for length, (_, _, deep_state, offset) in zip(asked_after, ladder.seen_states, strict=True):
+        assert torch.allclose(states[length - 1 - offset], deep_state, atol=1e-4)
 
 
 def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(
