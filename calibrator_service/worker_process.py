@@ -24,9 +24,9 @@ from calibrator_service.process_config import JobFolder, ProcessConfig
 from calibrator_service.recipe import Product, Task
 from calibrator_service.text_files import find_text_file
 from shared.errors import Cancelled, Conflict, NeapError, Unavailable
-from shared.registry.blobs import storage_error
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
+from shared.storage import storage_error
 
 HEARTBEAT_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.2
@@ -108,7 +108,7 @@ def run_job(config: ProcessConfig) -> None:
         log.exception("failed", reason=error.reason)
         store.fail(job_id, start, error.reason, error.message)
     except OSError as error:
-        known = storage_error(error, "the calibration's files")
+        known = storage_error(error, "its files", place="the calibration's folder")
         log.exception("failed", reason=known.reason)
         store.fail(job_id, start, known.reason, known.message)
     except Exception:

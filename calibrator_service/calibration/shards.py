@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from shared.errors import Corrupt
+from shared.storage import storage_error
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class TokenSequence:
 
 
 def write_shard(path: Path, sequences: Sequence[TokenSequence]) -> None:
-    """Writes `sequences` atomically: a killed process leaves no half shard under the final name."""
+    """Writes `sequences` atomically: a killed process leaves no half shard under the final name. Raises as `write_atomically`."""
     tensors = {
         "tokens": torch.tensor([t for s in sequences for t in s.tokens], dtype=torch.int32),
         "lengths": torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int32),
@@ -56,14 +57,20 @@ def read_shard(path: Path) -> list[TokenSequence]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes `data` under a temporary name, flushes it to disk and renames it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes `data` under a temporary name, flushes it to disk and renames it. What was there before stays until then.
+
+    Raises `Exhausted` (DISK_FULL) and `Unavailable` (STORAGE_UNAVAILABLE).
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise storage_error(error, path.name, place="the calibration's folder") from error

@@ -6,7 +6,6 @@ publisher left can be found and removed by whoever gets the exclusive lock: nobo
 an object that no index entry names.
 """
 
-import errno
 import fcntl
 import os
 import shutil
@@ -16,29 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal
 
-from shared.errors import Corrupt, Exhausted, NeapError, Unavailable
+from shared.errors import Corrupt, NeapError
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
+from shared.storage import storage_error
 
 Kind = Literal["blobs", "manifests"]
 StepHook = Callable[[str], None]
-# EFBIG: a file size limit of the process or the file system.
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def storage_error(error: OSError, what: str) -> NeapError:
+def registry_error(error: OSError, what: str) -> NeapError:
     """What an operating system error on the registry's folder means to a caller."""
-    name = errno.errorcode.get(error.errno or 0, "UNKNOWN")
-    if error.errno in _FULL:
-        return Exhausted(
-            f"no space left to store {what}; nothing was published",
-            reason="DISK_FULL",
-            metadata={"errno": name},
-        )
-    return Unavailable(
-        f"the registry's folder cannot be used for {what} ({name})",
-        reason="STORAGE_UNAVAILABLE",
-        metadata={"errno": name},
-    )
+    return storage_error(error, what, place="the registry's folder")
 
 
 class ContentStore:
@@ -65,7 +52,7 @@ class ContentStore:
         except FileNotFoundError as error:
             raise _corrupt(kind, digest, "", "is missing") from error
         except OSError as error:
-            raise storage_error(error, "a read") from error
+            raise registry_error(error, "a read") from error
         actual = digest_of(data)
         if actual != digest:
             raise _corrupt(kind, digest, actual, f"has the digest {actual}")
@@ -79,7 +66,7 @@ class ContentStore:
             try:
                 folder.mkdir(parents=True)
             except OSError as error:
-                raise storage_error(error, "a staging folder") from error
+                raise registry_error(error, "a staging folder") from error
             try:
                 yield Staging(self, folder, self._step)
             except BaseException:
@@ -114,7 +101,7 @@ class ContentStore:
         try:
             lock = self._publish_lock.open("w")
         except OSError as error:
-            raise storage_error(error, "a lock") from error
+            raise registry_error(error, "a lock") from error
         with lock:
             fcntl.flock(lock, mode)
             yield lock
@@ -138,7 +125,7 @@ class Staging:
             # What is there but does not match its name is replaced by what does.
             self._write(kind, data, path)
         except OSError as error:
-            raise storage_error(error, f"the {kind[:-1]} {digest[:19]}") from error
+            raise registry_error(error, f"the {kind[:-1]} {digest[:19]}") from error
         self._store.read(kind, digest)
         self._step(f"verified:{kind}")
         return digest

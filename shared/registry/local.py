@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.errors import Conflict, InvalidInput, NotFound, PreconditionFailed
 from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
-from shared.registry.blobs import ContentStore, StepHook, storage_error
+from shared.registry.blobs import ContentStore, StepHook, registry_error
 from shared.registry.canonical import canonical_json, digest_of
 from shared.registry.index import LARGEST_INTEGER, RegistryIndex
 from shared.registry.names import (
@@ -43,7 +43,7 @@ class LocalRegistry:
             self._store = ContentStore(root, step=step)
             self._store.sweep(self._index.is_referenced)
         except OSError as error:
-            raise storage_error(error, "opening the registry") from error
+            raise registry_error(error, "opening the registry") from error
 
     def publish(
         self,
@@ -87,7 +87,7 @@ class LocalRegistry:
                 self._step("index:committed")
         except OSError as error:
             self._store.sweep(self._index.is_referenced)
-            raise storage_error(error, "a router") from error
+            raise registry_error(error, "a router") from error
         except BaseException:
             self._store.sweep(self._index.is_referenced)
             raise

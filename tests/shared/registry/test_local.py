@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from shared.errors import Corrupt, Exhausted, InvalidInput, NotFound, Preconditi
 from shared.registry.factory import open_registry
 from shared.registry.index import SCHEMA_VERSION
 from shared.registry.local import LocalRegistry
+from tests.small_disk import run_on_small_disk
 
 PUBLISHER = Path(__file__).with_name("publisher.py")
 REPOSITORY = Path(__file__).parents[3]
@@ -101,28 +101,15 @@ def test_file_size_limit_while_publishing(tmp_path: Path) -> None:
 
 def test_really_full_file_system(tmp_path: Path) -> None:
     """A 1 MiB tmpfs in a mount namespace: the first publications fit (they share a blob), then SQLite or a file hits ENOSPC."""
-    unshare = shutil.which("unshare")
-    probe = [unshare or "false", "-Urm", "mount", "-t", "tmpfs", "none", str(tmp_path)]
-    if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs user namespaces that may mount a tmpfs")
-    script = (
-        'mount -t tmpfs -o size=1m none "$1" && "$2" "$3" "$1" fill 200 > "$4" &&'
-        ' "$2" -c "$5" "$1" >> "$4"'
-    )
     check = (
         "import json,sys;from pathlib import Path;from shared.registry.local import LocalRegistry;"
         "v=LocalRegistry(Path(sys.argv[1])).list_versions('tiny',limit=1000);"
         "print(json.dumps({'readable':len(v),'newest':v[0].version}))"
     )
-    output = tmp_path.parent / "output.jsonl"
-    command = [unshare, "-Urm", "sh", "-c", script, "sh", tmp_path, sys.executable, PUBLISHER]
-    subprocess.run(
-        [*map(str, command), str(output), check],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        check=True,
-        timeout=60,
-    )
-    *attempts, after = map(json.loads, output.read_text().splitlines())
+    script = '"$1" "$2" "$3" fill 200 && "$1" -c "$4" "$3"'
+    command = ["sh", "-c", script, "sh", sys.executable, PUBLISHER, tmp_path, check]
+    output = run_on_small_disk(tmp_path, "1m", *command)
+    *attempts, after = map(json.loads, output.splitlines())
     errors = [attempt for attempt in attempts if "error" in attempt]
     made = [attempt["version"] for attempt in attempts if "version" in attempt]
     assert errors
