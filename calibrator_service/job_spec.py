@@ -75,7 +75,10 @@ _SOURCES: dict[str, type[Source]] = {
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Zero and empty mean the calibration's own choice. Raises InvalidInput (reason BAD_SPEC)."""
+    """Zero and empty mean the calibration's own choice: without `max_tokens` and budget, the quick preset's budget.
+
+    Raises InvalidInput (reason BAD_SPEC).
+    """
 
     model_id: str
     source: Source

@@ -24,6 +24,7 @@ from calibrator_service.calibration.presets import (
     MAX_STATE_BYTES,
     ROUTERS_END,
     Plan,
+    bounded,
     quick,
     resolve,
 )
@@ -69,14 +70,14 @@ def calibrate(
     progress: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CalibrationResult:
-    """A ladder for a frozen model, with its held-out figures. Without a spec: `presets.quick`.
+    """A ladder for a frozen model, with its held-out figures. Without a spec, or bounds in it: `presets.quick`.
 
     `work_dir` keeps what was collected and trained, so that a killed run continues where it was; the same spec, model and folder
     give the same ladder (unless a time budget cuts differently). It may be deleted afterwards; None: a temporary folder.
-    Raises `InvalidInput`, `NotFound` and `Unavailable` for sources that do not work, `Cancelled` when `should_stop`, and
-    `Corrupt` for a work folder that was tampered with.
+    Raises `InvalidInput`, `NotFound` and `Unavailable` for sources that do not work, `Cancelled` when `should_stop`,
+    `Corrupt` for a work folder that was tampered with, and `Exhausted` for a full disk.
     """
-    spec = spec or quick(loaded.model_id)
+    spec = bounded(spec) if spec else quick(loaded.model_id)
     folder = work_dir or Path(tempfile.mkdtemp(prefix="neap-calibration-"))
     try:
         job = _Calibration(loaded, spec, folder, progress, should_stop)
@@ -231,10 +232,19 @@ class _Calibration:
             self._take(split, self.collector.finish(split))
             self._tell_collected()
             if self.num_tokens[split] == 0:
-                raise InvalidInput(
-                    f"the source gave too little text: nothing is left for the {split} split",
-                    reason="TOO_LITTLE_TEXT",
-                )
+                raise self._too_little_text(split, is_cut=is_late())
+
+    def _too_little_text(self, split: Split, *, is_cut: bool) -> InvalidInput:
+        cause = "the source gave too little text"
+        if is_cut:
+            # Perhaps nobody asked for that budget: it is the default.
+            cause = (
+                f"{self.plan.budget_s:.0f} seconds were too short a time budget for this model and "
+                "source; give a larger one, or max_tokens"
+            )
+        return InvalidInput(
+            f"{cause}: nothing is left for the {split} split", reason="TOO_LITTLE_TEXT"
+        )
 
     def _is_over(self, is_late: Callable[[], bool]) -> bool:
         # Generated text ends by itself, with what the last shard has.

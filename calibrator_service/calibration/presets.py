@@ -1,7 +1,7 @@
 """What "choose for me" means, decided by measurements on SmolLM2-135M."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from calibrator_service.calibration.spec import MAX_NEW_TOKENS, CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.train_heads import TrainParams
@@ -19,13 +19,20 @@ MAX_DEFAULT_VOCABULARY = 8192
 
 
 def quick(model_id: str = "") -> CalibrationSpec:
-    """Under three minutes on two cores with a model of the demo's size: what `calibrate` does unasked."""
-    return CalibrationSpec(model_id=model_id, time_budget_s=QUICK_BUDGET_S)
+    """Under three minutes on two cores with a model of the demo's size: what is done unasked."""
+    return bounded(CalibrationSpec(model_id=model_id))
 
 
 def thorough(model_id: str = "") -> CalibrationSpec:
     """Hours on two cores, minutes on a GPU; the artefact has at most ARTEFACT_BYTES."""
     return CalibrationSpec(model_id=model_id, max_tokens=THOROUGH_TOKENS)
+
+
+def bounded(spec: CalibrationSpec) -> CalibrationSpec:
+    """A spec that ends: with neither `max_tokens` nor a time budget it gets the quick preset's budget."""
+    if spec.max_tokens or spec.time_budget_s is not None:
+        return spec
+    return replace(spec, time_budget_s=QUICK_BUDGET_S)
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,7 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
             f"{loaded.vocabulary_size}"
         )
     size = spec.draft_vocabulary_size or min(loaded.vocabulary_size, MAX_DEFAULT_VOCABULARY)
-    budget_s = spec.time_budget_s or math.inf
-    # More tokens than this would be more than a budget of hours could use.
-    max_tokens = spec.max_tokens or (math.inf if budget_s < math.inf else THOROUGH_TOKENS)
+    budget_s = bounded(spec).time_budget_s or math.inf
     rank = default_rank(loaded.hidden_size)
     affine = 2 * loaded.hidden_size * 2 * loaded.hidden_size
     gated = 2 * 5 * rank * loaded.hidden_size
@@ -73,7 +78,7 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
         depths=depths,
         draft_vocabulary_size=size,
         rank=rank,
-        max_tokens=max_tokens,
+        max_tokens=spec.max_tokens or math.inf,
         max_new_tokens=asked or MAX_NEW_TOKENS,
         rows=rows_together(loaded),
         table_bytes=max(ARTEFACT_BYTES - 100_000 - len(depths) * exit_bytes - 4 * size, 1 << 20),

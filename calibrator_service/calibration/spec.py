@@ -53,7 +53,11 @@ Source = SelfGenerated | TextFile | HubDataset
 
 @dataclass(frozen=True)
 class CalibrationSpec:
-    """Zero and empty mean "choose for me" (see `presets`). `max_tokens` counts tokens learnt from, over all splits."""
+    """Zero and empty mean "choose for me" (see `presets`). `max_tokens` counts tokens learnt from, over all splits.
+
+    Collecting ends at `max_tokens` or in time for `time_budget_s`, whichever comes first; with neither the budget is
+    `presets.QUICK_BUDGET_S`.
+    """
 
     model_id: str = ""
     source: Source = field(default_factory=SelfGenerated)

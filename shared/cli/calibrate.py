@@ -41,10 +41,21 @@ def calibrate(
         typer.Option("--prompts", help="Prompts to answer, one a line, self-generated text."),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=0, help="Tokens to learn from; 0: the default.")
+        int,
+        typer.Option(
+            "--max-tokens",
+            min=0,
+            help="Tokens to learn from; 0: as many as the time allows. "
+            "Thorough: 700000 (hours on two cores, minutes on a GPU).",
+        ),
     ] = 0,
     time_budget: Annotated[
-        float | None, typer.Option("--time-budget", min=1, help="Seconds the whole job may take.")
+        float | None,
+        typer.Option(
+            "--time-budget",
+            min=1,
+            help="Seconds the whole job may take; default: 150, or no limit with --max-tokens.",
+        ),
     ] = None,
     depths: Annotated[
         str,

@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from calibrator_service import recipe
+from calibrator_service.calibration import presets
+from calibrator_service.convert import spec_from_proto
 from calibrator_service.job_spec import JobSpec, SelfGenerated
 from calibrator_service.process_config import ModelOptions
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel
@@ -62,6 +64,26 @@ def test_killed_mid_job_resumes_and_publishes_a_ladder(
     ladder = unpack_ladder(made.manifest, blobs)
     assert [exit_.depth for exit_ in ladder.exits] == [2]
     assert made.manifest["model"]["num_layers"] == 6
+
+
+def test_a_request_without_bounds_gets_the_quick_budget(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the proto to the manifest, as the job's process would; the preset is shortened for the test."""
+    monkeypatch.setattr(presets, "QUICK_BUDGET_S", 8.0)
+    request = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
+    task = recipe.Task(
+        str(model_folder),
+        spec_from_proto(request),
+        ModelOptions(),
+        tmp_path,
+        lambda _: None,
+        lambda: False,
+    )
+    calibration = recipe.run(task).manifest["calibration"]
+    assert calibration["spec"]["time_budget_s"] == 8.0
+    assert calibration["spec"]["max_tokens"] == 0
+    assert calibration["seconds"]["total"] < 20.0
 
 
 def test_model_and_dataset_that_do_not_exist(

@@ -1,5 +1,6 @@
 """Calibration from end to end, on a model that counts."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,13 @@ import torch
 
 from calibrator_service.calibration import pipeline
 from calibrator_service.calibration.pipeline import calibrate
-from calibrator_service.calibration.presets import resolve
+from calibrator_service.calibration.presets import (
+    QUICK_BUDGET_S,
+    THOROUGH_TOKENS,
+    quick,
+    resolve,
+    thorough,
+)
 from calibrator_service.calibration.spec import (
     CalibrationSpec,
     Progress,
@@ -201,3 +208,23 @@ def test_a_time_budget_is_kept(counting: LoadedModel) -> None:
     result = calibrate(counting, CalibrationSpec(time_budget_s=6.0))
     assert result.report["seconds"]["total"] < 12.0
     assert result.report["tokens"]["report"] > 0
+
+
+def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting: LoadedModel) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        calibrate(counting, CalibrationSpec(time_budget_s=0.001))
+    assert caught.value.reason == "TOO_LITTLE_TEXT"
+    assert "time budget" in caught.value.message
+
+
+def test_without_bounds_the_quick_budget_holds(counting: LoadedModel) -> None:
+    def bounds(spec: CalibrationSpec) -> tuple[float, float]:
+        plan = resolve(spec, counting)
+        return plan.max_tokens, plan.budget_s
+
+    assert bounds(CalibrationSpec()) == (math.inf, QUICK_BUDGET_S)
+    assert bounds(quick()) == (math.inf, QUICK_BUDGET_S)
+    assert bounds(CalibrationSpec(max_tokens=9)) == (9, math.inf)
+    assert bounds(CalibrationSpec(time_budget_s=7.0)) == (math.inf, 7.0)
+    assert bounds(CalibrationSpec(max_tokens=9, time_budget_s=7.0)) == (9, 7.0)
+    assert bounds(thorough()) == (THOROUGH_TOKENS, math.inf)

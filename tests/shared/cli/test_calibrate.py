@@ -18,6 +18,17 @@ def test_follows_the_job_to_its_version(service, neap):
     assert spec.WhichOneof("source") == "self_generated"
 
 
+def test_bounds_are_the_services_unless_given(service, neap):
+    """The default budget is the service's to know; asking for tokens asks for no budget."""
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    assert neap(*base).exit_code == 0
+    assert service.calibration.spec.max_tokens == 0
+    assert not service.calibration.spec.HasField("time_budget")
+    assert neap(*base, "--max-tokens", "700000").exit_code == 0
+    assert service.calibration.spec.max_tokens == 700_000
+    assert not service.calibration.spec.HasField("time_budget")
+
+
 def test_sources(service, neap, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n\n two \n")
