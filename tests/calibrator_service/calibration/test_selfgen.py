@@ -117,11 +117,12 @@ def test_once_late_no_task_about_the_passages_is_begun(
     def is_late() -> bool:
         return num_seed_steps > 0 and len(steps) > num_seed_steps
 
-    for index, shard in enumerate(generator.shards(is_late=is_late, on_tokens=steps.append)):
-        if index == 0:
-            num_seed_steps = len(steps)
-    assert index == 1
-    assert 1 <= len(shard) <= CONFIG.rows // 2
+    shards = []
+    for shard in generator.shards(is_late=is_late, on_tokens=steps.append):
+        shards.append(shard)
+        num_seed_steps = num_seed_steps or len(steps)
+    assert len(shards) == 2
+    assert 1 <= len(shards[1]) <= CONFIG.rows // 2
 
 
 def test_what_is_late_is_not_kept(counting: LoadedModel, tmp_path: Path) -> None:
