@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibrator_service.calibration import pipeline
+from calibrator_service.calibration import fit, material
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.presets import (
     QUICK_BUDGET_S,
@@ -126,7 +126,7 @@ def test_a_finished_run_is_not_trained_again(
     base_model: LoadedModel, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result, _, folder = finished
-    monkeypatch.setattr(pipeline, "train_heads", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(fit, "train_heads", lambda *_, **__: pytest.fail("trained again"))
     again = calibrate(base_model, SPEC, work_dir=folder)
     assert contents(again.ladder, again.report) == contents(result.ladder, result.report)
 
@@ -189,7 +189,7 @@ def test_given_text_and_the_cosine_label(base_model: LoadedModel, tmp_path: Path
 def test_a_model_that_repeats_itself_ends(
     counting: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "MAX_STALE_SEQUENCES", 100)
+    monkeypatch.setattr(material, "MAX_STALE_SEQUENCES", 100)
     spec = replace(SPEC, source=SelfGenerated(prompts=("w1 w2",) * 1000), max_tokens=5000)
     with pytest.raises(InvalidInput) as caught:
         calibrate(counting, spec)
