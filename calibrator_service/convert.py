@@ -8,8 +8,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from neap.calibration.v1 import calibration_pb2
 from neap.router.v1 import router_pb2
 
+from calibrator_service.job import Job, JobState
 from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, Source, TextFile
-from calibrator_service.jobs import Job, JobState
 from shared.errors import InvalidInput
 from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
 from shared.registry.canonical import canonical_json

@@ -8,79 +8,19 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from sqlite3 import Connection, Row
+from sqlite3 import Connection
 
+from calibrator_service.job import JOBS_SCHEMA, JOBS_SCHEMA_VERSION, Job, JobState, job_of
 from calibrator_service.job_spec import JobSpec
 from shared.errors import AlreadyExists, Cancelled, Conflict, Exhausted, NotFound
 from shared.sqlite import Database
 
-SCHEMA_VERSION = 1
 APPLICATION_ID = 0x6E65616A
 MAX_RESUMES = 3
 PUBLISHING = "publishing"
 _LARGEST_INTEGER = 2**63 - 1
 _QUEUE_RETRY_S = 30.0
-
-_SCHEMA = """
-CREATE TABLE jobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
-    model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL, phase TEXT NOT NULL DEFAULT '',
-    fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{}', create_time_s REAL NOT NULL, end_time_s REAL,
-    failure_reason TEXT NOT NULL DEFAULT '', failure_message TEXT NOT NULL DEFAULT '',
-    router_version INTEGER NOT NULL DEFAULT 0, manifest_digest TEXT NOT NULL DEFAULT '',
-    num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0, num_deaths INTEGER NOT NULL DEFAULT 0,
-    cancel_requested INTEGER NOT NULL DEFAULT 0, publishing INTEGER NOT NULL DEFAULT 0,
-    num_heartbeats INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 1);
-CREATE INDEX jobs_by_state ON jobs (state, number);
-CREATE INDEX jobs_by_model ON jobs (model_id, number);
-"""
-
-
-class JobState(StrEnum):
-    QUEUED = "queued"
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def has_ended(self) -> bool:
-        return self not in (JobState.QUEUED, JobState.RUNNING)
-
-
-@dataclass(frozen=True)
-class Job:
-    """One job as it stood when it was read. `number` orders jobs; `revision` grows with every change but heartbeats.
-
-    `publishing`: past the point up to which it can be cancelled. `num_deaths` counts starts that ended without a result and
-    not by the service's own doing.
-    """
-
-    number: int
-    calibration_id: str
-    request_id: str
-    spec: JobSpec
-    aliases: tuple[str, ...]
-    state: JobState
-    phase: str
-    fraction: float
-    figures: Mapping[str, float]
-    create_time_s: float
-    end_time_s: float | None
-    failure_reason: str
-    failure_message: str
-    router_version: int
-    manifest_digest: str
-    num_starts: int
-    num_resumes: int
-    num_deaths: int
-    cancel_requested: bool
-    publishing: bool
-    num_heartbeats: int
-    revision: int
 
 
 class JobStore:
@@ -88,7 +28,10 @@ class JobStore:
 
     def __init__(self, path: Path) -> None:
         self._database = Database(
-            path, schema=_SCHEMA, schema_version=SCHEMA_VERSION, application_id=APPLICATION_ID
+            path,
+            schema=JOBS_SCHEMA,
+            schema_version=JOBS_SCHEMA_VERSION,
+            application_id=APPLICATION_ID,
         )
 
     def close(self) -> None:
@@ -112,7 +55,7 @@ class JobStore:
                         f"request {request_id!r} has already started another calibration, {known['calibration_id']}",
                         metadata={"calibration_id": known["calibration_id"]},
                     )
-                return _job(known)
+                return job_of(known)
             (num_queued,) = connection.execute(
                 "SELECT count(*) FROM jobs WHERE state = 'queued'"
             ).fetchone()
@@ -137,7 +80,7 @@ class JobStore:
             raise NotFound(
                 f"there is no calibration {calibration_id[:80]!r}", reason="CALIBRATION_NOT_FOUND"
             )
-        return _job(row)
+        return job_of(row)
 
     def list(self, model_id: str = "", *, before: int | None = None, limit: int = 100) -> list[Job]:
         """Newest first, those with a number below `before`; of all models if `model_id` is empty."""
@@ -146,7 +89,7 @@ class JobStore:
             "SELECT * FROM jobs WHERE number < ? AND (? = '' OR model_id = ?) ORDER BY number DESC LIMIT ?",
             (before, model_id, model_id, limit),
         )
-        return [_job(row) for row in rows]
+        return [job_of(row) for row in rows]
 
     def cancel(self, calibration_id: str) -> Job:
         """Ends a waiting job, asks a running one to stop. Changes nothing once it publishes or has ended. Raises NotFound."""
@@ -180,7 +123,7 @@ class JobStore:
     def running(self) -> tuple[Job, ...]:
         """Jobs recorded as running: at start-up, those a killed service left behind."""
         rows = self._database.rows("SELECT * FROM jobs WHERE state = 'running' ORDER BY number")
-        return tuple(map(_job, rows))
+        return tuple(map(job_of, rows))
 
     def interrupted(self, calibration_id: str, how: str, *, is_death: bool) -> Job:
         """The process is gone without a result: cancelled if that was asked for, failed after too many deaths, else waiting.
@@ -299,30 +242,3 @@ def _end(connection: Connection, calibration_id: str, state: JobState) -> None:
 def _fail(connection: Connection, calibration_id: str, reason: str, message: str) -> None:
     _set(connection, calibration_id, "failure_reason = ?, failure_message = ?", reason, message)
     _end(connection, calibration_id, JobState.FAILED)
-
-
-def _job(row: Row) -> Job:
-    return Job(
-        number=row["number"],
-        calibration_id=row["calibration_id"],
-        request_id=row["request_id"],
-        spec=JobSpec.from_json(row["spec"]),
-        aliases=tuple(json.loads(row["aliases"])),
-        state=JobState(row["state"]),
-        phase=row["phase"],
-        fraction=row["fraction"],
-        figures=json.loads(row["figures"]),
-        create_time_s=row["create_time_s"],
-        end_time_s=row["end_time_s"],
-        failure_reason=row["failure_reason"],
-        failure_message=row["failure_message"],
-        router_version=row["router_version"],
-        manifest_digest=row["manifest_digest"],
-        num_starts=row["num_starts"],
-        num_resumes=row["num_resumes"],
-        num_deaths=row["num_deaths"],
-        cancel_requested=bool(row["cancel_requested"]),
-        publishing=bool(row["publishing"]),
-        num_heartbeats=row["num_heartbeats"],
-        revision=row["revision"],
-    )

@@ -9,8 +9,9 @@ from neap.calibration.v1 import calibration_pb2_grpc
 
 from calibrator_service.blocking import BlockingPool, Watchers
 from calibrator_service.convert import job_to_proto, page, spec_from_proto
+from calibrator_service.job import Job
 from calibrator_service.job_spec import JobSpec, TextFile
-from calibrator_service.jobs import Job, JobStore
+from calibrator_service.jobs import JobStore
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.text_files import find_text_file
 from shared.errors import InvalidInput, NotFound

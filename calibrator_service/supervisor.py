@@ -15,7 +15,8 @@ from typing import IO
 
 import structlog
 
-from calibrator_service.jobs import Job, JobStore
+from calibrator_service.job import Job
+from calibrator_service.jobs import JobStore
 from calibrator_service.process_config import (
     DEFAULT_RECIPE,
     JobFolder,

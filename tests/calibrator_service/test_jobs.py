@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from calibrator_service.job import JobState
 from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, TextFile
-from calibrator_service.jobs import MAX_RESUMES, JobState, JobStore
+from calibrator_service.jobs import MAX_RESUMES, JobStore
 from shared.errors import Cancelled, Conflict
 
 SPEC = JobSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
