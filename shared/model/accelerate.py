@@ -6,7 +6,7 @@ At the end the whole model is compared with its former self. Modules keep their 
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,8 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from shared import ops
 from shared.errors import UnsupportedModel
+from shared.model.substitutions import Substitutions
 from shared.ops import hf_attention, hf_rotary, substitute
-from shared.ops.substitute import Substitute, Unsuitable
+from shared.ops.substitute import Unsuitable
 
 MODEL_TOLERANCE = (
     1e-3  # of logits, relative: tens of layers amplify what each module's own check allowed
@@ -42,68 +43,6 @@ class AccelerationReport:
     left_alone: Mapping[str, str]
 
 
-class _Run:
-    """One call of `accelerate`: counts, and how to take every step back."""
-
-    def __init__(self, model: PreTrainedModel, keep_weights: bool) -> None:
-        self.model = model
-        self.keep_weights = keep_weights
-        self.undo: list[Callable[[], object]] = []
-        self.left_alone: dict[str, str] = {}
-        self.consumed: set[nn.Module] = set()
-        self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0}
-        self.packed_bytes = self.freed_bytes = 0
-        owners: dict[int, int] = {}
-        for _, parameter in model.named_parameters(remove_duplicate=False):
-            pointer = parameter.untyped_storage().data_ptr()
-            owners[pointer] = owners.get(pointer, 0) + 1
-        self.shared_storages = {pointer for pointer, count in owners.items() if count > 1}
-
-    def attempt(
-        self, kind: str, name: str, module: nn.Module, propose: Callable[[], Substitute]
-    ) -> None:
-        try:
-            found = propose()
-        except Unsuitable as reason:
-            self.left_alone[name] = str(reason)
-            return
-        self.left_alone.pop(name, None)
-        module.forward = found.forward
-        self.undo.append(partial(_own_forward, module))
-        self.counts[kind] += 1
-        self.consumed.add(module)
-        self.packed_bytes += sum(t.nbytes for t in found.packed)
-        if not self.keep_weights:
-            self.free(found)
-        for source in found.sources:
-            self.consumed.add(source)
-
-    def free(self, found: Substitute) -> None:
-        """Drops the weights that only the substituted modules own; a meta tensor keeps name, shape and dtype."""
-        freed: list[tuple[int, nn.Module, bool]] = []
-        for index, source in enumerate(found.sources):
-            weight = source.get_parameter("weight")
-            if weight.untyped_storage().data_ptr() in self.shared_storages:
-                continue
-            self.freed_bytes += weight.nbytes
-            freed.append((index, source, weight.requires_grad))
-            source.weight = nn.Parameter(
-                torch.empty_like(weight, device="meta"), requires_grad=False
-            )
-
-        def restore() -> None:
-            weights = found.unpack()
-            for index, source, requires_grad in freed:
-                source.weight = nn.Parameter(weights[index], requires_grad=requires_grad)
-
-        if freed:
-            self.undo.append(restore)
-
-    def step_back(self) -> None:
-        while self.undo:
-            self.undo.pop()()
-
-
 def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> AccelerationReport:
     """Makes a float32 CPU model run on neap's kernels, in place; inference only.
 
@@ -124,7 +63,7 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
             raise ValueError(
                 f"{name} is {parameter.dtype} on {parameter.device}, want float32 on cpu"
             )
-    run = _Run(model, keep_weights)
+    run = Substitutions(model, keep_weights)
     with torch.no_grad():
         expected = _probe(model)
         try:
@@ -163,7 +102,7 @@ def restore(model: PreTrainedModel) -> None:
         undo.pop()()
 
 
-def _substitute_modules(run: _Run) -> None:
+def _substitute_modules(run: Substitutions) -> None:
     modules = [(name, module) for name, module in run.model.named_modules() if name]
     for name, module in modules:
         if sum(type(child) is nn.Linear for child in module.children()) in (2, 3):
@@ -183,16 +122,12 @@ def _substitute_modules(run: _Run) -> None:
             run.left_alone[name] = "stores several matrices in one parameter (experts)"
 
 
-def _own_forward(module: nn.Module) -> None:
-    vars(module).pop("forward", None)
-
-
 def _is_norm_like(module: nn.Module) -> bool:
     shapes = [p.dim() for p in module.parameters(recurse=False)]
     return not list(module.children()) and bool(shapes) and max(shapes) == 1
 
 
-def _substitute_rotary(run: _Run) -> Iterator[str]:
+def _substitute_rotary(run: Substitutions) -> Iterator[str]:
     for file in sorted({type(module).__module__ for module in run.model.modules()}):
         if not hf_rotary.has_rotary(file):
             continue
@@ -207,7 +142,7 @@ def _substitute_rotary(run: _Run) -> Iterator[str]:
         yield file
 
 
-def _substitute_attention(run: _Run, expected: Tensor) -> bool:
+def _substitute_attention(run: Substitutions, expected: Tensor) -> bool:
     model, before = run.model, run.model.config._attn_implementation
     if not model._can_set_attn_implementation():
         run.left_alone["attention"] = "the family does not use transformers' AttentionInterface"
