@@ -1,0 +1,97 @@
+// What every op of binding.cpp needs of torch's tensors: checks with readable messages, memory, threads.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#define NEAP_CHECK(condition, ...) STD_TORCH_CHECK(condition, "neap: ", __VA_ARGS__)
+
+namespace neap::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Sizes = std::vector<int64_t>;
+
+constexpr int64_t kGrainFlops = 100'000;  // below this a second thread costs more than it brings
+
+inline std::string text(const Tensor& t) {
+  std::string out = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) out += (i ? ", " : "") + std::to_string(t.size(i));
+  return out + "]";
+}
+
+inline void check_float(const char* op, const char* name, const Tensor& t, int64_t dims) {
+  NEAP_CHECK(t.is_cpu(), op, ": ", name, " must be on the CPU");
+  NEAP_CHECK(t.scalar_type() == ScalarType::Float, op, ": ", name, " must be float32, the only dtype on the CPU");
+  NEAP_CHECK(dims < 0 ? t.dim() >= 1 : t.dim() == dims, op, ": ", name, " has shape ", text(t), ", want ",
+             dims < 0 ? std::string("at least 1 dimension") : std::to_string(dims) + " dimensions");
+}
+
+inline void check_vector(const char* op, const char* name, const Tensor& t, int64_t size) {
+  check_float(op, name, t, 1);
+  NEAP_CHECK(t.size(0) == size && t.is_contiguous(), op, ": ", name, " must be contiguous with shape [", size, "], got ", text(t));
+}
+
+inline Tensor empty(const Sizes& sizes) {
+  Sizes strides(sizes.size(), 1);
+  for (int64_t i = (int64_t)sizes.size() - 2; i >= 0; --i) strides[i] = strides[i + 1] * std::max<int64_t>(sizes[i + 1], 1);
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), aoti_torch_dtype_float32(),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+inline Sizes sizes_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return Sizes(sizes.begin(), sizes.end());
+}
+
+inline const float* floats(const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); }
+inline float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+// Runs f over [0, items) on torch's threads; a thread gets at least the items that are worth waking it for.
+template <class F>
+void parallel(int64_t items, double flops, const F& f) {
+  if (items == 0) return;
+  const double each = flops / (double)items;
+  const int64_t grain = each >= kGrainFlops ? 1 : (int64_t)(kGrainFlops / std::max(each, 1.0)) + 1;
+  if (items <= grain) return f(0, items);
+  torch::stable::parallel_for(0, items, grain, f);
+}
+
+// Memory that a thread keeps between calls: a fresh allocation of this size would fault its pages in every time.
+inline float* thread_scratch(int64_t count) {
+  struct Free { void operator()(float* p) const { std::free(p); } };
+  thread_local std::unique_ptr<float, Free> memory;
+  thread_local int64_t capacity = 0;
+  if (count > capacity) {
+    memory.reset(static_cast<float*>(std::aligned_alloc(64, (size_t)((count + 15) / 16 * 64))));
+    capacity = memory ? count : 0;
+    if (!memory) throw std::bad_alloc();
+  }
+  return memory.get();
+}
+
+// Weights are read from end to end at every pass; 2 MiB pages spare the page walks. Advice only: it may be ignored.
+inline void advise_huge_pages(const Tensor& t) {
+#if defined(__linux__)
+  constexpr uintptr_t kHuge = 2 << 20;
+  const uintptr_t begin = ((uintptr_t)t.const_data_ptr() + kHuge - 1) & ~(kHuge - 1);
+  const uintptr_t end = ((uintptr_t)t.const_data_ptr() + (uintptr_t)t.numel() * 4) & ~(kHuge - 1);
+  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace neap::binding
