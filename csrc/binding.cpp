@@ -1,19 +1,24 @@
-// The ops as torch sees them; with tensors.h the only torch-facing files. LibTorch Stable ABI, so one library serves torch 2.11
-// and later. Checks every argument, allocates what is returned, and hands plain pointers to the kernels inside torch's own
-// thread pool.
-#include <torch/csrc/stable/library.h>
+// The ops: checks every argument, allocates what is returned, and hands plain pointers to the kernels.
+#include "binding.h"
 
-#include <algorithm>
-#include <optional>
-#include <string>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #include <tuple>
 
-#include "include/kernels.h"
-#include "tensors.h"
+namespace neap::binding {
 
 namespace {
 
-using namespace neap::binding;
+// Weights are read from end to end at every pass; 2 MiB pages spare the page walks. Advice only: it may be ignored.
+void advise_huge_pages(const Tensor& t) {
+#if defined(__linux__)
+  constexpr uintptr_t kHuge = 2 << 20;
+  const uintptr_t begin = ((uintptr_t)t.const_data_ptr() + kHuge - 1) & ~(kHuge - 1);
+  const uintptr_t end = ((uintptr_t)t.const_data_ptr() + (uintptr_t)t.numel() * 4) & ~(kHuge - 1);
+  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#endif
+}
 
 Tensor pack_linear(Tensor weight) {
   check_float("pack_linear", "weight", weight, 2);
@@ -94,56 +99,6 @@ std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) {
   return {rotate("q", q, cos, sin), rotate("k", k, cos, sin)};
 }
 
-Tensor slot_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling, std::optional<double> softcap) {
-  const char* op = "slot_attention";
-  check_float(op, "q", q, 4);
-  check_float(op, "k", k, 4);
-  check_float(op, "v", v, 4);
-  const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), kv_heads = k.size(1);
-  NEAP_CHECK(k.size(0) == batch && v.size(0) == batch && v.size(1) == kv_heads && k.size(3) == q.size(3) && k.size(2) == v.size(2), op, ": q ", text(q),
-             ", k ", text(k), " and v ", text(v), " do not fit [B, Hq, Q, D], [B, Hkv, S, D], [B, Hkv, S, Dv]");
-  NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads, " key heads");
-  NEAP_CHECK(kv_length >= 0 && kv_length <= k.size(2), op, ": kv_length ", kv_length, " exceeds the ", k.size(2), " slots given");
-  NEAP_CHECK((k.numel() == 0 || k.stride(3) == 1) && (v.numel() == 0 || v.stride(3) == 1), op, ": the last dimension of k and v must be contiguous");
-  NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
-  if (mask) {
-    NEAP_CHECK(mask->is_cpu() && mask->scalar_type() == ScalarType::Bool, op, ": mask must be a bool tensor on the CPU");
-    NEAP_CHECK(mask->dim() == 4 && (mask->size(0) == batch || mask->size(0) == 1) && mask->size(1) == 1 && mask->size(2) == queries && mask->size(3) == kv_length,
-               op, ": mask has shape ", text(*mask), ", want [", batch, " or 1, 1, ", queries, ", ", kv_length, "]");
-  }
-  const int64_t value_width = v.size(3);
-  Tensor out = empty({batch, queries, heads, value_width});
-  if (out.numel() == 0) return out;
-  neap::AttentionArgs args{};
-  args.q = floats(q), args.k = floats(k), args.v = floats(v), args.out = mutable_floats(out);
-  args.batch = batch, args.heads = heads, args.kv_heads = kv_heads, args.queries = queries;
-  args.keys = kv_length, args.width = q.size(3), args.value_width = value_width;
-  args.q_batch = q.stride(0), args.q_head = q.stride(1), args.q_row = q.stride(2), args.q_column = q.stride(3);
-  args.k_batch = k.stride(0), args.k_head = k.stride(1), args.k_row = k.stride(2);
-  args.v_batch = v.stride(0), args.v_head = v.stride(1), args.v_row = v.stride(2);
-  if (mask) {
-    args.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
-    args.mask_batch = mask->size(0) == 1 ? 0 : mask->stride(0), args.mask_row = mask->stride(2), args.mask_column = mask->stride(3);
-  }
-  args.causal = causal, args.scaling = (float)scaling, args.softcap = softcap ? (float)*softcap : 0.f;
-
-  const neap::Kernels& kernels = neap::kernels();
-  const int64_t group = heads / kv_heads, tile_queries = std::max<int64_t>(1, neap::kQueryRows / group);
-  const int64_t items = batch * kv_heads * ((queries + tile_queries - 1) / tile_queries), blocks = (kv_length + neap::kKeyBlock - 1) / neap::kKeyBlock;
-  const int64_t scratch = kernels.attention_scratch(args);
-  const double flops = (double)batch * heads * queries * kv_length * (args.width + value_width);
-  if (items >= 4 * (int64_t)torch::stable::get_num_threads() || blocks < 2) {
-    parallel(items, flops, [&](int64_t b, int64_t e) { kernels.attention(args, thread_scratch(scratch), b, e); });
-    return out;
-  }
-  const int64_t padded_width = (value_width + neap::kPanel - 1) / neap::kPanel * neap::kPanel;
-  Tensor partials = empty({items, blocks, tile_queries * group, neap::kPanel + padded_width});
-  args.partials = mutable_floats(partials);
-  parallel(items * blocks, flops, [&](int64_t b, int64_t e) { kernels.attention_split(args, thread_scratch(scratch), b, e); });
-  parallel(items, (double)partials.numel(), [&](int64_t b, int64_t e) { kernels.attention_join(args, thread_scratch(scratch), b, e); });
-  return out;
-}
-
 std::string cpu_isa() { return neap::kernels().name; }
 
 void set_cpu_isa(std::string name) {
@@ -151,6 +106,7 @@ void set_cpu_isa(std::string name) {
 }
 
 }  // namespace
+}  // namespace neap::binding
 
 STABLE_TORCH_LIBRARY(neap, m) {
   m.def("pack_linear(Tensor weight) -> Tensor");
@@ -161,20 +117,26 @@ STABLE_TORCH_LIBRARY(neap, m) {
   m.def(
       "slot_attention(Tensor q, Tensor k, Tensor v, SymInt kv_length, Tensor? mask, bool causal, float scaling, "
       "float? softcap=None) -> Tensor");
+  m.def(
+      "packed_slot_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, "
+      "SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
   m.def("cpu_isa() -> str");
   m.def("set_cpu_isa(str name) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
+  using namespace neap::binding;
   m.impl("pack_linear", TORCH_BOX(&pack_linear));
   m.impl("packed_linear", TORCH_BOX(&packed_linear));
   m.impl("packed_gated_linear", TORCH_BOX(&packed_gated_linear));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rotary", TORCH_BOX(&rotary));
   m.impl("slot_attention", TORCH_BOX(&slot_attention));
+  m.impl("packed_slot_attention", TORCH_BOX(&packed_slot_attention));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(neap, CompositeExplicitAutograd, m) {
+  using namespace neap::binding;
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
 }

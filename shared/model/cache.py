@@ -46,15 +46,21 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes [B, Hkv, Q, Dh] at the pass' positions; returns views [B, Hkv, base + Q, Dh] of the slots."""
+        keys, values = self.stores(key_states, value_states, layer_idx)
+        keys[:, :, self._base : self._end] = key_states
+        values[:, :, self._base : self._end] = value_states
+        return keys[:, :, : self._end], values[:, :, : self._end]
+
+    def stores(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        """All slots of a layer [B, Hkv, capacity, Dh], allocated for states of this form at the first call."""
         keys = self.keys.get(layer_idx)
         if keys is None:
             # Zeros, not empty: a masked NaN in an unused slot would still poison attention.
             keys = self.keys[layer_idx] = self._allocate(key_states)
             self.values[layer_idx] = self._allocate(value_states)
-        values = self.values[layer_idx]
-        keys[:, :, self._base : self._end] = key_states
-        values[:, :, self._base : self._end] = value_states
-        return keys[:, :, : self._end], values[:, :, : self._end]
+        return keys, self.values[layer_idx]
 
     def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, width = like.shape

@@ -28,6 +28,10 @@ class LayerCounters:
     def layer_executions(self) -> int:
         return sum(self.per_layer)
 
+    def reset(self) -> None:
+        self.per_layer = [0] * len(self.per_layer)
+        self.token_layers = 0
+
     def snapshot(self) -> tuple[int, int]:
         """(layer executions, token layers) so far."""
         return self.layer_executions, self.token_layers

@@ -8,9 +8,13 @@ from torch import Tensor
 from shared.model.cache import SlotCache
 from shared.model.gates import Gates, LayerCounters
 from shared.model.load import LoadedModel
+from shared.model.packed import PackedCache, Segment
+from shared.ops import hf_attention
 
 # Relative difference up to which norm + head called directly count as the model's own way from state to logits.
 HEAD_TOLERANCE = 1e-4
+# The same for states of several sequences in one pass.
+PACKING_TOLERANCE = 1e-4
 
 
 class DepthRunner:
@@ -23,6 +27,9 @@ class DepthRunner:
         self._head_is_direct = self._check_direct_head()
         self._embedding_is_direct = False
         self._embedding_is_direct = self._check_direct_embedding()
+        # Several sequences in one pass; where a family does not allow it, they go one by one.
+        self.can_pack = self._check_packing()
+        self.counters.reset()
 
     @property
     def counters(self) -> LayerCounters:
@@ -53,6 +60,62 @@ class DepthRunner:
         return self._gates.run(
             first, last, hidden, input_ids=token_ids, past_key_values=cache, use_cache=True
         )
+
+    @torch.inference_mode()
+    def run_packed(
+        self,
+        token_ids: Tensor,
+        segments: Sequence[Segment],
+        *,
+        first: int,
+        last: int,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Layers [first, last) over tokens [1, T] of several sequences, segment after segment; only where `can_pack`.
+
+        `hidden` [1, T, D] is their state at depth `first` (None only for depth 0). Returns their state at depth `last`.
+        """
+        assert (hidden is None) == (first == 0)
+        assert 0 <= first < last <= self.num_layers
+        positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in segments])
+        return self._gates.run(
+            first,
+            last,
+            hidden,
+            input_ids=token_ids,
+            position_ids=positions[None].to(token_ids.device),
+            past_key_values=PackedCache(segments),
+            use_cache=True,
+        )
+
+    @torch.inference_mode()
+    def _check_packing(self) -> bool:
+        """Whether three sequences in one pass get the states that they get alone, for a window's length and more."""
+        if self.loaded.model.config._attn_implementation != hf_attention.NAME:
+            return False
+        generator = torch.Generator().manual_seed(0)
+        window = getattr(self.loaded.model.config, "sliding_window", None) or 0
+        longest = min(max(24, min(window, 512) + 8), self.loaded.context_length)
+        alone, fresh, tokens = [], [], []
+        for length in (longest, 3, longest // 2):
+            ids = torch.randint(self.loaded.vocabulary_size, (1, length), generator=generator)
+            caches = self.new_cache(length), self.new_cache(length)
+            held = length // 2
+            for cache in caches:
+                if held:
+                    self.run(ids[:, :held], cache, first=0, last=self.num_layers, base=0)
+            alone.append(
+                self.run(ids[:, held:], caches[0], first=0, last=self.num_layers, base=held)
+            )
+            fresh.append(Segment(caches[1], held, length - held))
+            tokens.append(ids[:, held:])
+        expected = torch.cat(alone, 1)
+        try:
+            together = self.run_packed(torch.cat(tokens, 1), fresh, first=0, last=self.num_layers)
+        except (AttributeError, TypeError, RuntimeError, NotImplementedError):
+            return False  # the family looks inside what ours only hand through
+        scale = expected.abs().max().clamp_min(1e-9)
+        return bool((together - expected).abs().max() <= PACKING_TOLERANCE * scale)
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:

@@ -9,6 +9,8 @@ tensors of the wrong shape, dtype, device or layout, and `ValueError` for inputs
 the shapes are those of `shared.model`; `Hq` and `Hkv` are query and key heads, `K` and `N` inputs and outputs.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ __all__ = [
     "pack_linear",
     "packed_gated_linear",
     "packed_linear",
+    "packed_slot_attention",
     "rms_norm",
     "rotary",
     "set_cpu_isa",
@@ -118,6 +121,34 @@ def slot_attention(
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.slot_attention.default(
         q, k, v, kv_length, mask, causal, scale, softcap
+    )
+    return out
+
+
+def packed_slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    bases: Sequence[int],
+    counts: Sequence[int],
+    masks: Sequence[Tensor],
+    scaling: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Several sequences in one row: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv] contiguous.
+
+    Segment s holds the next `counts[s]` tokens, at positions from `bases[s]` on. Its keys and values are first written to
+    those slots of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv], then its queries attend over slots
+    [0, bases[s] + counts[s]): causally where `masks[s]` is empty, else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]]
+    bool is True. The same bits as `slot_attention` per segment.
+    """
+    load()
+    refuse_gradient(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    out: Tensor = torch.ops.neap.packed_slot_attention.default(
+        q, k, v, keys, values, bases, counts, masks, scale, softcap
     )
     return out
 

@@ -53,6 +53,7 @@ def objects() -> list[Object]:
     )
     return [
         Object("binding", "binding.cpp", binding),
+        Object("attention", "attention.cpp", binding),
         Object("dispatch", "cpu/dispatch.cpp", "-std=c++17"),
         *(
             Object(f"kernels_{isa}", "cpu/kernels.cpp", f"{KERNEL_FLAGS} {ISA_FLAGS[isa]}")

@@ -60,6 +60,22 @@ def _slot_attention(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
+def _packed_slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    bases: list[int],
+    counts: list[int],
+    masks: list[Tensor],
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    _check(k.shape[3] == q.shape[3])
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
 def register() -> None:
     """Ties the fakes to the ops, which must be loaded."""
     fakes: dict[str, Callable[..., Any]] = {
@@ -69,6 +85,7 @@ def register() -> None:
         "rms_norm": _rms_norm,
         "rotary": _rotary,
         "slot_attention": _slot_attention,
+        "packed_slot_attention": _packed_slot_attention,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"neap::{name}", fake)

@@ -3,7 +3,7 @@
 Works with any cache whose `update` returns views [B, Hkv, S, D] of what the layer may see, preallocated or not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from shared import ops
+from shared.ops.packing import PackedMask, PackedOffset, PackedStates, Span
 
 NAME = "neap"
 
@@ -30,16 +31,24 @@ def attention_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
-) -> Tensor | None:
+) -> Tensor | PackedMask | None:
     """The mask of one pass: bool [B, 1, Q, S], or None where it is plain causal with the queries at the end.
 
-    Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
+    Of a packed pass (`shared.ops.packing`) a `PackedMask`. Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
     on shorter views, so those pass as plain too.
     """
+    if isinstance(q_offset, PackedOffset):
+        return _packed_mask(
+            q_offset.spans,
+            mask_function=mask_function,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            **kwargs,
+        )
     plain = (
         allow_is_causal_skip
         and kv_offset == 0
-        # A subclass of int may carry positions per row, a tensor belongs to a static cache: both need the full mask.
+        # A tensor belongs to a static cache.
         and type(q_offset) is int
         and q_offset + q_length == kv_length
         and (local_size is None or kv_length < local_size)
@@ -62,6 +71,17 @@ def attention_mask(
     return mask
 
 
+def _packed_mask(spans: Sequence[Span], **kwargs: Any) -> PackedMask:
+    nothing = torch.empty(0, dtype=torch.bool)
+    masks = []
+    for span in spans:
+        end = span.base + span.num_tokens
+        mask = attention_mask(1, span.num_tokens, end, q_offset=span.base, **kwargs)
+        assert not isinstance(mask, PackedMask)
+        masks.append(nothing if mask is None else mask)
+    return PackedMask(tuple(masks))
+
+
 def _nothing_hidden(padding: Tensor, kv_length: int) -> bool:
     return padding.shape[-1] >= kv_length and bool(padding[:, :kv_length].all())
 
@@ -79,9 +99,9 @@ def _as_bool(mask: Tensor) -> Tensor:
 def attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    key: Tensor | PackedStates,
+    value: Tensor | PackedStates,
+    attention_mask: Tensor | PackedMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -99,6 +119,11 @@ def attention(
         refused.append("output_attentions")
     if refused:
         raise NotImplementedError(f"attention 'neap' does not support {', '.join(refused)}")
+    if isinstance(key, PackedStates) or isinstance(value, PackedStates):
+        assert isinstance(key, PackedStates)
+        assert isinstance(value, PackedStates)
+        return _packed_attention(query, key, value, attention_mask, scaling, softcap), None
+    assert not isinstance(attention_mask, PackedMask)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     else:
@@ -111,6 +136,30 @@ def attention(
         query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap
     )
     return out, None
+
+
+def _packed_attention(
+    query: Tensor,
+    key: PackedStates,
+    value: PackedStates,
+    mask: Tensor | PackedMask | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    if not isinstance(mask, PackedMask):
+        raise NotImplementedError("attention 'neap' was given another mask than its own")
+    fresh = [s if s.stride(-1) == 1 else s.contiguous() for s in (key.fresh, value.fresh)]
+    return ops.packed_slot_attention(
+        query,
+        *fresh,
+        key.stores,
+        value.stores,
+        [span.base for span in key.spans],
+        [span.num_tokens for span in key.spans],
+        mask.masks,
+        scaling,
+        softcap,
+    )
 
 
 def register() -> None:

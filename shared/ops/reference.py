@@ -1,5 +1,7 @@
 """Every op in plain PyTorch: the specification that each backend's kernels are held to. Slow, and meant to be read."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -84,3 +86,38 @@ def slot_attention(
         visible = visible & mask
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0.0)
     return (weights @ values.float()).to(q.dtype).transpose(1, 2).contiguous()
+
+
+def packed_slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    bases: Sequence[int],
+    counts: Sequence[int],
+    masks: Sequence[Tensor],
+    scaling: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Per segment: write its new keys and values to its slots, then attend over them. -> [1, T, Hq, Dv]."""
+    out, start = [], 0
+    for key, value, base, count, mask in zip(keys, values, bases, counts, masks, strict=True):
+        own = slice(start, start + count)
+        key[:, :, base : base + count] = k[:, :, own]
+        value[:, :, base : base + count] = v[:, :, own]
+        plain = mask.numel() == 0
+        out.append(
+            slot_attention(
+                q[:, :, own],
+                key,
+                value,
+                base + count,
+                None if plain else mask,
+                plain,
+                scaling,
+                softcap,
+            )
+        )
+        start += count
+    return torch.cat(out, 1)

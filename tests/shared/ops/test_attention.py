@@ -142,3 +142,86 @@ def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     arguments = {"q": torch.randn(1, 4, 2, 8), "k": k, "v": v, "kv_length": 6}
     with pytest.raises(RuntimeError, match=message):
         ops.slot_attention(**{**arguments, **change})
+
+
+@st.composite
+def packed_problems(draw: st.DrawFn) -> dict:
+    lengths = st.sampled_from([0, 1, 5, 20, 255, 256, 300, 600])
+    spans = st.tuples(lengths, st.sampled_from([1, 2, 3, 9, 50]), st.booleans())
+    return {
+        "spans": draw(st.lists(spans, min_size=1, max_size=6)),
+        "kv_heads": draw(st.integers(1, 3)),
+        "group": draw(st.sampled_from([1, 3, 7])),
+        "width": draw(st.sampled_from([3, 16, 64])),
+        "value_width": draw(st.sampled_from([8, 64])),
+        "softcap": draw(st.sampled_from([None, 2.0])),
+    }
+
+
+@DRAWN
+@given(p=packed_problems())
+def test_packed_sequences_attend_as_each_does_alone(isa: str, p: dict) -> None:
+    bases, counts, masked = (list(column) for column in zip(*p["spans"], strict=True))
+    tokens = sum(counts)
+    q = torch.randn(1, tokens, p["kv_heads"] * p["group"], p["width"]).transpose(1, 2)
+    k = torch.randn(1, tokens, p["kv_heads"], p["width"]).transpose(1, 2)
+    v = torch.randn(1, p["kv_heads"], tokens, p["value_width"])
+    sizes = [base + count + 3 for base, count in zip(bases, counts, strict=True)]
+    keys = [torch.randn(1, p["kv_heads"], size, p["width"]) for size in sizes]
+    values = [torch.randn(1, p["kv_heads"], size, p["value_width"]) for size in sizes]
+    masks = [
+        torch.rand(1, 1, count, base + count) < 0.6 if hide else torch.empty(0, dtype=torch.bool)
+        for base, count, hide in zip(bases, counts, masked, strict=True)
+    ]
+    expected_keys, expected_values = [t.clone() for t in keys], [t.clone() for t in values]
+    expected = reference.packed_slot_attention(
+        q, k, v, expected_keys, expected_values, bases, counts, masks, 0.3, p["softcap"]
+    )
+    out = ops.packed_slot_attention(q, k, v, keys, values, bases, counts, masks, 0.3, p["softcap"])
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    start = 0
+    for index, (base, count) in enumerate(zip(bases, counts, strict=True)):
+        assert torch.equal(keys[index], expected_keys[index])
+        assert torch.equal(values[index], expected_values[index])
+        own = slice(start, start + count)
+        mask = masks[index] if masked[index] else None
+        alone = ops.slot_attention(
+            q[:, :, own],
+            keys[index],
+            values[index],
+            base + count,
+            mask,
+            mask is None,
+            0.3,
+            p["softcap"],
+        )
+        assert torch.equal(out[:, own], alone)
+        start += count
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bases": [6]}, "cannot take 2 tokens at 6"),
+        ({"bases": [-1]}, "cannot take"),
+        ({"counts": [1]}, "hold 1 tokens of 2"),
+        ({"counts": [0]}, "cannot take"),
+        ({"keys": []}, "0 stores of keys"),
+        ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
+        ({"values": [torch.zeros(1, 1, 7, 8)]}, "cannot take"),
+        ({"q": torch.zeros(2, 4, 2, 8)}, "do not fit"),
+    ],
+)
+def test_packed_attention_refuses_what_does_not_fit(change: dict, message: str) -> None:
+    arguments = {
+        "q": torch.zeros(1, 4, 2, 8),
+        "k": torch.zeros(1, 2, 2, 8),
+        "v": torch.zeros(1, 2, 2, 8),
+        "keys": [torch.zeros(1, 2, 7, 8)],
+        "values": [torch.zeros(1, 2, 7, 8)],
+        "bases": [3],
+        "counts": [2],
+        "masks": [torch.empty(0, dtype=torch.bool)],
+    }
+    with pytest.raises(RuntimeError, match=message):
+        ops.packed_slot_attention(**{**arguments, **change})

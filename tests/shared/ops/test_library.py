@@ -18,6 +18,7 @@ OPS = [
     "rms_norm",
     "rotary",
     "slot_attention",
+    "packed_slot_attention",
 ]
 
 
@@ -34,6 +35,18 @@ def _calls() -> dict[str, tuple]:
         "rms_norm": (torch.randn(2, 12), torch.randn(12), 1e-5, 1.0),
         "rotary": (q, k[:, :, :3], cos, sin),
         "slot_attention": (q, k, v, 6, mask, True, 0.3, 4.0),
+        "packed_slot_attention": (
+            q,
+            k[:, :, :3],
+            v[:, :, :3],
+            [torch.zeros(1, 2, 7, 8) for _ in range(2)],
+            [torch.zeros(1, 2, 7, 8) for _ in range(2)],
+            [5, 0],
+            [2, 1],
+            [torch.ones(1, 1, 2, 7, dtype=torch.bool), torch.empty(0, dtype=torch.bool)],
+            0.3,
+            4.0,
+        ),
     }
 
 

@@ -1,30 +1,32 @@
-// What every op of binding.cpp needs of torch's tensors: checks with readable messages, memory, threads.
+// What the bindings share: argument checks, allocation, and torch's own threads. LibTorch Stable ABI only, so one library
+// serves torch 2.11 and later.
 #pragma once
-
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <vector>
 
-#define NEAP_CHECK(condition, ...) STD_TORCH_CHECK(condition, "neap: ", __VA_ARGS__)
+#include "include/kernels.h"
 
 namespace neap::binding {
+
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 
-constexpr int64_t kGrainFlops = 100'000;  // below this a second thread costs more than it brings
+#define NEAP_CHECK(condition, ...) STD_TORCH_CHECK(condition, "neap: ", __VA_ARGS__)
+
+inline constexpr int64_t kGrainFlops = 100'000;  // below this a second thread costs more than it brings
 
 inline std::string text(const Tensor& t) {
   std::string out = "[";
@@ -84,14 +86,9 @@ inline float* thread_scratch(int64_t count) {
   return memory.get();
 }
 
-// Weights are read from end to end at every pass; 2 MiB pages spare the page walks. Advice only: it may be ignored.
-inline void advise_huge_pages(const Tensor& t) {
-#if defined(__linux__)
-  constexpr uintptr_t kHuge = 2 << 20;
-  const uintptr_t begin = ((uintptr_t)t.const_data_ptr() + kHuge - 1) & ~(kHuge - 1);
-  const uintptr_t end = ((uintptr_t)t.const_data_ptr() + (uintptr_t)t.numel() * 4) & ~(kHuge - 1);
-  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
-#endif
-}
+// attention.cpp
+Tensor slot_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling, std::optional<double> softcap);
+Tensor packed_slot_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
+                             std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling, std::optional<double> softcap);
 
 }  // namespace neap::binding

@@ -1,0 +1,155 @@
+// The attention ops: one sequence batch over one cache, and several sequences packed in a row over a cache each.
+#include <cstring>
+
+#include "binding.h"
+
+namespace neap::binding {
+
+namespace {
+
+void check_mask(const char* op, const Tensor& mask, int64_t batch, int64_t queries, int64_t keys) {
+  NEAP_CHECK(mask.is_cpu() && mask.scalar_type() == ScalarType::Bool, op, ": mask must be a bool tensor on the CPU");
+  NEAP_CHECK(mask.dim() == 4 && (mask.size(0) == batch || mask.size(0) == 1) && mask.size(1) == 1 && mask.size(2) == queries && mask.size(3) == keys, op,
+             ": mask has shape ", text(mask), ", want [", batch, " or 1, 1, ", queries, ", ", keys, "]");
+}
+
+// `k` and `v` [B, Hkv, >= keys, D]; `q` and `out` start at the first query of this problem.
+AttentionArgs attention_args(const Tensor& q, const float* queries_begin, int64_t queries, const Tensor& k, const Tensor& v, int64_t keys, const Tensor* mask,
+                             bool causal, double scaling, const std::optional<double>& softcap, float* out) {
+  AttentionArgs args{};
+  args.q = queries_begin, args.k = floats(k), args.v = floats(v), args.out = out;
+  args.batch = q.size(0), args.heads = q.size(1), args.kv_heads = k.size(1), args.queries = queries;
+  args.keys = keys, args.width = q.size(3), args.value_width = v.size(3);
+  args.q_batch = q.stride(0), args.q_head = q.stride(1), args.q_row = q.stride(2), args.q_column = q.stride(3);
+  args.k_batch = k.stride(0), args.k_head = k.stride(1), args.k_row = k.stride(2);
+  args.v_batch = v.stride(0), args.v_head = v.stride(1), args.v_row = v.stride(2);
+  if (mask) {
+    args.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
+    args.mask_batch = mask->size(0) == 1 ? 0 : mask->stride(0), args.mask_row = mask->stride(2), args.mask_column = mask->stride(3);
+  }
+  args.causal = causal, args.scaling = (float)scaling, args.softcap = softcap ? (float)*softcap : 0.f;
+  return args;
+}
+
+int64_t tile_queries(const AttentionArgs& a) { return std::max<int64_t>(1, kQueryRows / (a.heads / a.kv_heads)); }
+int64_t num_items(const AttentionArgs& a) { return a.batch * a.kv_heads * ((a.queries + tile_queries(a) - 1) / tile_queries(a)); }
+int64_t num_blocks(const AttentionArgs& a) { return (a.keys + kKeyBlock - 1) / kKeyBlock; }
+double num_flops(const AttentionArgs& a) { return (double)a.batch * a.heads * a.queries * a.keys * (a.width + a.value_width); }
+
+// A few items with many keys: the keys are split so that every thread has work.
+void attend_split(AttentionArgs args) {
+  const Kernels& kernels = neap::kernels();
+  const int64_t items = num_items(args), blocks = num_blocks(args), scratch = kernels.attention_scratch(args);
+  const int64_t padded_width = (args.value_width + kPanel - 1) / kPanel * kPanel;
+  Tensor partials = empty({items, blocks, tile_queries(args) * (args.heads / args.kv_heads), kPanel + padded_width});
+  args.partials = mutable_floats(partials);
+  parallel(items * blocks, num_flops(args), [&](int64_t b, int64_t e) { kernels.attention_split(args, thread_scratch(scratch), b, e); });
+  parallel(items, (double)partials.numel(), [&](int64_t b, int64_t e) { kernels.attention_join(args, thread_scratch(scratch), b, e); });
+}
+
+// Problems of different sizes in one parallel loop over all their items.
+void attend_together(const std::vector<AttentionArgs>& problems) {
+  const Kernels& kernels = neap::kernels();
+  std::vector<int64_t> ends;
+  int64_t items = 0, scratch = 0;
+  double flops = 0;
+  for (const AttentionArgs& problem : problems) {
+    ends.push_back(items += num_items(problem));
+    scratch = std::max(scratch, kernels.attention_scratch(problem));
+    flops += num_flops(problem);
+  }
+  parallel(items, flops, [&](int64_t begin, int64_t end) {
+    size_t at = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    while (begin < end) {
+      const int64_t start = at ? ends[at - 1] : 0, stop = std::min(end, ends[at]);
+      kernels.attention(problems[at], thread_scratch(scratch), begin - start, stop - start);
+      begin = stop, ++at;
+    }
+  });
+}
+
+// New keys or values [1, H, T, D], tokens [from, from + count), into slots [base, base + count) of store [1, H, S, D].
+void write_slots(const Tensor& fresh, int64_t from, int64_t count, const Tensor& store, int64_t base) {
+  const int64_t width = fresh.size(3);
+  for (int64_t head = 0; head < fresh.size(1); ++head)
+    for (int64_t token = 0; token < count; ++token)
+      std::memcpy(mutable_floats(store) + head * store.stride(1) + (base + token) * store.stride(2),
+                  floats(fresh) + head * fresh.stride(1) + (from + token) * fresh.stride(2), sizeof(float) * width);
+}
+
+}  // namespace
+
+Tensor slot_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling, std::optional<double> softcap) {
+  const char* op = "slot_attention";
+  check_float(op, "q", q, 4);
+  check_float(op, "k", k, 4);
+  check_float(op, "v", v, 4);
+  const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), kv_heads = k.size(1);
+  NEAP_CHECK(k.size(0) == batch && v.size(0) == batch && v.size(1) == kv_heads && k.size(3) == q.size(3) && k.size(2) == v.size(2), op, ": q ", text(q),
+             ", k ", text(k), " and v ", text(v), " do not fit [B, Hq, Q, D], [B, Hkv, S, D], [B, Hkv, S, Dv]");
+  NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads, " key heads");
+  NEAP_CHECK(kv_length >= 0 && kv_length <= k.size(2), op, ": kv_length ", kv_length, " exceeds the ", k.size(2), " slots given");
+  NEAP_CHECK((k.numel() == 0 || k.stride(3) == 1) && (v.numel() == 0 || v.stride(3) == 1), op, ": the last dimension of k and v must be contiguous");
+  NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
+  if (mask) check_mask(op, *mask, batch, queries, kv_length);
+  Tensor out = empty({batch, queries, heads, v.size(3)});
+  if (out.numel() == 0) return out;
+  const AttentionArgs args = attention_args(q, floats(q), queries, k, v, kv_length, mask ? &*mask : nullptr, causal, scaling, softcap, mutable_floats(out));
+  if (num_items(args) >= 4 * (int64_t)torch::stable::get_num_threads() || num_blocks(args) < 2)
+    attend_together({args});
+  else
+    attend_split(args);
+  return out;
+}
+
+Tensor packed_slot_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
+                             std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling, std::optional<double> softcap) {
+  const char* op = "packed_slot_attention";
+  check_float(op, "q", q, 4);
+  check_float(op, "k", k, 4);
+  check_float(op, "v", v, 4);
+  const int64_t heads = q.size(1), tokens = q.size(2), kv_heads = k.size(1);
+  const size_t segments = keys.size();
+  NEAP_CHECK(q.size(0) == 1 && k.size(0) == 1 && v.size(0) == 1 && k.size(2) == tokens && v.size(2) == tokens && v.size(1) == kv_heads && k.size(3) == q.size(3),
+             op, ": q ", text(q), ", k ", text(k), " and v ", text(v), " do not fit [1, Hq, T, D], [1, Hkv, T, D], [1, Hkv, T, Dv]");
+  NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads, " key heads");
+  NEAP_CHECK(values.size() == segments && bases.size() == segments && counts.size() == segments && masks.size() == segments, op, ": ", segments,
+             " stores of keys, ", values.size(), " of values, ", bases.size(), " bases, ", counts.size(), " counts and ", masks.size(), " masks");
+  NEAP_CHECK(tokens == 0 || (k.stride(3) == 1 && v.stride(3) == 1), op, ": the last dimension of k and v must be contiguous");
+  NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
+  int64_t covered = 0;
+  for (size_t s = 0; s < segments; ++s) {
+    check_float(op, "a store of keys", keys[s], 4);
+    check_float(op, "a store of values", values[s], 4);
+    const auto fits = [&](const Tensor& store, const Tensor& fresh) {
+      return store.size(0) == 1 && store.size(1) == kv_heads && store.size(3) == fresh.size(3) && store.stride(3) == 1 && bases[s] >= 0 && counts[s] > 0 &&
+             bases[s] + counts[s] <= store.size(2);
+    };
+    NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": stores ", text(keys[s]), " and ", text(values[s]), " cannot take ", counts[s], " tokens at ", bases[s]);
+    covered += counts[s];
+  }
+  NEAP_CHECK(covered == tokens, op, ": the segments hold ", covered, " tokens of ", tokens);
+  for (size_t s = 0; s < segments; ++s)
+    if (masks[s].numel() > 0) check_mask(op, masks[s], 1, counts[s], bases[s] + counts[s]);
+
+  const int64_t value_width = v.size(3);
+  Tensor out = empty({1, tokens, heads, value_width});
+  if (out.numel() == 0) return out;
+  std::vector<AttentionArgs> problems;
+  int64_t from = 0, items = 0, blocks = 0;
+  for (size_t s = 0; s < segments; ++s) {
+    write_slots(k, from, counts[s], keys[s], bases[s]);
+    write_slots(v, from, counts[s], values[s], bases[s]);
+    const bool masked = masks[s].numel() > 0;
+    problems.push_back(attention_args(q, floats(q) + from * q.stride(2), counts[s], keys[s], values[s], bases[s] + counts[s], masked ? &masks[s] : nullptr,
+                                      !masked, scaling, softcap, mutable_floats(out) + from * heads * value_width));
+    from += counts[s], items += num_items(problems.back()), blocks = std::max(blocks, num_blocks(problems.back()));
+  }
+  if (items >= 4 * (int64_t)torch::stable::get_num_threads() || blocks < 2)
+    attend_together(problems);
+  else
+    for (const AttentionArgs& problem : problems) attend_split(problem);
+  return out;
+}
+
+}  // namespace neap::binding
