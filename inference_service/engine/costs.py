@@ -5,13 +5,18 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from shared.ladder.ladder import BoundLadder
+from shared.model.cache import SlotCache
 from shared.model.runner import DepthRunner
 
 MAX_PASS_TOKENS = 9
 CONTEXT_TOKENS = 128
 REPEATS = 8
+# Passes of many sequences.
+WIDE_PASS_TOKENS = (16, 32, 64)
+WIDE_REPEATS = 3
 
 
 def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
@@ -33,6 +38,26 @@ def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
     ]
     medians = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
     return smoothed(medians)
+
+
+def measure_wide(runner: DepthRunner, deep: tuple[float, ...]) -> tuple[tuple[int, float], ...]:
+    """(tokens, seconds) of wider passes than `deep` has, never falling; () where the context is too short."""
+    points: list[tuple[int, float]] = []
+    least = deep[-1]
+    for width in WIDE_PASS_TOKENS:
+        if width >= runner.loaded.context_length:
+            break
+        cache = runner.new_cache(width)
+        ids = torch.ones(1, width, dtype=torch.long, device=runner.loaded.device)
+
+        def deep_pass(ids: Tensor = ids, cache: SlotCache = cache) -> None:
+            state = runner.run(ids, cache, first=0, last=runner.num_layers, base=0)
+            runner.logits(state[0]).argmax(-1).tolist()
+
+        seconds = statistics.median([_seconds(deep_pass) for _ in range(WIDE_REPEATS + 1)][1:])
+        least = max(least, seconds)
+        points.append((width, least))
+    return tuple(points)
 
 
 def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -1,23 +1,37 @@
-"""One step of one sequence: draft shallow, settle deep, verify."""
+"""One step of a batch: each sequence drafts shallow, all settle deep in one pass, each is verified."""
 
 import time
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from inference_service.engine.chain import Chain
+from inference_service.engine.chain import Chain, settle
 from inference_service.engine.drafting import Drafter
-from inference_service.engine.planner import Reliability
+from inference_service.engine.planner import PassCosts, Reliability, best_lengths
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.sequence import Sequence
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
 from shared.model.sampling import choose
 
-# Prompt tokens per step, so that a long prompt can be cancelled and does not keep others waiting for long.
+# Prompt tokens per step, so that a long prompt can be cancelled; fewer where running streams would have to wait for them.
 PREFILL_TOKENS = 256
+PREFILL_TOKENS_IN_COMPANY = 64
 DEFAULT_MAX_TOKENS = 256
 FULL = "full"
+
+
+@dataclass
+class _Turn:
+    """A sequence's part in one step. `num_answers`: the states, from the end, whose logits are wanted."""
+
+    sequence: Sequence
+    chain: Chain
+    chunks: list[TokenChunk]
+    num_answers: int
+    is_prefill: bool
 
 
 class Decoder:
@@ -34,72 +48,126 @@ class Decoder:
         `served`: how the ladder's drafts fared in requests like this one.
         """
         loaded = self.runner.loaded
-        room = loaded.context_length - len(request.prompt_ids)
-        max_tokens = min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)
-        cache = self.runner.new_cache(len(request.prompt_ids) + max_tokens)
-        return Sequence(request, loaded, ladder, cache, max_tokens, served)
+        capacity = num_slots(request, loaded.context_length)
+        cache = self.runner.new_cache(capacity)
+        return Sequence(request, loaded, ladder, cache, capacity - len(request.prompt_ids), served)
 
-    def step(self, sequence: Sequence, drafter: Drafter) -> list[TokenChunk]:
-        """A chunk of the prompt, or one chain. Returns what became final."""
-        if sequence.started_s is None:
-            sequence.started_s = time.monotonic()
-        if sequence.num_generated == 0:
-            return self._prefill(sequence)
-        layers_before, token_layers_before = self.runner.counters.snapshot()
-        chunks = self._draft_and_settle(sequence, drafter)
-        layers, token_layers = self.runner.counters.snapshot()
-        sequence.num_layer_executions += layers - layers_before
-        sequence.num_token_layers += token_layers - token_layers_before
-        return chunks
+    def step(
+        self, batch: Rows[tuple[Sequence, Drafter]], costs: PassCosts
+    ) -> list[list[TokenChunk]]:
+        """A piece of the prompt, or one chain, of each sequence. Returns per sequence what became final.
 
-    def _prefill(self, sequence: Sequence) -> list[TokenChunk]:
+        One deep pass serves all, where the model can be run so; else one each.
+        """
+        now = time.monotonic()
+        for sequence, _ in batch:
+            sequence.started_s = sequence.started_s or now
+        if self.runner.can_pack:
+            return self._step(batch, costs)
+        return [self._step([member], costs)[0] for member in batch]
+
+    def _step(
+        self, batch: Rows[tuple[Sequence, Drafter]], costs: PassCosts
+    ) -> list[list[TokenChunk]]:
+        turns: dict[int, _Turn] = {}
+        num_decoding = sum(sequence.num_generated > 0 for sequence, _ in batch)
+        room = PREFILL_TOKENS_IN_COMPANY if num_decoding else PREFILL_TOKENS
+        for index, (sequence, drafter) in enumerate(batch):
+            if sequence.num_generated:
+                chain = drafter.build(sequence, num_decoding)
+                turns[index] = _Turn(sequence, chain, [], 1, False)
+            elif room:
+                turn = self._prefill_turn(sequence, room)
+                turns[index] = turn
+                room -= len(turn.chain.tokens)
+        self._choose_lengths(list(turns.values()), costs)
+        going = [turn for turn in turns.values() if self._emit_final(turn)]
+        self._settle(going)
+        return [turns[index].chunks if index in turns else [] for index in range(len(batch))]
+
+    def _prefill_turn(self, sequence: Sequence, room: int) -> _Turn:
         start = sequence.num_settled
-        ids = list(sequence.request.prompt_ids[start : start + PREFILL_TOKENS])
-        states = self.runner.run(
-            torch.tensor([ids], device=self.runner.loaded.device),
-            sequence.cache,
-            first=0,
-            last=self.runner.num_layers,
-            base=start,
-        )
-        sequence.num_settled += len(ids)
-        sequence.deep_state = states[0, -1]
-        if sequence.num_settled < len(sequence.request.prompt_ids):
-            return []
-        logits = self.runner.logits(sequence.deep_state[None])
-        token = choose(logits[0], sequence.request.sampling, sequence.tokens)
-        return sequence.emit([self._full_token(sequence, logits[0], token)])
+        prompt = sequence.request.prompt_ids
+        chain = Chain(start, list(prompt[start : start + room]), sequence.cache)
+        is_last = start + len(chain.tokens) == len(prompt)
+        return _Turn(sequence, chain, [], int(is_last), True)
 
-    def _draft_and_settle(self, sequence: Sequence, drafter: Drafter) -> list[TokenChunk]:
-        chain = drafter.build(sequence)
+    def _choose_lengths(self, turns: list[_Turn], costs: PassCosts) -> None:
+        decoding = [turn for turn in turns if not turn.is_prefill]
+        lengths = best_lengths(
+            [turn.chain.probabilities for turn in decoding],
+            costs,
+            least=[
+                len(turn.chain.drafts)
+                if turn.sequence.request.policy.max_drafts
+                else turn.chain.num_final
+                for turn in decoding
+            ],
+            num_other_tokens=sum(len(t.chain.tokens) for t in turns if t.is_prefill),
+        )
+        for turn, length in zip(decoding, lengths, strict=True):
+            turn.chain.truncate(length)
+            turn.num_answers = length - turn.chain.num_final + 1
+
+    def _emit_final(self, turn: _Turn) -> bool:
+        """Hands out what is final before the deep pass; whether the sequence still wants one."""
+        if turn.is_prefill:
+            return True
+        sequence, chain = turn.sequence, turn.chain
         final = chain.drafts[: chain.num_final]
-        chunks = sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
+        turn.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
         sequence.num_drafted += len(chain.drafts)
         sequence.num_accepted += len(final)
-        if sequence.is_finished:
-            return chunks
-        states = chain.settle(self.runner)
-        sequence.num_deep_passes += 1
-        confirmed = self._verify(sequence, chain, states)
-        num_confirmed = len(confirmed) - 1
-        sequence.num_accepted += num_confirmed
-        sequence.reliability.record(chain.drafts[chain.num_final :], num_confirmed)
-        # Everything but the last token chosen has now been through every layer; rejected drafts are overwritten later.
-        num_through = 1 + chain.num_final + num_confirmed
-        sequence.num_settled = chain.base + num_through
-        sequence.deep_state = states[num_through - 1]
-        return chunks + sequence.emit(confirmed)
+        return not sequence.is_finished
 
-    def _verify(self, sequence: Sequence, chain: Chain, states: Tensor) -> list[GeneratedToken]:
+    def _settle(self, turns: list[_Turn]) -> None:
+        if not turns:
+            return
+        settled = settle([turn.chain for turn in turns], self.runner)
+        wanted = [
+            states[len(states) - turn.num_answers :]
+            for turn, states in zip(turns, settled, strict=True)
+        ]
+        logits = self.runner.logits(torch.cat(wanted)) if any(map(len, wanted)) else None
+        # One read-back for all that are chosen greedily.
+        greedy = logits.argmax(-1).tolist() if logits is not None else []
+        row = 0
+        for turn, states in zip(turns, settled, strict=True):
+            own = slice(row, row + turn.num_answers)
+            row += turn.num_answers
+            if turn.is_prefill:
+                turn.sequence.num_settled += len(states)
+                turn.sequence.deep_state = states[-1]
+            if logits is not None and turn.num_answers:
+                self._conclude(turn, states, logits[own], greedy[own])
+
+    def _conclude(self, turn: _Turn, states: Tensor, logits: Tensor, greedy: list[int]) -> None:
+        sequence, chain = turn.sequence, turn.chain
+        confirmed = self._verify(sequence, chain, logits, greedy)
+        if not turn.is_prefill:
+            num_confirmed = len(confirmed) - 1
+            sequence.num_deep_passes += 1
+            sequence.num_layer_executions += chain.num_layer_executions
+            sequence.num_token_layers += chain.num_token_layers
+            sequence.num_accepted += num_confirmed
+            sequence.reliability.record(chain.drafts[chain.num_final :], num_confirmed)
+            # Everything but the last token chosen has now been through every layer; rejected drafts are overwritten later.
+            num_through = 1 + chain.num_final + num_confirmed
+            sequence.num_settled = chain.base + num_through
+            sequence.deep_state = states[num_through - 1]
+        turn.chunks += sequence.emit(confirmed)
+
+    def _verify(
+        self, sequence: Sequence, chain: Chain, logits: Tensor, greedy: list[int]
+    ) -> list[GeneratedToken]:
         """The drafts that the full model would have chosen too, and the token it chooses after them.
 
-        A draft is tested by choosing as the full model would: see `shared.model.sampling`.
+        `logits` [1 + drafts not final, V] and their `greedy` choices. A draft is tested by choosing as the full model would: see
+        `shared.model.sampling`.
         """
-        logits = self.runner.logits(states[chain.num_final :])
         drafts = chain.drafts[chain.num_final :]
         sampling = sequence.request.sampling
         simple = sampling.is_greedy and sampling.repetition_penalty == 1.0
-        greedy = logits.argmax(-1).tolist() if simple else []
         context = list(sequence.tokens) if not simple else []
         confirmed: list[GeneratedToken] = []
         for index, row in enumerate(logits):
@@ -130,3 +198,9 @@ class Decoder:
             tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else ()
         )
         return GeneratedToken(token, exit_depth, rung, float(logprobs[token]), alternatives)
+
+
+def num_slots(request: GenerationRequest, context_length: int) -> int:
+    """Positions that a request may come to fill: its prompt and its longest answer."""
+    room = context_length - len(request.prompt_ids)
+    return len(request.prompt_ids) + min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)

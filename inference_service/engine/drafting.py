@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from inference_service.engine.chain import Chain
+from inference_service.engine.chain import Chain, bring_to
 from inference_service.engine.planner import (
     MIN_SURVIVAL,
     SERVED_WEIGHT,
     ExitGains,
     PassCosts,
     Reliability,
-    best_length,
     exit_pays,
 )
 from inference_service.engine.request import GenerationRequest
@@ -33,8 +32,11 @@ class Drafter:
         """How the ladder's drafts have fared in requests like this one."""
         return self._served[request.sampling.is_greedy]
 
-    def build(self, sequence: Sequence) -> Chain:
-        """The chain to settle next, perhaps of the last final token alone."""
+    def build(self, sequence: Sequence, num_sequences: int = 1) -> Chain:
+        """The last final token and all drafts worth a thought; how many of them to settle is the planner's choice.
+
+        `num_sequences` will share the deep pass.
+        """
         policy = sequence.request.policy
         chain = Chain(len(sequence.tokens) - 1, [sequence.tokens[-1]], sequence.cache)
         if policy.name == "full" or sequence.ladder is None:
@@ -45,7 +47,7 @@ class Drafter:
             room = min(room, policy.max_drafts)
         survival = 1.0
         while len(chain.drafts) < room and survival >= MIN_SURVIVAL:
-            draft = self._next(sequence, chain, survival)
+            draft = self._next(sequence, chain, survival, num_sequences)
             if draft is None:
                 break
             probability = sequence.reliability.adjusted(draft)
@@ -55,11 +57,11 @@ class Drafter:
                 probability = 1.0
             chain.append(draft, probability)
             survival *= probability
-        if not policy.max_drafts:
-            chain.truncate(max(best_length(chain.probabilities, self._costs), chain.num_final))
         return chain
 
-    def _next(self, sequence: Sequence, chain: Chain, survival: float) -> Draft | None:
+    def _next(
+        self, sequence: Sequence, chain: Chain, survival: float, num_sequences: int
+    ) -> Draft | None:
         """The most probable token at the chain's end among the rungs that are worth asking."""
         ladder, drafter, reliability = sequence.ladder, sequence.drafter, sequence.reliability
         assert ladder is not None
@@ -72,7 +74,8 @@ class Drafter:
         for index, depth in enumerate(ladder.depths):
             if depth < sequence.request.policy.min_layers:
                 continue
-            if exit_pays(survival, self._gains.expected(index, known), index, self._costs):
+            gain = self._gains.expected(index, known)
+            if exit_pays(survival, gain, index, self._costs, num_sequences):
                 candidate = self._exit(sequence, chain, index, depth)
                 probability = reliability.adjusted(candidate)
                 self._gains.record(index, known, probability)
@@ -92,7 +95,7 @@ class Drafter:
         if depth == 0:
             ids = torch.tensor([[chain.tokens[-1]]], device=self._runner.loaded.device)
             return self._runner.embed(ids, chain.base + len(chain.drafts))[0, 0]
-        chain.bring_to(depth, self._runner)
+        bring_to(depth, [chain], self._runner)
         state = chain.states[-1]
         assert state is not None
         return state

@@ -1,14 +1,14 @@
-"""The engine: one thread that owns the model and steps the requests in turn."""
+"""The engine: one thread that owns the model. Requests join and leave between its steps."""
 
 import logging
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inference_service.engine.costs import measure_deep, measure_exits
+from inference_service.engine.costs import measure_deep, measure_exits, measure_wide
 from inference_service.engine.decoder import Decoder
 from inference_service.engine.drafting import Drafter
 from inference_service.engine.handle import EngineEvent, GenerationHandle, OnEvent
@@ -40,8 +40,8 @@ from shared.model.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# Requests that take turns, each with its own KV cache; more wait.
-MAX_RUNNING = 4
+# Requests that are stepped together, each with its own KV cache; more wait.
+MAX_RUNNING = 16
 # Ladders kept bound to the model beside those in use.
 MAX_BOUND_LADDERS = 4
 RETRY_AFTER_S = 1.0
@@ -73,7 +73,7 @@ class _Job:
 
 
 class Engine:
-    """Generates for one model. All methods are thread-safe; requests run in turns, a step each, in the order they came.
+    """Generates for one model. All methods are thread-safe; up to MAX_RUNNING requests share each step, taken in the order they came.
 
     `ladder` is used for requests that bring none of their own. `on_failure` is called by the engine's thread should it ever
     end by itself; every later request is refused with `Unavailable`.
@@ -95,7 +95,7 @@ class Engine:
         self._on_failure = on_failure
         self._decoder = Decoder(in_own_thread(DepthRunner, loaded))
         self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, Drafter]] = OrderedDict()
-        self._deep_costs: tuple[float, ...] | None = None
+        self._costs: PassCosts | None = None
         self._waiting: deque[_Job] = deque()
         self._running: deque[_Job] = deque()
         self._changed = threading.Condition()
@@ -217,7 +217,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._deep_costs = measure_deep(self._decoder.runner)
+            deep = measure_deep(self._decoder.runner)
+            self._costs = PassCosts(deep, wide=measure_wide(self._decoder.runner, deep))
             if self._ladder is not None:
                 self._bind(self._ladder)
             self._warm.set()
@@ -254,7 +255,7 @@ class Engine:
         return False
 
     def _turn(self) -> None:
-        """Lets go of what is over, takes in what waits, and steps the next request that is not paused."""
+        """Lets go of what is over, takes in what waits, and steps all requests that are not paused."""
         with self._changed:
             over = [job for job in (*self._running, *self._waiting) if self._is_over(job)]
             for job in over:
@@ -269,48 +270,51 @@ class Engine:
                 self._end(job, DeadlineExceeded("the deadline passed during generation"))
         if not ready:
             return
-        job = ready[0]
         try:
-            is_done = self._step(job)
-        except NeapError as error:
-            self._leave(job)
-            self._end(job, error)
-        except Exception:
-            logger.exception("request %s failed", job.handle.request.request_id)
-            self._leave(job)
-            self._end(job, NeapError("the request failed inside the engine"))
-        else:
-            if is_done:
+            self._step(ready)
+        except Exception as error:
+            # The pass was shared, so nobody's state can be trusted any more.
+            ids = ", ".join(job.handle.request.request_id for job in ready)
+            logger.exception("a step failed for %s", ids)
+            failure = (
+                error
+                if isinstance(error, NeapError)
+                else NeapError("the request failed inside the engine")
+            )
+            for job in ready:
+                self._leave(job)
+                self._end(job, failure)
+
+    def _step(self, jobs: list[_Job]) -> None:
+        """One step for all of `jobs`; those that are complete leave."""
+        batch: list[tuple[Sequence, Drafter]] = []
+        for job in jobs:
+            bound, drafter = self._bind(job.ladder)
+            if job.sequence is None:
+                request = job.handle.request
+                job.sequence = self._decoder.start(request, bound, drafter.served(request))
+                job.sequence.submitted_s = job.submitted_s
+            batch.append((job.sequence, drafter))
+        assert self._costs is not None
+        results = self._decoder.step(batch, self._costs)
+        for job, (sequence, _), chunks in zip(jobs, batch, results, strict=True):
+            for chunk in chunks:
+                self._deliver(job, chunk)
+            if sequence.is_finished:
+                self._deliver(job, sequence.finished())
                 self._leave(job)
                 self._end(job, None)
-            else:
-                with self._changed:
-                    self._running.remove(job)
-                    self._running.append(job)
-
-    def _step(self, job: _Job) -> bool:
-        """One step; True if the request is complete."""
-        bound, drafter = self._bind(job.ladder)
-        if job.sequence is None:
-            request = job.handle.request
-            job.sequence = self._decoder.start(request, bound, drafter.served(request))
-            job.sequence.submitted_s = job.submitted_s
-        for chunk in self._decoder.step(job.sequence, drafter):
-            self._deliver(job, chunk)
-        if job.sequence.is_finished:
-            self._deliver(job, job.sequence.finished())
-        return job.sequence.is_finished
 
     def _bind(self, ladder: Ladder | None) -> tuple[BoundLadder | None, Drafter]:
         """The ladder bound to this model, with its drafter; kept for the next request that brings the same ladder."""
-        assert self._deep_costs is not None
+        assert self._costs is not None
         runner = self._decoder.runner
         if ladder is None:
-            return None, Drafter(runner, PassCosts(self._deep_costs), ExitGains(()))
+            return None, Drafter(runner, self._costs, ExitGains(()))
         found = self._bound.get(id(ladder))
         if found is None:
             bound = ladder.bind(runner)
-            costs = PassCosts(self._deep_costs, measure_exits(runner, bound))
+            costs = replace(self._costs, exits=measure_exits(runner, bound))
             drafter = Drafter(runner, costs, ExitGains(bound.agreements))
             found = self._bound[id(ladder)] = (ladder, bound, drafter)
             while len(self._bound) > MAX_BOUND_LADDERS:

@@ -1,12 +1,15 @@
-"""How many tokens to draft before a deep pass, and when a layer exit is worth its time.
+"""How many tokens each sequence drafts before a deep pass, and when a layer exit is worth its time.
 
-A deep pass over 1 + k tokens yields 1 + (expected accepted drafts) tokens. With calibrated probabilities p_1..p_k the i-th draft
-survives with p_1 * .. * p_i, and costs are measured on the device, so the engine picks what maximises expected tokens per second;
-no draft at all is one of the choices.
+A deep pass over the last tokens of B sequences and k drafts yields B + (expected accepted drafts) tokens. With calibrated
+probabilities p_1, p_2, .. the i-th draft of a sequence survives with p_1 * .. * p_i, and costs are measured on the device, so the
+engine picks what maximises expected tokens per second; no draft at all is one of the choices. The more sequences share a pass, the
+more a draft must promise, and a full batch decodes plainly.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from shared.ladder.rungs import Draft
 
@@ -20,15 +23,28 @@ SERVED_WINDOW = 1000.0
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds, measured: `deep[n - 1]` of a pass over n tokens through all layers and the head, `exits[i]` of taking one
-    token to the ladder's i-th layer exit and through its head and router."""
+    """Seconds, measured: `deep[n - 1]` of a pass over n tokens through all layers and the head, `wide` of passes over more, as
+    (tokens, seconds), ascending; `exits[i]` of taking one token to the ladder's i-th layer exit and through its head and router."""
 
     deep: tuple[float, ...]
     exits: tuple[float, ...] = ()
+    wide: tuple[tuple[int, float], ...] = ()
 
     @property
     def max_drafts(self) -> int:
+        """Of one sequence."""
         return len(self.deep) - 1
+
+    def of_pass(self, num_tokens: int) -> float:
+        """Seconds of a pass over so many tokens: between and beyond what was measured, a straight line."""
+        if num_tokens <= len(self.deep):
+            return self.deep[num_tokens - 1]
+        points = [(1, self.deep[0]), (len(self.deep), self.deep[-1]), *self.wide]
+        at = min(bisect_left(points, (num_tokens,)), len(points) - 1)
+        (low, low_s), (high, high_s) = points[at - 1], points[at]
+        if high == low:
+            return high_s
+        return low_s + (high_s - low_s) * (num_tokens - low) / (high - low)
 
 
 class Reliability:
@@ -64,16 +80,43 @@ class Reliability:
             self._parent.record(drafts, num_accepted)
 
 
-def best_length(probabilities: Sequence[float], costs: PassCosts) -> int:
-    """How many of a chain's drafts to verify: the count with the most expected tokens per second."""
-    best, best_rate = 0, 1.0 / costs.deep[0]
-    expected, survival = 1.0, 1.0
-    for count, probability in enumerate(probabilities[: costs.max_drafts], start=1):
-        survival *= probability
-        expected += survival
-        rate = expected / costs.deep[count]
+def best_lengths(
+    chains: Sequence[Sequence[float]],
+    costs: PassCosts,
+    *,
+    least: Sequence[int] = (),
+    num_other_tokens: int = 0,
+) -> list[int]:
+    """How many of each chain's drafts to verify: together the counts with the most expected tokens per second.
+
+    `chains[i]` are the probabilities of sequence i's drafts, each given that those before it are right. `least[i]` of them come
+    along in any case; `num_other_tokens` (pieces of prompts) are in the pass, too.
+    """
+    if not chains:
+        return []
+    lengths = list(least) or [0] * len(chains)
+    expected, num_tokens = float(len(chains)), len(chains) + num_other_tokens
+    # Within a chain survival only falls, so taking the likeliest draft of all keeps chains whole.
+    candidates: list[tuple[float, int]] = []
+    survival = [1.0] * len(chains)
+    for index, probabilities in enumerate(chains):
+        for probability in probabilities[: lengths[index]]:
+            survival[index] *= probability
+            expected += survival[index]
+        num_tokens += lengths[index]
+        if lengths[index] < min(len(probabilities), costs.max_drafts):
+            heappush(candidates, (-survival[index] * probabilities[lengths[index]], index))
+    best, best_rate = list(lengths), expected / costs.of_pass(num_tokens)
+    while candidates:
+        negative, index = heappop(candidates)
+        expected -= negative
+        num_tokens += 1
+        lengths[index] += 1
+        rate = expected / costs.of_pass(num_tokens)
         if rate > best_rate:
-            best, best_rate = count, rate
+            best, best_rate = list(lengths), rate
+        if lengths[index] < min(len(chains[index]), costs.max_drafts):
+            heappush(candidates, (negative * chains[index][lengths[index]], index))
     return best
 
 
@@ -110,11 +153,14 @@ class ExitGains:
         return min(int(known * self.NUM_BINS), self.NUM_BINS - 1)
 
 
-def exit_pays(survival: float, gain: float, index: int, costs: PassCosts) -> bool:
+def exit_pays(
+    survival: float, gain: float, index: int, costs: PassCosts, num_sequences: int = 1
+) -> bool:
     """Whether taking the next token to the `index`-th layer exit is expected to gain more time than it takes.
 
-    `gain` is by how much it is expected to raise the draft's probability. A draft accepted in place of none saves about one deep
-    pass, less what the pass grows by one token.
+    `gain` is by how much it is expected to raise the draft's probability. A draft accepted in place of none saves about the
+    sequence's share of a deep pass, less what the pass grows by one token.
     """
-    growth = (costs.deep[-1] - costs.deep[0]) / max(costs.max_drafts, 1)
-    return survival * gain * (costs.deep[0] - growth) > costs.exits[index]
+    growth = costs.of_pass(num_sequences + 1) - costs.of_pass(num_sequences)
+    share = costs.of_pass(num_sequences) / num_sequences
+    return survival * gain * (share - growth) > costs.exits[index]

@@ -9,6 +9,7 @@ def _fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         engine, "measure_deep", lambda runner: tuple(1.0 + 0.001 * n for n in range(9))
     )
+    monkeypatch.setattr(engine, "measure_wide", lambda runner, deep: ())
     monkeypatch.setattr(
         engine, "measure_exits", lambda runner, ladder: (0.001,) * len(ladder.depths)
     )

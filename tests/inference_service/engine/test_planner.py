@@ -9,7 +9,7 @@ from inference_service.engine.planner import (
     ExitGains,
     PassCosts,
     Reliability,
-    best_length,
+    best_lengths,
     exit_pays,
 )
 from shared.ladder.rungs import Draft
@@ -32,7 +32,7 @@ def rate(probabilities: list[float], costs: PassCosts, count: int) -> float:
     "probabilities", [[], [0.9] * 8, [0.5] * 8, [0.1] * 8, [0.9, 0.1, 0.9, 0.9], [0.99] * 20]
 )
 def test_the_length_is_the_best_of_all(probabilities: list[float], costs: PassCosts) -> None:
-    chosen = best_length(probabilities, costs)
+    [chosen] = best_lengths([probabilities], costs)
     lengths = range(min(len(probabilities), costs.max_drafts) + 1)
     assert rate(probabilities, costs, chosen) == max(
         rate(probabilities, costs, count) for count in lengths
@@ -40,12 +40,12 @@ def test_the_length_is_the_best_of_all(probabilities: list[float], costs: PassCo
 
 
 def test_where_tokens_cost_as_much_as_passes_nothing_is_drafted() -> None:
-    assert best_length([0.9] * 8, STEEP) == 0
+    assert best_lengths([[0.9] * 8], STEEP) == [0]
 
 
 def test_a_step_in_the_cost_is_crossed_only_if_it_pays() -> None:
-    assert best_length([0.9, 0.9, 0.9, 0.1, 0.1], STEP) == 3
-    assert best_length([0.99] * 8, STEP) == 8
+    assert best_lengths([[0.9, 0.9, 0.9, 0.1, 0.1]], STEP) == [3]
+    assert best_lengths([[0.99] * 8], STEP) == [8]
 
 
 def test_an_exit_is_asked_when_it_gains_more_than_it_costs() -> None:
