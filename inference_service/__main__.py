@@ -82,7 +82,10 @@ def _load_engine(
     load = partial(load_model, source.source, model_id=source.model_id, dtype=dtype)
     loaded = load(device=settings.device, context_length=settings.context_length)
     log.info("model loaded", model_id=source.model_id, fingerprint=loaded.fingerprint)
-    engine = Engine(loaded, max_queue=settings.max_queue, on_failure=on_failure)
+    budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
+    engine = Engine(
+        loaded, max_queue=settings.max_queue, kv_budget_bytes=budget, on_failure=on_failure
+    )
     engine.warm_up()
     log.info("model warm", model_id=source.model_id)
     return engine

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference_service.engine.costs import measure_deep, measure_exits, measure_wide
-from inference_service.engine.decoder import Decoder
+from inference_service.engine.decoder import Decoder, num_slots
 from inference_service.engine.drafting import Drafter
 from inference_service.engine.handle import EngineEvent, GenerationHandle, OnEvent
+from inference_service.engine.memory import default_budget, slot_bytes
 from inference_service.engine.planner import ExitGains, PassCosts
 from inference_service.engine.prompt import Prompt, check_prompt_ids, encode_prompt
 from inference_service.engine.request import (
@@ -75,7 +76,9 @@ class _Job:
 class Engine:
     """Generates for one model. All methods are thread-safe; up to MAX_RUNNING requests share each step, taken in the order they came.
 
-    `ladder` is used for requests that bring none of their own. `on_failure` is called by the engine's thread should it ever
+    `ladder` is used for requests that bring none of their own. `kv_budget_bytes` bounds the keys and values of all running
+    requests together; None: half of what is free. A request takes its share, its prompt and its longest answer, before it
+    starts, and waits until there is room. `on_failure` is called by the engine's thread should it ever
     end by itself; every later request is refused with `Unavailable`.
     """
 
@@ -85,6 +88,7 @@ class Engine:
         ladder: Ladder | None = None,
         *,
         max_queue: int = 64,
+        kv_budget_bytes: int | None = None,
         on_failure: Callable[[], object] = lambda: None,
     ) -> None:
         if ladder is not None:
@@ -93,7 +97,12 @@ class Engine:
         self._ladder = ladder
         self._max_queue = max_queue
         self._on_failure = on_failure
-        self._decoder = Decoder(in_own_thread(DepthRunner, loaded))
+        runner = in_own_thread(DepthRunner, loaded)
+        self._decoder = Decoder(runner)
+        self._slot_bytes = in_own_thread(slot_bytes, runner)
+        self._kv_budget = (
+            default_budget(loaded.device) if kv_budget_bytes is None else kv_budget_bytes
+        )
         self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, Drafter]] = OrderedDict()
         self._costs: PassCosts | None = None
         self._waiting: deque[_Job] = deque()
@@ -128,7 +137,7 @@ class Engine:
         """Queues a request after checking it against the model.
 
         Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
-        `DeadlineExceeded`, `Exhausted` (reason QUEUE_FULL) and `Unavailable` once closed.
+        `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
         """
         ladder = ladder or self._ladder
         self._check(request, ladder)
@@ -206,8 +215,19 @@ class Engine:
                     reason="ROUTER_REQUIRED",
                 )
             ladder.check_model(self.loaded)
+        needed = self._kv_bytes(request)
+        if needed > self._kv_budget:
+            raise Exhausted(
+                f"keys and values of this request may take {needed} bytes; this worker has {self._kv_budget} for all",
+                reason="KV_BUDGET",
+                metadata={"needed": str(needed), "budget": str(self._kv_budget)},
+            )
         if request.deadline_s <= time.monotonic():
             raise DeadlineExceeded("the deadline had passed before the request was queued")
+
+    def _kv_bytes(self, request: GenerationRequest) -> int:
+        """What the request's keys and values may come to take."""
+        return num_slots(request, self.loaded.context_length) * self._slot_bytes
 
     def _wake(self) -> None:
         with self._changed:
@@ -323,8 +343,14 @@ class Engine:
         return found[1], found[2]
 
     def _has_room(self) -> bool:
-        """A paused request keeps its cache but not its turn: clients that stop reading must not stop the others."""
-        return sum(not job.handle.is_paused for job in self._running) < MAX_RUNNING
+        """Whether the first that waits may start. The later ones wait behind it, so that no large request starves.
+
+        A paused request keeps its cache but not its turn: clients that stop reading must not stop the others.
+        """
+        if sum(not job.handle.is_paused for job in self._running) >= MAX_RUNNING:
+            return False
+        taken = sum(self._kv_bytes(job.handle.request) for job in self._running)
+        return taken + self._kv_bytes(self._waiting[0].handle.request) <= self._kv_budget
 
     @staticmethod
     def _is_over(job: _Job) -> bool:

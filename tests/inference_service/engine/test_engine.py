@@ -24,7 +24,7 @@ from shared.errors import (
 )
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
-from tests.families import VOCABULARY_SIZE, build_family
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 from tests.scripted_ladder import ScriptedLadder
 
 PROMPT = (5, 17, 3, 44, 8)
@@ -158,6 +158,28 @@ def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
         held.set()
         for handle in handles:
             assert any(isinstance(event, Finished) for event in handle.events())
+
+
+def test_requests_wait_for_room_in_the_kv_budget(loaded: LoadedModel) -> None:
+    with Engine(loaded) as engine:
+        slot = engine._slot_bytes
+        assert slot == NUM_LAYERS * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
+    length = len(PROMPT) + 40
+    with Engine(loaded, kv_budget_bytes=2 * length * slot) as engine:
+        held = []
+        for _ in range(2):
+            held.append(engine.submit(request(40)))
+            held[-1].pause()
+        while engine.num_running < 2:
+            time.sleep(0.01)
+        third = engine.submit(request(1))
+        time.sleep(0.3)
+        assert engine.num_waiting == 1  # two fill the budget, paused or not
+        held[0].cancel()
+        assert any(isinstance(event, Finished) for event in third.events())
+        with pytest.raises(Exhausted, match="this worker has") as caught:
+            engine.submit(request(100))
+        assert caught.value.reason == "KV_BUDGET"
 
 
 def test_paused_requests_do_not_keep_others_out(loaded: LoadedModel) -> None:

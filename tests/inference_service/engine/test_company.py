@@ -1,0 +1,140 @@
+"""A request's tokens are the same alone and in any company: random schedules of arrivals, pauses and cancels."""
+
+import random
+from collections.abc import Sequence as Rows
+
+import pytest
+import torch
+
+from inference_service.engine import decoder as decoder_module
+from inference_service.engine.decoder import Decoder
+from inference_service.engine.drafting import Drafter
+from inference_service.engine.planner import ExitGains, PassCosts
+from inference_service.engine.request import GenerationRequest, StoppingParams
+from inference_service.engine.sequence import Sequence
+from shared.ladder.policy import DepthPolicy
+from shared.ladder.rungs import Draft
+from shared.model.load import wrap_model
+from shared.model.runner import DepthRunner
+from shared.model.sampling import SamplingParams
+from tests.families import VOCABULARY_SIZE, build_family
+
+FAMILIES = ["llama", "mistral-sliding", "gpt2", "gemma3-sliding"]
+SCHEDULES_PER_FAMILY = 60
+DEPTH = 2
+# Drafting, exits and mixed lengths all happen: a pass grows a little with every token.
+COSTS = PassCosts(tuple(1.0 + 0.05 * n for n in range(7)), exits=(0.01,), wide=((32, 4.0),))
+
+
+class _Drafts:
+    """One sequence's rung 0: right, wrong or silent, as drawn for the position."""
+
+    def __init__(self, right: dict[tuple[int, ...], int], prompt: Rows[int], seed: int) -> None:
+        self._right, self._tokens, self._seed = right, list(prompt), seed
+
+    def append(self, tokens: Rows[int]) -> None:
+        self._tokens += tokens
+
+    def table_draft(self, drafted: Rows[int] = ()) -> Draft | None:
+        context = (*self._tokens, *drafted)
+        draw = random.Random(f"{self._seed}/{len(context)}")
+        kind = draw.random()
+        if kind < 0.2:
+            return None
+        wrong = draw.randrange(VOCABULARY_SIZE)
+        token = self._right.get(context, wrong) if kind < 0.75 else wrong
+        return Draft(token, draw.choice([0.3, 0.6, 0.9]), "suffix", 0)
+
+
+class _Ladder:
+    """Stands in for a bound ladder; what its exit says is drawn from the state, so it is mostly wrong."""
+
+    depths = (DEPTH,)
+    agreements = (0.5,)
+
+    def __init__(self, right: dict[tuple[int, ...], int], seed: int) -> None:
+        self._right, self._seed = right, seed
+
+    def new_sequence(self, prompt: Rows[int]) -> _Drafts:
+        return _Drafts(self._right, prompt, self._seed)
+
+    def exit(
+        self, index: int, state: torch.Tensor, deep_state: torch.Tensor, offset: int = 1
+    ) -> Draft:
+        assert torch.isfinite(state).all()
+        assert torch.isfinite(deep_state).all()
+        number = int(state.abs().sum() * 1000)
+        return Draft(number % VOCABULARY_SIZE, (number % 10) / 10, f"depth-{DEPTH}", DEPTH)
+
+
+def draw_request(draw: random.Random) -> GenerationRequest:
+    prompt = tuple(draw.randrange(2, VOCABULARY_SIZE) for _ in range(draw.choice([1, 3, 9, 21])))
+    hot = SamplingParams(temperature=1.3, seed=draw.randrange(100), repetition_penalty=1.1)
+    return GenerationRequest(
+        prompt,
+        sampling=draw.choice([SamplingParams(), SamplingParams(), hot]),
+        stopping=StoppingParams(max_tokens=draw.choice([1, 4, 13])),
+        policy=DepthPolicy(
+            draw.choice(["exact", "exact", "full"]), max_drafts=draw.choice([0, 0, 3])
+        ),
+    )
+
+
+def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) -> list[int]:
+    sequence = decoder.start(request, None, drafter.served(request))
+    tokens: list[int] = []
+    while not sequence.is_finished:
+        for chunk in decoder.step([(sequence, drafter)], COSTS)[0]:
+            tokens += [token.token_id for token in chunk.tokens]
+    return tokens
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    torch.manual_seed(0)
+    made = Decoder(DepthRunner(wrap_model(build_family(request.param), accelerate=True)))
+    assert made.runner.can_pack
+    return made
+
+
+def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 12)
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS_IN_COMPANY", 5)
+    drafted = shared_passes = cancelled = 0
+    for schedule in range(SCHEDULES_PER_FAMILY):
+        draw = random.Random(schedule)
+        plain = Drafter(decoder.runner, COSTS, ExitGains(()))
+        requests = [draw_request(draw) for _ in range(draw.randint(2, 6))]
+        expected = [run_alone(decoder, request, plain) for request in requests]
+        right: dict[tuple[int, ...], int] = {}
+        for request, answer in zip(requests, expected, strict=True):
+            text = (*request.prompt_ids, *answer)
+            right |= {text[:end]: text[end] for end in range(len(request.prompt_ids), len(text))}
+        ladder = _Ladder(right, schedule)
+        drafter = Drafter(decoder.runner, COSTS, ExitGains(ladder.agreements))
+        arriving, running = list(range(len(requests))), {}
+        answers: dict[int, list[int]] = {index: [] for index in arriving}
+        while arriving or running:
+            if arriving and (not running or draw.random() < 0.4):
+                index = arriving.pop(0)
+                request = requests[index]
+                running[index] = decoder.start(request, ladder, drafter.served(request))  # type: ignore[arg-type]
+            if len(running) > 1 and draw.random() < 0.03:
+                gone = draw.choice(list(running))
+                del running[gone]
+                cancelled += 1
+            turn = [index for index in running if draw.random() < 0.8] or list(running)
+            shared_passes += len(turn) > 1
+            results = decoder.step([(running[index], drafter) for index in turn], COSTS)
+            for index, chunks in zip(turn, results, strict=True):
+                answers[index] += [t.token_id for chunk in chunks for t in chunk.tokens]
+                sequence: Sequence = running[index]
+                if sequence.is_finished:
+                    drafted += sequence.num_drafted
+                    del running[index]
+                    assert answers[index] == expected[index], (schedule, index)
+                else:  # a cancelled one stops here, so far right, too
+                    assert answers[index] == expected[index][: len(answers[index])]
+    assert drafted > SCHEDULES_PER_FAMILY
+    assert shared_passes > 3 * SCHEDULES_PER_FAMILY
+    assert cancelled > 0
