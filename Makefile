@@ -64,7 +64,7 @@ check: $(STAMP)
 	@echo "check passed"
 
 bench: $(LIBRARY)
-	@model=$$($(BIN)/python -m shared.cli.demo_model .neap); $(BIN)/python -m bench.decode --model "$$model" $(BENCH_FLAGS)
+	@$(BIN)/python -m bench $(BENCH_FLAGS)
 
 format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix-only .

@@ -1,4 +1,7 @@
-"""`make bench`: the decoding benchmark on the demo model with the router that ships."""
+"""`make bench`: the CPU benchmarks on the demo model with the router that ships.
+
+    python -m bench [--only decode | batch] [--data-dir DIR] [flags of the benchmark]
+"""
 
 import argparse
 import subprocess
@@ -7,15 +10,22 @@ from pathlib import Path
 
 from shared.cli.demo_model import demo_model
 
+BENCHMARKS = ("decode", "batch")
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench", allow_abbrev=False)
+    parser.add_argument("--only", choices=BENCHMARKS)
     parser.add_argument("--data-dir", type=Path, default=Path(".neap"))
     options, rest = parser.parse_known_args()
-    model = demo_model(options.data_dir, print)
-    router = ["--router", str(Path(__file__).parent / "router")]
-    command = [sys.executable, "-m", "bench.decode", "--model", str(model), *router, *rest]
-    sys.exit(subprocess.run(command, check=False).returncode)
+    model = demo_model(options.data_dir.absolute(), print)
+    router = Path(__file__).parent / "router"
+    for name in [options.only] if options.only else BENCHMARKS:
+        print(f"== bench.{name}", flush=True)
+        command = [sys.executable, "-m", f"bench.{name}", "--model", str(model)]
+        code = subprocess.run([*command, "--router", str(router), *rest], check=False).returncode
+        if code:
+            sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -8,23 +8,20 @@ All sides answer every prompt in turn, in an order that rotates; a token's time 
 import argparse
 import json
 import math
-import multiprocessing
 import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import date
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers.generation.streamers import BaseStreamer
 
+from bench.hugging_face import HF, Run, Side, hugging_face
 from bench.prompts import DEFAULT_FILE, BenchPrompt, read_prompts
 from inference_service.engine.engine import Engine
 from inference_service.engine.prompt import encode_prompt
@@ -35,82 +32,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, load_model
 from shared.model.own_thread import in_own_thread
 
-HF, FULL, EXACT = "HF generate", "full", "exact"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One answer. Seconds from the first token to the last over `len(token_ids) - 1` tokens."""
-
-    token_ids: tuple[int, ...]
-    decode_s: float
-    total_s: float
-    layer_executions: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    deep_passes: int = 0
-
-    @property
-    def per_token_s(self) -> float:
-        return self.decode_s / max(len(self.token_ids) - 1, 1)
-
-
-class _Clock(BaseStreamer):
-    """Notes when each token of a Hugging Face generation comes."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: object) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-Side = Callable[[list[int]], Run]
-
-
-def _serve_hugging_face(source: str, max_tokens: int, pipe: Connection) -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    model: Any = load_model(source, accelerate=False).model
-    while (ids := pipe.recv()) is not None:
-        clock = _Clock()
-        start = time.perf_counter()
-        with torch.no_grad():
-            out = model.generate(
-                torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                do_sample=False,
-                max_new_tokens=max_tokens,
-                streamer=clock,
-            )
-        # The streamer is given the prompt first.
-        decode_s = clock.times[-1] - clock.times[1]
-        pipe.send(Run(tuple(out[0, len(ids) :].tolist()), decode_s, time.perf_counter() - start))
-
-
-@contextmanager
-def hugging_face(source: str, max_tokens: int) -> Iterator[Side]:
-    """`generate` in a process of its own: two OpenMP pools in one process would slow both down (docs/decisions/004)."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_serve_hugging_face, args=(source, max_tokens, theirs), daemon=True
-    )
-    process.start()
-
-    def run(ids: list[int]) -> Run:
-        ours.send(ids)
-        answer: Run = ours.recv()
-        return answer
-
-    try:
-        yield run
-    finally:
-        ours.send(None)
-        process.join()
+FULL, EXACT = "full", "exact"
 
 
 def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:

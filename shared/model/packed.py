@@ -44,7 +44,7 @@ class PackedCache(Cache):
         self._offset = PackedOffset(self._spans)
         self._num_tokens = sum(span.num_tokens for span in self._spans)
 
-    def update(
+    def update(  # type: ignore[override]  # our attention takes what transformers only hands on
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[PackedStates, PackedStates]:
         """Keys and values [1, Hkv, T, Dh] beside the slots they belong in; our attention writes them there."""

@@ -128,14 +128,15 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     else:
         causal, attention_mask = False, _as_bool(attention_mask)
-    if key.stride(-1) != 1:
-        key = key.contiguous()
-    if value.stride(-1) != 1:
-        value = value.contiguous()
+    key, value = _rows_together(key), _rows_together(value)
     out = ops.slot_attention(
         query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap
     )
     return out, None
+
+
+def _rows_together(states: Tensor) -> Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()
 
 
 def _packed_attention(
@@ -148,10 +149,10 @@ def _packed_attention(
 ) -> Tensor:
     if not isinstance(mask, PackedMask):
         raise NotImplementedError("attention 'neap' was given another mask than its own")
-    fresh = [s if s.stride(-1) == 1 else s.contiguous() for s in (key.fresh, value.fresh)]
     return ops.packed_slot_attention(
         query,
-        *fresh,
+        _rows_together(key.fresh),
+        _rows_together(value.fresh),
         key.stores,
         value.stores,
         [span.base for span in key.spans],

@@ -1,0 +1,131 @@
+"""Hugging Face's own `generate`, as the side to compare with.
+
+It runs in a process of its own: two OpenMP pools in one process would slow both down (docs/decisions/004).
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.streamers import BaseStreamer
+
+from shared.model.load import load_model
+
+HF = "HF generate"
+PAD = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer. Seconds from the first token to the last over `len(token_ids) - 1` tokens."""
+
+    token_ids: tuple[int, ...]
+    decode_s: float
+    total_s: float
+    layer_executions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    deep_passes: int = 0
+
+    @property
+    def per_token_s(self) -> float:
+        return self.decode_s / max(len(self.token_ids) - 1, 1)
+
+
+Side = Callable[[list[int]], Run]
+
+
+class _Clock(BaseStreamer):
+    """Notes when each token of a generation comes; the prompt is handed over first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: object) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _generate(model: Any, prompts: Sequence[list[int]], max_tokens: int, **options: Any) -> Any:
+    width = max(map(len, prompts))
+    padded = [[PAD] * (width - len(ids)) + ids for ids in prompts]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor(padded),
+            attention_mask=torch.tensor(mask),
+            do_sample=False,
+            max_new_tokens=max_tokens,
+            pad_token_id=PAD,
+            **options,
+        )
+    return out[:, width:]
+
+
+def _one(model: Any, ids: list[int], max_tokens: int) -> Run:
+    clock = _Clock()
+    start = time.perf_counter()
+    new = _generate(model, [ids], max_tokens, streamer=clock)
+    decode_s = clock.times[-1] - clock.times[1]
+    return Run(tuple(new[0].tolist()), decode_s, time.perf_counter() - start)
+
+
+def _many(model: Any, prompts: list[list[int]], max_tokens: int, batch: int) -> float:
+    """Tokens per second, prefill included; what follows the end of an answer is padding and not counted."""
+    start, tokens = time.perf_counter(), 0
+    for at in range(0, len(prompts), batch):
+        new = _generate(model, prompts[at : at + batch], max_tokens)
+        tokens += int((new != PAD).sum())
+    return tokens / (time.perf_counter() - start)
+
+
+def _serve(
+    source: str, work: Callable[..., object], options: dict[str, int], pipe: Connection
+) -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model: Any = load_model(source, accelerate=False).model
+    while (task := pipe.recv()) is not None:
+        pipe.send(work(model, task, **options))
+
+
+@contextmanager
+def _process(source: str, work: Callable[..., object], **options: int) -> Iterator[Any]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(source, work, options, theirs), daemon=True)
+    process.start()
+
+    def run(task: object) -> object:
+        ours.send(task)
+        return ours.recv()
+
+    try:
+        yield run
+    finally:
+        ours.send(None)
+        process.join()
+
+
+@contextmanager
+def hugging_face(source: str, max_tokens: int) -> Iterator[Side]:
+    """Answers one prompt at a time."""
+    with _process(source, _one, max_tokens=max_tokens) as run:
+        yield run
+
+
+@contextmanager
+def hugging_face_batch(
+    source: str, max_tokens: int, batch: int
+) -> Iterator[Callable[[Sequence[list[int]]], float]]:
+    """Answers prompts in left-padded batches of `batch`; tells tokens per second."""
+    with _process(source, _many, max_tokens=max_tokens, batch=batch) as run:
+        yield run
