@@ -2,7 +2,7 @@
 
 import typer
 
-from shared.cli import calibrate, demo, generate, report, routers, serve
+from shared.cli import calibrate, demo, generate, report, router_import, routers, serve
 
 app = typer.Typer(
     name="neap",
@@ -16,6 +16,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.add_typer(serve.app, name="serve")
+routers.app.command("import")(router_import.import_router)
 app.add_typer(routers.app, name="routers")
 
 if __name__ == "__main__":

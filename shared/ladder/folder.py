@@ -1,4 +1,4 @@
-"""A packed ladder as a folder: manifest.json beside its blobs. For shipping a router as files and for measuring."""
+"""A packed ladder as a folder: manifest.json beside its blob. For shipping a router as files and for measuring."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import Corrupt, NotFound
-from shared.ladder.artefact import unpack_ladder
+from shared.ladder.artefact import BLOB, unpack_ladder
 from shared.ladder.ladder import Ladder
 
 MANIFEST = "manifest.json"
@@ -22,16 +22,20 @@ def write_packed(folder: Path, manifest: Mapping[str, Any], blobs: Mapping[str, 
 
 
 def read_packed(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(manifest, blobs). Raises `NotFound`, `Corrupt`."""
+    """(manifest, blobs), as `unpack_ladder` takes them; other files in the folder do not matter. Raises `NotFound`, `Corrupt`."""
     path = folder / MANIFEST
     if not path.is_file():
         raise NotFound(f"{folder} holds no packed router: {MANIFEST} is missing")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Corrupt(f"{path} is not JSON") from error
-    blobs = {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file != path}
-    return manifest, blobs
+    if not isinstance(manifest, dict):
+        raise Corrupt(f"{path} is not a manifest: it holds no JSON object")
+    blob = folder / BLOB
+    if not blob.is_file():
+        raise Corrupt(f"{folder} is incomplete: {BLOB} is missing")
+    return manifest, {BLOB: blob.read_bytes()}
 
 
 def read_ladder(folder: Path) -> Ladder:

@@ -1,0 +1,74 @@
+"""`neap routers import`: publishes a ladder that came as files. The one command that opens the registry itself."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shared.cli.console import guarded, out
+from shared.cli.routers import actor
+from shared.config import ServiceSettings, make_settings
+
+
+@guarded
+def import_router(
+    folder: Annotated[Path, typer.Argument(help="Holds manifest.json and ladder.safetensors.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", help="The model's id, as the services name it; default: the manifest's."
+        ),
+    ] = "",
+    alias: Annotated[
+        list[str] | None,
+        typer.Option("--alias", help="Alias to point at it, e.g. latest; may be repeated."),
+    ] = None,
+    registry: Annotated[
+        str | None,
+        typer.Option(
+            "--registry", metavar="URL", help="The services' registry: a folder or file:///path."
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option("--data-dir", help="The services' data folder, where no registry is named."),
+    ] = None,
+) -> None:
+    """Publish a ladder that came as files. The same files again are the same version, whose aliases may be moved."""
+    # They need torch, which takes seconds to load: no other command shall wait for it.
+    from shared.ladder.artefact import unpack_ladder
+    from shared.ladder.folder import read_packed
+    from shared.registry.canonical import canonical_json, digest_of
+    from shared.registry.factory import open_registry
+
+    given: dict[str, Any] = {"registry": registry, "data_dir": data_dir}
+    settings = make_settings(
+        ServiceSettings, **{name: value for name, value in given.items() if value is not None}
+    )
+    manifest, blobs = read_packed(folder)
+    ladder = unpack_ladder(manifest, blobs)
+    model_id = model or ladder.model.model_id
+    contents = {
+        "model_id": model_id,
+        "manifest": manifest,
+        "blobs": {name: digest_of(data) for name, data in blobs.items()},
+    }
+    opened = open_registry(settings.registry)
+    try:
+        made = opened.publish(
+            model_id,
+            manifest,
+            blobs,
+            request_id=f"import-{digest_of(canonical_json(contents))}",
+            aliases=alias or (),
+            actor=actor(),
+        )
+        out.print(
+            f"published version {made.version} of {model_id} ({made.manifest_digest})", markup=False
+        )
+        for name in alias or ():
+            # Of a version that was there already publishing moves none.
+            opened.set_alias(model_id, name, made.version, actor=actor(), reason="imported")
+            out.print(f"{name}: {made.version}", markup=False)
+    finally:
+        opened.close()

@@ -1,0 +1,137 @@
+"""A ladder that comes as files is published whole and checked, or not at all."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.ladder.artefact import BLOB, pack_ladder, round_weights, unpack_ladder
+from shared.ladder.folder import MANIFEST, read_ladder, write_packed
+from shared.ladder.heads import ExitHead
+from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.routers import DepthRouter
+from shared.ladder.table_router import fit_table_router
+from shared.registry.local import LocalRegistry
+
+MODEL = ModelIdentity("tiny", "sha256:" + "0" * 64, "LlamaForCausalLM", 4, 16, 100)
+SHIPPED = Path(__file__).parents[3] / "bench" / "router"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    layer_exit = LayerExit(2, ExitHead("gated", 16, 16, 8), DepthRouter(16, 8))
+    for module in (layer_exit.head, layer_exit.router):
+        round_weights(module)
+    router = fit_table_router([], [])
+    ladder = Ladder(MODEL, router, exits=(layer_exit,), draft_vocabulary=torch.tensor([1, 5, 99]))
+    write_packed(tmp_path / "router", *pack_ladder(ladder, {}))
+    return tmp_path / "router"
+
+
+def test_what_is_published_is_what_the_files_hold(neap, folder, tmp_path):
+    (folder / "README.md").write_text("made on a machine far away")
+    result = neap("routers", "import", str(folder), "--data-dir", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    registry = LocalRegistry(tmp_path / "registry")
+    made = registry.get("tiny", 1)
+    assert result.stdout == f"published version 1 of tiny ({made.manifest_digest})\n"
+    assert registry.aliases("tiny") == {}
+    blobs = {name: registry.read_blob(made, name) for name in made.manifest["blobs"]}
+    assert pack_ladder(unpack_ladder(made.manifest, blobs), {}) == pack_ladder(
+        read_ladder(folder), {}
+    )
+
+
+def test_the_same_files_again_are_the_same_version(neap, folder, tmp_path):
+    registry = LocalRegistry(tmp_path / "registry")
+    command = ["routers", "import", str(folder), "--registry", f"file://{tmp_path}/registry"]
+    first = neap(*command, "--alias", "latest")
+    assert first.stdout.endswith("\nlatest: 1\n")
+    assert registry.aliases("tiny") == {"latest": 1}
+    assert registry.alias_history("tiny", "latest")[0].actor
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["calibration"]["note"] = "another"
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert "version 2" in neap(*command, "--alias", "latest", "--alias", "canary").stdout
+    assert registry.aliases("tiny") == {"canary": 2, "latest": 2}
+    del manifest["calibration"]["note"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert "version 1" in neap(*command, "--alias", "latest").stdout
+    assert registry.aliases("tiny") == {"canary": 2, "latest": 1}
+    assert len(registry.list_versions("tiny")) == 2
+    other = neap(*command, "--model", "org/other")
+    assert "version 1 of org/other" in other.stdout
+
+
+def test_the_registry_is_the_one_the_services_are_told(neap, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("NEAP_REGISTRY", str(tmp_path / "from-environment"))
+    assert neap("routers", "import", str(folder)).exit_code == 0
+    assert LocalRegistry(tmp_path / "from-environment").get("tiny", 1)
+    flags = ["--registry", str(tmp_path / "from-flag")]
+    assert neap("routers", "import", str(folder), *flags).exit_code == 0
+    assert LocalRegistry(tmp_path / "from-flag").get("tiny", 1)
+    result = neap("routers", "import", str(folder), "--registry", "s3://bucket")
+    assert (result.exit_code, "BAD_REGISTRY" in result.stderr) == (1, True)
+
+
+def edit(folder: Path, **changes: object) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, **changes}))
+
+
+DAMAGES = {
+    "no folder": (shutil.rmtree, "manifest.json is missing [NOT_FOUND]"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing [NOT_FOUND]"),
+    "no blob": (lambda f: (f / BLOB).unlink(), "ladder.safetensors is missing [CORRUPT]"),
+    "no JSON": (lambda f: (f / MANIFEST).write_text("{"), "is not JSON [CORRUPT]"),
+    "no text": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe"), "is not JSON [CORRUPT]"),
+    "no object": (lambda f: (f / MANIFEST).write_text("[]"), "no JSON object [CORRUPT]"),
+    "half a blob": (
+        lambda f: (f / BLOB).write_bytes((f / BLOB).read_bytes()[:-9]),
+        "not safetensors [CORRUPT]",
+    ),
+    "another file": (lambda f: (f / BLOB).write_bytes(b"GIF89a"), "not safetensors [CORRUPT]"),
+    "fewer rungs": (lambda f: edit(f, rungs=[]), "[CORRUPT]"),
+    "another width": (lambda f: edit(f, model={"id": "tiny"}), "[CORRUPT]"),
+    "a later format": (lambda f: edit(f, schema_version=2), "[SCHEMA_TOO_NEW]"),
+    "the registry's key": (lambda f: edit(f, blobs={}), "[BAD_MANIFEST]"),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES))
+def test_a_folder_that_is_wrong_publishes_nothing(neap, folder, tmp_path, damage):
+    spoil, said = DAMAGES[damage]
+    spoil(folder)
+    result = neap(
+        "routers", "import", str(folder), "--data-dir", str(tmp_path), "--alias", "latest"
+    )
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.rstrip().endswith(said)
+    assert "unexpected" not in result.stderr
+    assert LocalRegistry(tmp_path / "registry").list_versions("tiny") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [(["--alias", "No Way"], "BAD_ALIAS"), (["--model", "../tiny"], "BAD_MODEL_ID")],
+)
+def test_names_that_cannot_be_are_refused_before_anything_is_published(
+    neap, folder, tmp_path, flags, reason
+):
+    result = neap("routers", "import", str(folder), "--data-dir", str(tmp_path), *flags)
+    assert result.exit_code == 1
+    assert reason in result.stderr
+    assert LocalRegistry(tmp_path / "registry").list_versions("tiny") == []
+
+
+def test_the_router_in_this_repository_can_be_imported(neap, tmp_path):
+    result = neap(
+        "routers", "import", str(SHIPPED), "--data-dir", str(tmp_path), "--alias", "latest"
+    )
+    assert result.exit_code == 0, result.output
+    model_id = read_ladder(SHIPPED).model.model_id
+    assert LocalRegistry(tmp_path / "registry").aliases(model_id) == {"latest": 1}
