@@ -13,11 +13,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from shared.errors import InvalidInput
 
 
-class SlotCache(Cache):
-    """Keys and values of B rows, `capacity` slots each, allocated per layer at its first pass.
-
-    `transformers` asks a cache for its length to place positions and masks; here the answer is the pass' own base.
-    """
+class LengthlessCache(Cache):
+    """A transformers cache that is asked for its length only to place positions and masks, and answers for the pass at hand."""
 
     # Read by transformers; as plain attributes because our `layers` stays empty: no per-layer kind applies.
     is_sliding: list[bool] = []  # noqa: RUF012
@@ -25,8 +22,21 @@ class SlotCache(Cache):
     is_dummy: list[bool] = []  # noqa: RUF012
     is_compileable = False
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        return -1
+
+
+class SlotCache(LengthlessCache):
+    """Keys and values of B rows, `capacity` slots each, allocated per layer at its first pass."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
         self.capacity = capacity
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
@@ -82,9 +92,3 @@ class SlotCache(Cache):
         # transformers before 5.3 handed the positions themselves.
         num_queries = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self._base + num_queries, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        return -1

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
-from shared.model.cache import SlotCache
+from shared.model.cache import LengthlessCache, SlotCache
 from shared.ops.packing import PackedOffset, PackedStates, Span
 
 
@@ -26,17 +25,12 @@ class Segment:
     num_tokens: int
 
 
-class PackedCache(Cache):
+class PackedCache(LengthlessCache):
     """The segments' caches, as transformers sees one."""
-
-    is_sliding: list[bool] = []  # noqa: RUF012
-    is_linear: list[bool] = []  # noqa: RUF012
-    is_dummy: list[bool] = []  # noqa: RUF012
-    is_compileable = False
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         """Raises `InvalidInput` where positions do not fit a segment's cache."""
-        super().__init__(layer_class_to_replicate=DynamicLayer)
+        super().__init__()
         for segment in segments:
             segment.cache.begin(segment.base, segment.num_tokens)
         self._caches = tuple(segment.cache for segment in segments)
@@ -62,9 +56,3 @@ class PackedCache(Cache):
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         return self._num_tokens, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        return -1
