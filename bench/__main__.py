@@ -1,6 +1,6 @@
 """`make bench`: the CPU benchmarks on the demo model with the router that ships.
 
-    python -m bench [--only decode | batch] [--data-dir DIR] [flags of the benchmark]
+python -m bench [--only decode | batch] [--data-dir DIR] [flags of the benchmark]
 """
 
 import argparse
