@@ -60,7 +60,11 @@ async def serve(settings: WorkerSettings) -> int:
             # A worker whose engine has died is of no use: it drains, ends, and is started anew.
             engine = await asyncio.to_thread(_load_engine, source, settings, stop_soon)
             engines.append(engine)
-            servicer.add_model(engine, max_active=settings.max_queue + MAX_RUNNING)
+            servicer.add_model(
+                engine,
+                max_active=settings.max_queue + MAX_RUNNING,
+                max_active_per_client=settings.max_active_per_client,
+            )
         servicer.set_ready()
 
     ready = await server.run(prepare)
@@ -84,7 +88,11 @@ def _load_engine(
     log.info("model loaded", model_id=source.model_id, fingerprint=loaded.fingerprint)
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     engine = Engine(
-        loaded, max_queue=settings.max_queue, kv_budget_bytes=budget, on_failure=on_failure
+        loaded,
+        max_queue=settings.max_queue,
+        max_queue_tokens=settings.max_queue_tokens,
+        kv_budget_bytes=budget,
+        on_failure=on_failure,
     )
     engine.warm_up()
     log.info("model warm", model_id=source.model_id)

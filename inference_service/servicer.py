@@ -3,10 +3,11 @@
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -23,27 +24,36 @@ SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"
 
 @dataclass
 class _Served:
-    """`num_active`: calls being prepared, waiting or running."""
+    """`active`: calls being prepared, waiting or running, by client."""
 
     engine: Engine
     max_active: int
-    num_active: int = 0
+    max_active_per_client: int | None
+    active: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, client: str) -> Iterator[None]:
         """Refuses before any work is done. Only on the event loop's thread."""
-        if self.num_active >= self.max_active:
-            raise Exhausted(
-                f"{self.num_active} requests are waiting or running; no more are taken",
-                reason="QUEUE_FULL",
-                metadata={"model_id": self.engine.loaded.model_id},
-                retry_after_s=1.0,
-            )
-        self.num_active += 1
+        if self.active.total() >= self.max_active:
+            self._refuse(f"{self.active.total()} requests are waiting or running", "QUEUE_FULL")
+        own = self.active[client]
+        if self.max_active_per_client is not None and own >= self.max_active_per_client:
+            self._refuse(f"{own} requests of this client are waiting or running", "CLIENT_LIMIT")
+        self.active[client] += 1
         try:
             yield
         finally:
-            self.num_active -= 1
+            self.active[client] -= 1
+            if not self.active[client]:
+                del self.active[client]
+
+    def _refuse(self, why: str, reason: str) -> NoReturn:
+        raise Exhausted(
+            f"{why}; no more are taken",
+            reason=reason,
+            metadata={"model_id": self.engine.loaded.model_id},
+            retry_after_s=1.0,
+        )
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -58,9 +68,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._served: dict[str, _Served] = {}
         self._ready = False
 
-    def add_model(self, engine: Engine, *, max_active: int = 68) -> None:
-        """Serve `engine` under its model's id. `max_active` bounds the calls being prepared, waiting and running."""
-        self._served[engine.loaded.model_id] = _Served(engine, max_active)
+    def add_model(
+        self, engine: Engine, *, max_active: int = 80, max_active_per_client: int | None = None
+    ) -> None:
+        """Serve `engine` under its model's id. `max_active` bounds the calls being prepared, waiting and running.
+
+        A client is an address that calls come from: set `max_active_per_client` where clients do not share a proxy.
+        """
+        self._served[engine.loaded.model_id] = _Served(engine, max_active, max_active_per_client)
 
     def set_ready(self) -> None:
         self._ready = True
@@ -71,7 +86,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Responses are written rather than yielded, so that a write nobody reads can be given up."""
         deadline_s = _deadline_s(context)
         served = self._find(request.model_id)
-        with served.admitted():
+        with served.admitted(_client(context)):
             await self._generate(request, served.engine, deadline_s, context)
 
     async def _generate(
@@ -173,6 +188,12 @@ def _started(
             num_prompt_tokens=len(request.prompt_ids),
         )
     )
+
+
+def _client(context: Any) -> str:
+    """The address a call comes from, without its port: ipv4:10.0.0.7, ipv6:[::1], unix:/path."""
+    peer: str = context.peer()
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
 def _deadline_s(context: Any) -> float:

@@ -78,11 +78,14 @@ class ServiceSettings(BaseSettings):
 
 
 class WorkerSettings(ServiceSettings):
-    """`max_queue`: requests waiting per model; beyond it they are refused. `kv_budget_mb`: for keys and values of all requests of a
+    """`max_queue` and `max_queue_tokens`: requests waiting per model and tokens of their prompts; beyond they are refused.
+    `max_active_per_client`: waiting and running requests of one address; None: no limit. `kv_budget_mb`: for keys and values of all requests of a
     model, in MiB; None: half of what is free once it is loaded. `stall_timeout_s`: how long a client may not read."""
 
     listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
     max_queue: int = Field(default=64, ge=1)
+    max_queue_tokens: int = Field(default=1 << 18, ge=1)
+    max_active_per_client: int | None = Field(default=None, ge=1)
     kv_budget_mb: int | None = Field(default=None, ge=1)
     max_routers: int = Field(default=4, ge=1)
     stall_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)

@@ -80,7 +80,8 @@ def serving(
     engine: Engine,
     registry: Any,
     *,
-    max_active: int = 68,
+    max_active: int = 80,
+    max_active_per_client: int | None = None,
     stall_timeout_s: float = 30.0,
     **store_options: Any,
 ) -> Iterator[SimpleNamespace]:
@@ -92,7 +93,9 @@ def serving(
         state.loop, state.finish = asyncio.get_running_loop(), asyncio.Event()
         state.store = RouterStore(registry, **store_options)
         state.servicer = InferenceServicer(state.store, stall_timeout_s=stall_timeout_s)
-        state.servicer.add_model(engine, max_active=max_active)
+        state.servicer.add_model(
+            engine, max_active=max_active, max_active_per_client=max_active_per_client
+        )
         state.servicer.set_ready()
         server = RpcServer("127.0.0.1:0", [SERVICE_NAME])
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(

@@ -77,7 +77,7 @@ class Engine:
     """Generates for one model. All methods are thread-safe; up to MAX_RUNNING requests share each step, taken in the order they came.
 
     `ladder` is used for requests that bring none of their own. `kv_budget_bytes` bounds the keys and values of all running
-    requests together; None: half of what is free. A request takes its share, its prompt and its longest answer, before it
+    requests together; None: half of what is free. `max_queue` bounds the requests that wait, `max_queue_tokens` their prompts. A request takes its share, its prompt and its longest answer, before it
     starts, and waits until there is room. `on_failure` is called by the engine's thread should it ever
     end by itself; every later request is refused with `Unavailable`.
     """
@@ -88,6 +88,7 @@ class Engine:
         ladder: Ladder | None = None,
         *,
         max_queue: int = 64,
+        max_queue_tokens: int = 1 << 18,
         kv_budget_bytes: int | None = None,
         on_failure: Callable[[], object] = lambda: None,
     ) -> None:
@@ -95,7 +96,7 @@ class Engine:
             ladder.check_model(loaded)
         self.loaded = loaded
         self._ladder = ladder
-        self._max_queue = max_queue
+        self._max_queue, self._max_queue_tokens = max_queue, max_queue_tokens
         self._on_failure = on_failure
         runner = in_own_thread(DepthRunner, loaded)
         self._decoder = Decoder(runner)
@@ -145,9 +146,12 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN")
-            if len(self._waiting) >= self._max_queue:
+            tokens = sum(len(job.handle.request.prompt_ids) for job in self._waiting)
+            if len(self._waiting) >= self._max_queue or (
+                self._waiting and tokens + len(request.prompt_ids) > self._max_queue_tokens
+            ):
                 raise Exhausted(
-                    f"{len(self._waiting)} requests are waiting already",
+                    f"{len(self._waiting)} requests with prompts of {tokens} tokens are waiting already",
                     reason="QUEUE_FULL",
                     retry_after_s=RETRY_AFTER_S,
                 )
@@ -224,10 +228,23 @@ class Engine:
             )
         if request.deadline_s <= time.monotonic():
             raise DeadlineExceeded("the deadline had passed before the request was queued")
+        prefill_s = self._least_prefill_s(len(request.prompt_ids))
+        if request.deadline_s - time.monotonic() < prefill_s:
+            raise DeadlineExceeded(
+                f"reading the prompt alone takes at least {prefill_s:.1f} s, longer than the deadline allows",
+                reason="DEADLINE_TOO_SHORT",
+            )
 
     def _kv_bytes(self, request: GenerationRequest) -> int:
         """What the request's keys and values may come to take."""
         return num_slots(request, self.loaded.context_length) * self._slot_bytes
+
+    def _least_prefill_s(self, num_tokens: int) -> float:
+        """Less than the first token can ever take: half the measured time of wide passes, nobody else waiting. 0 while cold."""
+        if self._costs is None or not self._costs.wide:
+            return 0.0
+        width, seconds = self._costs.wide[-1]
+        return 0.5 * seconds * (num_tokens // width)
 
     def _wake(self) -> None:
         with self._changed:

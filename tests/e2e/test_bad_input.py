@@ -398,6 +398,23 @@ def test_a_client_that_does_not_read_at_all_is_ended(engine, registry, handles):
         assert (code, info.reason) == (Code.RESOURCE_EXHAUSTED, "SLOW_READER")
 
 
+def test_one_client_cannot_take_all_places(engine, registry, handles):
+    with (
+        serving(engine, registry, max_active_per_client=1) as worker,
+        grpc.insecure_channel(worker.target) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(_request(stopping=LONG))
+        next(call)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(_request()))
+        code, info, _ = _explained(caught.value)
+        assert (code, info.reason) == (Code.RESOURCE_EXHAUSTED, "CLIENT_LIMIT")
+        call.cancel()
+        _wait_for(lambda: engine.num_running == 0)
+        _answer(stub, _request(stopping=pb.Stopping(max_tokens=1)))
+
+
 def test_beyond_the_queue_is_refused_with_a_time_to_retry(engine, registry, handles):
     with (
         serving(engine, registry, max_active=2) as worker,

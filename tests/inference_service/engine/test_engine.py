@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from inference_service.engine import engine as engine_module
 from inference_service.engine.engine import MAX_RUNNING, Engine
 from inference_service.engine.request import (
     Finished,
@@ -158,6 +159,40 @@ def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
         held.set()
         for handle in handles:
             assert any(isinstance(event, Finished) for event in handle.events())
+
+
+def test_the_queue_is_bounded_by_the_prompts_tokens_too(loaded: LoadedModel) -> None:
+    length = 2 * len(PROMPT)
+    slots = len(PROMPT) + 8
+    probe = Engine(loaded)
+    probe.close()
+    with Engine(
+        loaded, max_queue_tokens=length, kv_budget_bytes=slots * probe._slot_bytes
+    ) as engine:
+        running = engine.submit(request())
+        running.pause()
+        while engine.num_running == 0:
+            time.sleep(0.01)
+        waiting = [engine.submit(request()) for _ in range(2)]
+        with pytest.raises(Exhausted, match=f"prompts of {length} tokens") as caught:
+            engine.submit(request())
+        assert caught.value.reason == "QUEUE_FULL"
+        running.resume()
+        for handle in (running, *waiting):
+            assert any(isinstance(event, Finished) for event in handle.events())
+
+
+def test_a_deadline_too_short_for_the_prompt_is_refused_at_once(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "measure_wide", lambda runner, deep: ((16, 4.0),))
+    with Engine(loaded) as engine:
+        engine.warm_up()
+        soon = time.monotonic() + 3.0
+        with pytest.raises(DeadlineExceeded, match=r"at least 4\.0 s") as caught:
+            engine.submit(request(prompt_ids=(1,) * 40, deadline_s=soon))
+        assert caught.value.reason == "DEADLINE_TOO_SHORT"
+        engine.submit(request(prompt_ids=(1,) * 15, deadline_s=soon)).cancel()
 
 
 def test_requests_wait_for_room_in_the_kv_budget(loaded: LoadedModel) -> None:
