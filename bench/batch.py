@@ -68,7 +68,7 @@ def main() -> None:
     ]
     speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
     differing = 0
-    with Engine(loaded) as engine:
+    with Engine(loaded, prefix_cache_bytes=0) as engine:
         engine.warm_up()
         _, expected = closed_loop(engine, FULL, None, prompts, 1)
         closed_loop(engine, EXACT, ladder, prompts[:2], 2)

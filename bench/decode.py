@@ -190,7 +190,7 @@ def main() -> None:
     ladder = read_ladder(options.router)
     prompts = read_prompts(options.prompts, options.per_task)
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine(loaded))
+        engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0))
         engine.warm_up()
         full, exact = DepthPolicy("full"), DepthPolicy("exact")
         sides: dict[str, Side] = {FULL: neap(engine, full, None, options.max_tokens)}

@@ -87,11 +87,13 @@ def _load_engine(
     loaded = load(device=settings.device, context_length=settings.context_length)
     log.info("model loaded", model_id=source.model_id, fingerprint=loaded.fingerprint)
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
+    kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(
         loaded,
         max_queue=settings.max_queue,
         max_queue_tokens=settings.max_queue_tokens,
         kv_budget_bytes=budget,
+        prefix_cache_bytes=kept,
         on_failure=on_failure,
     )
     engine.warm_up()

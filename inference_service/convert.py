@@ -162,6 +162,7 @@ def _finished(event: Finished) -> inference_pb2.Finished:
         text=event.text,
         usage=inference_pb2.Usage(
             num_prompt_tokens=event.num_prompt_tokens,
+            num_cached_tokens=event.num_cached_tokens,
             num_completion_tokens=event.num_completion_tokens,
         ),
         timing=inference_pb2.Timing(

@@ -80,13 +80,15 @@ class ServiceSettings(BaseSettings):
 class WorkerSettings(ServiceSettings):
     """`max_queue` and `max_queue_tokens`: requests waiting per model and tokens of their prompts; beyond they are refused.
     `max_active_per_client`: waiting and running requests of one address; None: no limit. `kv_budget_mb`: for keys and values of all requests of a
-    model, in MiB; None: half of what is free once it is loaded. `stall_timeout_s`: how long a client may not read."""
+    model, in MiB; None: half of what is free once it is loaded. `prefix_cache_mb`: of these, what ended requests may keep for
+    others that start alike; None: a quarter; 0: nothing. `stall_timeout_s`: how long a client may not read."""
 
     listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
     max_queue: int = Field(default=64, ge=1)
     max_queue_tokens: int = Field(default=1 << 18, ge=1)
     max_active_per_client: int | None = Field(default=None, ge=1)
     kv_budget_mb: int | None = Field(default=None, ge=1)
+    prefix_cache_mb: int | None = Field(default=None, ge=0)
     max_routers: int = Field(default=4, ge=1)
     stall_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
 
@@ -124,6 +126,10 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     add("--log-level", choices=("debug", "info", "warning", "error"))
     if issubclass(kind, WorkerSettings):
         add("--max-queue", metavar="N", help="requests waiting per model at most")
+        add("--max-queue-tokens", metavar="N", help="tokens of their prompts at most")
+        add("--max-active-per-client", metavar="N", help="requests of one address at most")
+        add("--kv-budget-mb", metavar="MIB", help="keys and values of all requests of a model")
+        add("--prefix-cache-mb", metavar="MIB", help="of these, for prompts that start alike")
         add("--max-routers", metavar="N", help="routers kept in memory at most")
         add("--stall-timeout-s", metavar="SECONDS", help="end calls whose client does not read")
     if issubclass(kind, CalibratorSettings):

@@ -10,6 +10,7 @@ from torch import Tensor
 from inference_service.engine.chain import Chain, settle
 from inference_service.engine.drafting import Drafter
 from inference_service.engine.planner import PassCosts, Reliability, best_lengths
+from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.sequence import Sequence
 from shared.ladder.ladder import BoundLadder
@@ -35,10 +36,11 @@ class _Turn:
 
 
 class Decoder:
-    """Steps sequences of one model. One thread."""
+    """Steps sequences of one model. One thread. `prefixes`: what ended sequences left to those whose prompts start alike."""
 
-    def __init__(self, runner: DepthRunner) -> None:
+    def __init__(self, runner: DepthRunner, prefixes: Prefixes | None = None) -> None:
         self.runner = runner
+        self.prefixes = prefixes or Prefixes(0)
 
     def start(
         self, request: GenerationRequest, ladder: BoundLadder | None, served: Reliability
@@ -63,13 +65,17 @@ class Decoder:
         for sequence, _ in batch:
             sequence.started_s = sequence.started_s or now
         if self.runner.can_pack:
-            return self._step(batch, costs)
-        return [self._step([member], costs)[0] for member in batch]
+            return self._step(batch, costs, batch)
+        return [self._step([member], costs, batch)[0] for member in batch]
 
     def _step(
-        self, batch: Rows[tuple[Sequence, Drafter]], costs: PassCosts
+        self,
+        batch: Rows[tuple[Sequence, Drafter]],
+        costs: PassCosts,
+        company: Rows[tuple[Sequence, Drafter]],
     ) -> list[list[TokenChunk]]:
         turns: dict[int, _Turn] = {}
+        reading: list[Sequence] = []
         num_decoding = sum(sequence.num_generated > 0 for sequence, _ in batch)
         room = PREFILL_TOKENS_IN_COMPANY if num_decoding else PREFILL_TOKENS
         for index, (sequence, drafter) in enumerate(batch):
@@ -77,8 +83,12 @@ class Decoder:
                 chain = drafter.build(sequence, num_decoding)
                 turns[index] = _Turn(sequence, chain, [], 1, False)
             elif room:
+                self.prefixes.lend(sequence, (other for other, _ in company))
+                if self.prefixes.is_being_read(sequence, reading):
+                    continue  # in the next step it is there for the taking
                 turn = self._prefill_turn(sequence, room)
                 turns[index] = turn
+                reading.append(sequence)
                 room -= len(turn.chain.tokens)
         self._choose_lengths(list(turns.values()), costs)
         going = [turn for turn in turns.values() if self._emit_final(turn)]

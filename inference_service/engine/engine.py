@@ -14,6 +14,7 @@ from inference_service.engine.drafting import Drafter
 from inference_service.engine.handle import EngineEvent, GenerationHandle, OnEvent
 from inference_service.engine.memory import default_budget, slot_bytes
 from inference_service.engine.planner import ExitGains, PassCosts
+from inference_service.engine.prefixes import Prefixes, common_prefix
 from inference_service.engine.prompt import Prompt, check_prompt_ids, encode_prompt
 from inference_service.engine.request import (
     DepthStatistics,
@@ -43,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # Requests that are stepped together, each with its own KV cache; more wait.
 MAX_RUNNING = 16
+# Of the budget for keys and values, what ended requests may keep for later ones that start alike.
+PREFIX_SHARE = 0.25
 # Ladders kept bound to the model beside those in use.
 MAX_BOUND_LADDERS = 4
 RETRY_AFTER_S = 1.0
@@ -77,9 +80,11 @@ class Engine:
     """Generates for one model. All methods are thread-safe; up to MAX_RUNNING requests share each step, taken in the order they came.
 
     `ladder` is used for requests that bring none of their own. `kv_budget_bytes` bounds the keys and values of all running
-    requests together; None: half of what is free. `max_queue` bounds the requests that wait, `max_queue_tokens` their prompts. A request takes its share, its prompt and its longest answer, before it
-    starts, and waits until there is room. `on_failure` is called by the engine's thread should it ever
-    end by itself; every later request is refused with `Unavailable`.
+    requests together; None: half of what is free. A request takes its share, its prompt and its longest answer, before it
+    starts, and waits until there is room. `prefix_cache_bytes` of that budget, None: a quarter, 0: nothing, keep what ended
+    requests have computed for others that start alike, as long as nobody needs the room. `max_queue` bounds the requests that
+    wait, `max_queue_tokens` their prompts. `on_failure` is called by the engine's thread should it ever end by itself; every
+    later request is refused with `Unavailable`.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class Engine:
         max_queue: int = 64,
         max_queue_tokens: int = 1 << 18,
         kv_budget_bytes: int | None = None,
+        prefix_cache_bytes: int | None = None,
         on_failure: Callable[[], object] = lambda: None,
     ) -> None:
         if ladder is not None:
@@ -99,11 +105,13 @@ class Engine:
         self._max_queue, self._max_queue_tokens = max_queue, max_queue_tokens
         self._on_failure = on_failure
         runner = in_own_thread(DepthRunner, loaded)
-        self._decoder = Decoder(runner)
         self._slot_bytes = in_own_thread(slot_bytes, runner)
         self._kv_budget = (
             default_budget(loaded.device) if kv_budget_bytes is None else kv_budget_bytes
         )
+        if prefix_cache_bytes is None:
+            prefix_cache_bytes = int(PREFIX_SHARE * self._kv_budget)
+        self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // self._slot_bytes))
         self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, Drafter]] = OrderedDict()
         self._costs: PassCosts | None = None
         self._waiting: deque[_Job] = deque()
@@ -228,8 +236,9 @@ class Engine:
             )
         if request.deadline_s <= time.monotonic():
             raise DeadlineExceeded("the deadline had passed before the request was queued")
+        left_s = request.deadline_s - time.monotonic()
         prefill_s = self._least_prefill_s(len(request.prompt_ids))
-        if request.deadline_s - time.monotonic() < prefill_s:
+        if left_s < prefill_s and left_s < self._least_prefill_s(self._num_unread(request)):
             raise DeadlineExceeded(
                 f"reading the prompt alone takes at least {prefill_s:.1f} s, longer than the deadline allows",
                 reason="DEADLINE_TOO_SHORT",
@@ -239,8 +248,16 @@ class Engine:
         """What the request's keys and values may come to take."""
         return num_slots(request, self.loaded.context_length) * self._slot_bytes
 
+    def _num_unread(self, request: GenerationRequest) -> int:
+        """Tokens of the prompt that nobody else has read, or will have read by then."""
+        with self._changed:
+            jobs = [*self._running, *self._waiting]
+        known = [self._decoder.prefixes.longest(request.prompt_ids)]
+        known += [common_prefix(request.prompt_ids, job.handle.request.prompt_ids) for job in jobs]
+        return len(request.prompt_ids) - max(known)
+
     def _least_prefill_s(self, num_tokens: int) -> float:
-        """Less than the first token can ever take: half the measured time of wide passes, nobody else waiting. 0 while cold."""
+        """Less than reading so many tokens can ever take: half the measured time of wide passes. 0 while cold."""
         if self._costs is None or not self._costs.wide:
             return 0.0
         width, seconds = self._costs.wide[-1]
@@ -299,12 +316,15 @@ class Engine:
                 (self._running if job in self._running else self._waiting).remove(job)
             while self._waiting and self._has_room():
                 self._running.append(self._waiting.popleft())
+            taken = sum(self._kv_bytes(job.handle.request) for job in self._running)
             ready = [job for job in self._running if not job.handle.is_paused]
         for job in over:
             if job.handle.is_cancelled:
                 self._end(job, Cancelled("the request was cancelled"))
             else:
                 self._end(job, DeadlineExceeded("the deadline passed during generation"))
+        # What is kept for later makes room for what runs now.
+        self._decoder.prefixes.fit((self._kv_budget - taken) // self._slot_bytes)
         if not ready:
             return
         try:
@@ -320,6 +340,7 @@ class Engine:
             )
             for job in ready:
                 self._leave(job)
+                job.sequence = None
                 self._end(job, failure)
 
     def _step(self, jobs: list[_Job]) -> None:
@@ -378,7 +399,9 @@ class Engine:
             self._running.remove(job)
 
     def _end(self, job: _Job, error: NeapError | None) -> None:
-        job.sequence = None  # its KV cache is free from now on
+        if job.sequence is not None:
+            self._decoder.prefixes.keep(job.sequence)
+            job.sequence = None  # its KV cache is the prefixes' from now on, or free
         if error is not None:
             self._deliver(job, error)
         self._deliver(job, None)

@@ -122,12 +122,16 @@ class DepthStatistics:
 
 @dataclass(frozen=True)
 class Finished:
-    """Closes a generation. `text` is what was held back for a stop string that never came. Times in seconds."""
+    """Closes a generation. `text` is what was held back for a stop string that never came. Times in seconds.
+
+    `num_cached_tokens`: of the prompt, those whose keys and values another request had left.
+    """
 
     reason: FinishReason
     stop_match: str
     text: str
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_completion_tokens: int
     queue_s: float
     prefill_s: float

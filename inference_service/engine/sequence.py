@@ -24,7 +24,8 @@ class Sequence:
     """Tokens, KV cache and counts of one request.
 
     Positions [0, num_settled) have been through every layer; `deep_state` [D] is the state at depth L of the last of them.
-    Tokens from there on are final but pending: their deeper keys and values are still to be made.
+    Tokens from there on are final but pending: their deeper keys and values are still to be made. `num_cached`: positions of
+    the prompt whose keys and values came from another sequence.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.tokens = list(request.prompt_ids)
         self.num_settled = 0
+        self.num_cached = 0
         self.deep_state: Tensor | None = None
         self.drafter: SequenceDrafter | None = (
             ladder.new_sequence(request.prompt_ids) if ladder else None
@@ -62,8 +64,12 @@ class Sequence:
         self._finish: tuple[FinishReason, str] | None = None
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
     def num_generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_ids)
+        return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def num_left(self) -> int:
@@ -122,7 +128,8 @@ class Sequence:
             reason=reason,
             stop_match=match,
             text=text,
-            num_prompt_tokens=len(self.request.prompt_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached,
             num_completion_tokens=self.num_generated,
             queue_s=started - self.submitted_s,
             prefill_s=first - started,

@@ -72,6 +72,15 @@ class SlotCache(LengthlessCache):
             self.values[layer_idx] = self._allocate(value_states)
         return keys, self.values[layer_idx]
 
+    @torch.inference_mode()
+    def copy(self, other: "SlotCache", start: int, end: int) -> None:
+        """Takes over slots [start, end) of another cache of the same model, all layers."""
+        assert 0 <= start <= end <= min(self.capacity, other.capacity)
+        for layer_idx, theirs in other.keys.items():
+            keys, values = self.stores(theirs, other.values[layer_idx], layer_idx)
+            keys[:, :, start:end] = theirs[:, :, start:end]
+            values[:, :, start:end] = other.values[layer_idx][:, :, start:end]
+
     def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, width = like.shape
         return torch.zeros(rows, heads, self.capacity, width, dtype=like.dtype, device=like.device)

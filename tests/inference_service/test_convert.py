@@ -190,11 +190,13 @@ def test_chunks_become_messages():
 @pytest.mark.parametrize("reason", list(FinishReason))
 def test_finished_becomes_a_message(reason):
     depth = DepthStatistics({"full": (4, 6), "suffix": (0, 2)}, 5, 2, 24, 40, 6, 8)
-    event = Finished(reason, "stop", "tail", 11, 8, 0.25, 1.5, 2.000000001, depth)
+    event = Finished(reason, "stop", "tail", 11, 7, 8, 0.25, 1.5, 2.000000001, depth)
     finished = from_event(event).finished
     assert pb.FinishReason.Name(finished.reason) == f"FINISH_REASON_{reason.name}"
     assert (finished.stop_match, finished.text) == ("stop", "tail")
-    assert finished.usage == pb.Usage(num_prompt_tokens=11, num_completion_tokens=8)
+    assert finished.usage == pb.Usage(
+        num_prompt_tokens=11, num_cached_tokens=7, num_completion_tokens=8
+    )
     assert finished.timing.queue.ToNanoseconds() == 250_000_000
     assert finished.timing.prefill.ToNanoseconds() == 1_500_000_000
     assert finished.timing.decode.ToNanoseconds() == 2_000_000_001

@@ -1,4 +1,4 @@
-"""A request's tokens are the same alone and in any company: random schedules of arrivals, pauses and cancels."""
+"""A request's tokens are the same alone and in any company: random schedules of arrivals, pauses and cancels, prompts that start alike."""
 
 import random
 from collections.abc import Sequence as Rows
@@ -10,6 +10,7 @@ from inference_service.engine import decoder as decoder_module
 from inference_service.engine.decoder import Decoder
 from inference_service.engine.drafting import Drafter
 from inference_service.engine.planner import ExitGains, PassCosts
+from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GenerationRequest, StoppingParams
 from inference_service.engine.sequence import Sequence
 from shared.ladder.policy import DepthPolicy
@@ -22,6 +23,7 @@ from tests.families import VOCABULARY_SIZE, build_family
 FAMILIES = ["llama", "mistral-sliding", "gpt2", "gemma3-sliding"]
 SCHEDULES_PER_FAMILY = 60
 DEPTH = 2
+STEM = tuple(random.Random(7).choices(range(2, VOCABULARY_SIZE), k=40))
 # Drafting, exits and mixed lengths all happen: a pass grows a little with every token.
 COSTS = PassCosts(tuple(1.0 + 0.05 * n for n in range(7)), exits=(0.01,), wide=((32, 4.0),))
 
@@ -69,6 +71,8 @@ class _Ladder:
 
 def draw_request(draw: random.Random) -> GenerationRequest:
     prompt = tuple(draw.randrange(2, VOCABULARY_SIZE) for _ in range(draw.choice([1, 3, 9, 21])))
+    if draw.random() < 0.6:  # some of these are nothing but the stem
+        prompt = (*STEM[: draw.choice([17, 30, 40])], *prompt[1:])
     hot = SamplingParams(temperature=1.3, seed=draw.randrange(100), repetition_penalty=1.1)
     return GenerationRequest(
         prompt,
@@ -92,7 +96,9 @@ def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) ->
 @pytest.fixture(scope="module", params=FAMILIES)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     torch.manual_seed(0)
-    made = Decoder(DepthRunner(wrap_model(build_family(request.param), accelerate=True)))
+    made = Decoder(
+        DepthRunner(wrap_model(build_family(request.param), accelerate=True)), Prefixes(200)
+    )
     assert made.runner.can_pack
     return made
 
@@ -100,12 +106,13 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 12)
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS_IN_COMPANY", 5)
-    drafted = shared_passes = cancelled = 0
+    drafted = shared_passes = cancelled = lent = 0
+    alone = Decoder(decoder.runner)
     for schedule in range(SCHEDULES_PER_FAMILY):
         draw = random.Random(schedule)
         plain = Drafter(decoder.runner, COSTS, ExitGains(()))
         requests = [draw_request(draw) for _ in range(draw.randint(2, 6))]
-        expected = [run_alone(decoder, request, plain) for request in requests]
+        expected = [run_alone(alone, request, plain) for request in requests]
         right: dict[tuple[int, ...], int] = {}
         for request, answer in zip(requests, expected, strict=True):
             text = (*request.prompt_ids, *answer)
@@ -121,7 +128,7 @@ def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPa
                 running[index] = decoder.start(request, ladder, drafter.served(request))  # type: ignore[arg-type]
             if len(running) > 1 and draw.random() < 0.03:
                 gone = draw.choice(list(running))
-                del running[gone]
+                decoder.prefixes.keep(running.pop(gone))
                 cancelled += 1
             turn = [index for index in running if draw.random() < 0.8] or list(running)
             shared_passes += len(turn) > 1
@@ -131,10 +138,12 @@ def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPa
                 sequence: Sequence = running[index]
                 if sequence.is_finished:
                     drafted += sequence.num_drafted
-                    del running[index]
+                    lent += sequence.num_cached
+                    decoder.prefixes.keep(running.pop(index))
                     assert answers[index] == expected[index], (schedule, index)
                 else:  # a cancelled one stops here, so far right, too
                     assert answers[index] == expected[index][: len(answers[index])]
     assert drafted > SCHEDULES_PER_FAMILY
     assert shared_passes > 3 * SCHEDULES_PER_FAMILY
     assert cancelled > 0
+    assert lent > 10 * SCHEDULES_PER_FAMILY
