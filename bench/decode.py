@@ -158,9 +158,15 @@ def print_tables(tables: dict[str, Any]) -> None:
     for name in names:
         rows = [tables[task][name] for task in tasks]
         mean = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+        # Hugging Face counts none of these.
+        depth = " | | "
+        if name != HF:
+            depth = (
+                f"{mean['layers_per_token']:.1f} | {mean['tokens_per_deep_pass']:.2f} | "
+                f"{sum(r['accepted'] for r in rows)} / {sum(r['drafted'] for r in rows)}"
+            )
         print(
-            f"| {name} | {mean['tokens_per_s']:.1f} | {mean['layers_per_token']:.1f} | {mean['tokens_per_deep_pass']:.2f} | "
-            f"{sum(r['accepted'] for r in rows)} / {sum(r['drafted'] for r in rows)} | "
+            f"| {name} | {mean['tokens_per_s']:.1f} | {depth} | "
             f"{sum(r['identical'] for r in rows)} of {sum(r['prompts'] for r in rows)} |"
         )
 
