@@ -3,7 +3,8 @@
     python -m bench.batch --model DIR --router FOLDER [--batch 1 2 4 8 16] [--per-task 2] [--rounds 3]
 
 A closed loop: so many requests are always under way, over the same prompts for both sides, which take turns within a round.
-Tokens per second count whole answers, prefill included. Greedy, float32 on CPU, at most 64 new tokens; medians over rounds.
+Greedy, float32 on CPU, at most 64 new tokens; medians over rounds. Twice: whole answers, each prompt read by the request that
+brings it; and decoding, where the prompts' keys and values are there from an earlier reading (`Prefixes`), all but the last token.
 """
 
 import argparse
@@ -16,29 +17,38 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
+from typing import Literal
 
 import torch
 import transformers
 
-from bench.decode import EXACT, FULL, neap
+from bench.decode import neap
 from bench.hugging_face import HF, hugging_face_batch
 from bench.prompts import DEFAULT_FILE, read_prompts
 from inference_service.engine.engine import Engine
 from inference_service.engine.prompt import encode_prompt
 from shared.ladder.folder import read_ladder
+from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import load_model
 
 MAX_TOKENS = 64
 HF_BATCH = 8
+FULL: Literal["full"] = "full"
+EXACT: Literal["exact"] = "exact"
+PolicyName = Literal["full", "exact"]
 Answers = list[tuple[int, ...]]
 
 
 def closed_loop(
-    engine: Engine, policy: str, ladder: object, prompts: Sequence[list[int]], batch: int
+    engine: Engine,
+    policy: PolicyName,
+    ladder: Ladder | None,
+    prompts: Sequence[list[int]],
+    batch: int,
 ) -> tuple[float, Answers]:
     """(tokens per second, answers) with `batch` requests under way."""
-    side = neap(engine, DepthPolicy(policy), ladder, MAX_TOKENS)  # type: ignore[arg-type]
+    side = neap(engine, DepthPolicy(policy), ladder, MAX_TOKENS)
     start = time.perf_counter()
     with ThreadPoolExecutor(batch) as pool:
         runs = list(pool.map(side, prompts))
@@ -66,41 +76,59 @@ def main() -> None:
         list(encode_prompt(loaded, [{"role": "user", "content": prompt.turns[0]}]))
         for prompt in read_prompts(options.prompts, options.per_task)
     ]
-    speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
-    differing = 0
-    with Engine(loaded, prefix_cache_bytes=0) as engine:
-        engine.warm_up()
-        _, expected = closed_loop(engine, FULL, None, prompts, 1)
-        closed_loop(engine, EXACT, ladder, prompts[:2], 2)
-        for number in range(options.rounds):
-            for batch in options.batch:
-                sides = [(FULL, None), (EXACT, ladder)]
-                for policy, part in sides[:: 1 if number % 2 else -1]:
-                    speed, answers = closed_loop(engine, policy, part, prompts, batch)
-                    speeds[policy, batch].append(speed)
-                    differing += sum(a != b for a, b in zip(answers, expected, strict=True))
-                print(f"round {number + 1} batch {batch}", flush=True)
-    if not options.no_hf:
-        with hugging_face_batch(options.model, MAX_TOKENS, HF_BATCH) as run:
-            for _ in range(options.rounds):
-                speeds[HF, HF_BATCH].append(run(prompts))
-    median = {key: statistics.median(values) for key, values in speeds.items()}
+    tables: dict[str, dict[str, list[float]]] = {}
+    for title, kept in (("whole answers", 0), ("decoding", None)):
+        with Engine(loaded, prefix_cache_bytes=kept) as engine:
+            engine.warm_up()
+            tables[title] = measure(engine, ladder, prompts, options.batch, options.rounds)
     print(
         f"{date.today()} {platform.machine()} {torch.get_num_threads()} threads, {torch.__version__}"
     )
-    print(f"answers that differ from full depth alone: {differing}")
+    for title, speeds in tables.items():
+        print_table(title, speeds, options.batch)
+    if not options.no_hf:
+        with hugging_face_batch(options.model, MAX_TOKENS, HF_BATCH) as run:
+            tables[HF] = {"": [run(prompts) for _ in range(options.rounds)]}
+        speed = statistics.median(tables[HF][""])
+        print(f"HF generate, whole answers in padded batches of {HF_BATCH}: {speed:.1f} tokens/s")
+    if options.json:
+        options.json.write_text(json.dumps(tables))
+
+
+def measure(
+    engine: Engine,
+    ladder: Ladder,
+    prompts: Sequence[list[int]],
+    batches: Sequence[int],
+    rounds: int,
+) -> dict[str, list[float]]:
+    """Tokens per second by policy and batch, one figure per round. Raises `SystemExit` where an answer depends on the company."""
+    speeds: dict[str, list[float]] = defaultdict(list)
+    _, expected = closed_loop(engine, FULL, None, prompts, 1)
+    closed_loop(engine, EXACT, ladder, prompts[:2], 2)
+    for number in range(rounds):
+        for batch in batches:
+            sides: list[tuple[PolicyName, Ladder | None]] = [(FULL, None), (EXACT, ladder)]
+            for policy, part in sides[:: 1 if number % 2 else -1]:
+                speed, answers = closed_loop(engine, policy, part, prompts, batch)
+                speeds[f"{policy} {batch}"].append(speed)
+                if answers != expected:
+                    raise SystemExit(
+                        f"answers under {policy} at batch {batch} differ from full depth alone"
+                    )
+            print(f"round {number + 1} batch {batch}", flush=True)
+    return dict(speeds)
+
+
+def print_table(title: str, speeds: dict[str, list[float]], batches: Sequence[int]) -> None:
+    median = {key: statistics.median(values) for key, values in speeds.items()}
+    print(f"\n{title}; every answer as under full depth alone")
     print("| requests at once | full tokens/s | exact tokens/s | exact / full | full / full at 1 |")
     print("|---|---|---|---|---|")
-    first = median[FULL, options.batch[0]]
-    for batch in options.batch:
-        full, exact = median[FULL, batch], median[EXACT, batch]
+    first = median[f"{FULL} {batches[0]}"]
+    for batch in batches:
+        full, exact = median[f"{FULL} {batch}"], median[f"{EXACT} {batch}"]
         print(f"| {batch} | {full:.1f} | {exact:.1f} | {exact / full:.2f} | {full / first:.2f} |")
-    if (HF, HF_BATCH) in median:
-        print(f"HF generate, padded batches of {HF_BATCH}: {median[HF, HF_BATCH]:.1f} tokens/s")
-    if options.json:
-        options.json.write_text(
-            json.dumps({f"{side} {batch}": values for (side, batch), values in speeds.items()})
-        )
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class WorkerSettings(ServiceSettings):
     """`max_queue` and `max_queue_tokens`: requests waiting per model and tokens of their prompts; beyond they are refused.
     `max_active_per_client`: waiting and running requests of one address; None: no limit. `kv_budget_mb`: for keys and values of all requests of a
     model, in MiB; None: half of what is free once it is loaded. `prefix_cache_mb`: of these, what ended requests may keep for
-    others that start alike; None: a quarter; 0: nothing. `stall_timeout_s`: how long a client may not read."""
+    others that start alike; None: a quarter; 0: nothing is shared. `stall_timeout_s`: how long a client may not read."""
 
     listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
     max_queue: int = Field(default=64, ge=1)

@@ -11,6 +11,7 @@ from inference_service.engine.planner import (
     PassCosts,
     Reliability,
     exit_pays,
+    least_survival,
 )
 from inference_service.engine.request import GenerationRequest
 from inference_service.engine.sequence import Sequence
@@ -46,7 +47,9 @@ class Drafter:
         if policy.max_drafts:
             room = min(room, policy.max_drafts)
         survival = 1.0
-        while len(chain.drafts) < room and survival >= MIN_SURVIVAL:
+        # A fixed number is what the caller asked for, worth it or not.
+        least = MIN_SURVIVAL if policy.max_drafts else least_survival(self._costs, num_sequences)
+        while len(chain.drafts) < room and survival >= least:
             draft = self._next(sequence, chain, survival, num_sequences)
             if draft is None:
                 break

@@ -81,8 +81,8 @@ class Engine:
 
     `ladder` is used for requests that bring none of their own. `kv_budget_bytes` bounds the keys and values of all running
     requests together; None: half of what is free. A request takes its share, its prompt and its longest answer, before it
-    starts, and waits until there is room. `prefix_cache_bytes` of that budget, None: a quarter, 0: nothing, keep what ended
-    requests have computed for others that start alike, as long as nobody needs the room. `max_queue` bounds the requests that
+    starts, and waits until there is room. `prefix_cache_bytes` of that budget, None: a quarter, keep what ended requests
+    have computed for others that start alike, as long as nobody needs the room; 0: nothing is shared. `max_queue` bounds the requests that
     wait, `max_queue_tokens` their prompts. `on_failure` is called by the engine's thread should it ever end by itself; every
     later request is refused with `Unavailable`.
     """

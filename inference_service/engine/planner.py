@@ -47,6 +47,20 @@ class PassCosts:
         return low_s + (high_s - low_s) * (num_tokens - low) / (high - low)
 
 
+def least_survival(costs: PassCosts, num_sequences: int) -> float:
+    """How likely a draft must be to survive, for it to be worth its place in the pass of so many sequences.
+
+    With E tokens expected from a pass of c seconds, a draft that makes it d seconds longer must promise E d / c, and E is at
+    least one per sequence. The cheaper of one draft and many sets the bar: a step in the costs may be worth crossing.
+    """
+    cost = costs.of_pass(num_sequences)
+    growth = min(
+        (costs.of_pass(num_sequences + count) - cost) / count
+        for count in (1, max(costs.max_drafts, 1))
+    )
+    return min(max(num_sequences * growth / cost, MIN_SURVIVAL), 1.0)
+
+
 class Reliability:
     """How the drafts of each rung fare against their probabilities; scales those to come.
 

@@ -47,6 +47,8 @@ class _Kept:
 class Prefixes:
     """Caches of ended sequences, the most recently useful last, `max_slots` positions in all; running sequences lend, too.
 
+    With `max_slots` 0 nothing is shared at all.
+
     The engine's thread alone, but for `longest`.
     """
 
@@ -81,6 +83,8 @@ class Prefixes:
 
         The last token of a prompt is always read: what follows it is chosen from its state.
         """
+        if not self._max_slots:
+            return
         prompt = reader.tokens[: reader.num_prompt_tokens - 1]
         best: Donor | None = None
         shared = reader.num_settled + MIN_SHARED - 1
@@ -97,12 +101,13 @@ class Prefixes:
         if isinstance(best, _Kept):
             self._kept = (*(kept for kept in self._kept if kept is not best), best)
 
-    @staticmethod
-    def is_being_read(reader: Reader, reading: Iterable[Donor]) -> bool:
+    def is_being_read(self, reader: Reader, reading: Iterable[Donor]) -> bool:
         """Whether a sequence of `reading`, at work on its prompt in this very step, reads what `reader` would read next."""
         prompt = reader.tokens[: reader.num_prompt_tokens - 1]
         wanted = reader.num_settled + MIN_SHARED
-        return any(common_prefix(prompt, other.tokens) >= wanted for other in reading)
+        return self._max_slots > 0 and any(
+            common_prefix(prompt, other.tokens) >= wanted for other in reading
+        )
 
     def longest(self, prompt: Sequence[int]) -> int:
         """How many tokens of `prompt` an ended sequence could lend now. From any thread."""

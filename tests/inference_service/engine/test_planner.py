@@ -1,3 +1,4 @@
+import random
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from inference_service.engine.planner import (
     Reliability,
     best_lengths,
     exit_pays,
+    least_survival,
 )
 from shared.ladder.rungs import Draft
 
@@ -46,6 +48,36 @@ def test_where_tokens_cost_as_much_as_passes_nothing_is_drafted() -> None:
 def test_a_step_in_the_cost_is_crossed_only_if_it_pays() -> None:
     assert best_lengths([[0.9, 0.9, 0.9, 0.1, 0.1]], STEP) == [3]
     assert best_lengths([[0.99] * 8], STEP) == [8]
+
+
+def cut(chain: list[float], least: float) -> list[float]:
+    """The chain as far as it is built: up to and with the first draft less likely than that to survive."""
+    survival = 1.0
+    for index, probability in enumerate(chain):
+        if survival < least:
+            return chain[:index]
+        survival *= probability
+    return chain
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 8, 16])
+def test_drafts_that_are_not_looked_up_would_not_have_been_verified(num_sequences: int) -> None:
+    draw = random.Random(num_sequences)
+    shorter = 0
+    for _ in range(200):
+        slope = draw.choice([0.01, 0.05, 0.2])
+        costs = PassCosts(tuple(1.0 + slope * n for n in range(9)), wide=((64, 1.0 + slope * 63),))
+        chains = [[draw.random() for _ in range(draw.randint(0, 8))] for _ in range(num_sequences)]
+        built = [cut(chain, least_survival(costs, num_sequences)) for chain in chains]
+        shorter += built != chains
+        assert best_lengths(built, costs) == best_lengths(chains, costs)
+    assert shorter > 50
+
+
+def test_a_step_in_the_cost_does_not_hide_what_lies_behind_it() -> None:
+    assert least_survival(PassCosts((1.0, 1.5, *([1.5] * 7))), 1) == pytest.approx(0.5 / 8)
+    assert least_survival(STEEP, 1) == 1.0
+    assert least_survival(PassCosts((1.0,)), 1) >= 0.0
 
 
 def test_an_exit_is_asked_when_it_gains_more_than_it_costs() -> None:

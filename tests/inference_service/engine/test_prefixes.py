@@ -62,7 +62,7 @@ def test_the_last_token_of_a_prompt_is_always_read():
 
 
 def test_a_running_sequence_lends_only_what_it_has_settled():
-    prefixes = Prefixes(0)
+    prefixes = Prefixes(1)
     donor = sequence([*STEM, 900], num_settled=MIN_SHARED + 4, fill=1.0)
     reader = sequence([*STEM, 800])
     prefixes.lend(reader, [reader, donor])
@@ -170,7 +170,7 @@ def test_a_conversation_goes_on_from_its_own_answer(loaded):
 def test_requests_at_once_read_their_common_beginning_once(loaded):
     stopping = StoppingParams(max_tokens=3, ignore_eos=True)
     long_stem = STEM * 2
-    with Engine(loaded, prefix_cache_bytes=0) as engine:
+    with Engine(loaded) as engine:
         requests = [
             GenerationRequest((*long_stem, 91 + i), stopping=stopping, policy=DepthPolicy("full"))
             for i in range(6)
@@ -179,6 +179,15 @@ def test_requests_at_once_read_their_common_beginning_once(loaded):
         finished = [list(handle.events())[-1] for handle in handles]
     cached = [event.num_cached_tokens for event in finished if isinstance(event, Finished)]
     assert cached == [0] + [len(long_stem)] * 5
+
+
+def test_nothing_is_shared_where_that_is_turned_off(loaded):
+    stopping = StoppingParams(max_tokens=3, ignore_eos=True)
+    request = GenerationRequest((*STEM, 91), stopping=stopping, policy=DepthPolicy("full"))
+    with Engine(loaded, prefix_cache_bytes=0) as engine:
+        handles = [engine.submit(request) for _ in range(3)]
+        finished = [list(handle.events())[-1] for handle in handles]
+    assert [e.num_cached_tokens for e in finished if isinstance(e, Finished)] == [0, 0, 0]
 
 
 def test_what_is_kept_makes_room_for_what_runs(loaded):

@@ -1,0 +1,88 @@
+"""Time to the first token of prompts that start alike, with and without sharing what has been read.
+
+    python -m bench.prefix --model DIR [--shared 600] [--own 40] [--requests 6] [--rounds 3]
+
+The same prompts for both sides, which take turns: one after the other, and all at once. Full depth, float32, one token each.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections import defaultdict
+from datetime import date
+
+import torch
+import transformers
+
+from inference_service.engine.engine import Engine
+from inference_service.engine.request import GenerationRequest, StoppingParams
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import LoadedModel, load_model
+
+
+def prompts(loaded: LoadedModel, shared: int, own: int, count: int) -> list[tuple[int, ...]]:
+    """Random tokens: what they say does not matter to the time they take."""
+    draw = random.Random(0)
+    stem = [draw.randrange(100, loaded.vocabulary_size) for _ in range(shared)]
+    tails = [
+        [draw.randrange(100, loaded.vocabulary_size) for _ in range(own)] for _ in range(count)
+    ]
+    return [(*stem, *tail) for tail in tails]
+
+
+def first_tokens(engine: Engine, texts: list[tuple[int, ...]]) -> list[float]:
+    """Seconds to each first token, the requests sent at once."""
+    stopping = StoppingParams(max_tokens=1, ignore_eos=True)
+    start = time.perf_counter()
+    handles = [
+        engine.submit(GenerationRequest(text, stopping=stopping, policy=DepthPolicy("full")))
+        for text in texts
+    ]
+    seconds = []
+    for handle in handles:
+        next(handle.events())
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", required=True)
+    parser.add_argument(
+        "--shared", type=int, default=600, help="tokens that all prompts start with"
+    )
+    parser.add_argument("--own", type=int, default=40, help="tokens of each prompt's own")
+    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+    loaded = load_model(options.model)
+    texts = prompts(loaded, options.shared, options.own, options.requests)
+    figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for _ in range(options.rounds):
+        for name, kept in (("read in full", 0), ("shared", None)):
+            # An engine each: nothing may be left from the round before.
+            with Engine(loaded, prefix_cache_bytes=kept) as engine:
+                engine.warm_up()
+                alone = [first_tokens(engine, [text])[0] for text in texts]
+            with Engine(loaded, prefix_cache_bytes=kept) as engine:
+                engine.warm_up()
+                together = first_tokens(engine, texts)
+            figures[name]["first"].append(alone[0])
+            figures[name]["each later one"].append(statistics.median(alone[1:]))
+            figures[name]["last of all at once"].append(together[-1])
+    print(f"{date.today()} {torch.get_num_threads()} threads, torch {torch.__version__}")
+    columns = list(figures["shared"])
+    print("| seconds to the first token | " + " | ".join(columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name, row in figures.items():
+        print(
+            f"| {name} | " + " | ".join(f"{statistics.median(row[c]):.2f}" for c in columns) + " |"
+        )
+
+
+if __name__ == "__main__":
+    main()
