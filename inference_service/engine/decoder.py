@@ -13,6 +13,7 @@ from inference_service.engine.planner import PassCosts, Reliability, best_length
 from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.sequence import Sequence
+from inference_service.engine.statistics import EngineStatistics
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
 from shared.model.sampling import choose
@@ -41,6 +42,7 @@ class Decoder:
     def __init__(self, runner: DepthRunner, prefixes: Prefixes | None = None) -> None:
         self.runner = runner
         self.prefixes = prefixes or Prefixes(0)
+        self.statistics = EngineStatistics(runner.num_layers)
 
     def start(
         self, request: GenerationRequest, ladder: BoundLadder | None, served: Reliability
@@ -62,11 +64,17 @@ class Decoder:
         One deep pass serves all, where the model can be run so; else one each.
         """
         now = time.monotonic()
-        for sequence, _ in batch:
-            sequence.started_s = sequence.started_s or now
+        sequences = [sequence for sequence, _ in batch]
+        for sequence in sequences:
+            if sequence.started_s is None:
+                sequence.started_s = now
+                self.statistics.queue_s.record(now - sequence.submitted_s)
         if self.runner.can_pack:
-            return self._step(batch, costs, batch)
-        return [self._step([member], costs, batch)[0] for member in batch]
+            results = self._step(batch, costs, batch)
+        else:
+            results = [self._step([member], costs, batch)[0] for member in batch]
+        self.statistics.record_step(time.monotonic() - now, sequences, results)
+        return results
 
     def _step(
         self,
@@ -128,6 +136,7 @@ class Decoder:
         turn.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
         sequence.num_drafted += len(chain.drafts)
         sequence.num_accepted += len(final)
+        self.statistics.record_drafts(final, len(final))
         return not sequence.is_finished
 
     def _settle(self, turns: list[_Turn]) -> None:
@@ -161,6 +170,7 @@ class Decoder:
             sequence.num_token_layers += chain.num_token_layers
             sequence.num_accepted += num_confirmed
             sequence.reliability.record(chain.drafts[chain.num_final :], num_confirmed)
+            self.statistics.record_drafts(chain.drafts[chain.num_final :], num_confirmed)
             # Everything but the last token chosen has now been through every layer; rejected drafts are overwritten later.
             num_through = 1 + chain.num_final + num_confirmed
             sequence.num_settled = chain.base + num_through

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from inference_service.engine.costs import measure_deep, measure_exits, measure_wide
@@ -72,7 +72,6 @@ class Generation:
 class _Job:
     handle: GenerationHandle
     ladder: Ladder | None
-    submitted_s: float = field(default_factory=time.monotonic)
     sequence: Sequence | None = None
 
 
@@ -112,6 +111,7 @@ class Engine:
         if prefix_cache_bytes is None:
             prefix_cache_bytes = int(PREFIX_SHARE * self._kv_budget)
         self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // self._slot_bytes))
+        self.statistics = self._decoder.statistics
         self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, Drafter]] = OrderedDict()
         self._costs: PassCosts | None = None
         self._waiting: deque[_Job] = deque()
@@ -129,6 +129,12 @@ class Engine:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def kv_usage_ratio(self) -> float:
+        """Share of the KV budget that the requests taken up hold, in [0, 1]."""
+        with self._changed:
+            return self._kv_taken() / max(self._kv_budget, 1)
 
     def warm_up(self) -> None:
         """Returns once the passes' costs are measured; the first request would otherwise wait for that."""
@@ -316,7 +322,7 @@ class Engine:
                 (self._running if job in self._running else self._waiting).remove(job)
             while self._waiting and self._has_room():
                 self._running.append(self._waiting.popleft())
-            taken = sum(self._kv_bytes(job.handle.request) for job in self._running)
+            taken = self._kv_taken()
             ready = [job for job in self._running if not job.handle.is_paused]
         for job in over:
             if job.handle.is_cancelled:
@@ -351,7 +357,8 @@ class Engine:
             if job.sequence is None:
                 request = job.handle.request
                 job.sequence = self._decoder.start(request, bound, drafter.served(request))
-                job.sequence.submitted_s = job.submitted_s
+                job.sequence.submitted_s = job.handle.submitted_s
+                job.handle.started_s = time.monotonic()
             batch.append((job.sequence, drafter))
         assert self._costs is not None
         results = self._decoder.step(batch, self._costs)
@@ -387,8 +394,10 @@ class Engine:
         """
         if sum(not job.handle.is_paused for job in self._running) >= MAX_RUNNING:
             return False
-        taken = sum(self._kv_bytes(job.handle.request) for job in self._running)
-        return taken + self._kv_bytes(self._waiting[0].handle.request) <= self._kv_budget
+        return self._kv_taken() + self._kv_bytes(self._waiting[0].handle.request) <= self._kv_budget
+
+    def _kv_taken(self) -> int:
+        return sum(self._kv_bytes(job.handle.request) for job in self._running)
 
     @staticmethod
     def _is_over(job: _Job) -> bool:

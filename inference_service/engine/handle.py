@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from inference_service.engine.request import Finished, GenerationEvent, GenerationRequest
@@ -19,6 +20,9 @@ class GenerationHandle:
         self, request: GenerationRequest, wake: Callable[[], None], on_event: OnEvent | None
     ) -> None:
         self.request = request
+        self.submitted_s = time.monotonic()
+        # When the engine took it up; None while it waits.
+        self.started_s: float | None = None
         self._wake = wake
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
         self._deliver = on_event or self._events.put

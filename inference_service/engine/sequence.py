@@ -14,6 +14,7 @@ from inference_service.engine.request import (
     GenerationRequest,
     TokenChunk,
 )
+from inference_service.engine.statistics import Progress
 from inference_service.engine.text import Detokenizer, StopStrings
 from shared.ladder.ladder import BoundLadder, SequenceDrafter
 from shared.model.cache import SlotCache
@@ -57,6 +58,7 @@ class Sequence:
         self.num_deep_passes = 0
         self.num_layer_executions = 0
         self.num_token_layers = 0
+        self.counted = Progress()
         self._exits: Counter[tuple[str, int]] = Counter()
         self._loaded = loaded
         self._detokenizer = Detokenizer(loaded.tokenizer)

@@ -1,0 +1,138 @@
+"""What the engine counts of requests whose numbers are known."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from inference_service.engine.engine import Engine
+from inference_service.engine.request import GenerationRequest, StoppingParams
+from inference_service.engine.statistics import Distribution, EngineStatistics, Progress
+from shared.ladder.policy import DepthPolicy
+from shared.ladder.rungs import Draft
+from shared.model.load import LoadedModel, wrap_model
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.scripted_ladder import ScriptedLadder
+
+PROMPT = [5, 17, 3, 44, 8]
+NUM_NEW = 24
+DRAFTING = DepthPolicy("exact", max_drafts=4)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return wrap_model(build_family("llama"))
+
+
+@pytest.fixture(scope="module")
+def answer(loaded: LoadedModel) -> list[int]:
+    with Engine(loaded) as engine:
+        return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
+
+
+def right(answer: list[int]):
+    return lambda context: ([*answer, 0][min(len(context) - len(PROMPT), NUM_NEW)], 0.9)
+
+
+def test_a_distribution_counts_up_to_its_bounds_and_beyond() -> None:
+    values = Distribution((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 7.0):
+        values.record(value)
+    values.record(2.0, times=3)
+    assert values.counts == [2, 4, 1]
+    assert values.sum == pytest.approx(16.0)
+
+
+def test_plain_decoding_saves_nothing(loaded: LoadedModel) -> None:
+    with Engine(loaded) as engine:
+        for _ in range(2):
+            engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
+        counted = engine.statistics
+    assert counted.num_prompt_tokens == 2 * len(PROMPT)
+    assert counted.num_generated_tokens == 2 * NUM_NEW
+    assert counted.num_layer_executions == 2 * (NUM_NEW - 1) * NUM_LAYERS
+    assert counted.num_layer_executions_saved == counted.num_layer_executions_extra == 0
+    assert counted.exits == {"full": 2 * NUM_NEW}
+    assert not counted.drafted
+    assert sum(counted.queue_s.counts) == 2
+    # One step reads the prompt, which is this short, and brings the first token.
+    assert sum(counted.step_s.counts) == sum(counted.step_sequences.counts) == 2 * NUM_NEW
+    assert sum(counted.inter_token_s.counts) == 2 * (NUM_NEW - 1)
+
+
+def test_right_drafts_are_layers_saved(loaded: LoadedModel, answer: list[int]) -> None:
+    with Engine(loaded, ScriptedLadder(right(answer))) as engine:
+        stats = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW).stats
+        counted = engine.statistics
+    assert counted.drafted == counted.accepted == {"suffix": 18}
+    assert counted.exits == {"full": 6, "suffix": 18}
+    assert counted.num_layer_executions == stats.num_layer_executions == 5 * NUM_LAYERS
+    assert counted.num_layer_executions_saved == 18 * NUM_LAYERS
+    assert counted.num_layer_executions_extra == 0
+    # Chains of several tokens count once for each of them.
+    assert sum(counted.inter_token_s.counts) == NUM_NEW - 1
+    assert sum(counted.step_s.counts) == 6
+
+
+def test_rejected_exits_are_layers_in_excess(loaded: LoadedModel, answer: list[int]) -> None:
+    wrong = right([(token + 1) % VOCABULARY_SIZE for token in answer])
+    ladder = ScriptedLadder(exits=wrong, depths=(2,))
+    with Engine(loaded, ladder) as engine:
+        stats = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW).stats
+        counted = engine.statistics
+    assert counted.drafted == {"depth-2": stats.num_drafted}
+    assert counted.accepted == {"depth-2": 0}
+    assert counted.num_layer_executions_saved == 0
+    assert counted.num_layer_executions_extra > 0
+    plain = NUM_LAYERS * (NUM_NEW - 1)
+    assert counted.num_layer_executions == plain + counted.num_layer_executions_extra
+
+
+def test_of_drafts_the_first_are_accepted() -> None:
+    counted = EngineStatistics(NUM_LAYERS)
+    rungs = ("suffix", "depth-2", "suffix")
+    counted.record_drafts([Draft(1, 0.5, rung, 0) for rung in rungs], num_accepted=2)
+    assert counted.drafted == {"suffix": 2, "depth-2": 1}
+    assert counted.accepted == {"suffix": 1, "depth-2": 1}
+
+
+def test_time_between_steps_is_shared_by_their_tokens() -> None:
+    counted = EngineStatistics(NUM_LAYERS)
+    seen = Progress(3, 7, delivered_s=time.monotonic() - 0.9)
+    sequence = SimpleNamespace(num_generated=6, num_layer_executions=11, counted=seen)
+    counted.record_step(0.25, [sequence], [[]])
+    assert sum(counted.inter_token_s.counts) == 3
+    assert 0.9 <= counted.inter_token_s.sum < 1.0
+    assert counted.num_layer_executions == 4
+    # What has been counted is not counted again.
+    counted.record_step(0.25, [sequence], [[]])
+    assert counted.num_generated_tokens == 3
+    assert counted.step_s.sum == pytest.approx(0.5)
+
+
+def test_cancelled_requests_count_and_give_their_share_of_memory_back(loaded: LoadedModel) -> None:
+    request = GenerationRequest(
+        prompt_ids=tuple(PROMPT), policy=DepthPolicy("full"), stopping=StoppingParams(max_tokens=50)
+    )
+    with Engine(loaded, kv_budget_bytes=1 << 20) as engine:
+        handle = engine.submit(request)
+        handle.pause()
+        deadline_s = time.monotonic() + 10
+        while not engine.num_running:
+            assert time.monotonic() < deadline_s
+        assert 0 < engine.kv_usage_ratio < 1
+        share = engine.kv_usage_ratio
+        other = engine.submit(request)
+        other.pause()
+        while engine.num_running < 2:
+            assert time.monotonic() < deadline_s
+        assert engine.kv_usage_ratio == pytest.approx(2 * share)
+        handle.resume()
+        events = handle.events()
+        next(events)
+        events.close()
+        other.cancel()
+        while engine.num_running:
+            assert time.monotonic() < deadline_s
+        assert engine.kv_usage_ratio == 0
+        assert engine.statistics.num_generated_tokens >= 1
