@@ -20,6 +20,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 from shared.errors import NeapError, Unavailable
 from shared.rpc.serving import MAX_MESSAGE_BYTES
 from shared.rpc.status import from_rpc_error
+from shared.rpc.tracing import TraceInjector
 
 T = TypeVar("T")
 
@@ -41,7 +42,8 @@ class NeapClient:
         self.target = target
         self._timeout_s = timeout_s
         self._num_attempts = num_attempts
-        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._channel = grpc.intercept_channel(channel, TraceInjector())
         # The generated stubs are untyped.
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)

@@ -1,4 +1,4 @@
-"""What happens around every call of a service: a request id, one log line, and errors as rich statuses."""
+"""What happens around every call of a service: a request id, a span, one log line, and errors as rich statuses."""
 
 import asyncio
 import inspect
@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from shared.errors import InvalidInput, NeapError
 from shared.rpc.status import (
@@ -22,10 +23,12 @@ from shared.rpc.status import (
     trailing_metadata,
     unexpected_status,
 )
+from shared.rpc.tracing import end_call_span, start_call_span, trace_id_of
 
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
+_fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fields", default=None)
 _QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 log = structlog.get_logger("neap.rpc")
@@ -34,6 +37,13 @@ log = structlog.get_logger("neap.rpc")
 def current_request_id() -> str:
     """Id of the call this task serves: the client's `x-request-id`, or one made here. Empty outside a call."""
     return _request_id.get()
+
+
+def annotate_call(**fields: str | int | float) -> None:
+    """Adds `fields` to the log line and the span of the call this task serves. Outside a call it does nothing."""
+    known = _fields.get()
+    if known is not None:
+        known.update(fields)
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
@@ -125,11 +135,20 @@ def _well_formed(request: Any) -> Any:
 @asynccontextmanager
 async def _observed(method: str, context: Any) -> AsyncIterator[None]:
     request_id = _take_request_id(context)
+    fields: dict[str, str | int | float] = {}
+    ids = {"request_id": request_id}
+    is_quiet = method.startswith(_QUIET_SERVICES)
+    span: Span = INVALID_SPAN
+    if not is_quiet:
+        span = start_call_span(method, context.invocation_metadata() or ())
+        if trace_id := trace_id_of(span):
+            ids["trace_id"] = trace_id
     _request_id.set(request_id)
-    structlog.contextvars.bind_contextvars(request_id=request_id)
+    _fields.set(fields)
+    structlog.contextvars.bind_contextvars(**ids)
     context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
     started_s = time.monotonic()
-    code, fields = "OK", {}
+    code = "OK"
     try:
         yield
     except grpc.aio.AbortError:
@@ -142,21 +161,23 @@ async def _observed(method: str, context: Any) -> AsyncIterator[None]:
         raise
     except NeapError as error:
         status = to_status(error)
-        code, fields = code_of_status(status).name, {"reason": error.reason}
+        code, fields["reason"] = code_of_status(status).name, error.reason
         await _abort(context, status, request_id)
     except Exception:
         error_id = secrets.token_hex(8)
-        code, fields = "INTERNAL", {"error_id": error_id}
-        log.exception("unexpected error", method=method, error_id=error_id)
+        code, fields["error_id"] = "INTERNAL", error_id
+        log.exception("unexpected error", method=method, error_id=error_id, **ids)
         await _abort(context, unexpected_status(error_id), request_id)
     finally:
-        quiet = code == "OK" and method.startswith(_QUIET_SERVICES)
-        (log.debug if quiet else log.info)(
+        end_call_span(span, code, {**fields, "request_id": request_id})
+        # The ids once more: a generator nobody finished is closed in the context of some other task.
+        (log.debug if is_quiet and code == "OK" else log.info)(
             "call ended",
             method=method,
             code=code,
             duration_s=round(time.monotonic() - started_s, 6),
             **fields,
+            **ids,
         )
 
 

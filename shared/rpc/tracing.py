@@ -1,0 +1,103 @@
+"""OpenTelemetry spans of calls, after the semantic conventions for gRPC.
+
+https://opentelemetry.io/docs/specs/semconv/rpc/grpc. Without an SDK (`shared.rpc.trace_export`) spans are empty, but a caller's
+trace id is still known and passed on. The W3C propagator is used by name: the API's global one would read the environment.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+_tracer = trace.get_tracer("neap")
+# What the conventions call a server's error; the rest (CANCELLED, NOT_FOUND, ...) may be the caller's doing.
+_SERVER_ERRORS = frozenset(
+    ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
+)
+
+
+def start_call_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Span:
+    """The span of a call to `method` ("/package.Service/Method"), below the caller's, and current for the rest of this task.
+
+    gRPC gives every call a task of its own, so nothing is put back at the end, which may come in another task's context.
+    """
+    carrier = {key: value for key, value in metadata if isinstance(value, str)}
+    parent = _PROPAGATOR.extract(carrier, context=otel_context.Context())
+    span = _tracer.start_span(
+        method.lstrip("/"),
+        context=parent,
+        kind=SpanKind.SERVER,
+        attributes={"rpc.system.name": "grpc", "rpc.method": method.lstrip("/")},
+    )
+    otel_context.attach(trace.set_span_in_context(span))
+    return span
+
+
+def end_call_span(span: Span, code: str, fields: Mapping[str, str | int | float]) -> None:
+    """`code` is the name of the gRPC status; `fields` become attributes "neap.<name>"."""
+    span.set_attribute("rpc.response.status_code", code)
+    for name, value in fields.items():
+        span.set_attribute(f"neap.{name}", value)
+    if code in _SERVER_ERRORS:
+        span.set_attribute("error.type", code)
+        span.set_status(Status(StatusCode.ERROR))
+    span.end()
+
+
+def record_span(name: str, start_s: float, end_s: float) -> None:
+    """A span below the current one that is over already. Times in `time.monotonic()` seconds."""
+    offset_ns = time.time_ns() - time.monotonic_ns()
+    span = _tracer.start_span(name, start_time=offset_ns + round(start_s * 1e9))
+    span.end(offset_ns + round(max(start_s, end_s) * 1e9))
+
+
+def trace_id_of(span: Span) -> str:
+    """32 hexadecimal digits; "" where there is no trace."""
+    found = span.get_span_context()
+    return trace.format_trace_id(found.trace_id) if found.is_valid else ""
+
+
+@dataclass(frozen=True)
+class _CallDetails(grpc.ClientCallDetails):
+    method: str
+    timeout: float | None
+    metadata: tuple[tuple[str, str | bytes], ...] | None
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: grpc.Compression | None
+
+
+class TraceInjector(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Sends the current span's context along, as `traceparent`. Adds nothing where there is no span."""
+
+    def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        return continuation(_injected(client_call_details), request)
+
+    def intercept_unary_stream(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        return continuation(_injected(client_call_details), request)
+
+
+def _injected(details: Any) -> Any:
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    if not carrier:
+        return details
+    return _CallDetails(
+        method=details.method,
+        timeout=details.timeout,
+        metadata=(*(details.metadata or ()), *carrier.items()),
+        credentials=details.credentials,
+        wait_for_ready=details.wait_for_ready,
+        compression=details.compression,
+    )

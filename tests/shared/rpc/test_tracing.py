@@ -1,0 +1,243 @@
+"""Spans of calls over real gRPC: names, parents, statuses, and that each ends and none leaks into another's call."""
+
+import asyncio
+import gc
+import json
+import threading
+
+import grpc
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, StatusCode
+
+from shared.errors import Corrupt, NeapError, NotFound
+from shared.rpc.client import NeapClient
+from shared.rpc.interceptors import annotate_call, current_request_id
+from shared.rpc.logs import configure_logging
+from tests.spans import recorded_spans
+
+GET_MODEL = "neap.inference.v1.InferenceService/GetModel"
+GENERATE = "neap.inference.v1.InferenceService/Generate"
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+EVENT = inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text="x" * 1000))
+
+
+@pytest.fixture
+def spans():
+    return recorded_spans()
+
+
+@pytest.fixture
+def channel(server):
+    with grpc.insecure_channel(server.target) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel):
+    return inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+def _trace_id(span):
+    return trace.format_trace_id(span.context.trace_id)
+
+
+def test_a_call_is_a_server_span_below_the_callers(scripted, stub, spans):
+    scripted.on_get_model = lambda request, context: annotate_call(model_id="m", size=3)
+    stub.GetModel(inference_pb2.GetModelRequest(), metadata=(("traceparent", TRACEPARENT),))
+    spans.wait_for(lambda: spans.finished)
+    (span,) = spans.finished
+    assert (span.name, span.kind) == (GET_MODEL, SpanKind.SERVER)
+    assert _trace_id(span) == TRACE
+    assert trace.format_span_id(span.parent.span_id) == PARENT
+    assert span.status.status_code is StatusCode.UNSET
+    attributes = dict(span.attributes)
+    assert len(attributes.pop("neap.request_id")) == 16
+    assert attributes == {
+        "rpc.system.name": "grpc",
+        "rpc.method": GET_MODEL,
+        "rpc.response.status_code": "OK",
+        "neap.model_id": "m",
+        "neap.size": 3,
+    }
+
+
+@pytest.mark.parametrize("traceparent", ["", "nonsense", f"00-{'0' * 32}-{PARENT}-01"])
+def test_without_a_usable_traceparent_a_trace_begins(stub, spans, traceparent):
+    stub.GetModel(inference_pb2.GetModelRequest(), metadata=(("traceparent", traceparent),))
+    stub.GetModel(inference_pb2.GetModelRequest())
+    spans.wait_for(lambda: len(spans.finished) == 2)
+    assert all(span.parent is None for span in spans.finished)
+    assert len({_trace_id(span) for span in spans.finished}) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "is_servers"),
+    [
+        (NotFound("no such"), "NOT_FOUND", False),
+        (Corrupt("broken"), "DATA_LOSS", True),
+        (RuntimeError("secret"), "INTERNAL", True),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_errors_end_the_span_with_their_code(
+    scripted, stub, spans, error, code, is_servers, streaming
+):
+    def get_model(request, context):
+        raise error
+
+    async def generate(request, context):
+        yield EVENT
+        raise error
+
+    scripted.on_get_model, scripted.on_generate = get_model, generate
+    method = (lambda request: list(stub.Generate(request))) if streaming else stub.GetModel
+    with pytest.raises(grpc.RpcError):
+        method(inference_pb2.GenerateRequest())
+    spans.wait_for(lambda: spans.finished)
+    (span,) = spans.finished
+    assert span.attributes["rpc.response.status_code"] == code
+    assert span.attributes.get("error.type") == (code if is_servers else None)
+    assert span.status.status_code is (StatusCode.ERROR if is_servers else StatusCode.UNSET)
+    if isinstance(error, NeapError):
+        assert span.attributes["neap.reason"] == error.reason
+    assert "secret" not in span.to_json()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["in an await", "in a yield"])
+@pytest.mark.parametrize(("timeout_s", "code"), [(None, "CANCELLED"), (0.3, "DEADLINE_EXCEEDED")])
+def test_calls_that_are_given_up_end_their_span(scripted, stub, spans, waits, timeout_s, code):
+    async def generate(request, context):
+        yield EVENT
+        if waits:
+            await asyncio.sleep(30)
+        while True:  # until nobody takes them and gRPC itself waits
+            yield EVENT
+
+    scripted.on_generate = generate
+    call = stub.Generate(inference_pb2.GenerateRequest(), timeout=timeout_s)
+    next(call)
+    if timeout_s is None:
+        call.cancel()
+
+    def ended():
+        gc.collect()
+        return spans.finished
+
+    spans.wait_for(ended)
+    (span,) = spans.finished
+    assert span.attributes["rpc.response.status_code"] == code
+    is_error = code == "DEADLINE_EXCEEDED"
+    assert span.status.status_code is (StatusCode.ERROR if is_error else StatusCode.UNSET)
+
+
+def test_interleaved_streams_keep_their_spans_and_fields_apart(scripted, stub, spans, capfd):
+    """Both handlers are in the middle of their streams while the other runs, and end in the order they began."""
+    seen = []
+
+    async def generate(request, context):
+        name = request.model_id
+        for number in range(20):
+            own = trace.format_trace_id(trace.get_current_span().get_span_context().trace_id)
+            seen.append((name, own, current_request_id()))
+            with trace.get_tracer("test").start_as_current_span(f"{name} {number}"):
+                annotate_call(model_id=name, steps=number)
+                await asyncio.sleep(0.002)
+                yield EVENT
+                await asyncio.sleep(0.002)
+
+    def call(name, trace_id):
+        metadata = (("traceparent", f"00-{trace_id}-{PARENT}-01"), ("x-request-id", name))
+        return stub.Generate(inference_pb2.GenerateRequest(model_id=name), metadata=metadata)
+
+    scripted.on_generate = generate
+    configure_logging(json_lines=True)
+    try:
+        traces = {"first": "1" * 32, "second": "2" * 32}
+        calls = [call(name, trace_id) for name, trace_id in traces.items()]
+        for _ in zip(*calls, strict=True):
+            pass
+        spans.wait_for(lambda: len(spans.finished) == 42)
+    finally:
+        structlog.reset_defaults()
+    names = [name for name, _, _ in seen]
+    assert names != sorted(names), "the streams did not interleave"
+    assert {(name, traces[name], name) for name in traces} == set(seen)
+    servers = {span.attributes["neap.model_id"]: span for span in spans.named(GENERATE)}
+    for name, trace_id in traces.items():
+        assert _trace_id(servers[name]) == trace_id
+        assert servers[name].attributes["neap.steps"] == 19
+        for number in range(20):
+            (child,) = spans.named(f"{name} {number}")
+            assert child.parent.span_id == servers[name].context.span_id
+    lines = [
+        json.loads(line) for line in capfd.readouterr().err.splitlines() if "call ended" in line
+    ]
+    assert {(line["request_id"], line["model_id"], line["trace_id"]) for line in lines} == {
+        (name, name, trace_id) for name, trace_id in traces.items()
+    }
+
+
+def test_a_stream_closed_late_is_logged_under_its_own_ids(scripted, stub, spans, capfd):
+    """A generator given up inside a yield is closed by the event loop, in whatever context that happens to be."""
+
+    async def generate(request, context):
+        while True:
+            yield EVENT
+
+    scripted.on_generate = generate
+    configure_logging(json_lines=True)
+    try:
+        metadata = (("x-request-id", "gone"), ("traceparent", TRACEPARENT))
+        call = stub.Generate(inference_pb2.GenerateRequest(), metadata=metadata)
+        next(call)
+        call.cancel()
+        busy = threading.Thread(
+            target=lambda: [
+                stub.GetModel(inference_pb2.GetModelRequest(), metadata=(("x-request-id", "busy"),))
+                for _ in range(20)
+            ]
+        )
+        busy.start()
+        busy.join()
+        spans.wait_for(lambda: spans.named(GENERATE))
+    finally:
+        structlog.reset_defaults()
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if GENERATE in line]
+    ended = [line for line in lines if line["event"] == "call ended"]
+    assert [(line["request_id"], line["trace_id"]) for line in ended] == [("gone", TRACE)]
+
+
+def test_health_checks_leave_no_span(channel, stub, spans):
+    health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    stub.GetModel(inference_pb2.GetModelRequest())
+    spans.wait_for(lambda: spans.finished)
+    assert [span.name for span in spans.finished] == [GET_MODEL]
+
+
+def test_the_client_passes_its_span_on_and_nothing_without_one(scripted, server, spans):
+    received = []
+
+    async def generate(request, context):
+        received.append(dict(context.invocation_metadata()))
+        yield EVENT
+
+    scripted.on_generate = generate
+    scripted.on_get_model = lambda request, context: received.append(
+        dict(context.invocation_metadata())
+    )
+    with NeapClient(server.target) as client:
+        client.get_model("m")
+        assert "traceparent" not in received[0]
+        with trace.get_tracer("test").start_as_current_span("caller") as caller:
+            client.get_model("m")
+            assert len(list(client.generate(inference_pb2.GenerateRequest()))) == 1
+    spans.wait_for(lambda: len(spans.finished) == 4)
+    below = [span for span in spans.finished if span.parent is not None]
+    assert {span.name for span in below} == {GET_MODEL, GENERATE}
+    for span in below:
+        assert span.parent.span_id == caller.get_span_context().span_id
