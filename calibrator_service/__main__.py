@@ -17,6 +17,7 @@ from shared.errors import NeapError
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
 from shared.rpc.serving import RpcServer
+from shared.rpc.trace_export import traces_exported
 
 log = structlog.get_logger("neap.calibration")
 
@@ -96,7 +97,8 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = DEFAULT_RECIPE) -> 
             CalibratorSettings, "python -m calibrator_service", argv
         )
         configure_logging(settings.log_level)
-        asyncio.run(serve(settings, recipe=recipe))
+        with traces_exported(settings.exports_traces, "neap-calibrator"):
+            asyncio.run(serve(settings, recipe=recipe))
     except NeapError as error:
         print(f"error: {error.message} [{error.reason}]", file=sys.stderr)
         return 2

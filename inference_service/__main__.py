@@ -11,6 +11,8 @@ import torch
 from neap.inference.v1 import inference_pb2_grpc
 
 from inference_service.engine.engine import MAX_RUNNING, Engine
+from inference_service.metrics import WorkerMetrics
+from inference_service.metrics_server import metrics_served
 from inference_service.routers import RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
@@ -19,6 +21,7 @@ from shared.model.load import load_model
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
 from shared.rpc.serving import RpcServer
+from shared.rpc.trace_export import traces_exported
 
 log = structlog.get_logger("neap.worker")
 
@@ -29,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settings_from_command_line(WorkerSettings, "inference_service", argv)
         configure_logging(settings.log_level)
-        return asyncio.run(serve(settings))
+        with traces_exported(settings.exports_traces, "neap-worker"):
+            return asyncio.run(serve(settings))
     except NeapError as error:
         print(f"error: {error.message} ({error.reason})", file=sys.stderr, flush=True)
         return 2
@@ -43,7 +47,8 @@ async def serve(settings: WorkerSettings) -> int:
         torch.set_num_threads(settings.threads)
     registry = open_registry(settings.registry)
     routers = RouterStore(registry, capacity=settings.max_routers)
-    servicer = InferenceServicer(routers, stall_timeout_s=settings.stall_timeout_s)
+    metrics = WorkerMetrics()
+    servicer = InferenceServicer(routers, stall_timeout_s=settings.stall_timeout_s, metrics=metrics)
     server = RpcServer(
         settings.listen,
         [SERVICE_NAME],
@@ -67,7 +72,8 @@ async def serve(settings: WorkerSettings) -> int:
             )
         servicer.set_ready()
 
-    ready = await server.run(prepare)
+    with metrics_served(settings.metrics_listen, metrics.registry):
+        ready = await server.run(prepare)
     if not ready:
         # A thread is deep inside loading weights; there is nothing to finish or to save.
         log.info("stopped before it was ready")

@@ -13,8 +13,11 @@ from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from inference_service.convert import from_event, to_generation_request, to_router_choice
 from inference_service.engine.engine import Engine
+from inference_service.engine.handle import GenerationHandle
 from inference_service.engine.request import GenerationRequest
-from inference_service.routers import LoadedRouter, RouterStore
+from inference_service.generate_call import GenerateCall
+from inference_service.metrics import WorkerMetrics
+from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.stream import EventStream
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from shared.rpc.interceptors import current_request_id
@@ -62,8 +65,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     `stall_timeout_s`: how long a client may not read before its call is ended with RESOURCE_EXHAUSTED (SLOW_READER).
     """
 
-    def __init__(self, routers: RouterStore, *, stall_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        routers: RouterStore,
+        *,
+        stall_timeout_s: float = 30.0,
+        metrics: WorkerMetrics | None = None,
+    ) -> None:
         self._routers = routers
+        self._metrics = metrics or WorkerMetrics()
         self._stall_timeout_s = stall_timeout_s
         self._served: dict[str, _Served] = {}
         self._ready = False
@@ -76,6 +86,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         A client is an address that calls come from: set `max_active_per_client` where clients do not share a proxy.
         """
         self._served[engine.loaded.model_id] = _Served(engine, max_active, max_active_per_client)
+        self._metrics.add_engine(engine)
 
     def set_ready(self) -> None:
         self._ready = True
@@ -84,10 +95,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> None:
         """Responses are written rather than yielded, so that a write nobody reads can be given up."""
-        deadline_s = _deadline_s(context)
-        served = self._find(request.model_id)
-        with served.admitted(_client(context)):
-            await self._generate(request, served.engine, deadline_s, context)
+        with GenerateCall(self._metrics) as call:
+            deadline_s = _deadline_s(context)
+            served = self._find(request.model_id)
+            call.found(request.model_id, deadline_s)
+            with served.admitted(_client(context)):
+                await self._generate(request, served.engine, deadline_s, context, call)
 
     async def _generate(
         self,
@@ -95,6 +108,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         engine: Engine,
         deadline_s: float,
         context: Any,
+        call: GenerateCall,
     ) -> None:
         generation = await asyncio.to_thread(
             to_generation_request,
@@ -105,12 +119,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         router: LoadedRouter | None = None
         if generation.policy.name != "full":
-            router = await self._routers.select(engine.loaded, to_router_choice(request.router))
+            choice = to_router_choice(request.router)
+            router = await self._routers.select(engine.loaded, choice)
+            call.routed(router.version, by_default=choice == RouterChoice())
         stream = EventStream()
         try:
-            await asyncio.to_thread(_submit, engine, generation, router, stream)
+            handle = await asyncio.to_thread(_submit, engine, generation, router, stream)
+            call.accepted(handle)
             await self._write(context, _started(generation, engine, router))
             while (event := await stream.next()) is not None:
+                call.event(event)
                 await self._write(context, from_event(event))
         finally:
             # Cancellation and deadline both arrive as CancelledError, wherever this waits.
@@ -170,9 +188,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 def _submit(
     engine: Engine, request: GenerationRequest, router: LoadedRouter | None, stream: EventStream
-) -> None:
+) -> GenerationHandle:
     ladder = router.ladder if router is not None else None
-    stream.attach(engine.submit(request, ladder, on_event=stream.push))
+    handle = engine.submit(request, ladder, on_event=stream.push)
+    stream.attach(handle)
+    return handle
 
 
 def _started(

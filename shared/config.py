@@ -2,6 +2,7 @@
 
 Every field has a variable `NEAP_<NAME>`; the listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN`, so that both
 services can run from one environment. Lists are comma-separated. Command-line flags win over variables, variables over defaults.
+Whether traces are exported is decided here, from the variables that every OpenTelemetry program has; the rest of them the SDK reads.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from platformdirs import user_data_path
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import InvalidInput
@@ -43,7 +44,7 @@ def _listed(value: Any) -> Any:
 
 
 class ServiceSettings(BaseSettings):
-    """What both services share. `registry` None: a folder "registry" under `data_dir`."""
+    """What both services share. `registry` empty: a folder "registry" under `data_dir`. The fields otel_*: see `exports_traces`."""
 
     model_config = SettingsConfigDict(
         env_prefix="NEAP_", frozen=True, extra="forbid", populate_by_name=True
@@ -59,6 +60,26 @@ class ServiceSettings(BaseSettings):
     grace_s: float = Field(default=2.0, ge=0, allow_inf_nan=False)
     drain_timeout_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otel_endpoint: str = Field(
+        default="",
+        validation_alias=AliasChoices(
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+        ),
+    )
+    otel_protocol: str = Field(
+        default="",
+        validation_alias=AliasChoices(
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
+        ),
+    )
+    otel_exporter: str = Field(default="", validation_alias="OTEL_TRACES_EXPORTER")
+    otel_disabled: str = Field(default="", validation_alias="OTEL_SDK_DISABLED")
+
+    @property
+    def exports_traces(self) -> bool:
+        """Whether spans go to a collector: it is named, and nothing switches that off."""
+        off = self.otel_disabled.lower() == "true" or self.otel_exporter == "none"
+        return bool(self.otel_endpoint) and not off
 
     @field_validator("models", mode="before")
     @classmethod
@@ -71,6 +92,10 @@ class ServiceSettings(BaseSettings):
         ids = [model.model_id for model in self.models]
         if len(ids) != len(set(ids)):
             raise ValueError("two models have the same id")
+        if self.exports_traces and (
+            self.otel_exporter not in ("", "otlp") or self.otel_protocol not in ("", "grpc")
+        ):
+            raise ValueError("traces can be exported with otlp over grpc and nothing else")
         if not self.registry:
             # Frozen from here on; this is still construction.
             object.__setattr__(self, "registry", str(self.data_dir / "registry"))
@@ -81,7 +106,8 @@ class WorkerSettings(ServiceSettings):
     """`max_queue` and `max_queue_tokens`: requests waiting per model and tokens of their prompts; beyond they are refused.
     `max_active_per_client`: waiting and running requests of one address; None: no limit. `kv_budget_mb`: for keys and values of all requests of a
     model, in MiB; None: half of what is free once it is loaded. `prefix_cache_mb`: of these, what ended requests may keep for
-    others that start alike; None: a quarter; 0: nothing is shared. `stall_timeout_s`: how long a client may not read."""
+    others that start alike; None: a quarter; 0: nothing is shared. `stall_timeout_s`: how long a client may not read.
+    `metrics_listen`: HOST:PORT for Prometheus over HTTP; empty: none."""
 
     listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
     max_queue: int = Field(default=64, ge=1)
@@ -91,6 +117,7 @@ class WorkerSettings(ServiceSettings):
     prefix_cache_mb: int | None = Field(default=None, ge=0)
     max_routers: int = Field(default=4, ge=1)
     stall_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
+    metrics_listen: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
 
 
 class CalibratorSettings(ServiceSettings):
@@ -132,6 +159,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
         add("--prefix-cache-mb", metavar="MIB", help="of these, for prompts that start alike")
         add("--max-routers", metavar="N", help="routers kept in memory at most")
         add("--stall-timeout-s", metavar="SECONDS", help="end calls whose client does not read")
+        add("--metrics-listen", metavar="HOST:PORT", help="metrics over HTTP; port 0 picks one")
     if issubclass(kind, CalibratorSettings):
         add(
             "--text-folder",

@@ -15,6 +15,7 @@ from neap.inference.v1 import inference_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inference_service.engine.engine import Engine
+from inference_service.metrics import WorkerMetrics
 from inference_service.routers import RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.ladder.ladder import Ladder, ModelIdentity
@@ -83,6 +84,7 @@ def serving(
     max_active: int = 80,
     max_active_per_client: int | None = None,
     stall_timeout_s: float = 30.0,
+    metrics: WorkerMetrics | None = None,
     **store_options: Any,
 ) -> Iterator[SimpleNamespace]:
     """Yields target, servicer, store and loop of a worker that is ready."""
@@ -92,7 +94,9 @@ def serving(
     async def serve() -> None:
         state.loop, state.finish = asyncio.get_running_loop(), asyncio.Event()
         state.store = RouterStore(registry, **store_options)
-        state.servicer = InferenceServicer(state.store, stall_timeout_s=stall_timeout_s)
+        state.servicer = InferenceServicer(
+            state.store, stall_timeout_s=stall_timeout_s, metrics=metrics
+        )
         state.servicer.add_model(
             engine, max_active=max_active, max_active_per_client=max_active_per_client
         )

@@ -60,6 +60,8 @@ def test_environment_then_flags_win(monkeypatch):
         {"threads": 0},
         {"max_queue": 0},
         {"stall_timeout_s": 0},
+        {"metrics_listen": "9090"},
+        {"metrics_listen": "host:port"},
         {"no_such_setting": 1},
     ],
     ids=str,

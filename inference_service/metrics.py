@@ -1,0 +1,198 @@
+"""What a worker tells Prometheus. The names follow vLLM's where they mean the same; docs/metrics.md explains each."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from inference_service.engine.statistics import Distribution, EngineStatistics
+from shared.model.load import LoadedModel
+
+FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
+REQUEST_BOUNDS_S = (0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
+
+# The time each counter was made would double the number of series, and nothing here reads it.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class ObservedEngine(Protocol):
+    """What is read of an engine when somebody asks. From any thread."""
+
+    @property
+    def loaded(self) -> LoadedModel: ...
+    @property
+    def statistics(self) -> EngineStatistics: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def kv_usage_ratio(self) -> float: ...
+
+
+class WorkerMetrics:
+    """One registry with the metrics of calls, engines and this process.
+
+    Label values are few by construction: models this worker serves ("" for any other), rungs (at most one per layer and three),
+    reasons that stand in the source.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._engines = _EngineCollector()
+        self.registry.register(self._engines)
+        prometheus_client.ProcessCollector(registry=self.registry)
+        prometheus_client.PlatformCollector(registry=self.registry)
+        prometheus_client.GCCollector(registry=self.registry)
+        self.time_to_first_token = Histogram(
+            "neap_time_to_first_token_seconds",
+            "From a Generate call's arrival until its first token is handed to gRPC.",
+            ["model_id"],
+            buckets=FIRST_TOKEN_BOUNDS_S,
+            registry=self.registry,
+        )
+        self.e2e_request_latency = Histogram(
+            "neap_e2e_request_latency_seconds",
+            "From a Generate call's arrival until all of its answer is handed to gRPC; calls that succeeded.",
+            ["model_id"],
+            buckets=REQUEST_BOUNDS_S,
+            registry=self.registry,
+        )
+        self.request_success = Counter(
+            "neap_request_success",
+            "Generate calls answered to their end, by why the answer ended.",
+            ["model_id", "finished_reason"],
+            registry=self.registry,
+        )
+        self.requests_rejected = Counter(
+            "neap_requests_rejected",
+            "Generate calls refused before the engine had taken them, by the reason in their ErrorInfo.",
+            ["model_id", "reason"],
+            registry=self.registry,
+        )
+        self.request_failures = Counter(
+            "neap_request_failures",
+            "Generate calls that ended early: cancelled, past their deadline, or failed, by reason.",
+            ["model_id", "reason"],
+            registry=self.registry,
+        )
+        self.router_version = Gauge(
+            "neap_router_version",
+            "Router version that the latest request which named none was given.",
+            ["model_id"],
+            registry=self.registry,
+        )
+
+    def add_engine(self, engine: ObservedEngine) -> None:
+        """Report `engine` from now on, under its model's id."""
+        self._engines.engines.append(engine)
+
+
+class _EngineCollector(Collector):
+    """Reads the engines' own counters when asked, so that counting costs their threads no lock."""
+
+    def __init__(self) -> None:
+        self.engines: list[ObservedEngine] = []
+
+    def collect(self) -> Iterator[Metric]:
+        families = _families()
+        for engine in list(self.engines):
+            _read(engine, families)
+        yield from families.values()
+
+
+def _families() -> dict[str, Metric]:
+    def gauge(name: str, text: str) -> None:
+        families[name] = GaugeMetricFamily(f"neap_{name}", text, labels=["model_id"])
+
+    def counter(name: str, text: str, *labels: str) -> None:
+        families[name] = CounterMetricFamily(f"neap_{name}", text, labels=["model_id", *labels])
+
+    def histogram(name: str, text: str) -> None:
+        families[name] = HistogramMetricFamily(f"neap_{name}", text, labels=["model_id"])
+
+    families: dict[str, Metric] = {}
+    gauge("num_requests_running", "Requests the engine has taken up, paused ones included.")
+    gauge("num_requests_waiting", "Requests that wait for the engine.")
+    gauge(
+        "kv_cache_usage_ratio",
+        "Share of the KV budget set aside for running requests: their prompts and longest answers.",
+    )
+    counter("prompt_tokens", "Tokens of the prompts read to their end.")
+    counter("generation_tokens", "Tokens generated, end tokens and those of failed calls included.")
+    counter("drafted_tokens", "Drafts that were verified or final at once, by rung.", "rung")
+    counter("accepted_tokens", "Drafts that became final, by rung.", "rung")
+    counter("exits", 'Tokens delivered by the rung they left at; "full": the full model.', "rung")
+    counter(
+        "layer_executions",
+        "Decoder layers run while decoding, per request: a shared pass counts for each. Not the prompts'.",
+    )
+    counter(
+        "layer_executions_saved",
+        "What requests' steps took less than the full depth for each token they brought.",
+    )
+    counter(
+        "layer_executions_extra",
+        "What requests' steps took more than that: shallow drafts that the full model rejected.",
+    )
+    histogram("request_queue_time_seconds", "From submission to the engine's first step for it.")
+    histogram(
+        "inter_token_latency_seconds",
+        "Time since a request's previous step that brought tokens, divided by this step's tokens and counted once for each of "
+        "them; not the first. Includes time in which its client did not read.",
+    )
+    histogram("engine_step_duration_seconds", "One step of all requests that are not paused.")
+    histogram("engine_step_batch_size", "Requests that shared a step.")
+    return families
+
+
+def _read(engine: ObservedEngine, families: Mapping[str, Metric]) -> None:
+    model_id, statistics = engine.loaded.model_id, engine.statistics
+
+    def put(name: str, value: float, *labels: str) -> None:
+        family = families[name]
+        assert isinstance(family, GaugeMetricFamily | CounterMetricFamily)
+        family.add_metric([model_id, *labels], value)
+
+    def put_by_rung(name: str, counts: Mapping[str, int]) -> None:
+        for rung, count in dict(counts).items():  # copied at once: the engine may add a rung
+            put(name, count, rung)
+
+    put("num_requests_running", engine.num_running)
+    put("num_requests_waiting", engine.num_waiting)
+    put("kv_cache_usage_ratio", engine.kv_usage_ratio)
+    put("prompt_tokens", statistics.num_prompt_tokens)
+    put("generation_tokens", statistics.num_generated_tokens)
+    put_by_rung("drafted_tokens", statistics.drafted)
+    put_by_rung("accepted_tokens", statistics.accepted)
+    put_by_rung("exits", statistics.exits)
+    put("layer_executions", statistics.num_layer_executions)
+    put("layer_executions_saved", statistics.num_layer_executions_saved)
+    put("layer_executions_extra", statistics.num_layer_executions_extra)
+    for name, distribution in (
+        ("request_queue_time_seconds", statistics.queue_s),
+        ("inter_token_latency_seconds", statistics.inter_token_s),
+        ("engine_step_duration_seconds", statistics.step_s),
+        ("engine_step_batch_size", statistics.step_sequences),
+    ):
+        family = families[name]
+        assert isinstance(family, HistogramMetricFamily)
+        family.add_metric([model_id], _buckets(distribution), distribution.sum)
+
+
+def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
+    """Cumulative, as (upper bound, count). Copied first, so that no bucket seems to hold fewer than the one below."""
+    counts, total = list(distribution.counts), 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*map(str, distribution.bounds), "+Inf"), counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets

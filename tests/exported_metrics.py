@@ -1,0 +1,50 @@
+"""Every metric a worker exports, with its labels, from one that has done a little of everything."""
+
+from types import SimpleNamespace
+
+from inference_service.engine.statistics import EngineStatistics
+from inference_service.metrics import WorkerMetrics
+from shared.ladder.rungs import Draft
+
+HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+def busy_metrics() -> WorkerMetrics:
+    """Of one engine, "tiny", and one call of each kind."""
+    statistics = EngineStatistics(num_layers=4)
+    statistics.record_drafts([Draft(1, 0.5, "suffix", 0)], 1)
+    statistics.exits["suffix"] += 1
+    metrics = WorkerMetrics()
+    metrics.add_engine(
+        SimpleNamespace(
+            loaded=SimpleNamespace(model_id="tiny"),
+            statistics=statistics,
+            num_running=1,
+            num_waiting=2,
+            kv_usage_ratio=0.5,
+        )
+    )
+    metrics.time_to_first_token.labels("tiny").observe(0.1)
+    metrics.e2e_request_latency.labels("tiny").observe(0.1)
+    metrics.request_success.labels("tiny", "eos").inc()
+    metrics.requests_rejected.labels("tiny", "QUEUE_FULL").inc()
+    metrics.request_failures.labels("tiny", "CANCELLED").inc()
+    metrics.router_version.labels("tiny").set(3)
+    return metrics
+
+
+def exported() -> dict[str, tuple[str, ...]]:
+    """Name in queries, without a histogram's suffix -> labels, without `model_id` and `le`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for family in busy_metrics().registry.collect():
+        for sample in family.samples:
+            name = family.name if family.type == "histogram" else sample.name
+            found[name] = tuple(sorted(set(sample.labels) - {"model_id", "le"}))
+    return found
+
+
+def exported_series() -> set[str]:
+    """Names of all series, histograms' suffixes included."""
+    return {
+        sample.name for family in busy_metrics().registry.collect() for sample in family.samples
+    }

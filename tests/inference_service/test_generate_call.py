@@ -1,0 +1,232 @@
+"""What one Generate call leaves behind, over real gRPC: counts, a log line, spans."""
+
+import json
+import time
+
+import grpc
+import pytest
+import structlog
+from neap.inference.v1 import inference_pb2 as pb
+from neap.inference.v1 import inference_pb2_grpc
+
+from inference_service.engine import engine as engine_module
+from inference_service.engine.engine import Engine
+from inference_service.metrics import WorkerMetrics
+from shared.ladder.artefact import pack_ladder
+from shared.registry.factory import open_registry
+from shared.rpc.logs import configure_logging
+from tests.spans import recorded_spans
+from tests.worker import build_ladder, serving
+
+GENERATE = "neap.inference.v1.InferenceService/Generate"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+METADATA = (("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01"), ("x-request-id", "mine"))
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory):
+    registry = open_registry(str(tmp_path_factory.mktemp("registry")))
+    yield registry
+    registry.close()
+
+
+@pytest.fixture
+def metrics():
+    return WorkerMetrics()
+
+
+@pytest.fixture
+def worker(loaded, registry, metrics):
+    with Engine(loaded) as engine:
+        engine.warm_up()
+        with serving(engine, registry, metrics=metrics) as worker:
+            yield worker
+
+
+@pytest.fixture
+def stub(worker):
+    with grpc.insecure_channel(worker.target) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+@pytest.fixture
+def spans():
+    return recorded_spans()
+
+
+@pytest.fixture
+def log_lines(capfd):
+    """Those of calls that have ended so far."""
+    configure_logging(json_lines=True)
+    yield lambda: [
+        json.loads(line) for line in capfd.readouterr().err.splitlines() if '"call ended"' in line
+    ]
+    structlog.reset_defaults()
+
+
+def _request(max_tokens=6, **changes):
+    fields = {
+        "model_id": "tiny",
+        "text": "hello there",
+        "depth": pb.DepthPolicy(full=pb.Full()),
+        "stopping": pb.Stopping(max_tokens=max_tokens, ignore_eos=True),
+        **changes,
+    }
+    return pb.GenerateRequest(**fields)
+
+
+def _ended(metrics):
+    """{(kind, model, reason): calls}."""
+    found = {}
+    for kind in ("request_success", "requests_rejected", "request_failures"):
+        for family in getattr(metrics, kind).collect():
+            for sample in family.samples:
+                labels = sample.labels
+                reason = labels.get("reason") or labels.get("finished_reason")
+                found[kind, labels["model_id"], reason] = sample.value
+    return found
+
+
+def _value(metrics, name, **labels):
+    return metrics.registry.get_sample_value(name, {"model_id": "tiny", **labels})
+
+
+def _wait_for(condition, timeout_s=10.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def test_an_answered_call(stub, metrics, spans, log_lines, loaded):
+    *_, last = stub.Generate(_request(), metadata=METADATA)
+    spans.wait_for(lambda: spans.named(GENERATE))
+    num_prompt = last.finished.usage.num_prompt_tokens
+    assert _ended(metrics) == {("request_success", "tiny", "length"): 1}
+    assert _value(metrics, "neap_time_to_first_token_seconds_count") == 1
+    assert _value(metrics, "neap_e2e_request_latency_seconds_count") == 1
+    first_s = _value(metrics, "neap_time_to_first_token_seconds_sum")
+    assert 0 < first_s <= _value(metrics, "neap_e2e_request_latency_seconds_sum")
+    assert _value(metrics, "neap_prompt_tokens_total") == num_prompt
+    assert _value(metrics, "neap_generation_tokens_total") == 6
+    assert _value(metrics, "neap_exits_total", rung="full") == 6
+    assert _value(metrics, "neap_layer_executions_total") == 5 * loaded.num_layers
+    assert _value(metrics, "neap_inter_token_latency_seconds_count") == 5
+    assert _value(metrics, "neap_engine_step_batch_size_bucket", le="1.0") == 6
+    assert _value(metrics, "neap_engine_step_batch_size_bucket", le="+Inf") == 6
+    assert _value(metrics, "neap_request_queue_time_seconds_count") == 1
+    assert _value(metrics, "neap_router_version") is None  # none was needed
+
+    (line,) = log_lines()
+    expected = {
+        "request_id": "mine",
+        "trace_id": TRACE,
+        "code": "OK",
+        "model_id": "tiny",
+        "router_version": 0,
+        "prompt_tokens": num_prompt,
+        "generated_tokens": 6,
+        "finish_reason": "length",
+    }
+    assert {name: line.get(name) for name in expected} == expected
+    assert line["ttft_s"] == pytest.approx(first_s, abs=1e-6)
+    assert line["ttft_s"] < line["duration_s"]
+
+    (server,) = spans.named(GENERATE)
+    assert server.attributes["neap.generated_tokens"] == 6
+    children = [spans.named(name)[0] for name in ("queue", "prefill", "decode")]
+    for child in children:
+        assert child.parent.span_id == server.context.span_id
+        assert server.start_time <= child.start_time <= child.end_time <= server.end_time
+    assert children[0].end_time == pytest.approx(children[1].start_time, abs=1e6)
+    assert children[1].end_time == pytest.approx(children[2].start_time, abs=1e6)
+    assert len(spans.finished) == 4
+
+
+def test_the_default_routers_version_is_shown(stub, metrics, registry, worker, log_lines):
+    manifest, blobs = pack_ladder(build_ladder(worker.engine.loaded), {})
+    version = registry.publish("tiny", manifest, blobs, request_id="one").version
+    other = registry.publish("tiny", manifest, blobs, request_id="two", aliases=()).version
+    exact = pb.DepthPolicy(exact=pb.Exact())
+    list(stub.Generate(_request(depth=exact)))
+    assert _value(metrics, "neap_router_version") == version
+    list(stub.Generate(_request(depth=exact, router=pb.RouterSelector(version=other))))
+    assert _value(metrics, "neap_router_version") == version
+    lines = []
+    _wait_for(lambda: lines.extend(log_lines()) or len(lines) == 2)
+    assert [line["router_version"] for line in lines] == [version, other]
+
+
+def test_rejections_count_by_reason_and_strangers_names_become_no_label(stub, metrics, log_lines):
+    requests = [_request(model_id=f"stranger-{number}") for number in range(20)]
+    requests += [_request(text=""), _request(max_tokens=10**6)]
+    for request in requests:
+        with pytest.raises(grpc.RpcError):
+            list(stub.Generate(request))
+    _wait_for(lambda: sum(_ended(metrics).values()) == 22)
+    assert _ended(metrics) == {
+        ("requests_rejected", "", "MODEL_NOT_FOUND"): 20,
+        ("requests_rejected", "tiny", "EMPTY_PROMPT"): 1,
+        ("requests_rejected", "tiny", "MAX_TOKENS_TOO_LARGE"): 1,
+    }
+    models = {
+        sample.labels["model_id"]
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if "model_id" in sample.labels
+    }
+    assert models == {"", "tiny"}
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "code"), [(None, "CANCELLED"), (0.4, "DEADLINE_EXCEEDED")], ids=str
+)
+def test_calls_that_end_early_count_once_and_end_their_spans(
+    stub, metrics, spans, log_lines, timeout_s, code
+):
+    call = stub.Generate(_request(2000), metadata=METADATA, timeout=timeout_s)
+    first, second = next(call), next(call)
+    assert first.HasField("started")
+    assert second.HasField("chunk")
+    if timeout_s is None:
+        call.cancel()
+    spans.wait_for(lambda: spans.named(GENERATE))
+    assert _ended(metrics) == {("request_failures", "tiny", code): 1}
+    (line,) = log_lines()
+    assert line["code"] == code
+    assert 0 < line["generated_tokens"] < 2000
+    assert "finish_reason" not in line
+    assert [span.name for span in spans.finished] == ["queue", "prefill", "decode", GENERATE]
+    assert _value(metrics, "neap_e2e_request_latency_seconds_count") is None
+
+
+def test_a_call_given_up_while_it_waits_has_a_queue_span_only(
+    stub, metrics, spans, worker, monkeypatch
+):
+    monkeypatch.setattr(engine_module, "MAX_RUNNING", 0)
+    call = stub.Generate(_request())
+    assert next(call).HasField("started")
+    _wait_for(lambda: _value(metrics, "neap_num_requests_waiting") == 1)
+    call.cancel()
+    spans.wait_for(lambda: spans.named(GENERATE))
+    assert [span.name for span in spans.finished] == ["queue", GENERATE]
+    assert _ended(metrics) == {("request_failures", "tiny", "CANCELLED"): 1}
+    _wait_for(lambda: _value(metrics, "neap_num_requests_waiting") == 0)
+
+
+def test_concurrent_calls_keep_their_spans_apart(stub, spans):
+    traces = [f"{number:032x}" for number in range(1, 5)]
+    calls = [
+        stub.Generate(_request(20), metadata=(("traceparent", f"00-{name}-00f067aa0ba902b7-01"),))
+        for name in traces
+    ]
+    for _ in zip(*calls, strict=False):
+        pass
+    spans.wait_for(lambda: len(spans.named(GENERATE)) == 4)
+    servers = {span.context.span_id: span.context.trace_id for span in spans.named(GENERATE)}
+    assert {f"{trace_id:032x}" for trace_id in servers.values()} == set(traces)
+    for name in ("queue", "prefill", "decode"):
+        children = spans.named(name)
+        assert {child.parent.span_id for child in children} == set(servers)
+        for child in children:
+            assert child.context.trace_id == servers[child.parent.span_id]

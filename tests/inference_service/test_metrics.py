@@ -1,0 +1,96 @@
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from inference_service.engine.statistics import EngineStatistics
+from inference_service.metrics import WorkerMetrics
+from tests.exported_metrics import busy_metrics, exported
+
+
+def _parsed(metrics):
+    text = generate_latest(metrics.registry).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_what_is_exported_parses_and_says_what_it_is():
+    families = _parsed(busy_metrics())
+    for name in exported():
+        assert families[name.removesuffix("_total")].documentation
+    types = {name: family.type for name, family in families.items()}
+    assert types["neap_num_requests_running"] == "gauge"
+    assert types["neap_exits"] == "counter"
+    assert types["neap_engine_step_duration_seconds"] == "histogram"
+    assert types["neap_time_to_first_token_seconds"] == "histogram"
+    assert {"process_cpu_seconds", "python_gc_collections", "python_info"} <= set(types)
+    assert not any(name.endswith("_created") for name in families)
+
+
+def test_engines_are_read_when_asked_and_told_apart():
+    metrics = WorkerMetrics()
+    engines = [
+        SimpleNamespace(
+            loaded=SimpleNamespace(model_id=name),
+            statistics=EngineStatistics(4),
+            num_running=index,
+            num_waiting=0,
+            kv_usage_ratio=0.0,
+        )
+        for index, name in enumerate(("a", "b"))
+    ]
+    for engine in engines:
+        metrics.add_engine(engine)
+    engines[1].statistics.num_generated_tokens = 7
+    values = {
+        name: metrics.registry.get_sample_value("neap_generation_tokens_total", {"model_id": name})
+        for name in ("a", "b")
+    }
+    assert values == {"a": 0, "b": 7}
+    assert metrics.registry.get_sample_value("neap_num_requests_running", {"model_id": "b"}) == 1
+
+
+def test_buckets_are_cumulative_and_agree_with_their_count():
+    metrics = busy_metrics()
+    (engine,) = metrics._engines.engines
+    for value in (0.003, 0.003, 0.03, 99.0):
+        engine.statistics.step_s.record(value)
+    samples = _parsed(metrics)["neap_engine_step_duration_seconds"].samples
+    buckets = {s.labels["le"]: s.value for s in samples if s.name.endswith("_bucket")}
+    assert (buckets["0.0025"], buckets["0.005"], buckets["0.04"]) == (0, 2, 3)
+    assert (buckets["5.0"], buckets["+Inf"]) == (3, 4)
+    (count,) = [s.value for s in samples if s.name.endswith("_count")]
+    (total,) = [s.value for s in samples if s.name.endswith("_sum")]
+    assert count == 4
+    assert total == pytest.approx(99.036)
+
+
+def test_reading_while_the_engine_counts_never_fails_or_goes_back():
+    metrics = busy_metrics()
+    (engine,) = metrics._engines.engines
+    stop = threading.Event()
+
+    def count():
+        number = 0
+        while not stop.is_set():
+            engine.statistics.exits[f"rung-{number % 500}"] += 1
+            engine.statistics.step_s.record(0.001 * (number % 50))
+            number += 1
+
+    writer = threading.Thread(target=count)
+    writer.start()
+    try:
+        last = 0.0
+        until_s = time.monotonic() + 0.5
+        while time.monotonic() < until_s:
+            family = _parsed(metrics)["neap_engine_step_duration_seconds"]
+            buckets = [s.value for s in family.samples if s.name.endswith("_bucket")]
+            assert buckets == sorted(buckets)
+            assert buckets[-1] >= last
+            last = buckets[-1]
+    finally:
+        stop.set()
+        writer.join()
+    assert last > 0
