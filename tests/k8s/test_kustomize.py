@@ -72,6 +72,26 @@ def test_settings_are_the_services_own(overlay, monkeypatch):
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_metrics_are_served_where_prometheus_looks(overlay, monkeypatch):
+    objects = build(overlay)
+    template = objects["Deployment", "neap-worker"]["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    (port,) = [port for port in container["ports"] if port["name"] == "metrics"]
+    number = port["containerPort"]
+    assert WorkerSettings().metrics_listen == f"0.0.0.0:{number}"
+    assert template["metadata"]["annotations"] == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(number),
+        "prometheus.io/path": "/metrics",
+    }
+    rules = objects["NetworkPolicy", "neap"]["spec"]["ingress"]
+    (rule,) = [rule for rule in rules if {"port": number} in rule["ports"]]
+    assert rule["ports"] == [{"port": number}]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_run_with_the_least_they_need(overlay):
     objects = build(overlay)
     account = objects["ServiceAccount", "neap"]

@@ -1,0 +1,92 @@
+"""The dashboard and docs/metrics.md name what a worker exports, all of it and nothing else."""
+
+import json
+import re
+from pathlib import Path
+
+from tests.exported_metrics import HISTOGRAM_SUFFIXES, exported, exported_series
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "k8s" / "dashboards" / "neap-worker.json"
+DOCUMENT = ROOT / "docs" / "metrics.md"
+# Exported and on purpose not on the dashboard.
+NOT_SHOWN: set[str] = set()
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_LABEL_LISTS = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
+_NAME = re.compile(r"(?<![\w$.:])[a-zA-Z_:][\w:]*(?!\w)(?!\s*\()")
+
+
+def metrics_in(query: str) -> set[str]:
+    """Names of the series that a PromQL expression selects."""
+    bare = _LABEL_LISTS.sub(" ", _STRING.sub("", query))
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", bare)
+    return set(_NAME.findall(bare)) - {"and", "or", "unless", "bool", "offset"}
+
+
+def test_names_are_found_in_promql():
+    query = (
+        'histogram_quantile(0.5, sum by (le, rung) (rate(a_bucket{x=~"b(c",y="$z"}[5m]))) '
+        "/ ignoring (rung) group_left () sum(d:e_total) and 1e3 * f offset 5m"
+    )
+    assert metrics_in(query) - {"e3", "m"} == {"a_bucket", "d:e_total", "f"}
+
+
+def _queries():
+    dashboard = json.loads(DASHBOARD.read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"]
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            (selector,) = re.findall(r"label_values\((.*), \w+\)", variable["query"]["query"])
+            yield selector
+
+
+def test_every_query_asks_for_what_is_exported():
+    series = exported_series()
+    for query in _queries():
+        names = metrics_in(query)
+        assert names, query
+        assert names <= series, query
+
+
+def test_every_label_in_a_query_is_exported():
+    labels = exported()
+    for query in _queries():
+        asked = {
+            label.strip()
+            for group in re.findall(r"\bby \(([^)]*)\)", query)
+            for label in group.split(",")
+        }
+        known = {"le", "model_id", "instance"}
+        for name in metrics_in(query):
+            base = re.sub(f"({'|'.join(HISTOGRAM_SUFFIXES)})$", "", name)
+            known |= set(labels.get(name, labels.get(base, ())))
+        assert asked <= known, query
+
+
+def test_every_metric_is_on_the_dashboard_or_listed_as_not_shown():
+    shown = {name for query in _queries() for name in metrics_in(query)}
+    shown |= {name.removesuffix(suffix) for name in shown for suffix in HISTOGRAM_SUFFIXES}
+    ours = {name for name in exported() if name.startswith("neap_")}
+    assert ours - shown == NOT_SHOWN
+
+
+def test_every_panel_takes_its_data_source_from_the_variable():
+    dashboard = json.loads(DASHBOARD.read_text())
+    variables = {variable["name"]: variable["type"] for variable in dashboard["templating"]["list"]}
+    assert variables["datasource"] == "datasource"
+    for panel in dashboard["panels"]:
+        for part in (panel, *panel["targets"]):
+            assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_document_explains_every_metric_and_its_labels():
+    rows = re.findall(r"^\| `(neap_\w+)(?:\{([^}]*)\})?` \| (.+?) \|", DOCUMENT.read_text(), re.M)
+    explained = {name: tuple(sorted(filter(None, labels.split(",")))) for name, labels, _ in rows}
+    ours = {name: labels for name, labels in exported().items() if name.startswith("neap_")}
+    assert explained == ours
+    assert len(rows) == len(explained)
