@@ -127,6 +127,10 @@ def _families() -> dict[str, Metric]:
         "Share of the KV budget set aside for running requests: their prompts and longest answers.",
     )
     counter("prompt_tokens", "Tokens of the prompts read to their end.")
+    counter(
+        "prompt_tokens_cached",
+        "Of these, the ones whose keys and values came from a prompt that starts alike.",
+    )
     counter("generation_tokens", "Tokens generated, end tokens and those of failed calls included.")
     counter("drafted_tokens", "Drafts that were verified or final at once, by rung.", "rung")
     counter("accepted_tokens", "Drafts that became final, by rung.", "rung")
@@ -170,6 +174,7 @@ def _read(engine: ObservedEngine, families: Mapping[str, Metric]) -> None:
     put("num_requests_waiting", engine.num_waiting)
     put("kv_cache_usage_ratio", engine.kv_usage_ratio)
     put("prompt_tokens", statistics.num_prompt_tokens)
+    put("prompt_tokens_cached", statistics.num_cached_prompt_tokens)
     put("generation_tokens", statistics.num_generated_tokens)
     put_by_rung("drafted_tokens", statistics.drafted)
     put_by_rung("accepted_tokens", statistics.accepted)

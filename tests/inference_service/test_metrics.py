@@ -20,6 +20,8 @@ def test_what_is_exported_parses_and_says_what_it_is():
     families = _parsed(busy_metrics())
     for name in exported():
         assert families[name.removesuffix("_total")].documentation
+    for family in busy_metrics().registry.collect():
+        assert family.samples, family.name
     types = {name: family.type for name, family in families.items()}
     assert types["neap_num_requests_running"] == "gauge"
     assert types["neap_exits"] == "counter"

@@ -88,6 +88,17 @@ def test_rejected_exits_are_layers_in_excess(loaded: LoadedModel, answer: list[i
     assert counted.num_layer_executions == plain + counted.num_layer_executions_extra
 
 
+def test_what_another_prompt_left_is_counted_as_cached(loaded: LoadedModel) -> None:
+    prompt = [number % VOCABULARY_SIZE for number in range(40)]
+    with Engine(loaded, kv_budget_bytes=1 << 24) as engine:
+        engine.generate(prompt, policy="full", max_tokens=2)
+        assert engine.statistics.num_cached_prompt_tokens == 0
+        finished = engine.generate(prompt, policy="full", max_tokens=2).finished
+        counted = engine.statistics
+    assert counted.num_prompt_tokens == 80
+    assert counted.num_cached_prompt_tokens == finished.num_cached_tokens == 39
+
+
 def test_of_drafts_the_first_are_accepted() -> None:
     counted = EngineStatistics(NUM_LAYERS)
     rungs = ("suffix", "depth-2", "suffix")

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import json
-import threading
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from shared.errors import Corrupt, NeapError, NotFound
 from shared.rpc.client import NeapClient
-from shared.rpc.interceptors import annotate_call, current_request_id
+from shared.rpc.interceptors import _Wrapped, annotate_call, current_request_id
 from shared.rpc.logs import configure_logging
 from tests.spans import recorded_spans
 
@@ -182,34 +182,32 @@ def test_interleaved_streams_keep_their_spans_and_fields_apart(scripted, stub, s
     }
 
 
-def test_a_stream_closed_late_is_logged_under_its_own_ids(scripted, stub, spans, capfd):
-    """A generator given up inside a yield is closed by the event loop, in whatever context that happens to be."""
+async def test_a_stream_closed_late_is_logged_under_its_own_ids(spans, capfd):
+    """A generator that gRPC gave up inside a yield is closed by the event loop, in whatever context that happens to be."""
 
-    async def generate(request, context):
+    async def inner(request, context):
         while True:
             yield EVENT
 
-    scripted.on_generate = generate
+    context = SimpleNamespace(
+        invocation_metadata=lambda: (("x-request-id", "gone"), ("traceparent", TRACEPARENT)),
+        set_trailing_metadata=lambda metadata: None,
+        time_remaining=lambda: None,
+    )
+    stream = _Wrapped(f"/{GENERATE}").generator(inner)(None, context)
     configure_logging(json_lines=True)
     try:
-        metadata = (("x-request-id", "gone"), ("traceparent", TRACEPARENT))
-        call = stub.Generate(inference_pb2.GenerateRequest(), metadata=metadata)
-        next(call)
-        call.cancel()
-        busy = threading.Thread(
-            target=lambda: [
-                stub.GetModel(inference_pb2.GetModelRequest(), metadata=(("x-request-id", "busy"),))
-                for _ in range(20)
-            ]
-        )
-        busy.start()
-        busy.join()
-        spans.wait_for(lambda: spans.named(GENERATE))
+        await asyncio.create_task(anext(stream))
+        structlog.contextvars.bind_contextvars(request_id="other", trace_id="other")
+        await stream.aclose()
     finally:
+        structlog.contextvars.clear_contextvars()
         structlog.reset_defaults()
-    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if GENERATE in line]
-    ended = [line for line in lines if line["event"] == "call ended"]
-    assert [(line["request_id"], line["trace_id"]) for line in ended] == [("gone", TRACE)]
+    (line,) = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert (line["event"], line["code"]) == ("call ended", "CANCELLED")
+    assert (line["request_id"], line["trace_id"]) == ("gone", TRACE)
+    (span,) = spans.finished
+    assert _trace_id(span) == TRACE
 
 
 def test_health_checks_leave_no_span(channel, stub, spans):
