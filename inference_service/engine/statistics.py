@@ -5,8 +5,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from inference_service.engine.request import TokenChunk
 from shared.ladder.rungs import Draft
@@ -48,8 +47,7 @@ class Distribution:
         self.sum += value * times
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a sequence has been counted. `delivered_s` in `time.monotonic()` seconds."""
 
     num_generated: int = 0
@@ -101,7 +99,9 @@ class EngineStatistics:
             if not num_tokens:  # a piece of a prompt
                 continue
             self.num_generated_tokens += num_tokens
-            self.exits.update(token.rung for chunk in chunks for token in chunk.tokens)
+            for chunk in chunks:
+                for token in chunk.tokens:
+                    self.exits[token.rung] += 1
             num_executions = sequence.num_layer_executions - seen.num_layer_executions
             if seen.num_generated:
                 self.inter_token_s.record((now - seen.delivered_s) / num_tokens, num_tokens)
