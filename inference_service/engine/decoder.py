@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inference_service.engine.admission import num_slots
 from inference_service.engine.chain import Chain, settle
 from inference_service.engine.drafting import Drafter
 from inference_service.engine.planner import PassCosts, Reliability, best_lengths
@@ -21,7 +22,6 @@ from shared.model.sampling import choose
 # Prompt tokens per step, so that a long prompt can be cancelled; fewer where running streams would have to wait for them.
 PREFILL_TOKENS = 256
 PREFILL_TOKENS_IN_COMPANY = 64
-DEFAULT_MAX_TOKENS = 256
 FULL = "full"
 
 
@@ -137,6 +137,9 @@ class Decoder:
         sequence.num_drafted += len(chain.drafts)
         sequence.num_accepted += len(final)
         self.statistics.record_drafts(final, len(final))
+        if sequence.is_finished:  # no deep pass will count what ran to draft
+            sequence.num_layer_executions += chain.num_layer_executions
+            sequence.num_token_layers += chain.num_token_layers
         return not sequence.is_finished
 
     def _settle(self, turns: list[_Turn]) -> None:
@@ -218,9 +221,3 @@ class Decoder:
             tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else ()
         )
         return GeneratedToken(token, exit_depth, rung, float(logprobs[token]), alternatives)
-
-
-def num_slots(request: GenerationRequest, context_length: int) -> int:
-    """Positions that a request may come to fill: its prompt and its longest answer."""
-    room = context_length - len(request.prompt_ids)
-    return len(request.prompt_ids) + min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)

@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from inference_service.engine.admission import Admission
 from inference_service.engine.costs import measure_deep, measure_exits, measure_wide
-from inference_service.engine.decoder import Decoder, num_slots
+from inference_service.engine.decoder import Decoder
 from inference_service.engine.drafting import Drafter
 from inference_service.engine.handle import EngineEvent, GenerationHandle, OnEvent
 from inference_service.engine.memory import default_budget, slot_bytes
 from inference_service.engine.planner import ExitGains, PassCosts
 from inference_service.engine.prefixes import Prefixes, common_prefix
-from inference_service.engine.prompt import Prompt, check_prompt_ids, encode_prompt
+from inference_service.engine.prompt import Prompt, encode_prompt
 from inference_service.engine.request import (
     DepthStatistics,
     Finished,
@@ -28,9 +29,7 @@ from shared.errors import (
     Cancelled,
     DeadlineExceeded,
     Exhausted,
-    InvalidInput,
     NeapError,
-    PreconditionFailed,
     Unavailable,
 )
 from shared.ladder.ladder import BoundLadder, Ladder
@@ -81,9 +80,9 @@ class Engine:
     `ladder` is used for requests that bring none of their own. `kv_budget_bytes` bounds the keys and values of all running
     requests together; None: half of what is free. A request takes its share, its prompt and its longest answer, before it
     starts, and waits until there is room. `prefix_cache_bytes` of that budget, None: a quarter, keep what ended requests
-    have computed for others that start alike, as long as nobody needs the room; 0: nothing is shared. `max_queue` bounds the requests that
-    wait, `max_queue_tokens` their prompts. `on_failure` is called by the engine's thread should it ever end by itself; every
-    later request is refused with `Unavailable`.
+    have computed for others that start alike, as long as nobody needs the room; 0: nothing is shared. `max_queue` bounds the
+    requests that wait, `max_queue_tokens` their prompts. `on_failure` is called by the engine's thread should it ever end by
+    itself; every later request is refused with `Unavailable`.
     """
 
     def __init__(
@@ -104,13 +103,13 @@ class Engine:
         self._max_queue, self._max_queue_tokens = max_queue, max_queue_tokens
         self._on_failure = on_failure
         runner = in_own_thread(DepthRunner, loaded)
-        self._slot_bytes = in_own_thread(slot_bytes, runner)
-        self._kv_budget = (
-            default_budget(loaded.device) if kv_budget_bytes is None else kv_budget_bytes
-        )
+        if kv_budget_bytes is None:
+            kv_budget_bytes = default_budget(loaded.device)
         if prefix_cache_bytes is None:
-            prefix_cache_bytes = int(PREFIX_SHARE * self._kv_budget)
-        self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // self._slot_bytes))
+            prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
+        bytes_per_slot = in_own_thread(slot_bytes, runner)
+        self._admission = Admission(loaded, bytes_per_slot, kv_budget_bytes)
+        self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // bytes_per_slot))
         self.statistics = self._decoder.statistics
         self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, Drafter]] = OrderedDict()
         self._costs: PassCosts | None = None
@@ -134,7 +133,7 @@ class Engine:
     def kv_usage_ratio(self) -> float:
         """Share of the KV budget that the requests taken up hold, in [0, 1]."""
         with self._changed:
-            return self._kv_taken() / max(self._kv_budget, 1)
+            return self._kv_taken() / max(self._admission.kv_budget_bytes, 1)
 
     def warm_up(self) -> None:
         """Returns once the passes' costs are measured; the first request would otherwise wait for that."""
@@ -155,7 +154,7 @@ class Engine:
         `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
         """
         ladder = ladder or self._ladder
-        self._check(request, ladder)
+        self._admission.check(request, ladder, lambda: self._num_known(request.prompt_ids))
         handle = GenerationHandle(request, self._wake, on_event)
         with self._changed:
             if self._closing:
@@ -212,62 +211,15 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, request: GenerationRequest, ladder: Ladder | None) -> None:
-        check_prompt_ids(self.loaded, request.prompt_ids)
-        max_tokens = request.stopping.max_tokens
-        room = self.loaded.context_length - len(request.prompt_ids)
-        if max_tokens is not None and max_tokens > room:
-            raise InvalidInput(
-                f"max_tokens is {max_tokens}, but the context leaves {room} after the prompt",
-                reason="MAX_TOKENS_TOO_LARGE",
-                metadata={"available": str(room)},
-            )
-        if request.policy.min_layers > self.loaded.num_layers:
-            raise InvalidInput(
-                f"min_layers is {request.policy.min_layers}; the model has {self.loaded.num_layers} layers"
-            )
-        if request.policy.name != "full":
-            if ladder is None:
-                raise PreconditionFailed(
-                    f"policy {request.policy.name} needs a router, and none is loaded",
-                    reason="ROUTER_REQUIRED",
-                )
-            ladder.check_model(self.loaded)
-        needed = self._kv_bytes(request)
-        if needed > self._kv_budget:
-            raise Exhausted(
-                f"keys and values of this request may take {needed} bytes; this worker has {self._kv_budget} for all",
-                reason="KV_BUDGET",
-                metadata={"needed": str(needed), "budget": str(self._kv_budget)},
-            )
-        if request.deadline_s <= time.monotonic():
-            raise DeadlineExceeded("the deadline had passed before the request was queued")
-        left_s = request.deadline_s - time.monotonic()
-        prefill_s = self._least_prefill_s(len(request.prompt_ids))
-        if left_s < prefill_s and left_s < self._least_prefill_s(self._num_unread(request)):
-            raise DeadlineExceeded(
-                f"reading the prompt alone takes at least {prefill_s:.1f} s, longer than the deadline allows",
-                reason="DEADLINE_TOO_SHORT",
-            )
-
-    def _kv_bytes(self, request: GenerationRequest) -> int:
-        """What the request's keys and values may come to take."""
-        return num_slots(request, self.loaded.context_length) * self._slot_bytes
-
-    def _num_unread(self, request: GenerationRequest) -> int:
-        """Tokens of the prompt that nobody else has read, or will have read by then."""
+    def _num_known(self, prompt: tuple[int, ...]) -> int:
+        """Tokens at the start of `prompt` that somebody else has read, or will have read by then."""
+        prefixes = self._decoder.prefixes
+        if not prefixes.is_open:
+            return 0
         with self._changed:
             jobs = [*self._running, *self._waiting]
-        known = [self._decoder.prefixes.longest(request.prompt_ids)]
-        known += [common_prefix(request.prompt_ids, job.handle.request.prompt_ids) for job in jobs]
-        return len(request.prompt_ids) - max(known)
-
-    def _least_prefill_s(self, num_tokens: int) -> float:
-        """Less than reading so many tokens can ever take: half the measured time of wide passes. 0 while cold."""
-        if self._costs is None or not self._costs.wide:
-            return 0.0
-        width, seconds = self._costs.wide[-1]
-        return 0.5 * seconds * (num_tokens // width)
+        others = [common_prefix(prompt, job.handle.request.prompt_ids) for job in jobs]
+        return max(prefixes.longest(prompt), *others, 0)
 
     def _wake(self) -> None:
         with self._changed:
@@ -279,6 +231,7 @@ class Engine:
         try:
             deep = measure_deep(self._decoder.runner)
             self._costs = PassCosts(deep, wide=measure_wide(self._decoder.runner, deep))
+            self._admission.costs = self._costs
             if self._ladder is not None:
                 self._bind(self._ladder)
             self._warm.set()
@@ -330,7 +283,9 @@ class Engine:
             else:
                 self._end(job, DeadlineExceeded("the deadline passed during generation"))
         # What is kept for later makes room for what runs now.
-        self._decoder.prefixes.fit((self._kv_budget - taken) // self._slot_bytes)
+        self._decoder.prefixes.fit(
+            (self._admission.kv_budget_bytes - taken) // self._admission.slot_bytes
+        )
         if not ready:
             return
         try:
@@ -394,10 +349,11 @@ class Engine:
         """
         if sum(not job.handle.is_paused for job in self._running) >= MAX_RUNNING:
             return False
-        return self._kv_taken() + self._kv_bytes(self._waiting[0].handle.request) <= self._kv_budget
+        wanted = self._admission.kv_bytes(self._waiting[0].handle.request)
+        return self._kv_taken() + wanted <= self._admission.kv_budget_bytes
 
     def _kv_taken(self) -> int:
-        return sum(self._kv_bytes(job.handle.request) for job in self._running)
+        return sum(self._admission.kv_bytes(job.handle.request) for job in self._running)
 
     @staticmethod
     def _is_over(job: _Job) -> bool:

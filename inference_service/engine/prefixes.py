@@ -58,6 +58,11 @@ class Prefixes:
         self._kept: tuple[_Kept, ...] = ()
 
     @property
+    def is_open(self) -> bool:
+        """Whether anything is shared."""
+        return self._max_slots > 0
+
+    @property
     def num_slots(self) -> int:
         return sum(kept.num_slots for kept in self._kept)
 
@@ -83,7 +88,7 @@ class Prefixes:
 
         The last token of a prompt is always read: what follows it is chosen from its state.
         """
-        if not self._max_slots:
+        if not self.is_open:
             return
         prompt = reader.tokens[: reader.num_prompt_tokens - 1]
         best: Donor | None = None
@@ -105,7 +110,7 @@ class Prefixes:
         """Whether a sequence of `reading`, at work on its prompt in this very step, reads what `reader` would read next."""
         prompt = reader.tokens[: reader.num_prompt_tokens - 1]
         wanted = reader.num_settled + MIN_SHARED
-        return self._max_slots > 0 and any(
+        return self.is_open and any(
             common_prefix(prompt, other.tokens) >= wanted for other in reading
         )
 

@@ -11,11 +11,12 @@ from shared.model.sampling import SamplingParams
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class StoppingParams:
-    """`max_tokens` None: 256, or what the context leaves if that is less."""
+    """`max_tokens` None: DEFAULT_MAX_TOKENS, or what the context leaves if that is less."""
 
     max_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()

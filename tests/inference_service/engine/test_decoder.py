@@ -146,6 +146,25 @@ def test_relaxed_makes_sure_exits_final_and_completes_their_cache(
             assert token == int(logits[len(PROMPT) + index - 1].argmax())
 
 
+def test_layers_of_exits_count_where_no_deep_pass_follows(
+    loaded: LoadedModel, answer: list[int]
+) -> None:
+    right = oracle(answer)
+    ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
+    with Engine(loaded, ladder) as engine:
+        relaxed = engine.generate(
+            PROMPT,
+            policy=DepthPolicy("relaxed", threshold=0.8, max_drafts=3),
+            max_tokens=NUM_NEW,
+            stop_token_ids=frozenset([answer[2]]),
+        )
+    assert relaxed.finished.reason is FinishReason.STOP_TOKEN
+    assert relaxed.stats.num_deep_passes == 0
+    # Each exit that was asked took one token through two layers.
+    assert relaxed.stats.num_layer_executions == relaxed.stats.num_token_layers
+    assert relaxed.stats.num_layer_executions == 2 * len(ladder.seen_states) > 0
+
+
 def test_min_layers_keeps_shallow_rungs_out(loaded: LoadedModel, answer: list[int]) -> None:
     right = oracle(answer)
     ladder = ScriptedLadder(

@@ -192,7 +192,7 @@ def test_nothing_is_shared_where_that_is_turned_off(loaded):
 
 def test_what_is_kept_makes_room_for_what_runs(loaded):
     with Engine(loaded) as probe:
-        slot = probe._slot_bytes
+        slot = probe._admission.slot_bytes
     budget = (LENGTH + 6 + 10) * slot
     with Engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget) as engine:
         run(engine, STEM)
