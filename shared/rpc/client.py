@@ -1,8 +1,8 @@
 """A small synchronous client of neap's services, for the command line and for scripts.
 
 Every method raises NeapError as the service raised it (`shared.rpc.status.from_rpc_error`). Repeated on UNAVAILABLE are only calls
-that may be repeated: unary ones that change nothing or are idempotent by id, and streams that have not yielded yet or whose
-first message holds the whole state.
+that may be repeated: unary ones that change nothing or are idempotent by id, generations that have brought no token yet, and
+streams whose first message holds the whole state.
 """
 
 import time
@@ -15,9 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from neap.calibration.v1 import calibration_pb2, calibration_pb2_grpc
 from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 from neap.router.v1 import router_pb2, router_pb2_grpc
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from shared.errors import NeapError, Unavailable
+from shared.rpc.generation import GenerationStream
+from shared.rpc.retry import nobody_answered, retrying
 from shared.rpc.serving import MAX_MESSAGE_BYTES
 from shared.rpc.status import from_rpc_error
 from shared.rpc.tracing import TraceInjector
@@ -29,13 +30,17 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", -1),
     # Retries are decided here, call by call.
     ("grpc.enable_retries", 0),
+    # A service that was started anew is found as soon as that.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
 
 class NeapClient:
-    """One channel to one address; the service behind it may be a worker, a calibrator, or both. Thread-safe.
+    """One channel; the service behind it may be a worker, a calibrator, or both. Thread-safe.
 
-    `timeout_s` bounds every unary call. `num_attempts` counts the first try.
+    `target` is HOST:PORT or whatever else gRPC takes: of several addresses, "ipv4:10.0.0.7:7071,10.0.0.8:7071", the first that
+    answers is used. `timeout_s` bounds every unary call. `num_attempts` counts the first try.
     """
 
     def __init__(self, target: str, *, timeout_s: float = 30.0, num_attempts: int = 4) -> None:
@@ -89,12 +94,13 @@ class NeapClient:
 
     def generate(
         self, request: inference_pb2.GenerateRequest, *, timeout_s: float | None = None
-    ) -> Iterator[inference_pb2.GenerateResponse]:
-        """Started, token chunks, Finished. Closing the iterator cancels the call. Repeated only before the first event."""
-        first, call = self._retrying(
-            lambda: _opened(self._inference.Generate(request, timeout=timeout_s))
+    ) -> GenerationStream:
+        """Started, token chunks, Finished; `timeout_s` bounds them all. Repeated only before the first token: see GenerationStream."""
+        return GenerationStream(
+            lambda left_s: self._inference.Generate(request, timeout=left_s),
+            num_attempts=self._num_attempts,
+            timeout_s=timeout_s,
         )
-        return _stream(first, call)
 
     def get_model(self, model_id: str) -> inference_pb2.Model:
         request = inference_pb2.GetModelRequest(model_id=model_id)
@@ -243,13 +249,7 @@ class NeapClient:
         return _called(lambda: method(request, timeout=self._timeout_s))
 
     def _retrying(self, call: Callable[[], T]) -> T:
-        retrying = Retrying(
-            retry=retry_if_exception_type(Unavailable),
-            stop=stop_after_attempt(self._num_attempts),
-            wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            reraise=True,
-        )
-        return retrying(lambda: _called(call))
+        return retrying(nobody_answered, num_attempts=self._num_attempts)(lambda: _called(call))
 
 
 def _called(call: Callable[[], T]) -> T:

@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from shared.errors import InvalidInput, NeapError
+from shared.rpc.calls import OpenCalls
 from shared.rpc.status import (
     code_of_status,
     to_status,
@@ -29,7 +30,8 @@ REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
 _fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fields", default=None)
-_QUIET_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+# Not what the service is there for: logged only when they fail, and never waited for.
+SIDE_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
 log = structlog.get_logger("neap.rpc")
 
@@ -50,8 +52,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps coroutine and async-generator handlers, unary and streaming.
 
     A NeapError becomes its status, anything else INTERNAL with an id under which the traceback is logged. The request id goes
-    back in the trailing metadata.
+    back in the trailing metadata. `calls`: those at work now.
     """
+
+    def __init__(self) -> None:
+        self.calls = OpenCalls()
 
     async def intercept_service(
         self,
@@ -61,7 +66,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        wrapped = _Wrapped(str(handler_call_details.method))
+        wrapped = _Wrapped(str(handler_call_details.method), self.calls)
         if handler.response_streaming:
             make = (
                 grpc.stream_stream_rpc_method_handler
@@ -87,8 +92,9 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Wrapped:
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, calls: OpenCalls) -> None:
         self.method = method
+        self.calls = calls
 
     def coroutine(self, inner: Any) -> Any:
         if not inspect.iscoroutinefunction(inner):
@@ -96,16 +102,21 @@ class _Wrapped:
             raise TypeError(f"the handler of {self.method} is not a coroutine function")
 
         async def handle(request: Any, context: Any) -> Any:
-            async with _observed(self.method, context):
+            async with _observed(self.method, self.calls, context):
                 return await inner(_well_formed(request), context)
 
         return handle
 
     def generator(self, inner: Any) -> Any:
-        async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with _observed(self.method, context):
-                async for response in inner(_well_formed(request), context):
-                    yield response
+        """A coroutine, too: in a generator, gRPC would wait for the client's reading outside of what is observed here."""
+
+        async def handle(request: Any, context: Any) -> None:
+            async with (
+                _observed(self.method, self.calls, context),
+                aclosing(inner(_well_formed(request), context)) as responses,
+            ):
+                async for response in responses:
+                    await context.write(response)
 
         return handle
 
@@ -133,11 +144,11 @@ def _well_formed(request: Any) -> Any:
 
 
 @asynccontextmanager
-async def _observed(method: str, context: Any) -> AsyncIterator[None]:
+async def _observed(method: str, calls: OpenCalls, context: Any) -> AsyncIterator[None]:
     request_id = _take_request_id(context)
     fields: dict[str, str | int | float] = {}
     ids = {"request_id": request_id}
-    is_quiet = method.startswith(_QUIET_SERVICES)
+    is_quiet = method.startswith(SIDE_SERVICES)
     span: Span = INVALID_SPAN
     if not is_quiet:
         span = start_call_span(method, context.invocation_metadata() or ())
@@ -150,7 +161,8 @@ async def _observed(method: str, context: Any) -> AsyncIterator[None]:
     started_s = time.monotonic()
     code = "OK"
     try:
-        yield
+        with calls.one(method):
+            yield
     except grpc.aio.AbortError:
         code = _code_name(context)
         raise

@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shared.errors import InvalidInput, Unavailable
-from shared.rpc.interceptors import ServiceInterceptor
+from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
 
 # Far above any prompt that fits a context, so that a prompt of 10 MB is refused by the service, as INVALID_ARGUMENT with a reason
 # (trying again cannot help); beyond this gRPC itself refuses with RESOURCE_EXHAUSTED before it decodes.
@@ -30,6 +30,9 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     # What may pile up here for a client that does not read, beyond the window the client itself grants.
     ("grpc.http2.write_buffer_size", 8 * 1024),
 )
+
+# How long calls that are ended may take to say so.
+ENDING_S = 0.5
 
 log = structlog.get_logger("neap.rpc")
 
@@ -55,8 +58,10 @@ class RpcServer:
         self.port = 0
         self.grace_s = grace_s
         self.drain_timeout_s = drain_timeout_s
+        interceptor = ServiceInterceptor()
+        self._calls = interceptor.calls
         self.grpc_server: Any = grpc.aio.server(
-            interceptors=(ServiceInterceptor(),), options=(*SERVER_OPTIONS, *options)
+            interceptors=(interceptor,), options=(*SERVER_OPTIONS, *options)
         )
         self._service_names = tuple(service_names)
         self._health: Any = health.aio.HealthServicer()
@@ -93,22 +98,34 @@ class RpcServer:
         log.info("serving")
 
     async def drain(self) -> None:
-        """NOT_SERVING, take calls for `grace_s`, let running ones finish, stop. `stop_now` cuts it short."""
+        """NOT_SERVING, take calls for `grace_s`, let running ones finish, stop. `stop_now` cuts it short.
+
+        What still runs then, or after `drain_timeout_s`, ends with UNAVAILABLE (reason SHUTTING_DOWN).
+        """
         await self._health.enter_graceful_shutdown()
         log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
         # server.stop() closes the listener at once, so the grace comes before it.
         if not await _set_within(self._stop_now, self.grace_s):
-            stopping = asyncio.create_task(self.grpc_server.stop(self.drain_timeout_s))
+            stopping = asyncio.create_task(
+                self.grpc_server.stop(self.drain_timeout_s + 2 * ENDING_S)
+            )
             hurried = asyncio.create_task(self._stop_now.wait())
-            await asyncio.wait((stopping, hurried), return_when=asyncio.FIRST_COMPLETED)
+            # They know by now; who watches the health never hangs up by himself.
+            self._calls.end(SIDE_SERVICES)
+            await asyncio.wait(
+                (stopping, hurried),
+                timeout=self.drain_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             hurried.cancel()
             if stopping.done():
                 stopping.result()
                 log.info("stopped")
                 return
+        num_ended = self._calls.end()
         # A later stop with a shorter grace overrides the earlier one.
-        await self.grpc_server.stop(None)
-        log.info("stopped at once")
+        await self.grpc_server.stop(ENDING_S)
+        log.info("stopped at once", num_calls_ended=num_ended)
 
     def request_stop(self) -> None:
         """What SIGTERM does: the first call drains, the second stops at once."""

@@ -1,7 +1,8 @@
 """The one table between neap's errors and gRPC's status codes, in both directions.
 
 An error travels as `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` (reason, domain "neap", metadata) and, where
-waiting helps, a `RetryInfo`. https://google.aip.dev/193
+waiting helps, a `RetryInfo`. https://google.aip.dev/193 Beside it goes what gRPC's own retry policy heeds, `grpc-retry-pushback-ms`:
+https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 """
 
 from typing import Any
@@ -16,6 +17,8 @@ from shared.errors import NeapError
 
 DOMAIN = "neap"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+NEVER_RETRY = "-1"
 ERROR_ID_KEY = "error_id"
 # Trailing metadata beyond 8 KiB is dropped by common proxies; the text travels twice, once percent-encoded.
 MAX_MESSAGE_CHARACTERS = 1000
@@ -80,9 +83,16 @@ def unexpected_status(error_id: str) -> status_pb2.Status:
     )
 
 
-def trailing_metadata(status: status_pb2.Status) -> tuple[tuple[str, bytes], ...]:
+def trailing_metadata(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
     """What to send after a call that failed with `status`."""
-    return ((STATUS_DETAILS_KEY, status.SerializeToString()),)
+    details = (STATUS_DETAILS_KEY, status.SerializeToString())
+    if code_of_status(status) is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return (details,)
+    retry = error_details_pb2.RetryInfo()
+    # Without the hint gRPC's retry policy would come back to a budget that cannot grow.
+    unpacked = any(detail.Unpack(retry) for detail in status.details)
+    pushback = str(retry.retry_delay.ToMilliseconds()) if unpacked else NEVER_RETRY
+    return (details, (PUSHBACK_KEY, pushback))
 
 
 def code_of_status(status: status_pb2.Status) -> grpc.StatusCode:

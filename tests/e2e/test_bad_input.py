@@ -1,5 +1,6 @@
 """What a worker answers to input that cannot work, through real gRPC on loopback."""
 
+import gc
 import math
 import time
 from itertools import pairwise
@@ -12,10 +13,12 @@ from grpc_status import rpc_status
 from neap.inference.v1 import inference_pb2 as pb
 from neap.inference.v1 import inference_pb2_grpc
 
+from inference_service.convert import to_generation_request
 from inference_service.engine.engine import Engine
 from inference_service.servicer import InferenceServicer
 from shared.errors import DeadlineExceeded
 from shared.ladder.artefact import pack_ladder
+from shared.model.cache import SlotCache
 from shared.model.load import load_model
 from shared.registry.factory import open_registry
 from tests.worker import CONTEXT_LENGTH, build_ladder, save_model, serving
@@ -396,6 +399,42 @@ def test_a_client_that_does_not_read_at_all_is_ended(engine, registry, handles):
             list(call)
         code, info, _ = _explained(caught.value)
         assert (code, info.reason) == (Code.RESOURCE_EXHAUSTED, "SLOW_READER")
+
+
+def test_what_a_slow_reader_held_is_free_once_it_is_ended(registry, tmp_path):
+    loaded = load_model(save_model(tmp_path / "model"), model_id="tiny")
+    with Engine(loaded, kv_budget_bytes=1 << 40) as measuring:
+        request = to_generation_request(_request(stopping=LONG), loaded, request_id="one")
+        needed = measuring._kv_bytes(request)
+    with (
+        Engine(loaded, kv_budget_bytes=needed) as engine,
+        serving(engine, registry, stall_timeout_s=1.0) as worker,
+        grpc.insecure_channel(
+            worker.target,
+            options=[("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)],
+        ) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = _stalled_call(stub)
+        _wait_for(lambda: engine.num_running == 1)
+        next_call = stub.Generate(_request(stopping=pb.Stopping(max_tokens=5)))
+        assert next(next_call).WhichOneof("event") == "started"
+        # All room is taken, so it waits until the client that does not read is ended.
+        assert engine.num_waiting == 1
+        *_, last = next_call
+        assert last.finished.usage.num_completion_tokens == 5
+        assert last.finished.timing.queue.ToMilliseconds() > 500
+        _wait_for(lambda: engine.num_running == engine.num_waiting == 0)
+        _wait_for(lambda: _num_caches() == 0)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert _explained(caught.value)[1].reason == "SLOW_READER"
+
+
+def _num_caches():
+    """KV caches with anything in them, of any engine in this process."""
+    gc.collect()
+    return sum(isinstance(item, SlotCache) and bool(item.keys) for item in gc.get_objects())
 
 
 def test_one_client_cannot_take_all_places(engine, registry, handles):

@@ -1,13 +1,9 @@
 """`python -m inference_service` as a real process."""
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import structlog
@@ -17,14 +13,14 @@ from inference_service.servicer import SERVICE_NAME
 from shared.errors import Unavailable
 from shared.rpc.client import NeapClient
 from tests.worker import save_model
+from tests.worker_process import worker_process
 
 pytestmark = pytest.mark.e2e
-ROOT = Path(__file__).resolve().parents[2]
 REQUEST = pb.GenerateRequest(
     model_id="tiny",
     text="hello",
     depth=pb.DepthPolicy(full=pb.Full()),
-    stopping=pb.Stopping(max_tokens=300, ignore_eos=True),
+    stopping=pb.Stopping(max_tokens=1500, ignore_eos=True),
 )
 
 
@@ -33,65 +29,87 @@ def folder(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def _start(*flags):
-    path = os.pathsep.join([str(ROOT), str(ROOT / "protos"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "inference_service", "--listen", "127.0.0.1:0", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-
 @contextmanager
 def _worker(folder, tmp_path, *flags):
-    process = _start("--model", f"tiny={folder}", "--registry", str(tmp_path / "registry"), *flags)
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("listening on 127.0.0.1:")
-        with NeapClient(line.split()[-1], num_attempts=1) as client:
-            yield process, client
-    finally:
-        process.kill()
-        process.wait(10)
-        process.stdout.close()
+    with (
+        worker_process(folder, tmp_path / "registry", *flags) as (process, address),
+        NeapClient(address, num_attempts=1) as client,
+    ):
+        yield process, client
 
 
-def test_ready_after_loading_then_sigterm_finishes_streams(folder, tmp_path):
-    with _worker(folder, tmp_path, "--grace-s", "0.5") as (process, client):
-        client.is_serving(SERVICE_NAME)  # the port answers from the beginning
+def _wait_not_serving(client):
+    deadline_s = time.monotonic() + 5
+    while client.is_serving(SERVICE_NAME):
+        assert time.monotonic() < deadline_s
+
+
+def _num_tokens(events):
+    *_, last = events
+    return last.finished.usage.num_completion_tokens
+
+
+def test_not_serving_until_warm_then_sigterm_finishes_streams(folder, tmp_path):
+    with _worker(folder, tmp_path, "--grace-s", "1.5") as (process, client):
+        # The port answers from the beginning, and says so to whoever asks too early.
+        assert not client.is_serving(SERVICE_NAME)
+        with pytest.raises(Unavailable) as caught:
+            list(client.generate(REQUEST))
+        assert caught.value.reason == "NOT_READY"
         client.wait_ready(SERVICE_NAME, timeout_s=60)
 
-        events = client.generate(REQUEST)
-        next(events)
+        early = client.generate(REQUEST)
+        next(early)
         process.send_signal(signal.SIGTERM)
-        deadline_s = time.monotonic() + 5
-        while client.is_serving(SERVICE_NAME):
-            assert time.monotonic() < deadline_s
-        assert client.get_model("tiny").model_id == "tiny"  # still taken
-        *_, last = events
-        assert last.finished.usage.num_completion_tokens == 300
+        sent_s = time.monotonic()
+        _wait_not_serving(client)
+        late = client.generate(REQUEST)  # still taken: load balancers may not have noticed
+        next(late)
+        assert time.monotonic() - sent_s < 1.5
+        assert _num_tokens(early) == _num_tokens(late) == 1500
         assert process.wait(10) == 0
+        with pytest.raises(Unavailable):
+            client.get_model("tiny")
 
 
-def test_a_second_sigterm_ends_at_once(folder, tmp_path):
+def test_a_second_sigterm_ends_at_once_and_says_why(folder, tmp_path):
     with _worker(folder, tmp_path, "--grace-s", "60") as (process, client):
         client.wait_ready(SERVICE_NAME, timeout_s=60)
-        events = client.generate(REQUEST)
-        next(events)
+        streams = [client.generate(REQUEST) for _ in range(3)]
+        for stream in streams:
+            next(stream)
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.3)
+        _wait_not_serving(client)
+        assert process.poll() is None
         process.send_signal(signal.SIGTERM)
+        sent_s = time.monotonic()
+        for stream in streams:
+            with pytest.raises(Unavailable) as caught:
+                list(stream)
+            assert caught.value.reason == "SHUTTING_DOWN"
+            assert 0 < len(stream.token_ids) < 1500
         assert process.wait(5) == 0
-        with pytest.raises(Unavailable):
-            list(events)
+        assert time.monotonic() - sent_s < 2.5
 
 
-def test_sigterm_while_loading_ends_at_once(folder, tmp_path):
-    with _worker(folder, tmp_path) as (process, _):
+def test_streams_that_outlast_the_drain_are_told(folder, tmp_path):
+    flags = ("--grace-s", "0", "--drain-timeout-s", "0.3")
+    with _worker(folder, tmp_path, *flags) as (process, client):
+        client.wait_ready(SERVICE_NAME, timeout_s=60)
+        stream = client.generate(REQUEST)
+        next(stream)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(Unavailable) as caught:
+            list(stream)
+        assert caught.value.reason == "SHUTTING_DOWN"
+        assert process.wait(5) == 0
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.5, 1.0])
+def test_sigterm_while_loading_ends_at_once(folder, tmp_path, delay_s):
+    with _worker(folder, tmp_path) as (process, client):
+        time.sleep(delay_s)
+        assert not client.is_serving() or delay_s, "loading was faster than the test"
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0
 

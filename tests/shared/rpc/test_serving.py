@@ -1,4 +1,5 @@
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -10,8 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from shared.errors import InvalidInput, Unavailable
+from shared.errors import Exhausted, InvalidInput, Unavailable
 from shared.rpc.serving import MAX_MESSAGE_BYTES, RpcServer
+from shared.rpc.status import from_rpc_error
 
 SERVICE = "neap.inference.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -64,6 +66,55 @@ def test_messages_beyond_the_cap_are_refused_by_grpc(scripted, channel):
     assert scripted.num_calls == 1
 
 
+RETRY_POLICY = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{}],
+                "retryPolicy": {
+                    "maxAttempts": 3,
+                    "initialBackoff": "0.01s",
+                    "maxBackoff": "0.01s",
+                    "backoffMultiplier": 1,
+                    "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
+                },
+            }
+        ]
+    }
+)
+
+
+@pytest.mark.parametrize(("retry_after_s", "num_calls"), [(0.5, 2), (None, 1)])
+def test_grpcs_own_retry_policy_heeds_the_pushback(scripted, server, retry_after_s, num_calls):
+    async def full_at_first(request, context):
+        if scripted.num_calls == 1:
+            raise Exhausted("full", retry_after_s=retry_after_s)
+        yield inference_pb2.GenerateResponse()
+
+    scripted.on_generate = full_at_first
+    started_s = time.monotonic()
+    with grpc.insecure_channel(
+        server.target, options=[("grpc.service_config", RETRY_POLICY)]
+    ) as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+            inference_pb2.GenerateRequest()
+        )
+        if retry_after_s is None:
+            with pytest.raises(grpc.RpcError):
+                list(call)
+        else:
+            assert len(list(call)) == 1
+            assert time.monotonic() - started_s >= retry_after_s
+    assert scripted.num_calls == num_calls
+
+
+def _ended_with_a_reason(call):
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    error = from_rpc_error(caught.value)
+    assert (type(error), error.reason) == (Unavailable, "SHUTTING_DOWN")
+
+
 def _slow_stream(num_events, pause_s):
     async def handle(request, context):
         for number in range(num_events):
@@ -100,8 +151,21 @@ def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
     started_s = time.monotonic()
     server.run(server.server.drain())
     assert 0.2 < time.monotonic() - started_s < 3
-    with pytest.raises(grpc.RpcError):
-        list(call)
+    _ended_with_a_reason(call)
+
+
+def test_whoever_watches_the_health_does_not_hold_up_the_drain(server, channel):
+    server.server.grace_s, server.server.drain_timeout_s = 0.0, 30.0
+    server.run(server.server.set_serving())
+    watch = health_pb2_grpc.HealthStub(channel).Watch(
+        health_pb2.HealthCheckRequest(service=SERVICE)
+    )
+    assert next(watch).status == SERVING
+    started_s = time.monotonic()
+    server.run(server.server.drain())
+    assert time.monotonic() - started_s < 3
+    assert next(watch).status == NOT_SERVING
+    _ended_with_a_reason(watch)
 
 
 @pytest.mark.parametrize("grace_s", [30.0, 0.0])
@@ -117,8 +181,7 @@ def test_a_second_request_to_stop_stops_at_once(scripted, server, channel, grace
     assert not draining.done()
     server.loop.call_soon_threadsafe(server.server.request_stop)
     draining.result(5)
-    with pytest.raises(grpc.RpcError):
-        list(call)
+    _ended_with_a_reason(call)
 
 
 async def test_a_taken_port_and_a_bad_address_are_errors(capsys):

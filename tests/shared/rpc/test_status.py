@@ -3,7 +3,13 @@ import pytest
 from google.rpc import error_details_pb2
 
 from shared import errors
-from shared.rpc.status import MAX_MESSAGE_CHARACTERS, code_of, to_status
+from shared.rpc.status import (
+    MAX_MESSAGE_CHARACTERS,
+    PUSHBACK_KEY,
+    code_of,
+    to_status,
+    trailing_metadata,
+)
 
 TABLE = {
     errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
@@ -56,6 +62,19 @@ def test_retry_info_only_where_waiting_helps(retry_after_s):
         retry = error_details_pb2.RetryInfo()
         retries[0].Unpack(retry)
         assert retry.retry_delay.ToNanoseconds() == round(retry_after_s * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("error", "pushback"),
+    [
+        (errors.Exhausted("full", retry_after_s=1.5), "1500"),
+        (errors.Exhausted("full", retry_after_s=0.0), "0"),
+        (errors.Exhausted("too small"), "-1"),
+        (errors.Unavailable("gone"), None),
+    ],
+)
+def test_pushback_says_the_same_as_retry_info(error, pushback):
+    assert dict(trailing_metadata(to_status(error))).get(PUSHBACK_KEY) == pushback
 
 
 def test_long_texts_are_cut():

@@ -1,0 +1,102 @@
+"""One generation as a client sees it, over as many calls as it takes to get the first token."""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import grpc
+from neap.inference.v1.inference_pb2 import GenerateResponse
+
+from shared.rpc.retry import nothing_was_begun, retrying
+from shared.rpc.status import from_rpc_error
+
+
+class GenerationStream(Iterator[GenerateResponse]):
+    """Iterates over Started, token chunks and Finished. Raises NeapError as the service raised it.
+
+    A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a time to retry, is made again as long as it has brought no
+    chunk: sampled tokens would come out otherwise the second time, and a caller may have shown them. So Started is held back
+    until the first chunk, and is that of the call that brought it. A failure after that is raised as it is; `token_ids`
+    and `text` hold what came before. One thread iterates; any may `close`.
+    """
+
+    def __init__(
+        self,
+        open_call: Callable[[float | None], Any],
+        *,
+        num_attempts: int = 1,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`open_call` makes the call with the seconds that are left of `timeout_s`; the first one is made here."""
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.num_attempts = 0
+        self._open_call = open_call
+        self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._retrying = retrying(
+            lambda error: nothing_was_begun(error) and not self._closed.is_set(),
+            num_attempts=num_attempts,
+            deadline_s=self._deadline_s,
+            sleep=self._sleep,
+        )
+        self._closed = threading.Event()
+        self._held: deque[GenerateResponse] = deque()
+        self._has_begun = False
+        self._call: Any = self._open()
+
+    def __next__(self) -> GenerateResponse:
+        if not self._has_begun:
+            self._has_begun = True
+            self._retrying(self._attempt)
+        if self._closed.is_set():
+            raise StopIteration
+        event = self._held.popleft() if self._held else self._receive()
+        self.token_ids += [token.id for token in event.chunk.tokens]
+        self.text += event.chunk.text + event.finished.text
+        return event
+
+    def close(self) -> None:
+        """Cancels the call; nothing more comes. Idempotent."""
+        self._closed.set()
+        self._call.cancel()
+
+    def __enter__(self) -> "GenerationStream":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _attempt(self) -> None:
+        """Receives up to the first event that is more than Started."""
+        if self.num_attempts:
+            self._call = self._open()
+        self.num_attempts += 1
+        self._held.clear()
+        try:
+            while not self._held or self._held[-1].HasField("started"):
+                self._held.append(self._receive())
+        except StopIteration:  # it ended after Started, which is for the caller to judge
+            return
+
+    def _open(self) -> Any:
+        left_s = self._deadline_s - time.monotonic()
+        return self._open_call(None if math.isinf(left_s) else left_s)
+
+    def _receive(self) -> GenerateResponse:
+        try:
+            event: GenerateResponse = next(self._call)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return event
+
+    def _sleep(self, seconds: float) -> None:
+        self._closed.wait(seconds)

@@ -1,0 +1,176 @@
+"""A thousand streams at once against one worker process on whatever cores the machine has."""
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from neap.inference.v1 import inference_pb2 as pb
+from neap.inference.v1 import inference_pb2_grpc
+
+from inference_service.servicer import SERVICE_NAME
+from shared.errors import NeapError
+from shared.rpc.client import NeapClient
+from shared.rpc.status import PUSHBACK_KEY
+from tests.worker import save_model
+from tests.worker_process import worker_process
+
+pytestmark = pytest.mark.e2e
+NUM_STREAMS = 1000
+NUM_PROMPTS = 40
+MAX_TOKENS = 8
+# A stream may overtake or be overtaken by as many as share the worker's steps, and by those that six threads tokenise beside it.
+MAX_DISPLACEMENT = 64
+MAX_GROWTH_BYTES = 24 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class _Stream:
+    """`order`: how many first tokens had come to anybody before this one's."""
+
+    token_ids: list[int] = field(default_factory=list)
+    order: int = -1
+    is_finished: bool = False
+    error: grpc.aio.AioRpcError | None = None
+    took_s: float = 0.0
+
+
+def _request(number):
+    """One of NUM_PROMPTS; every second is sampled, with a seed of its own."""
+    kind = number % NUM_PROMPTS
+    return pb.GenerateRequest(
+        model_id="tiny",
+        text=f"hello {kind} " + "in the hell of it " * (kind % 4),
+        depth=pb.DepthPolicy(full=pb.Full()),
+        sampling=pb.Sampling(temperature=0.8, seed=kind) if kind % 2 else None,
+        stopping=pb.Stopping(max_tokens=MAX_TOKENS, ignore_eos=True),
+    )
+
+
+async def _all_at_once(address, num_streams):
+    """Every stream, opened in order without waiting for one another."""
+    streams = [_Stream() for _ in range(num_streams)]
+    num_first = 0
+
+    async def one(stub, number, stream):
+        nonlocal num_first
+        started_s = time.monotonic()
+        try:
+            async for event in stub.Generate(_request(number), timeout=100):
+                if event.HasField("chunk") and stream.order < 0:
+                    stream.order, num_first = num_first, num_first + 1
+                stream.token_ids += [token.id for token in event.chunk.tokens]
+                stream.is_finished |= event.HasField("finished")
+        except grpc.aio.AioRpcError as error:
+            stream.error = error
+        stream.took_s = time.monotonic() - started_s
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        await channel.channel_ready()
+        await asyncio.gather(*(one(stub, number, s) for number, s in enumerate(streams)))
+    return streams
+
+
+class _HealthWatch(threading.Thread):
+    """Asks every 0.2 s on a connection of its own; `answers` holds what it heard."""
+
+    def __init__(self, address):
+        super().__init__()
+        self.answers = []
+        self.slowest_s = 0.0
+        self._address = address
+        self._over = threading.Event()
+
+    def run(self):
+        with NeapClient(self._address, num_attempts=1, timeout_s=5) as client:
+            while not self._over.wait(0.2):
+                asked_s = time.monotonic()
+                try:
+                    self.answers.append(client.is_serving(SERVICE_NAME))
+                except NeapError as error:
+                    self.answers.append(error)
+                self.slowest_s = max(self.slowest_s, time.monotonic() - asked_s)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self.join()
+
+
+def _resident_bytes(pid):
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmRSS")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into /proc")
+async def test_none_of_a_thousand_streams_is_lost_starved_or_changed(folder, tmp_path):
+    flags = ("--max-queue", str(NUM_STREAMS))
+    with worker_process(folder, tmp_path / "registry", *flags) as (process, address):
+        with NeapClient(address) as client:
+            client.wait_ready(SERVICE_NAME, timeout_s=60)
+            alone = []
+            for kind in range(NUM_PROMPTS):
+                stream = client.generate(_request(kind))
+                list(stream)
+                alone.append(stream.token_ids)
+        assert len({tuple(tokens) for tokens in alone}) > NUM_PROMPTS // 2
+        resident = []
+        for _ in range(2):
+            with _HealthWatch(address) as health:
+                streams = await _all_at_once(address, NUM_STREAMS)
+            assert [stream.error for stream in streams if stream.error] == []
+            assert all(stream.is_finished for stream in streams)
+            for number, stream in enumerate(streams):
+                assert stream.token_ids == alone[number % NUM_PROMPTS]
+            displaced = max(abs(stream.order - number) for number, stream in enumerate(streams))
+            assert displaced <= MAX_DISPLACEMENT
+            assert health.answers
+            assert all(answer is True for answer in health.answers)
+            assert health.slowest_s < 2
+            resident.append(_resident_bytes(process.pid))
+            print(f"displaced {displaced}, health {len(health.answers)} x, {health.slowest_s:.2f} s")
+        print(f"resident {resident}, slowest {max(stream.took_s for stream in streams):.1f} s")
+        assert resident[1] - resident[0] < MAX_GROWTH_BYTES
+
+
+async def test_beyond_the_default_queue_all_are_refused_at_once(folder, tmp_path):
+    with worker_process(folder, tmp_path / "registry") as (_, address):
+        with NeapClient(address) as client:
+            client.wait_ready(SERVICE_NAME, timeout_s=60)
+        with _HealthWatch(address) as health:
+            streams = await _all_at_once(address, NUM_STREAMS)
+        finished = [stream for stream in streams if stream.is_finished]
+        refused = [stream for stream in streams if stream.error is not None]
+        assert len(finished) + len(refused) == NUM_STREAMS
+        assert 64 <= len(finished) < NUM_STREAMS
+        for stream in refused:
+            assert stream.error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert stream.token_ids == []
+            info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+            details = rpc_status.from_call(stream.error).details
+            assert details[0].Unpack(info)
+            assert info.reason == "QUEUE_FULL"
+            assert details[1].Unpack(retry)
+            milliseconds = retry.retry_delay.ToMilliseconds()
+            assert milliseconds > 0
+            trailing = dict(stream.error.trailing_metadata())
+            assert trailing[PUSHBACK_KEY] == str(milliseconds)
+        print(f"{len(refused)} refused, slowest {max(stream.took_s for stream in refused):.2f} s")
+        assert max(stream.took_s for stream in refused) < 5
+        assert all(answer is True for answer in health.answers)

@@ -1,0 +1,165 @@
+"""What a generation's client repeats, when, and what it passes on."""
+
+import threading
+import time
+
+import pytest
+from neap.inference.v1 import inference_pb2 as pb
+
+from shared import errors
+from shared.rpc.client import NeapClient
+
+REQUEST = pb.GenerateRequest(model_id="m")
+
+
+@pytest.fixture
+def client(server):
+    with NeapClient(server.target, num_attempts=3) as client:
+        yield client
+
+
+def _started(number):
+    return pb.GenerateResponse(started=pb.Started(seed=number))
+
+
+def _chunk(token_id):
+    token = pb.Token(id=token_id)
+    return pb.GenerateResponse(chunk=pb.TokenChunk(text=chr(token_id), tokens=[token]))
+
+
+FINISHED = pb.GenerateResponse(finished=pb.Finished(text="!"))
+
+
+def _script(scripted, *attempts):
+    """The n-th call yields the events of `attempts[n]`; an error among them is raised."""
+
+    async def generate(request, context):
+        for event in attempts[scripted.num_calls - 1]:
+            if isinstance(event, errors.NeapError):
+                raise event
+            yield event
+
+    scripted.on_generate = generate
+
+
+def test_a_call_that_broke_after_started_is_made_again_and_shows_one_started(scripted, client):
+    gone = errors.Unavailable("gone")
+    _script(scripted, [_started(1), gone], [gone], [_started(3), _chunk(97), FINISHED])
+    stream = client.generate(REQUEST)
+    assert list(stream) == [_started(3), _chunk(97), FINISHED]
+    assert (scripted.num_calls, stream.num_attempts) == (3, 3)
+    assert (stream.token_ids, stream.text) == ([97], "a!")
+
+
+def test_after_a_chunk_nothing_is_repeated_and_the_tokens_are_there(scripted, client):
+    gone = errors.Unavailable("gone", reason="SHUTTING_DOWN")
+    _script(scripted, [_started(1), _chunk(97), _chunk(98), gone])
+    stream = client.generate(REQUEST)
+    with pytest.raises(errors.Unavailable, match="gone") as caught:
+        list(stream)
+    assert caught.value.reason == "SHUTTING_DOWN"
+    assert (stream.token_ids, stream.text) == ([97, 98], "ab")
+    assert scripted.num_calls == 1
+
+
+def test_an_answer_without_a_token_is_whole(scripted, client):
+    _script(scripted, [_started(1), FINISHED])
+    assert list(client.generate(REQUEST)) == [_started(1), FINISHED]
+
+
+def test_a_stream_that_ends_after_started_is_passed_on(scripted, client):
+    _script(scripted, [_started(1)])
+    assert list(client.generate(REQUEST)) == [_started(1)]
+    assert scripted.num_calls == 1
+
+
+def test_attempts_are_bounded_and_the_last_error_is_raised(scripted, client):
+    _script(scripted, *[[errors.Unavailable(f"gone {number}")] for number in range(3)])
+    stream = client.generate(REQUEST)
+    with pytest.raises(errors.Unavailable, match="gone 2"):
+        next(stream)
+    assert scripted.num_calls == 3
+
+
+def test_a_full_service_is_asked_again_after_the_time_it_says(scripted, client):
+    full = errors.Exhausted("full", retry_after_s=0.3)
+    _script(scripted, [full], [_started(2), _chunk(97), FINISHED])
+    started_s = time.monotonic()
+    assert len(list(client.generate(REQUEST))) == 3
+    assert 0.3 <= time.monotonic() - started_s < 2.0
+    assert scripted.num_calls == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Exhausted("the budget is too small"),
+        errors.InvalidInput("no"),
+        errors.DeadlineExceeded("late"),
+        errors.PreconditionFailed("no router"),
+        errors.NeapError("internal"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_cannot_help_is_not_repeated(scripted, client, error):
+    _script(scripted, [error])
+    with pytest.raises(type(error)):
+        list(client.generate(REQUEST))
+    assert scripted.num_calls == 1
+
+
+def test_the_deadline_is_one_for_all_attempts(scripted, client):
+    left_s = []
+
+    async def generate(request, context):
+        left_s.append(context.time_remaining())
+        if scripted.num_calls == 1:
+            raise errors.Exhausted("full", retry_after_s=0.5)
+        yield FINISHED
+
+    scripted.on_generate = generate
+    list(client.generate(REQUEST, timeout_s=10))
+    # Deadlines are rounded up on the wire.
+    assert 9 < left_s[0] < 10.5
+    assert left_s[1] <= left_s[0] - 0.3
+
+
+def test_a_wait_beyond_the_deadline_is_not_begun(scripted, client):
+    _script(scripted, [errors.Exhausted("full", retry_after_s=30)])
+    started_s = time.monotonic()
+    with pytest.raises(errors.Exhausted):
+        list(client.generate(REQUEST, timeout_s=5))
+    assert time.monotonic() - started_s < 2
+    assert scripted.num_calls == 1
+
+
+def test_closing_ends_a_wait_and_what_runs(scripted, client):
+    _script(scripted, [errors.Exhausted("full", retry_after_s=30)])
+    stream = client.generate(REQUEST)
+    threading.Timer(0.3, stream.close).start()
+    started_s = time.monotonic()
+    with pytest.raises(errors.NeapError):
+        list(stream)
+    assert time.monotonic() - started_s < 5
+
+    ended = threading.Event()
+
+    async def endless(request, context):
+        try:
+            while True:
+                yield _chunk(97)
+        finally:
+            ended.set()
+
+    scripted.on_generate = endless
+    with client.generate(REQUEST) as running:
+        next(running)
+    assert ended.wait(5)
+    assert list(running) == []
+
+
+def test_the_next_address_takes_over(scripted, server):
+    _script(scripted, [_chunk(97), FINISHED])
+    port = server.target.rpartition(":")[2]
+    with NeapClient(f"ipv4:127.0.0.1:1,127.0.0.1:{port}", num_attempts=1) as client:
+        assert list(client.generate(REQUEST)) == [_chunk(97), FINISHED]

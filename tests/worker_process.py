@@ -1,0 +1,42 @@
+"""`python -m inference_service` as a process of its own, serving a tiny model called "tiny"."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LISTENING = "listening on "
+
+
+def start_worker(*flags: str, listen: str = "127.0.0.1:0") -> subprocess.Popen[str]:
+    """Not waited for; its address is the last word of the first line of its stdout."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "protos"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-m", "inference_service", "--listen", listen, *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+@contextmanager
+def worker_process(
+    folder: Path, registry: Path, *flags: str, listen: str = "127.0.0.1:0"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """(process, HOST:PORT) once it listens; killed at the end if it is still there."""
+    model = ("--model", f"tiny={folder}", "--registry", str(registry))
+    process = start_worker(*model, *flags, listen=listen)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line.startswith(LISTENING), line
+        yield process, line.removeprefix(LISTENING).strip()
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
