@@ -1,6 +1,6 @@
 """`make bench`: the CPU benchmarks on the demo model with the router that ships.
 
-python -m bench [--only decode | batch] [--data-dir DIR] [flags of the benchmark]
+python -m bench [--only decode | batch | load] [--data-dir DIR] [flags of the benchmark]
 """
 
 import argparse
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shared.cli.demo_model import demo_model
 
-BENCHMARKS = ("decode", "batch")
+BENCHMARKS = ("decode", "batch", "load")
 
 
 def main() -> None:

@@ -77,6 +77,18 @@ class ServiceProcess:
                     )
                 time.sleep(0.2)
 
+    def send_signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def wait_ended(self, timeout_s: float) -> int | None:
+        """The exit status once it has ended by itself, negative for a signal; None when it has not in `timeout_s`."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to the whole group for what is left of it. Safe to call twice."""
         process = self._process

@@ -10,6 +10,7 @@ from tenacity import (
     Retrying,
     retry_if_exception,
     stop_after_attempt,
+    stop_any,
     wait_random_exponential,
 )
 
@@ -47,7 +48,7 @@ def retrying(
 
     return Retrying(
         retry=retry_if_exception(may_repeat),
-        stop=stop_after_attempt(num_attempts) | too_late,
+        stop=stop_any(stop_after_attempt(num_attempts), too_late),
         wait=_wait_s,
         sleep=sleep,
         reraise=True,

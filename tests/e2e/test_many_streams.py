@@ -24,9 +24,9 @@ pytestmark = pytest.mark.e2e
 NUM_STREAMS = 1000
 NUM_PROMPTS = 40
 MAX_TOKENS = 8
-# A stream may overtake or be overtaken by as many as share the worker's steps, and by those that six threads tokenise beside it.
-MAX_DISPLACEMENT = 64
-MAX_GROWTH_BYTES = 24 << 20
+# Some reorder: those that share the worker's steps, and those whose prompts are tokenised side by side. Starving is hundreds.
+MAX_DISPLACEMENT = 128
+MAX_GROWTH_BYTES = 12 << 20
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,9 @@ async def test_none_of_a_thousand_streams_is_lost_starved_or_changed(folder, tmp
             assert all(answer is True for answer in health.answers)
             assert health.slowest_s < 2
             resident.append(_resident_bytes(process.pid))
-            print(f"displaced {displaced}, health {len(health.answers)} x, {health.slowest_s:.2f} s")
+            print(
+                f"displaced {displaced}, health {len(health.answers)} x, {health.slowest_s:.2f} s"
+            )
         print(f"resident {resident}, slowest {max(stream.took_s for stream in streams):.1f} s")
         assert resident[1] - resident[0] < MAX_GROWTH_BYTES
 

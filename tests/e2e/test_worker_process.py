@@ -105,11 +105,11 @@ def test_streams_that_outlast_the_drain_are_told(folder, tmp_path):
         assert process.wait(5) == 0
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("delay_s", [0.0, 0.7])
 def test_sigterm_while_loading_ends_at_once(folder, tmp_path, delay_s):
     with _worker(folder, tmp_path) as (process, client):
+        assert not client.is_serving()
         time.sleep(delay_s)
-        assert not client.is_serving() or delay_s, "loading was faster than the test"
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0
 

@@ -1,0 +1,128 @@
+"""Streams of one worker over gRPC, each timed as its client sees it, in closed and open loops."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import TracebackType
+
+import grpc
+import grpc.aio
+from neap.inference.v1 import inference_pb2 as pb
+from neap.inference.v1 import inference_pb2_grpc
+
+from shared.rpc.client import CHANNEL_OPTIONS
+from shared.rpc.status import from_rpc_error
+
+FINISHED = "finished"
+# The tokens of one step come as messages of their own, right behind each other: one delivery.
+SAME_DELIVERY_S = 0.001
+# Longer than anything here may take.
+TIMEOUT_S = 600.0
+
+
+@dataclass
+class Stream:
+    """One request. Times are `time.perf_counter()` seconds; `outcome` is FINISHED or the reason it failed with."""
+
+    arrival_s: float
+    outcome: str = ""
+    num_prompt_tokens: int = 0
+    prefill_s: float = 0.0
+    deliveries: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(count for _, count in self.deliveries)
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the arrival to the first token."""
+        return self.deliveries[0][0] - self.arrival_s
+
+    def gaps_s(self, begin_s: float = 0.0, end_s: float = float("inf")) -> list[float]:
+        """Seconds between successive deliveries; of those that end after `begin_s` and begin before `end_s`."""
+        times = [at for at, _ in self.deliveries]
+        return [b - a for a, b in pairwise(times) if b > begin_s and a < end_s]
+
+    def deliver(self, num_tokens: int) -> None:
+        now = time.perf_counter()
+        if self.deliveries and now - self.deliveries[-1][0] < SAME_DELIVERY_S:
+            at, count = self.deliveries[-1]
+            self.deliveries[-1] = (at, count + num_tokens)
+        else:
+            self.deliveries.append((now, num_tokens))
+
+
+class StreamClient:
+    """Opens streams to one worker over one connection. Nothing is repeated: a refusal is a result. Async context manager."""
+
+    def __init__(self, target: str) -> None:
+        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._stub: inference_pb2_grpc.InferenceServiceStub = (
+            inference_pb2_grpc.InferenceServiceStub(self._channel)
+        )
+
+    async def __aenter__(self) -> "StreamClient":
+        await self._channel.channel_ready()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    async def run(self, request: pb.GenerateRequest, stream: Stream) -> Stream:
+        """Fills `stream` until the generation has ended."""
+        try:
+            async for event in self._stub.Generate(request, timeout=TIMEOUT_S):
+                if event.HasField("started"):
+                    stream.num_prompt_tokens = event.started.num_prompt_tokens
+                elif event.HasField("finished"):
+                    stream.prefill_s = event.finished.timing.prefill.ToNanoseconds() / 1e9
+                elif event.chunk.tokens:
+                    stream.deliver(len(event.chunk.tokens))
+            stream.outcome = FINISHED
+        except grpc.aio.AioRpcError as error:
+            # It has all that a synchronous error has.
+            stream.outcome = from_rpc_error(error).reason
+        return stream
+
+    async def closed_loop(
+        self, requests: Iterator[pb.GenerateRequest], width: int, seconds: float
+    ) -> list[Stream]:
+        """`width` streams under way for `seconds`, then all that were begun."""
+        end_s = time.perf_counter() + seconds
+        streams: list[Stream] = []
+
+        async def one_after_the_other() -> None:
+            while (now := time.perf_counter()) < end_s:
+                streams.append(Stream(now))
+                await self.run(next(requests), streams[-1])
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(width)))
+        return streams
+
+    async def open_loop(
+        self,
+        requests: Iterator[pb.GenerateRequest],
+        rate_per_s: float,
+        seconds: float,
+        generator: random.Random,
+    ) -> list[Stream]:
+        """Poisson arrivals for `seconds`, however many are still under way; returns when all have ended."""
+        arrival_s = start_s = time.perf_counter()
+        running: list[asyncio.Task[Stream]] = []
+        while True:
+            arrival_s += generator.expovariate(rate_per_s)
+            if arrival_s > start_s + seconds:
+                break
+            await asyncio.sleep(arrival_s - time.perf_counter())
+            # Counted from when it was to come: a client that is late hides nothing.
+            running.append(asyncio.create_task(self.run(next(requests), Stream(arrival_s))))
+        return list(await asyncio.gather(*running))

@@ -1,0 +1,35 @@
+"""Worker processes for what is measured over gRPC."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared.cli.processes import ServiceProcess
+from shared.ladder.folder import read_packed
+from shared.registry.factory import open_registry
+
+MODEL_ID = "bench"
+
+
+def publish_router(folder: Path, registry: Path) -> None:
+    """Puts a packed ladder where workers of `registry` find it, as the newest of MODEL_ID."""
+    opened = open_registry(str(registry))
+    try:
+        opened.publish(MODEL_ID, *read_packed(folder), request_id="bench")
+    finally:
+        opened.close()
+
+
+def worker_process(
+    model: str, registry: Path, log_path: Path, flags: Sequence[str] = ()
+) -> ServiceProcess:
+    """A worker that serves `model` as MODEL_ID, to be entered as a context."""
+    arguments = ["--model", f"{MODEL_ID}={model}", "--registry", str(registry), *flags]
+    return ServiceProcess("worker", "inference_service", arguments, log_path)
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds now. Linux only."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} names no VmRSS")
