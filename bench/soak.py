@@ -40,7 +40,7 @@ READY_TIMEOUT_S = 180.0
 # Longest that a request may take once no new ones come, and a worker to drain.
 END_TIMEOUT_S = 120.0
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
-SAMPLE_S = 0.5
+SAMPLE_S = 0.25
 
 
 class Soak:

@@ -24,7 +24,7 @@ def test_a_short_soak_holds(tmp_path):
     result = subprocess.run(
         [
             *(sys.executable, "-m", "bench.soak", "--model", str(model), "--router", str(router)),
-            *("--minutes", "0.6", "--pause-s", "0.1", "--stall-s", "1", "--hold-s", "3"),
+            *("--minutes", "0.4", "--pause-s", "0.1", "--stall-s", "1", "--hold-s", "3"),
         ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
