@@ -4,7 +4,8 @@
 
 Capacity is measured first, in the same run: tokens per second with 16 requests always under way, by the mean length of an answer.
 Then requests come at random (Poisson) at shares of it, whoever is still being served. Prompts are the first turns of Spec-Bench of
-at most 600 characters, in random order; greedy, at most 32 new tokens. Client and worker share the machine.
+at most 600 characters, in random order; greedy, at most 32 new tokens; nothing is kept of ended prompts. Client and worker share
+the machine.
 """
 
 import argparse
@@ -52,10 +53,11 @@ def chat(
 
 
 def shuffled(texts: Sequence[str], policy: str, seed: int) -> Iterator[pb.GenerateRequest]:
-    """Without end, and in the same order for every policy."""
+    """Without end, all before one comes again, and in the same order for every policy."""
     generator = random.Random(seed)
     while True:
-        yield chat(generator.choice(texts), policy, MAX_TOKENS)
+        for text in generator.sample(texts, len(texts)):
+            yield chat(text, policy, MAX_TOKENS)
 
 
 async def measure_capacity(
@@ -215,6 +217,8 @@ def main() -> None:
         registry = Path(folder) / "registry"
         publish_router(options.router, registry)
         flags = ["--max-queue", str(options.max_queue), "--log-level", "warning"]
+        # Prompts come again and again here, and are to be read each time.
+        flags += ["--prefix-cache-mb", "0"]
         with worker_process(options.model, registry, Path(folder) / "log", flags) as worker:
             results = asyncio.run(measure(worker.wait_serving(120.0), texts, options))
     print(

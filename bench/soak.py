@@ -41,6 +41,7 @@ READY_TIMEOUT_S = 180.0
 END_TIMEOUT_S = 120.0
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
 SAMPLE_S = 0.25
+PREFIX_CACHE_MB = 8
 
 
 class Soak:
@@ -181,6 +182,8 @@ def run(soak: Soak, folder: Path) -> None:
     publish_router(options.router, registry)
     flags = ["--max-queue", str(options.max_queue), "--grace-s", "1"]
     flags += ["--stall-timeout-s", str(options.stall_s)]
+    # Full long before memory is looked at for the first time.
+    flags += ["--prefix-cache-mb", str(PREFIX_CACHE_MB)]
     logs = [folder / "first.log", folder / "second.log"]
     with (
         worker_process(options.model, registry, logs[0], flags) as first,

@@ -407,7 +407,7 @@ def test_what_a_slow_reader_held_is_free_once_it_is_ended(registry, tmp_path):
         request = to_generation_request(_request(stopping=LONG), loaded, request_id="one")
         needed = measuring._kv_bytes(request)
     with (
-        Engine(loaded, kv_budget_bytes=needed) as engine,
+        Engine(loaded, kv_budget_bytes=needed, prefix_cache_bytes=0) as engine,
         serving(engine, registry, stall_timeout_s=1.0) as worker,
         grpc.insecure_channel(
             worker.target,
