@@ -182,7 +182,7 @@ async def _observed(method: str, calls: OpenCalls, context: Any) -> AsyncIterato
         await _abort(context, unexpected_status(error_id), request_id)
     finally:
         end_call_span(span, code, {**fields, "request_id": request_id})
-        # The ids once more: a generator nobody finished is closed in the context of some other task.
+        # The ids once more, whatever the handler has bound meanwhile.
         (log.debug if is_quiet and code == "OK" else log.info)(
             "call ended",
             method=method,

@@ -10,9 +10,9 @@ from tenacity import (
     Retrying,
     retry_if_exception,
     stop_after_attempt,
-    stop_any,
     wait_random_exponential,
 )
+from tenacity.stop import stop_base
 
 from shared.errors import Exhausted, Unavailable
 
@@ -43,16 +43,23 @@ def retrying(
     `deadline_s` in `time.monotonic()` seconds: the error is raised at once where the next attempt would come after it.
     """
 
-    def too_late(state: RetryCallState) -> bool:
-        return time.monotonic() + state.upcoming_sleep >= deadline_s
-
     return Retrying(
         retry=retry_if_exception(may_repeat),
-        stop=stop_any(stop_after_attempt(num_attempts), too_late),
+        stop=stop_after_attempt(num_attempts) | _TooLate(deadline_s),
         wait=_wait_s,
         sleep=sleep,
         reraise=True,
     )
+
+
+class _TooLate(stop_base):
+    """Once the next attempt would come after the deadline."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+
+    def __call__(self, retry_state: RetryCallState) -> bool:
+        return time.monotonic() + retry_state.upcoming_sleep >= self._deadline_s
 
 
 def _wait_s(state: RetryCallState) -> float:

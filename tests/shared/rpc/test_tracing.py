@@ -14,6 +14,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 
 from shared.errors import Corrupt, NeapError, NotFound
+from shared.rpc.calls import OpenCalls
 from shared.rpc.client import NeapClient
 from shared.rpc.interceptors import _Wrapped, annotate_call, current_request_id
 from shared.rpc.logs import configure_logging
@@ -182,27 +183,43 @@ def test_interleaved_streams_keep_their_spans_and_fields_apart(scripted, stub, s
     }
 
 
-async def test_a_stream_closed_late_is_logged_under_its_own_ids(spans, capfd):
-    """A generator that gRPC gave up inside a yield is closed by the event loop, in whatever context that happens to be."""
+async def test_a_stream_given_up_in_a_write_is_closed_and_logged_under_its_own_ids(spans, capfd):
+    """A client that does not read and then hangs up: the handler is waiting inside gRPC, not in the generator."""
+    writing, closed = asyncio.Event(), []
 
     async def inner(request, context):
-        while True:
-            yield EVENT
+        try:
+            while True:
+                yield EVENT
+        finally:
+            closed.append(True)
+
+    async def write(response):
+        structlog.contextvars.bind_contextvars(request_id="other", trace_id="other")
+        writing.set()
+        await asyncio.Event().wait()
 
     context = SimpleNamespace(
         invocation_metadata=lambda: (("x-request-id", "gone"), ("traceparent", TRACEPARENT)),
         set_trailing_metadata=lambda metadata: None,
         time_remaining=lambda: None,
+        write=write,
     )
-    stream = _Wrapped(f"/{GENERATE}").generator(inner)(None, context)
+    calls = OpenCalls()
     configure_logging(json_lines=True)
     try:
-        await asyncio.create_task(anext(stream))
-        structlog.contextvars.bind_contextvars(request_id="other", trace_id="other")
-        await stream.aclose()
+        call = asyncio.create_task(
+            _Wrapped(f"/{GENERATE}", calls).generator(inner)(None, context)
+        )
+        await writing.wait()
+        assert len(calls) == 1
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
     finally:
-        structlog.contextvars.clear_contextvars()
         structlog.reset_defaults()
+    assert closed
+    assert len(calls) == 0
     (line,) = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert (line["event"], line["code"]) == ("call ended", "CANCELLED")
     assert (line["request_id"], line["trace_id"]) == ("gone", TRACE)
