@@ -208,9 +208,7 @@ async def test_a_stream_given_up_in_a_write_is_closed_and_logged_under_its_own_i
     calls = OpenCalls()
     configure_logging(json_lines=True)
     try:
-        call = asyncio.create_task(
-            _Wrapped(f"/{GENERATE}", calls).generator(inner)(None, context)
-        )
+        call = asyncio.create_task(_Wrapped(f"/{GENERATE}", calls).generator(inner)(None, context))
         await writing.wait()
         assert len(calls) == 1
         call.cancel()
