@@ -15,6 +15,7 @@ from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.sequence import Sequence
 from inference_service.engine.statistics import EngineStatistics
+from inference_service.engine.worth import DraftingWorth
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
 from shared.model.sampling import choose
@@ -42,6 +43,7 @@ class Decoder:
     def __init__(self, runner: DepthRunner, prefixes: Prefixes | None = None) -> None:
         self.runner = runner
         self.prefixes = prefixes or Prefixes(0)
+        self._worth = DraftingWorth()
         self.statistics = EngineStatistics(runner.num_layers)
 
     def start(
@@ -82,13 +84,16 @@ class Decoder:
         costs: PassCosts,
         company: Rows[tuple[Sequence, Drafter]],
     ) -> list[list[TokenChunk]]:
+        start_s = time.perf_counter()
         turns: dict[int, _Turn] = {}
         reading: list[Sequence] = []
         num_decoding = sum(sequence.num_generated > 0 for sequence, _ in batch)
+        num_open = sum(s.num_generated > 0 and s.leaves_drafting_open for s, _ in batch)
+        drafts = num_open == 0 or self._worth.choose((num_open, num_decoding))
         room = PREFILL_TOKENS_IN_COMPANY if num_decoding else PREFILL_TOKENS
         for index, (sequence, drafter) in enumerate(batch):
             if sequence.num_generated:
-                chain = drafter.build(sequence, num_decoding)
+                chain = drafter.build(sequence, num_decoding, drafts=drafts)
                 turns[index] = _Turn(sequence, chain, [], 1, False)
             elif room:
                 self.prefixes.lend(sequence, (other for other, _ in company))
@@ -101,7 +106,12 @@ class Decoder:
         self._choose_lengths(list(turns.values()), costs)
         going = [turn for turn in turns.values() if self._emit_final(turn)]
         self._settle(going)
-        return [turns[index].chunks if index in turns else [] for index in range(len(batch))]
+        results = [turns[index].chunks if index in turns else [] for index in range(len(batch))]
+        if num_open and not reading:
+            num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
+            seconds = time.perf_counter() - start_s
+            self._worth.record((num_open, num_decoding), drafts, num_tokens, seconds)
+        return results
 
     def _prefill_turn(self, sequence: Sequence, room: int) -> _Turn:
         start = sequence.num_settled

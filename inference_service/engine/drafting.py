@@ -33,14 +33,16 @@ class Drafter:
         """How the ladder's drafts have fared in requests like this one."""
         return self._served[request.sampling.is_greedy]
 
-    def build(self, sequence: Sequence, num_sequences: int = 1) -> Chain:
+    def build(self, sequence: Sequence, num_sequences: int = 1, *, drafts: bool = True) -> Chain:
         """The last final token and all drafts worth a thought; how many of them to settle is the planner's choice.
 
-        `num_sequences` will share the deep pass.
+        `num_sequences` will share the deep pass. Without `drafts` only a request drafts that does not leave the choice.
         """
         policy = sequence.request.policy
         chain = Chain(len(sequence.tokens) - 1, [sequence.tokens[-1]], sequence.cache)
         if policy.name == "full" or sequence.ladder is None:
+            return chain
+        if not drafts and sequence.leaves_drafting_open:
             return chain
         # One token of the answer comes from the deep pass itself.
         room = min(sequence.num_left - 1, self._costs.max_drafts)

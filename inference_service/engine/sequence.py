@@ -66,6 +66,12 @@ class Sequence:
         self._finish: tuple[FinishReason, str] | None = None
 
     @property
+    def leaves_drafting_open(self) -> bool:
+        """Whether it is the engine's choice if this request drafts: nothing but the time depends on it."""
+        policy = self.request.policy
+        return self.ladder is not None and policy.name == "exact" and not policy.max_drafts
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_ids)
 
