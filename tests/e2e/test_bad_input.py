@@ -16,7 +16,7 @@ from neap.inference.v1 import inference_pb2_grpc
 from inference_service.convert import to_generation_request
 from inference_service.engine.engine import Engine
 from inference_service.servicer import InferenceServicer
-from shared.errors import DeadlineExceeded
+from shared.errors import DeadlineExceeded, Exhausted
 from shared.ladder.artefact import pack_ladder
 from shared.model.cache import SlotCache
 from shared.model.load import load_model
@@ -405,9 +405,10 @@ def test_what_a_slow_reader_held_is_free_once_it_is_ended(registry, tmp_path):
     # Other tests' engine keeps what its requests have read.
     num_caches = _num_caches()
     loaded = load_model(save_model(tmp_path / "model"), model_id="tiny")
-    with Engine(loaded, kv_budget_bytes=1 << 40) as measuring:
-        request = to_generation_request(_request(stopping=LONG), loaded, request_id="one")
-        needed = measuring._kv_bytes(request)
+    request = to_generation_request(_request(stopping=LONG), loaded, request_id="one")
+    with Engine(loaded, kv_budget_bytes=1) as poor, pytest.raises(Exhausted) as caught:
+        poor.submit(request)
+    needed = int(caught.value.metadata["needed"])
     with (
         Engine(loaded, kv_budget_bytes=needed, prefix_cache_bytes=0) as engine,
         serving(engine, registry, stall_timeout_s=1.0) as worker,
