@@ -23,6 +23,8 @@ ERROR_ID_KEY = "error_id"
 # Trailing metadata beyond 8 KiB is dropped by common proxies; the text travels twice, once percent-encoded.
 MAX_MESSAGE_CHARACTERS = 1000
 MAX_METADATA_CHARACTERS = 400
+# What gRPC says of a call that its own caller cancelled.
+LOCALLY_CANCELLED = "Locally cancelled by application!"
 
 CODES: dict[type[NeapError], grpc.StatusCode] = {
     errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
@@ -103,7 +105,9 @@ def code_of_status(status: status_pb2.Status) -> grpc.StatusCode:
 def from_rpc_error(error: grpc.RpcError) -> NeapError:
     """The NeapError a failed call stands for, as the service raised it: class, message, reason and metadata.
 
-    A failure gRPC itself reports (no connection, message too large) has a reason that starts with "GRPC_".
+    A failure gRPC itself reports (no connection, message too large) has a reason that starts with "GRPC_". CANCELLED that neither
+    the service nor this process has said is a connection that was cut: Unavailable. gRPC ends so the calls that reach a
+    server in its last moment, before any handler has seen them.
     """
     call: Any = error  # a synchronous RpcError is its own Call, which the stubs do not say
     code: grpc.StatusCode = call.code()
@@ -122,6 +126,9 @@ def from_rpc_error(error: grpc.RpcError) -> NeapError:
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     kind = _CLASSES.get(code, NeapError)
+    is_signed = not reason.startswith("GRPC_")
+    if kind is errors.Cancelled and not is_signed and message != LOCALLY_CANCELLED:
+        kind = errors.Unavailable
     refined = _REFINED.get(reason, kind)
     if issubclass(refined, kind):
         kind = refined

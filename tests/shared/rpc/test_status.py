@@ -4,9 +4,11 @@ from google.rpc import error_details_pb2
 
 from shared import errors
 from shared.rpc.status import (
+    LOCALLY_CANCELLED,
     MAX_MESSAGE_CHARACTERS,
     PUSHBACK_KEY,
     code_of,
+    from_rpc_error,
     to_status,
     trailing_metadata,
 )
@@ -81,3 +83,29 @@ def test_long_texts_are_cut():
     status = to_status(errors.NotFound("x" * 50_000, metadata={"a": "y" * 50_000}))
     assert len(status.message) == MAX_MESSAGE_CHARACTERS
     assert status.ByteSize() < 4096
+
+
+class _FailedCall(grpc.RpcError):
+    """What a synchronous stub raises."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, trailing: tuple = ()) -> None:
+        self._parts = code, details, trailing
+
+    def code(self) -> grpc.StatusCode:
+        return self._parts[0]
+
+    def details(self) -> str:
+        return self._parts[1]
+
+    def trailing_metadata(self) -> tuple:
+        return self._parts[2]
+
+
+def test_a_cancel_that_nobody_said_is_a_connection_that_was_cut():
+    cancelled = grpc.StatusCode.CANCELLED
+    cut = from_rpc_error(_FailedCall(cancelled, "CANCELLED"))
+    assert (type(cut), cut.reason) == (errors.Unavailable, "GRPC_CANCELLED")
+    assert type(from_rpc_error(_FailedCall(cancelled, LOCALLY_CANCELLED))) is errors.Cancelled
+    status = to_status(errors.Cancelled("the request was cancelled"))
+    signed = _FailedCall(cancelled, status.message, trailing_metadata(status))
+    assert type(from_rpc_error(signed)) is errors.Cancelled
