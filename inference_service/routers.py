@@ -8,7 +8,8 @@ from typing import Any
 
 import structlog
 
-from shared.errors import InvalidInput, NotFound, PreconditionFailed
+from inference_service.resolutions import Resolution, Resolutions
+from shared.errors import InvalidInput, NotFound, PreconditionFailed, Unavailable
 from shared.ladder.artefact import unpack_ladder
 from shared.ladder.ladder import Ladder
 from shared.model.load import LoadedModel
@@ -58,6 +59,7 @@ class RouterStore:
         unpack: Callable[[Mapping[str, Any], Mapping[str, bytes]], Ladder] = unpack_ladder,
     ) -> None:
         self._registry = registry
+        self._resolutions = Resolutions(registry.resolve)
         self._capacity = capacity
         self._unpack = unpack
         self._loaded: OrderedDict[tuple[str, int], LoadedRouter] = OrderedDict()
@@ -71,15 +73,49 @@ class RouterStore:
     async def select(self, loaded: LoadedModel, choice: RouterChoice) -> LoadedRouter:
         """The chosen router, loaded, its digests checked.
 
+        A version is immutable, so one that is loaded needs no look at the registry. An alias is resolved for every request;
+        while the registry or its store is away, the version it named last serves on (`num_stale_resolutions`).
         Raises NotFound (version or alias), PreconditionFailed (ROUTER_REQUIRED: no choice was made and none is published),
-        RouterMismatch, Corrupt.
+        RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be).
         """
-        published: PublishedVersion | None = None
+        model_id = loaded.model_id
         if choice.version is not None:
-            version = choice.version  # immutable, so what is loaded needs no look at the registry
-        else:
-            published = await asyncio.to_thread(self._resolve, loaded.model_id, choice.alias)
-            version = published.version
+            return await self._get(loaded, choice.version, None)
+        alias = choice.alias or DEFAULT_ALIAS
+        resolution = await self._resolve(model_id, choice.alias)
+        try:
+            router = await self._get(loaded, resolution.published.version, resolution.published)
+        except Unavailable:
+            # The alias names a version that cannot be fetched now: what it named before still serves.
+            last = self._resolutions.last(model_id, alias)
+            key = (model_id, 0 if last is None else last.version)
+            if key not in self._loaded:
+                raise
+            return self._loaded[key]
+        self._resolutions.keep(model_id, alias, resolution)
+        return router
+
+    @property
+    def num_stale_resolutions(self) -> int:
+        """Requests served by what an alias named before the registry went away."""
+        return self._resolutions.num_stale
+
+    async def _resolve(self, model_id: str, alias: str | None) -> Resolution:
+        try:
+            return await self._resolutions.resolve(model_id, alias or DEFAULT_ALIAS)
+        except NotFound as error:
+            if alias is not None:
+                raise
+            raise PreconditionFailed(
+                f"no router is published for model {model_id!r}: calibrate one with "
+                f"`neap calibrate --model {model_id}`, or ask for the depth policy full",
+                reason="ROUTER_REQUIRED",
+                metadata={"model_id": model_id, "alias": DEFAULT_ALIAS},
+            ) from error
+
+    async def _get(
+        self, loaded: LoadedModel, version: int, published: PublishedVersion | None
+    ) -> LoadedRouter:
         key = (loaded.model_id, version)
         if key in self._loaded:
             self._loaded.move_to_end(key)
@@ -91,19 +127,6 @@ class RouterStore:
             task.add_done_callback(lambda done: self._settle(key, done))
         # One caller that goes away must not end the load for the others.
         return await asyncio.shield(task)
-
-    def _resolve(self, model_id: str, alias: str | None) -> PublishedVersion:
-        try:
-            return self._registry.resolve(model_id, alias or DEFAULT_ALIAS)
-        except NotFound as error:
-            if alias is not None:
-                raise
-            raise PreconditionFailed(
-                f"no router is published for model {model_id!r}: calibrate one with "
-                f"`neap calibrate --model {model_id}`, or ask for the depth policy full",
-                reason="ROUTER_REQUIRED",
-                metadata={"model_id": model_id, "alias": DEFAULT_ALIAS},
-            ) from error
 
     def _load(
         self, loaded: LoadedModel, version: int, published: PublishedVersion | None

@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 
+from tests.registry_servers import own_redis, own_s3, s3, start_redis  # noqa: F401
+
 # Tiny models: a second thread costs more than it brings, most of all beside other work.
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -2,7 +2,16 @@
 
 import typer
 
-from shared.cli import calibrate, demo, generate, report, router_import, routers, serve
+from shared.cli import (
+    calibrate,
+    demo,
+    generate,
+    report,
+    router_import,
+    router_rebuild,
+    routers,
+    serve,
+)
 
 app = typer.Typer(
     name="neap",
@@ -17,6 +26,7 @@ app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.add_typer(serve.app, name="serve")
 routers.app.command("import")(router_import.import_router)
+routers.app.command("rebuild-index")(router_rebuild.rebuild_index)
 app.add_typer(routers.app, name="routers")
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`neap routers import`: publishes a ladder that came as files. The one command that opens the registry itself."""
+"""`neap routers import`: publishes a ladder that came as files. It opens the registry itself, as `rebuild-index` does."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ def import_router(
     registry: Annotated[
         str | None,
         typer.Option(
-            "--registry", metavar="URL", help="The services' registry: a folder or file:///path."
+            "--registry", metavar="URL", help="The services' registry: a folder or a URL."
         ),
     ] = None,
     data_dir: Annotated[

@@ -1,6 +1,6 @@
 """What every registry backend promises. Truth is content-addressed and immutable; only aliases move.
 
-Publishing is blobs, read back, manifest, then one atomic index entry: a reader never sees half a router. All methods
+Publishing is blobs, read back, manifest, then one atomic entry: a reader never sees half a router. All methods
 block; all are safe to call from several threads and several processes. Digests are "sha256:<64 hex>".
 """
 
@@ -36,7 +36,7 @@ class AliasChange:
 
 @dataclass(frozen=True)
 class RegistryEvent:
-    """`event` increases over the whole registry. `change` says what happened."""
+    """`event` increases within a model, not necessarily by one. `change` says what happened."""
 
     event: int
     change: PublishedVersion | AliasChange

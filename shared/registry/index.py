@@ -6,9 +6,9 @@ from pathlib import Path
 from sqlite3 import Connection, Row
 from typing import Any
 
-from shared.errors import AlreadyExists
 from shared.registry.base import AliasChange
 from shared.registry.blobs import Kind
+from shared.registry.contents import other_contents
 from shared.sqlite import Database
 
 SCHEMA_VERSION = 1
@@ -55,11 +55,7 @@ class RegistryIndex:
             model_id,
             manifest_digest,
         ):
-            raise AlreadyExists(
-                f"request {request_id!r} has already published other contents, as version {row['version']} of"
-                f" {row['model_id']!r}",
-                metadata={"model_id": row["model_id"], "version": str(row["version"])},
-            )
+            raise other_contents(request_id, row["model_id"], row["version"])
         return row
 
     def add_version(

@@ -7,23 +7,27 @@ from pathlib import Path
 from sqlite3 import Row
 from typing import Any
 
-from shared.errors import Conflict, InvalidInput, NotFound, PreconditionFailed
 from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
 from shared.registry.blobs import ContentStore, StepHook, registry_error
-from shared.registry.canonical import canonical_json, digest_of
+from shared.registry.canonical import digest_of
+from shared.registry.contents import (
+    blob_digest,
+    check_expected,
+    check_limit,
+    encode_manifest,
+    no_alias,
+    no_earlier_version,
+    no_version,
+)
 from shared.registry.index import LARGEST_INTEGER, RegistryIndex
 from shared.registry.names import (
     check_alias,
-    check_blob_name,
     check_model_id,
     check_note,
     check_request_id,
     unique_aliases,
 )
 
-MAX_MANIFEST_BYTES = 2 * 1024 * 1024
-MAX_BLOBS = 256
-MAX_LIST = 1000
 _POLL_INTERVAL_S = 0.05
 
 
@@ -60,7 +64,7 @@ class LocalRegistry:
         check_request_id(request_id)
         check_note(actor, "actor")
         aliases = unique_aliases(aliases)
-        encoded = _encode(manifest, blobs)
+        encoded = encode_manifest(manifest, blobs)
         digest = digest_of(encoded)
         done = self._index.find_request(request_id, model_id, digest)
         if done is not None:
@@ -105,11 +109,7 @@ class LocalRegistry:
                 "SELECT * FROM versions WHERE model_id = ? AND version = ?", (model_id, version)
             )
         if row is None:
-            raise NotFound(
-                f"model {model_id!r} has no router version {version}",
-                reason="ROUTER_VERSION_NOT_FOUND",
-                metadata={"model_id": model_id, "version": str(version)},
-            )
+            raise no_version(model_id, version)
         return row
 
     def _version(self, row: Row) -> PublishedVersion:
@@ -131,7 +131,7 @@ class LocalRegistry:
         check_alias(alias)
         known = self.aliases(model_id)
         if alias not in known:
-            raise _no_alias(model_id, alias, known)
+            raise no_alias(model_id, alias, known)
         return known[alias]
 
     def list_versions(
@@ -139,8 +139,7 @@ class LocalRegistry:
     ) -> list[PublishedVersion]:
         """`limit` is in [1, 1000]. Raises InvalidInput, Corrupt."""
         check_model_id(model_id)
-        if not 1 <= limit <= MAX_LIST:
-            raise InvalidInput(f"limit is {limit}; it must be in [1, {MAX_LIST}]")
+        check_limit(limit)
         before = LARGEST_INTEGER if before is None else min(max(before, 0), LARGEST_INTEGER)
         rows = self._index.database.rows(
             "SELECT * FROM versions WHERE model_id = ? AND version < ? ORDER BY version DESC LIMIT ?",
@@ -150,14 +149,8 @@ class LocalRegistry:
 
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """Raises NotFound, Corrupt with metadata expected_digest and actual_digest."""
-        entries = version.manifest.get("blobs", {})
-        if name not in entries:
-            raise NotFound(
-                f"version {version.version} of {version.model_id!r} has no blob {name!r}",
-                reason="BLOB_NOT_FOUND",
-                metadata={"blobs": ", ".join(sorted(entries))},
-            )
-        return self._store.read("blobs", entries[name]["digest"])
+        digest = blob_digest(version.manifest, name, version.model_id, version.version)
+        return self._store.read("blobs", digest)
 
     def aliases(self, model_id: str) -> dict[str, int]:
         """In alphabetical order."""
@@ -178,18 +171,10 @@ class LocalRegistry:
         check_alias(alias)
         check_note(actor, "actor")
         check_note(reason, "reason")
-        if expected_version is not None and expected_version < 0:
-            raise InvalidInput(f"expected_version is {expected_version}; it must not be negative")
         with self._index.database.transaction() as connection:
             self._row(model_id, version)
             current = self.aliases(model_id).get(alias, 0)
-            if expected_version is not None and expected_version != current:
-                raise Conflict(
-                    f"alias {alias!r} of {model_id!r} names {f'version {current}' if current else 'nothing'} now, not"
-                    f" {f'version {expected_version}' if expected_version else 'nothing'}",
-                    reason="ALIAS_MOVED",
-                    metadata={"current_version": str(current)},
-                )
+            check_expected(expected_version, current, model_id, alias)
             if current == version:
                 # Otherwise a repeated promotion would make the next rollback do nothing.
                 return self._index.changes(model_id, alias, limit=1)[0]
@@ -206,10 +191,7 @@ class LocalRegistry:
             self._alias(model_id, alias)
             (last,) = self._index.changes(model_id, alias, limit=1)
             if last.from_version is None:
-                raise PreconditionFailed(
-                    f"alias {alias!r} of {model_id!r} has named version {last.to_version} only: there is nothing to go back to",
-                    reason="NO_EARLIER_VERSION",
-                )
+                raise no_earlier_version(model_id, alias, last.to_version)
             return self._index.move_alias(
                 connection, model_id, alias, last.from_version, actor, reason
             )
@@ -243,36 +225,3 @@ class LocalRegistry:
     def close(self) -> None:
         """Idempotent."""
         self._index.database.close()
-
-
-def _encode(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:
-    """The manifest with its blobs as canonical JSON. Raises InvalidInput."""
-    if "blobs" in manifest:
-        raise InvalidInput(
-            "the manifest's key 'blobs' is the registry's own", reason="BAD_MANIFEST"
-        )
-    if not 1 <= len(blobs) <= MAX_BLOBS:
-        raise InvalidInput(
-            f"a router has 1 to {MAX_BLOBS} blobs; this one has {len(blobs)}", reason="BAD_BLOBS"
-        )
-    entries = {
-        check_blob_name(name): {"digest": digest_of(data), "size_bytes": len(data)}
-        for name, data in blobs.items()
-    }
-    encoded = canonical_json({**manifest, "blobs": entries})
-    if len(encoded) > MAX_MANIFEST_BYTES:
-        raise InvalidInput(
-            f"the manifest has {len(encoded)} bytes; at most {MAX_MANIFEST_BYTES} are allowed",
-            reason="MANIFEST_TOO_LARGE",
-        )
-    return encoded
-
-
-def _no_alias(model_id: str, alias: str, known: Mapping[str, int]) -> NotFound:
-    names = ", ".join(known)
-    there_are = f"there are: {names}" if known else "it has none"
-    return NotFound(
-        f"model {model_id!r} has no alias {alias!r}; {there_are}",
-        reason="ALIAS_NOT_FOUND",
-        metadata={"model_id": model_id, "alias": alias, "aliases": names},
-    )

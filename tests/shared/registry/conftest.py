@@ -1,4 +1,4 @@
-"""Backends under test. Redis and S3 join by adding a factory: the contract tests then run on them, too."""
+"""Backends under test: the embedded registry, and the shared one over each Redis there is, with a real S3 behind it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,17 +7,26 @@ import pytest
 
 from shared.registry.base import Registry
 from shared.registry.factory import open_registry
+from tests.registry_servers import SERVERS, shared_url
+from tests.servers import RedisServer
 
-BACKENDS = {"local": lambda folder: open_registry(str(folder / "registry"))}
 
-
-@pytest.fixture(params=sorted(BACKENDS))
-def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Registry]]:
+@pytest.fixture(params=["local", *SERVERS])
+def open_again(
+    request: pytest.FixtureRequest, tmp_path: Path, start_redis: Callable[[str], RedisServer]
+) -> Iterator[Callable[[], Registry]]:
     """Each call is another client of the same registry."""
     opened: list[Registry] = []
+    if request.param == "local":
+        name = str(tmp_path / "registry")
+    else:
+        server = start_redis(request.param)
+        with server.client() as client:
+            client.flushall()
+        name = shared_url(server, request.getfixturevalue("s3"))
 
     def open_one() -> Registry:
-        opened.append(BACKENDS[request.param](tmp_path))
+        opened.append(open_registry(name))
         return opened[-1]
 
     yield open_one

@@ -1,4 +1,4 @@
-"""Publishes in a process of its own: `publisher.py ROOT REQUEST_ID COUNT [STEP]`, killed by SIGKILL at STEP when given.
+"""Publishes in a process of its own: `publisher.py ROOT_OR_URL REQUEST_ID COUNT [STEP]`, killed by SIGKILL at STEP when given.
 
 Prints what it published, or class and reason of what it raised, as one JSON line per attempt.
 """
@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 from shared.errors import NeapError
+from shared.registry.address import SharedAddress
+from shared.registry.base import Registry
 from shared.registry.local import LocalRegistry
+from shared.registry.shared import SharedRegistry
 
 BLOB = b"weights " * 50_000
 
@@ -26,7 +29,11 @@ def main() -> None:
         if rest and name == rest[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    registry = LocalRegistry(Path(root), step=step)
+    registry: Registry = (
+        SharedRegistry(SharedAddress.parse(root), step=step)
+        if "://" in root
+        else LocalRegistry(Path(root), step=step)
+    )
     for number in range(int(count)):
         name = f"{request_id}-{number}"
         try:

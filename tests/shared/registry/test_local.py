@@ -242,7 +242,7 @@ def test_factory(tmp_path: Path) -> None:
         assert registry.resolve("tiny", "latest").version == made
         registry.close()
     for name in ("redis://localhost", "s3://bucket", "", "file://elsewhere/path", "file://"):
-        with pytest.raises(InvalidInput, match=r"file:///|path"):
+        with pytest.raises(InvalidInput, match=r"file:///|path|objects=s3://"):
             open_registry(name)
     with pytest.raises(NotFound):
         open_registry(str(tmp_path / "new")).get("tiny", 1)

@@ -1,0 +1,113 @@
+"""Which version an alias names, also while the registry does not answer: then what it said last."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from shared.errors import Unavailable
+from shared.registry.base import PublishedVersion
+
+# How long a request whose alias is known waits for a registry that may hang, and how often one that failed is asked again.
+PATIENCE_S = 1.0
+ASK_AGAIN_S = 2.0
+_LOG_INTERVAL_S = 10.0
+
+log = structlog.get_logger("neap.routers")
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """`seen_at_s`: when the registry said so, on the monotonic clock."""
+
+    published: PublishedVersion
+    seen_at_s: float
+
+
+class Resolutions:
+    """Asks `resolve(model_id, alias)` for every request, in a thread. Belongs to one event loop.
+
+    Where that raises Unavailable, or takes longer than `patience_s`, and the alias was resolved before, the last answer holds:
+    counted in `num_stale`, logged with its age. Every other error is raised, NotFound above all. While the registry is known
+    not to answer, requests with a known alias do not wait for it; it is asked again beside them.
+    """
+
+    def __init__(
+        self,
+        resolve: Callable[[str, str], PublishedVersion],
+        *,
+        patience_s: float = PATIENCE_S,
+        ask_again_s: float = ASK_AGAIN_S,
+    ) -> None:
+        self.num_stale = 0
+        self._resolve = resolve
+        self._patience_s = patience_s
+        self._ask_again_s = ask_again_s
+        self._known: dict[Key, Resolution] = {}
+        self._probe: asyncio.Task[Resolution] | None = None
+        self._failed_at_s: float | None = None
+        self._logged_at_s = float("-inf")
+
+    async def resolve(self, model_id: str, alias: str) -> Resolution:
+        """Raises what the registry raises; Unavailable only when nothing was kept for the alias."""
+        key = (model_id, alias)
+        known = self._known.get(key)
+        if known is None:
+            return await asyncio.shield(self._ask(key))
+        if self._failed_at_s is not None:
+            is_due = time.monotonic() - self._failed_at_s >= self._ask_again_s
+            if is_due and (self._probe is None or self._probe.done()):
+                self._probe = self._ask(key)
+            return self._stale(key, known)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._ask(key)), self._patience_s)
+        except (Unavailable, TimeoutError):
+            self._failed_at_s = time.monotonic()
+            return self._stale(key, known)
+
+    def keep(self, model_id: str, alias: str, resolution: Resolution) -> None:
+        """It could be loaded, so it is what to serve when the registry is away."""
+        self._known[model_id, alias] = resolution
+
+    def last(self, model_id: str, alias: str) -> PublishedVersion | None:
+        """What was kept, counted and logged as stale; None when nothing was."""
+        known = self._known.get((model_id, alias))
+        return None if known is None else self._stale((model_id, alias), known).published
+
+    def _stale(self, key: Key, known: Resolution) -> Resolution:
+        self.num_stale += 1
+        now_s = time.monotonic()
+        if now_s - self._logged_at_s >= _LOG_INTERVAL_S:
+            self._logged_at_s = now_s
+            log.warning(
+                "the registry does not answer; serving what it said last",
+                model_id=key[0],
+                alias=key[1],
+                version=known.published.version,
+                age_s=round(now_s - known.seen_at_s, 1),
+                num_stale_resolutions=self.num_stale,
+            )
+        return known
+
+    def _ask(self, key: Key) -> asyncio.Task[Resolution]:
+        task = asyncio.create_task(asyncio.to_thread(self._answer, *key))
+        task.add_done_callback(self._settle)
+        return task
+
+    def _answer(self, model_id: str, alias: str) -> Resolution:
+        asked_at_s = time.monotonic()
+        return Resolution(self._resolve(model_id, alias), asked_at_s)
+
+    def _settle(self, task: asyncio.Task[Resolution]) -> None:
+        if task.cancelled():
+            return
+        # Any other error is an answer, too. Asking for it also marks it as seen when every caller has gone.
+        if isinstance(task.exception(), Unavailable):
+            self._failed_at_s = time.monotonic()
+        elif self._failed_at_s is not None:
+            log.info("the registry answers again", num_stale_resolutions=self.num_stale)
+            self._failed_at_s = None

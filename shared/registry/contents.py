@@ -1,0 +1,106 @@
+"""What every backend says alike: the manifest as it is stored, limits, and the errors for what is not there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.errors import AlreadyExists, Conflict, InvalidInput, NotFound, PreconditionFailed
+from shared.registry.canonical import canonical_json, digest_of
+from shared.registry.names import check_blob_name
+
+MAX_MANIFEST_BYTES = 2 * 1024 * 1024
+MAX_BLOBS = 256
+MAX_LIST = 1000
+
+
+def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:
+    """The manifest with its blobs as canonical JSON. Raises InvalidInput."""
+    if "blobs" in manifest:
+        raise InvalidInput(
+            "the manifest's key 'blobs' is the registry's own", reason="BAD_MANIFEST"
+        )
+    if not 1 <= len(blobs) <= MAX_BLOBS:
+        raise InvalidInput(
+            f"a router has 1 to {MAX_BLOBS} blobs; this one has {len(blobs)}", reason="BAD_BLOBS"
+        )
+    entries = {
+        check_blob_name(name): {"digest": digest_of(data), "size_bytes": len(data)}
+        for name, data in blobs.items()
+    }
+    encoded = canonical_json({**manifest, "blobs": entries})
+    if len(encoded) > MAX_MANIFEST_BYTES:
+        raise InvalidInput(
+            f"the manifest has {len(encoded)} bytes; at most {MAX_MANIFEST_BYTES} are allowed",
+            reason="MANIFEST_TOO_LARGE",
+        )
+    return encoded
+
+
+def check_limit(limit: int) -> int:
+    """Of a list. Raises InvalidInput."""
+    if not 1 <= limit <= MAX_LIST:
+        raise InvalidInput(f"limit is {limit}; it must be in [1, {MAX_LIST}]")
+    return limit
+
+
+def check_expected(expected_version: int | None, current: int, model_id: str, alias: str) -> None:
+    """The comparison of a compare-and-swap; 0 stands for no version. Raises InvalidInput, Conflict."""
+    if expected_version is None:
+        return
+    if expected_version < 0:
+        raise InvalidInput(f"expected_version is {expected_version}; it must not be negative")
+    if expected_version != current:
+        raise Conflict(
+            f"alias {alias!r} of {model_id!r} names {f'version {current}' if current else 'nothing'} now, not"
+            f" {f'version {expected_version}' if expected_version else 'nothing'}",
+            reason="ALIAS_MOVED",
+            metadata={"current_version": str(current)},
+        )
+
+
+def blob_digest(manifest: Mapping[str, Any], name: str, model_id: str, version: int) -> str:
+    """Raises NotFound, naming the blobs there are."""
+    entries = manifest.get("blobs", {})
+    if name not in entries:
+        raise NotFound(
+            f"version {version} of {model_id!r} has no blob {name!r}",
+            reason="BLOB_NOT_FOUND",
+            metadata={"blobs": ", ".join(sorted(entries))},
+        )
+    return str(entries[name]["digest"])
+
+
+def other_contents(request_id: str, model_id: str, version: int | None) -> AlreadyExists:
+    """`request_id` is taken; `version` None: by a publication that has not ended."""
+    made = "" if version is None else f" version {version} of"
+    metadata = {"model_id": model_id}
+    if version is not None:
+        metadata["version"] = str(version)
+    return AlreadyExists(
+        f"request {request_id!r} has already published other contents, as{made} {model_id!r}",
+        metadata=metadata,
+    )
+
+
+def no_version(model_id: str, version: int) -> NotFound:
+    return NotFound(
+        f"model {model_id!r} has no router version {version}",
+        reason="ROUTER_VERSION_NOT_FOUND",
+        metadata={"model_id": model_id, "version": str(version)},
+    )
+
+
+def no_alias(model_id: str, alias: str, known: Mapping[str, Any]) -> NotFound:
+    names = ", ".join(sorted(known))
+    there_are = f"there are: {names}" if known else "it has none"
+    return NotFound(
+        f"model {model_id!r} has no alias {alias!r}; {there_are}",
+        reason="ALIAS_NOT_FOUND",
+        metadata={"model_id": model_id, "alias": alias, "aliases": names},
+    )
+
+
+def no_earlier_version(model_id: str, alias: str, version: int) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"alias {alias!r} of {model_id!r} has named version {version} only: there is nothing to go back to",
+        reason="NO_EARLIER_VERSION",
+    )

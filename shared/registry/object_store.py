@@ -1,0 +1,214 @@
+"""A bucket of immutable objects: written only where nothing is (If-None-Match: *), content read back and checked.
+
+neap-registry.json                      which registry this is, and its schema
+blobs/sha256/ab/<hex>                   content, named by its digest
+manifests/sha256/ab/<hex>
+models/<model id, '/' as '!'>/journal/<20 digits>.json     see journal.py
+requests/<sha256 of a request id>.json  the model a request id belongs to
+"""
+
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from shared.errors import Corrupt, NeapError, PreconditionFailed, Unavailable
+from shared.registry.address import SharedAddress
+from shared.registry.blobs import Kind, StepHook
+from shared.registry.canonical import DIGEST_PATTERN, digest_of
+from shared.registry.sealed import open_sealed, seal
+
+SCHEMA_VERSION = 1
+CONNECT_TIMEOUT_S = 3
+SMALL_TIMEOUT_S = 5
+CONTENT_TIMEOUT_S = 600
+CONTENT_STALL_TIMEOUT_S = 60
+_MARKER = "neap-registry.json"
+_MAX_CACHED_MANIFESTS = 64
+
+
+class ObjectStore:
+    """Methods raise Unavailable (OBJECT_STORE_UNAVAILABLE, OBJECT_STORE_REFUSED), and are safe to call from several threads."""
+
+    def __init__(self, address: SharedAddress, *, step: StepHook = lambda name: None) -> None:
+        self._step = step
+        # Large content takes its time; whether a record is there must be known soon.
+        self._small = _client(address, f"{SMALL_TIMEOUT_S}s", f"{SMALL_TIMEOUT_S}s")
+        self._large = _client(address, f"{CONTENT_TIMEOUT_S}s", f"{CONTENT_STALL_TIMEOUT_S}s")
+        self._manifests: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def registry_id(self) -> str:
+        """Made by the first client. Raises PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES), Corrupt."""
+        found = self.get(_MARKER)
+        if found is None:
+            made = seal({"schema_version": SCHEMA_VERSION, "registry_id": uuid.uuid4().hex})
+            if self.create(_MARKER, made) and self.create(_MARKER, made):
+                raise PreconditionFailed(
+                    "the object store overwrites what it was told to keep (If-None-Match): a registry needs one that does not",
+                    reason="NO_CONDITIONAL_WRITES",
+                )
+            found = self.get(_MARKER)
+        record = open_sealed(found or b"", _MARKER)
+        if record["schema_version"] > SCHEMA_VERSION:
+            raise PreconditionFailed(
+                "the registry was written by a newer neap: upgrade neap, or use another bucket or prefix",
+                reason="SCHEMA_TOO_NEW",
+                metadata={
+                    "found": str(record["schema_version"]),
+                    "supported": str(SCHEMA_VERSION),
+                },
+            )
+        return str(record["registry_id"])
+
+    def put_content(self, kind: Kind, data: bytes) -> str:
+        """Store and read back. Returns the digest. What is there but does not match its name is replaced. Raises Corrupt."""
+        digest = digest_of(data)
+        path = _content_path(kind, digest)
+        there = self._get(self._large, path)
+        if there is not None and digest_of(there) == digest:
+            return digest
+        self._step(f"write:{kind}")
+        with _errors():
+            if there is not None:
+                obstore.put(self._large, path, data, use_multipart=False)
+            else:
+                # Another publisher of the same bytes may be faster; they are read back all the same.
+                with suppress(AlreadyExistsError):
+                    obstore.put(self._large, path, data, mode="create", use_multipart=False)
+        self._step(f"written:{kind}")
+        self._read_content(kind, digest)
+        self._step(f"verified:{kind}")
+        return digest
+
+    def read_blob(self, digest: str) -> bytes:
+        """Checked at every read. Raises Corrupt with metadata expected_digest and actual_digest ("" when gone)."""
+        return self._read_content("blobs", digest)
+
+    def read_manifest(self, digest: str) -> bytes:
+        """Checked when read; the last used stay in memory, because every request asks for one. Raises Corrupt."""
+        with self._lock:
+            if digest in self._manifests:
+                self._manifests.move_to_end(digest)
+                return self._manifests[digest]
+        data = self._read_content("manifests", digest)
+        with self._lock:
+            self._manifests[digest] = data
+            while len(self._manifests) > _MAX_CACHED_MANIFESTS:
+                self._manifests.popitem(last=False)
+        return data
+
+    def _read_content(self, kind: Kind, digest: str) -> bytes:
+        data = self._get(self._large, _content_path(kind, digest))
+        actual = "" if data is None else digest_of(data)
+        if data is None or actual != digest:
+            what = "is missing" if data is None else f"has the digest {actual}"
+            raise Corrupt(
+                f"the stored {kind[:-1]} {digest} {what}",
+                metadata={
+                    "expected_digest": digest,
+                    "actual_digest": actual,
+                    "kind": kind[:-1],
+                },
+            )
+        return data
+
+    def claim(self, request_id: str, model_id: str) -> str:
+        """The model that `request_id` belongs to from now on: `model_id`, or who came first."""
+        path = f"requests/{digest_of(request_id.encode()).removeprefix('sha256:')}.json"
+        record = {"request_id": request_id, "model_id": model_id}
+        if self.create(path, seal(record)):
+            return model_id
+        return str(open_sealed(self.get(path) or b"", path)["model_id"])
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Whether it was not there before. A repeated attempt after a lost answer may say False of its own success."""
+        with _errors():
+            try:
+                obstore.put(self._small, path, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+        return True
+
+    def get(self, path: str) -> bytes | None:
+        """A small object, or None."""
+        return self._get(self._small, path)
+
+    def _get(self, client: S3Store, path: str) -> bytes | None:
+        with _errors():
+            try:
+                return bytes(obstore.get(client, path).bytes())
+            except FileNotFoundError:
+                return None
+
+    def exists(self, path: str) -> bool:
+        with _errors():
+            try:
+                obstore.head(self._small, path)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def names(self, folder: str, *, after: str = "") -> list[str]:
+        """What lies in `folder`, in order, from the name that follows `after`."""
+        with _errors():
+            found: list[str] = []
+            offset = f"{folder}/{after}" if after else None
+            for page in obstore.list(self._small, f"{folder}/", offset=offset):
+                found.extend(entry["path"].rpartition("/")[2] for entry in page)
+            return sorted(found)
+
+    def folders(self, folder: str) -> list[str]:
+        """The folders in `folder`, in order."""
+        with _errors():
+            found = obstore.list_with_delimiter(self._small, f"{folder}/")["common_prefixes"]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+
+def _client(address: SharedAddress, timeout: str, read_timeout: str) -> S3Store:
+    given = {"endpoint": address.endpoint, "region": address.region}
+    with _errors():
+        return S3Store(
+            address.bucket,
+            prefix=address.prefix or None,
+            client_options={
+                "allow_http": (address.endpoint or "").startswith("http://"),
+                "connect_timeout": f"{CONNECT_TIMEOUT_S}s",
+                "timeout": timeout,
+                "read_timeout": read_timeout,
+            },
+            retry_config={"max_retries": 1},
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+
+def _content_path(kind: Kind, digest: str) -> str:
+    if not DIGEST_PATTERN.fullmatch(digest):
+        raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
+    hexadecimal = digest.removeprefix("sha256:")
+    return f"{kind}/sha256/{hexadecimal[:2]}/{hexadecimal}"
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    # The library's texts hold addresses and parts of answers: they stay in the chained exception.
+    try:
+        yield
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        raise _unavailable("refuses the credentials", "OBJECT_STORE_REFUSED") from error
+    except (BaseError, OSError) as error:
+        raise _unavailable("does not answer", "OBJECT_STORE_UNAVAILABLE") from error
+
+
+def _unavailable(what: str, reason: str) -> NeapError:
+    return Unavailable(f"the registry's object store {what}", reason=reason)

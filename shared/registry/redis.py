@@ -1,0 +1,212 @@
+"""A shared registry's index in Redis 6.2 or later, or Valkey: fast to ask, and nothing that the journal could not restore.
+
+Two keys per model, with one hash tag, so that a cluster keeps them on one node:
+
+    neap:{<model>}:index    hash: registry, applied, versions, events, aliases (JSON), version:<n> (JSON), request:<id>
+    neap:{<model>}:events   stream: ids are <event number>-0, field "event" holds JSON
+
+Everything about a model is in one hash, so a server that drops keys drops all of it at once, which is noticed and repaired.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+import structlog
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from shared.errors import Exhausted, NeapError, PreconditionFailed, Unavailable
+from shared.registry.address import SharedAddress
+from shared.registry.journal import (
+    VersionRecord,
+    change_to_record,
+    changes_from_records,
+)
+from shared.registry.state import Advance, ModelState, request_field, version_field
+
+CONNECT_TIMEOUT_S = 2.0
+TIMEOUT_S = 2.0
+LONGEST_WAIT_S = 1.0
+_EVENT_PAGE = 100
+
+# KEYS index, events; ARGV registry, before, replace ("1": whatever there is goes first), applied, number of fields, fields and
+# values, events' first number, events. Returns what is applied now, or -1 when the index is another registry's.
+_ADVANCE = """
+local owner = redis.call('HGET', KEYS[1], 'registry')
+if owner and owner ~= ARGV[1] then return -1 end
+local applied = tonumber(redis.call('HGET', KEYS[1], 'applied') or '0')
+if applied ~= tonumber(ARGV[2]) then return applied end
+if ARGV[3] == '1' then redis.call('DEL', KEYS[1], KEYS[2]) end
+redis.call('HSET', KEYS[1], 'registry', ARGV[1], 'applied', ARGV[4])
+local at = 6
+for _ = 1, tonumber(ARGV[5]) do
+  redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1])
+  at = at + 2
+end
+local event = tonumber(ARGV[at])
+for i = at + 1, #ARGV do
+  redis.call('XADD', KEYS[2], string.format('%.0f-0', event), 'event', ARGV[i])
+  event = event + 1
+end
+return tonumber(ARGV[4])
+"""
+
+# KEYS index, events; ARGV first event, limit. Returns the number there should be, the number there is, and a page.
+_EVENTS = """
+local count = tonumber(redis.call('HGET', KEYS[1], 'events') or '0')
+return {count, redis.call('XLEN', KEYS[2]), redis.call('XRANGE', KEYS[2], ARGV[1], '+', 'COUNT', ARGV[2])}
+"""
+
+log = structlog.get_logger("neap.registry")
+
+
+class RedisIndex:
+    """Methods raise Unavailable (REDIS_UNAVAILABLE, REDIS_REFUSED, ...) and Exhausted (REDIS_FULL), within bounded time."""
+
+    def __init__(self, address: SharedAddress) -> None:
+        options: dict[str, Any] = {
+            "socket_connect_timeout": CONNECT_TIMEOUT_S,
+            "socket_timeout": TIMEOUT_S,
+            "health_check_interval": 30,
+            "protocol": 2,
+        }
+        if address.ssl_ca_certs is not None:
+            options["ssl_ca_certs"] = address.ssl_ca_certs
+        self._registry_id = ""
+        with _errors():
+            if address.is_cluster:
+                self._client: Any = redis.RedisCluster.from_url(address.redis_url, **options)
+            else:
+                # Everything sent is safe to send again. Once, so that a server that hangs is known to within seconds.
+                retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 1)
+                self._client = redis.Redis.from_url(address.redis_url, retry=retry, **options)
+
+    def check(self) -> None:
+        """That somebody answers. Warns of a server that drops keys when its memory is full."""
+        with _errors():
+            self._client.ping()
+        try:
+            policy = self._client.info("memory").get("maxmemory_policy", "noeviction")
+        except (redis.RedisError, AttributeError):
+            return  # not allowed to ask, or a cluster, which answers per node
+        if policy != "noeviction":
+            log.warning(
+                "Redis may drop the registry's index; it is restored when missed", policy=policy
+            )
+
+    def belong_to(self, registry_id: str) -> None:
+        """Before anything else is asked: whose index this must be."""
+        self._registry_id = registry_id
+
+    def state(self, model_id: str) -> ModelState:
+        """Empty when the model is not in the index. Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
+        names = ("registry", "applied", "versions", "events", "aliases")
+        with _errors():
+            owner, *counts, aliases = self._client.hmget(_keys(model_id)[0], names)
+        if owner is None:
+            return ModelState()
+        if owner.decode() != self._registry_id:
+            raise _foreign()
+        records = json.loads(aliases)
+        changes = changes_from_records(model_id, records)
+        applied, num_versions, num_events = map(int, counts)
+        return ModelState(applied, num_versions, num_events, {c.alias: c for c in changes})
+
+    def versions(self, model_id: str, numbers: Sequence[int]) -> list[VersionRecord | None]:
+        """In the order asked for; None where there is none."""
+        if not numbers:
+            return []
+        fields = [version_field(number) for number in numbers]
+        with _errors():
+            found = self._client.hmget(_keys(model_id)[0], ["registry", *fields])
+        if found[0] is not None and found[0].decode() != self._registry_id:
+            raise _foreign()
+        return [None if text is None else VersionRecord(**json.loads(text)) for text in found[1:]]
+
+    def version_of_request(self, model_id: str, request_id: str) -> int | None:
+        with _errors():
+            found = self._client.hget(_keys(model_id)[0], request_field(request_id))
+        return None if found is None else int(found)
+
+    def events(self, model_id: str, after: int) -> list[tuple[int, dict[str, Any]]] | None:
+        """The next page of events, numbered; None when the stream does not hold what the index says it should."""
+        with _errors():
+            expected, found, rows = self._client.eval(
+                _EVENTS, 2, *_keys(model_id), f"{after + 1}-0", _EVENT_PAGE
+            )
+        if expected != found:
+            return None
+        return [(int(number.split(b"-")[0]), json.loads(values[1])) for number, values in rows]
+
+    def wait(self, model_id: str, after: int, timeout_s: float) -> None:
+        """Until there is an event past `after`, or `timeout_s` (at most LONGEST_WAIT_S) have passed."""
+        block_ms = max(1, round(min(timeout_s, LONGEST_WAIT_S) * 1000))
+        with _errors():
+            self._client.xread({_keys(model_id)[1]: f"{after}-0"}, count=1, block=block_ms)
+
+    def advance(self, model_id: str, step: Advance, *, replace_at: int | None = None) -> int:
+        """Everything in `step` or nothing: nothing when the index is not where `step` begins. Returns where it is now.
+
+        `replace_at`: instead, replace an index that is there by `step`, which begins at nothing.
+        """
+        state = step.state
+        aliases = json.dumps([change_to_record(change) for change in state.aliases.values()])
+        fields = {
+            **step.fields,
+            "versions": str(state.num_versions),
+            "events": str(state.num_events),
+            "aliases": aliases,
+        }
+        pairs = [text for pair in fields.items() for text in pair]
+        before, replaces = (step.before, "0") if replace_at is None else (replace_at, "1")
+        first_event = state.num_events - len(step.events) + 1
+        arguments = [self._registry_id, before, replaces, state.applied, len(fields), *pairs]
+        with _errors():
+            now_at = int(
+                self._client.eval(
+                    _ADVANCE, 2, *_keys(model_id), *arguments, first_event, *step.events
+                )
+            )
+        if now_at < 0:
+            raise _foreign()
+        return now_at
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _keys(model_id: str) -> tuple[str, str]:
+    return f"neap:{{{model_id}}}:index", f"neap:{{{model_id}}}:events"
+
+
+def _foreign() -> PreconditionFailed:
+    return PreconditionFailed(
+        "the Redis database holds the index of another registry: use another database, or delete its keys neap:*",
+        reason="INDEX_OF_ANOTHER_REGISTRY",
+    )
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    # Texts of the server and of the library stay in the chained exception.
+    try:
+        yield
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        raise _unavailable("refuses the user or its password", "REDIS_REFUSED") from error
+    except redis.exceptions.OutOfMemoryError as error:
+        raise Exhausted("the registry's Redis has no memory left", reason="REDIS_FULL") from error
+    except redis.ResponseError as error:
+        if str(error).startswith(("MISCONF", "OOM")):
+            raise Exhausted(
+                "the registry's Redis cannot store anything now", reason="REDIS_FULL"
+            ) from error
+        raise _unavailable("refused a command", "REDIS_ERROR") from error
+    except (redis.RedisError, OSError) as error:
+        raise _unavailable("does not answer", "REDIS_UNAVAILABLE") from error
+
+
+def _unavailable(what: str, reason: str) -> NeapError:
+    return Unavailable(f"the registry's Redis {what}", reason=reason)

@@ -1,0 +1,37 @@
+"""Small records that carry their own digest, so that a reader notices what was cut short or changed.
+
+A sealed record is canonical JSON of {"digest": "sha256:..", "record": {...}}; the digest is that of the record's canonical JSON.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shared.errors import Corrupt
+from shared.registry.canonical import canonical_json, digest_of
+
+
+def seal(record: Mapping[str, Any]) -> bytes:
+    """Raises InvalidInput for what JSON cannot hold."""
+    return canonical_json({"digest": digest_of(canonical_json(record)), "record": record})
+
+
+def open_sealed(data: bytes, name: str) -> dict[str, Any]:
+    """The record. `name` is for people. Raises Corrupt with metadata expected_digest and actual_digest."""
+    expected = actual = ""
+    try:
+        outer = json.loads(data)
+        expected, record = outer["digest"], outer["record"]
+        actual = digest_of(canonical_json(record))
+    except (ValueError, KeyError, TypeError) as error:
+        raise _corrupt(name, expected, actual) from error
+    if actual != expected or not isinstance(record, dict):
+        raise _corrupt(name, str(expected), actual)
+    return record
+
+
+def _corrupt(name: str, expected: str, actual: str) -> Corrupt:
+    return Corrupt(
+        f"the stored record {name} does not match its digest",
+        metadata={"expected_digest": expected[:80], "actual_digest": actual, "kind": "record"},
+    )

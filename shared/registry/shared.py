@@ -1,0 +1,381 @@
+"""The shared registry: an object store holds the truth, Redis answers for it. For several machines.
+
+Publishing is blobs, read back, manifest, one journal record, then the index: the record is the moment at which it has happened,
+the index the moment at which it is seen (docs/decisions/009). Whoever comes next applies records that a publisher left behind.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import structlog
+
+from shared.errors import NotFound, Unavailable
+from shared.registry.address import SharedAddress
+from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
+from shared.registry.blobs import StepHook
+from shared.registry.canonical import digest_of
+from shared.registry.contents import (
+    blob_digest,
+    check_expected,
+    check_limit,
+    encode_manifest,
+    no_alias,
+    no_earlier_version,
+    no_version,
+    other_contents,
+)
+from shared.registry.journal import Entry, Journal, VersionRecord
+from shared.registry.names import (
+    check_alias,
+    check_model_id,
+    check_note,
+    check_request_id,
+    unique_aliases,
+)
+from shared.registry.object_store import ObjectStore
+from shared.registry.redis import RedisIndex
+from shared.registry.state import ModelState, advance
+
+COMMIT_TIMEOUT_S = 60.0
+_LARGEST_EVENT = 2**63 - 1
+
+T = TypeVar("T")
+log = structlog.get_logger("neap.registry")
+
+
+class SharedRegistry:
+    """`Registry` over Redis and a bucket. `freshness_s`: how often at most a model's journal is asked for records that the index
+    lacks, because their writer died or Redis lost what it had.
+
+    `step` is called with the name of each step of a publication, for fault injection in tests. Raises Unavailable,
+    PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES).
+    """
+
+    def __init__(
+        self,
+        address: SharedAddress,
+        *,
+        freshness_s: float = 30.0,
+        step: StepHook = lambda name: None,
+    ) -> None:
+        self._step = step
+        self._freshness_s = freshness_s
+        self._looked_at_s: dict[str, float] = {}
+        self._index = RedisIndex(address)
+        try:
+            self._index.check()
+            self._objects = ObjectStore(address, step=step)
+            self._journal = Journal(self._objects)
+            self._index.belong_to(self._objects.registry_id())
+        except BaseException:
+            self._index.close()
+            raise
+
+    def publish(
+        self,
+        model_id: str,
+        manifest: Mapping[str, Any],
+        blobs: Mapping[str, bytes],
+        *,
+        request_id: str,
+        aliases: Sequence[str] = ("latest",),
+        actor: str = "",
+    ) -> PublishedVersion:
+        """See `Registry.publish`. A repeated request moves no alias again. After Unavailable it may have happened: repeat it."""
+        check_model_id(model_id)
+        check_request_id(request_id)
+        check_note(actor, "actor")
+        names = unique_aliases(aliases)
+        encoded = encode_manifest(manifest, blobs)
+        digest = digest_of(encoded)
+        size_bytes = sum(map(len, blobs.values()))
+        self._state(model_id)
+        done = self._find_request(request_id, model_id, digest)
+        if done is None:
+            for name in sorted(blobs):
+                self._objects.put_content("blobs", blobs[name])
+            self._objects.put_content("manifests", encoded)
+            self._claim(request_id, model_id)
+            self._step("claimed")
+
+            def propose(state: ModelState) -> Entry | VersionRecord:
+                found = self._find_request(request_id, model_id, digest)
+                if found is not None:
+                    return found
+                number, now_s = state.num_versions + 1, time.time()
+                made = VersionRecord(number, digest, now_s, size_bytes, request_id, actor)
+                moves = [
+                    _move(state, model_id, alias, number, actor, "published", now_s)
+                    for alias in names
+                ]
+                return Entry(model_id, state.applied + 1, tuple(moves), made)
+
+            committed = self._commit(model_id, propose)
+            if isinstance(committed, Entry):
+                assert committed.published is not None
+                done = committed.published
+            else:
+                done = committed
+        return self._version(model_id, done)
+
+    def _find_request(self, request_id: str, model_id: str, digest: str) -> VersionRecord | None:
+        number = self._index.version_of_request(model_id, request_id)
+        if number is None:
+            return None
+        (record,) = self._index.versions(model_id, [number])
+        if record is None or record.manifest_digest != digest:
+            raise other_contents(request_id, model_id, number)
+        return record
+
+    def _claim(self, request_id: str, model_id: str) -> None:
+        # A cluster cannot look for a request in all models at once; the object store can say whose it is.
+        owner = self._objects.claim(request_id, model_id)
+        if owner != model_id:
+            self._state(owner)
+            raise other_contents(
+                request_id, owner, self._index.version_of_request(owner, request_id)
+            )
+
+    def get(self, model_id: str, version: int) -> PublishedVersion:
+        """Raises NotFound, Corrupt."""
+        check_model_id(model_id)
+        return self._version(model_id, self._record(model_id, version, self._state(model_id)))
+
+    def _record(self, model_id: str, version: int, state: ModelState) -> VersionRecord:
+        if 1 <= version <= state.num_versions:
+            (record,) = self._index.versions(model_id, [version])
+            if record is None:
+                raise Unavailable(
+                    f"the index lost version {version} of {model_id!r} just now; ask again",
+                    reason="INDEX_LOST",
+                )
+            return record
+        raise no_version(model_id, version)
+
+    def _version(self, model_id: str, record: VersionRecord) -> PublishedVersion:
+        manifest = json.loads(self._objects.read_manifest(record.manifest_digest))
+        return PublishedVersion(
+            model_id,
+            record.version,
+            record.manifest_digest,
+            record.create_time_s,
+            record.size_bytes,
+            manifest,
+        )
+
+    def resolve(self, model_id: str, alias: str) -> PublishedVersion:
+        """Raises NotFound, Corrupt."""
+        check_model_id(model_id)
+        check_alias(alias)
+        state = self._state(model_id)
+        version = self._change(model_id, alias, state).to_version
+        return self._version(model_id, self._record(model_id, version, state))
+
+    def _change(self, model_id: str, alias: str, state: ModelState) -> AliasChange:
+        if alias not in state.aliases:
+            raise no_alias(model_id, alias, state.aliases)
+        return state.aliases[alias]
+
+    def list_versions(
+        self, model_id: str, *, before: int | None = None, limit: int = 100
+    ) -> list[PublishedVersion]:
+        """`limit` is in [1, 1000]. Raises InvalidInput, Corrupt."""
+        check_model_id(model_id)
+        check_limit(limit)
+        newest = self._state(model_id).num_versions
+        if before is not None:
+            newest = min(newest, before - 1)
+        numbers = list(range(newest, max(newest - limit, 0), -1))
+        records = self._index.versions(model_id, numbers)
+        return [self._version(model_id, record) for record in records if record is not None]
+
+    def read_blob(self, version: PublishedVersion, name: str) -> bytes:
+        """Raises NotFound, Corrupt with metadata expected_digest and actual_digest."""
+        digest = blob_digest(version.manifest, name, version.model_id, version.version)
+        return self._objects.read_blob(digest)
+
+    def aliases(self, model_id: str) -> dict[str, int]:
+        """In alphabetical order."""
+        check_model_id(model_id)
+        known = self._state(model_id).aliases
+        return {alias: known[alias].to_version for alias in sorted(known)}
+
+    def set_alias(
+        self,
+        model_id: str,
+        alias: str,
+        version: int,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> AliasChange:
+        """See `Registry.set_alias`. Naming the version that the alias names already records nothing new."""
+        check_model_id(model_id)
+        check_alias(alias)
+        check_note(actor, "actor")
+        check_note(reason, "reason")
+
+        def propose(state: ModelState) -> Entry | AliasChange:
+            if not 1 <= version <= state.num_versions:
+                raise no_version(model_id, version)
+            current = state.version_of(alias)
+            check_expected(expected_version, current, model_id, alias)
+            if current == version:
+                # Otherwise a repeated promotion would make the next rollback do nothing.
+                return state.aliases[alias]
+            change = _move(state, model_id, alias, version, actor, reason, time.time())
+            return Entry(model_id, state.applied + 1, (change,))
+
+        committed = self._commit(model_id, propose)
+        return committed.changes[0] if isinstance(committed, Entry) else committed
+
+    def rollback_alias(
+        self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
+    ) -> AliasChange:
+        """See `Registry.rollback_alias`. Rolling back twice leads to where it was."""
+        check_model_id(model_id)
+        check_alias(alias)
+        check_note(actor, "actor")
+        check_note(reason, "reason")
+
+        def propose(state: ModelState) -> Entry | AliasChange:
+            last = self._change(model_id, alias, state)
+            if last.from_version is None:
+                raise no_earlier_version(model_id, alias, last.to_version)
+            change = _move(state, model_id, alias, last.from_version, actor, reason, time.time())
+            return Entry(model_id, state.applied + 1, (change,))
+
+        committed = self._commit(model_id, propose)
+        return committed.changes[0] if isinstance(committed, Entry) else committed
+
+    def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
+        """Newest first. Raises NotFound."""
+        check_model_id(model_id)
+        check_alias(alias)
+        self._change(model_id, alias, self._state(model_id))
+        changes = [
+            event.change
+            for event in self._events(model_id, 0, with_versions=False)
+            if isinstance(event.change, AliasChange) and event.change.alias == alias
+        ]
+        return changes[::-1]
+
+    def events(
+        self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
+    ) -> Iterator[RegistryEvent]:
+        """In order; ends with the newest there is. Numbers count within the model, and are the same after a rebuild."""
+        check_model_id(model_id)
+        after_event = min(max(after_event, 0), _LARGEST_EVENT - 1)
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            is_any = False
+            for event in self._events(model_id, after_event, with_versions=True):
+                is_any = True
+                yield event
+            remaining_s = give_up_at - time.monotonic()
+            if is_any or remaining_s <= 0:
+                return
+            self._index.wait(model_id, after_event, remaining_s)
+
+    def _events(self, model_id: str, after: int, *, with_versions: bool) -> Iterator[RegistryEvent]:
+        self._state(model_id)
+        while True:
+            page = self._index.events(model_id, after)
+            if page is None:
+                self.rebuild(model_id)
+                page = self._index.events(model_id, after) or []
+            if not page:
+                return
+            for number, event in page:
+                after = number
+                if "change" in event:
+                    yield RegistryEvent(number, AliasChange(model_id=model_id, **event["change"]))
+                elif with_versions:
+                    yield RegistryEvent(number, self.get(model_id, event["version"]))
+
+    def _state(self, model_id: str) -> ModelState:
+        """What the index says, after a look at the journal where the index knows nothing or has not been compared for a while."""
+        state = self._index.state(model_id)
+        now_s = time.monotonic()
+        if state.applied and now_s - self._looked_at_s.get(model_id, -1e9) < self._freshness_s:
+            return state
+        try:
+            if state.applied == 0 or self._journal.has(model_id, state.applied + 1):
+                state = self._catch_up(model_id, state)
+        except Unavailable:
+            if state.applied == 0:
+                raise  # it may be that the index was lost: "there is none" would be a guess
+            log.warning("the index was not compared with the object store", model_id=model_id)
+        if state.applied:
+            self._looked_at_s[model_id] = now_s
+        return state
+
+    def _catch_up(self, model_id: str, state: ModelState) -> ModelState:
+        entries = self._journal.after(model_id, state.applied)
+        if not entries:
+            return state
+        self._index.advance(model_id, advance(state, entries))
+        log.info("journal records applied", model_id=model_id, records=len(entries))
+        return self._index.state(model_id)
+
+    def _commit(self, model_id: str, propose: Callable[[ModelState], Entry | T]) -> Entry | T:
+        """Record what `propose` makes of the newest state, and let it be seen. What is no Entry is returned as it is."""
+        give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
+        state = self._state(model_id)
+        while time.monotonic() < give_up_at:
+            proposed = propose(state)
+            if not isinstance(proposed, Entry):
+                return proposed
+            self._step("journal:begin")
+            if self._journal.append(proposed):
+                self._step("journal:written")
+                now_at = self._index.advance(model_id, advance(state, [proposed]))
+                if now_at < proposed.sequence:
+                    # Redis has lost what it had since `state` was read.
+                    self._catch_up(model_id, self._index.state(model_id))
+                self._step("index:advanced")
+                return proposed
+            # Somebody else has this number: see what it says, and propose anew.
+            state = self._catch_up(model_id, self._index.state(model_id))
+        raise Unavailable(
+            f"too many others write to the registry of {model_id!r}", reason="REGISTRY_BUSY"
+        )
+
+    def models(self) -> list[str]:
+        """Every model that has something published."""
+        return self._journal.models()
+
+    def rebuild(self, model_id: str) -> ModelState:
+        """The index of one model anew from its journal, in one step: readers see the old or the new. Raises Corrupt, NotFound."""
+        check_model_id(model_id)
+        give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
+        while time.monotonic() < give_up_at:
+            found_at = self._index.state(model_id).applied
+            step = advance(ModelState(), self._journal.after(model_id, 0))
+            if step.state.applied == 0:
+                raise NotFound(f"nothing is published for model {model_id!r}")
+            if self._index.advance(model_id, step, replace_at=found_at) == step.state.applied:
+                return step.state
+        raise Unavailable(
+            f"too many others write to the registry of {model_id!r}", reason="REGISTRY_BUSY"
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._index.close()
+
+
+def _move(
+    state: ModelState,
+    model_id: str,
+    alias: str,
+    version: int,
+    actor: str,
+    reason: str,
+    now_s: float,
+) -> AliasChange:
+    current = state.version_of(alias) or None
+    return AliasChange(model_id, alias, current, version, actor, reason, now_s)

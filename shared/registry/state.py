@@ -1,0 +1,71 @@
+"""What a model's journal adds up to, and what each record adds to the index."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from shared.errors import Corrupt
+from shared.registry.base import AliasChange
+from shared.registry.journal import Entry, change_to_record
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """After the first `applied` records. `aliases`: the last change of each. Events are numbered from 1 to `num_events`."""
+
+    applied: int = 0
+    num_versions: int = 0
+    num_events: int = 0
+    aliases: Mapping[str, AliasChange] = field(default_factory=dict)
+
+    def version_of(self, alias: str) -> int:
+        """0 when there is no such alias."""
+        return self.aliases[alias].to_version if alias in self.aliases else 0
+
+
+@dataclass(frozen=True)
+class Advance:
+    """From the state after `before` records to `state`: `fields` of the index to set and `events` to append, all as JSON."""
+
+    before: int
+    state: ModelState
+    fields: Mapping[str, str]
+    events: Sequence[str]
+
+
+def advance(state: ModelState, entries: Sequence[Entry]) -> Advance:
+    """Apply records in order. Deterministic, so whoever applies them comes to the same index. Raises Corrupt."""
+    before = state.applied
+    num_versions, aliases = state.num_versions, dict(state.aliases)
+    fields: dict[str, str] = {}
+    events: list[str] = []
+    for offset, entry in enumerate(entries, start=1):
+        fits = entry.sequence == before + offset
+        if (made := entry.published) is not None:
+            fits = fits and made.version == num_versions + 1
+            num_versions += 1
+            fields[version_field(made.version)] = json.dumps(asdict(made))
+            fields[request_field(made.request_id)] = str(made.version)
+            events.append(json.dumps({"version": made.version}))
+        for change in entry.changes:
+            last = aliases.get(change.alias)
+            fits = fits and change.from_version == (None if last is None else last.to_version)
+            fits = fits and 1 <= change.to_version <= num_versions
+            aliases[change.alias] = change
+            events.append(json.dumps({"change": change_to_record(change)}))
+        if not fits:
+            raise Corrupt(
+                f"record {entry.sequence} of the journal of {entry.model_id!r} does not follow from those before it",
+                reason="JOURNAL_INCONSISTENT",
+                metadata={"model_id": entry.model_id, "sequence": str(entry.sequence)},
+            )
+    after = ModelState(before + len(entries), num_versions, state.num_events + len(events), aliases)
+    return Advance(before, after, fields, events)
+
+
+def version_field(version: int) -> str:
+    return f"version:{version}"
+
+
+def request_field(request_id: str) -> str:
+    return f"request:{request_id}"

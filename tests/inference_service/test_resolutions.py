@@ -1,0 +1,161 @@
+"""Serving goes on while the registry is away, and only then."""
+
+import asyncio
+import threading
+import time
+from contextlib import closing
+
+import pytest
+import structlog
+from neap.inference.v1 import inference_pb2 as pb
+
+from inference_service.engine.engine import Engine
+from inference_service.routers import RouterChoice, RouterStore
+from shared.errors import NotFound, PreconditionFailed, Unavailable
+from shared.registry.factory import open_registry
+from shared.rpc.client import NeapClient
+from tests.registry_servers import shared_url
+from tests.worker import build_ladder, serving
+
+
+class Flaky:
+    """A registry that can be away, hang, or deny that there is anything."""
+
+    def __init__(self, registry) -> None:
+        self.registry = registry
+        self.error: Exception | None = None
+        self.store_error: Exception | None = None
+        self.go = threading.Event()
+        self.go.set()
+        self.num_asked = 0
+
+    def resolve(self, model_id, alias):
+        self.num_asked += 1
+        self.go.wait(10)
+        if self.error is not None:
+            raise self.error
+        return self.registry.resolve(model_id, alias)
+
+    def get(self, model_id, version):
+        return self.registry.get(model_id, version)
+
+    def read_blob(self, version, name):
+        if self.store_error is not None:
+            raise self.store_error
+        return self.registry.read_blob(version, name)
+
+
+@pytest.fixture
+def registry(tmp_path):
+    with closing(open_registry(str(tmp_path / "registry"))) as registry:
+        yield Flaky(registry)
+
+
+@pytest.fixture
+def publish(loaded, registry):
+    def publish(name, into=registry.registry):
+        manifest = {"model": {"fingerprint": loaded.fingerprint}}
+        return into.publish("tiny", manifest, {"x": name.encode()}, request_id=name)
+
+    return publish
+
+
+@pytest.fixture
+def store(registry, loaded):
+    return RouterStore(registry, unpack=lambda manifest, blobs: build_ladder(loaded))
+
+
+async def test_what_an_alias_named_last_serves_while_the_registry_is_away(
+    registry, store, loaded, publish
+):
+    publish("first")
+    assert (await store.select(loaded, RouterChoice())).version == 1
+    registry.error = Unavailable("away")
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            assert (await store.select(loaded, RouterChoice())).version == 1
+    assert store.num_stale_resolutions == 3
+    (entry,) = [entry for entry in logs if "age_s" in entry]
+    assert entry["version"] == 1
+    assert registry.num_asked == 2, "known to be away, it is not asked for every request"
+    with pytest.raises(Unavailable):
+        await store.select(loaded, RouterChoice(alias="stable"))
+
+
+async def test_the_registry_is_asked_again_and_heard(registry, store, loaded, publish):
+    store._resolutions._ask_again_s = 0.05
+    publish("first")
+    await store.select(loaded, RouterChoice())
+    registry.error = Unavailable("away")
+    await store.select(loaded, RouterChoice())
+    publish("second")
+    registry.error = None
+    give_up_at = time.monotonic() + 10
+    while (await store.select(loaded, RouterChoice())).version != 2:
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("error", [NotFound("gone"), PreconditionFailed("newer")])
+async def test_no_other_error_is_papered_over(registry, store, loaded, publish, error):
+    publish("first")
+    await store.select(loaded, RouterChoice(alias="latest"))
+    registry.error = error
+    with pytest.raises(type(error)):
+        await store.select(loaded, RouterChoice(alias="latest"))
+    assert store.num_stale_resolutions == 0
+
+
+async def test_a_registry_that_hangs_costs_one_wait(registry, store, loaded, publish):
+    store._resolutions._patience_s = 0.3
+    publish("first")
+    await store.select(loaded, RouterChoice())
+    registry.go.clear()
+    started_s = time.monotonic()
+    for _ in range(20):
+        assert (await store.select(loaded, RouterChoice())).version == 1
+    assert time.monotonic() - started_s < 2
+    registry.go.set()
+
+
+async def test_an_alias_that_moved_to_what_cannot_be_fetched(registry, store, loaded, publish):
+    publish("first")
+    await store.select(loaded, RouterChoice())
+    publish("second")
+    registry.store_error = Unavailable("the store is away")
+    assert (await store.select(loaded, RouterChoice())).version == 1
+    assert store.num_stale_resolutions == 1
+    with pytest.raises(Unavailable):
+        await store.select(loaded, RouterChoice(version=2))
+    registry.store_error = None
+    assert (await store.select(loaded, RouterChoice())).version == 2
+
+
+def test_a_worker_serves_on_when_redis_is_killed(loaded, publish, own_redis, s3):
+    def answer(client):
+        stopping = pb.Stopping(max_tokens=4, ignore_eos=True)
+        request = pb.GenerateRequest(model_id="tiny", text="hello", stopping=stopping)
+        events = list(client.generate(request))
+        tokens = [token.id for event in events for token in event.chunk.tokens]
+        return events[0].started.router_version, tokens
+
+    with closing(open_registry(shared_url(own_redis, s3))) as registry:
+        publish("first", registry)
+        unpack = {"unpack": lambda manifest, blobs: build_ladder(loaded)}
+        with (
+            Engine(loaded) as engine,
+            serving(engine, registry, **unpack) as worker,
+            NeapClient(worker.target) as client,
+        ):
+            before = answer(client)
+            own_redis.kill()
+            started_s = time.monotonic()
+            assert [answer(client) for _ in range(5)] == [before] * 5
+            assert time.monotonic() - started_s < 20
+            assert worker.store.num_stale_resolutions == 5
+            own_redis.start()
+            publish("second", registry)
+            give_up_at = time.monotonic() + 20
+            while answer(client)[0] != 2:
+                assert time.monotonic() < give_up_at
+                time.sleep(0.1)

@@ -1,0 +1,73 @@
+"""Fixtures: a Redis and an S3 for all tests together, and ones of a test's own, to kill. tests/conftest.py offers them to all."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.servers import S3_ENVIRONMENT, RedisCluster, RedisServer, S3Server, redis_programs
+
+SERVERS = [*redis_programs(), "cluster"]
+assert "valkey-9" in SERVERS, "the dev extra brings a server"
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        for name, value in S3_ENVIRONMENT.items():
+            patch.setenv(name, value)
+        stack.callback(server.kill)
+        server.start()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def start_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], RedisServer]]:
+    """The server of that name, started at its first use."""
+    started: dict[str, RedisServer] = {}
+
+    def start(name: str) -> RedisServer:
+        if name not in started:
+            programs, folder = redis_programs(), tmp_path_factory.mktemp(name)
+            if name == "cluster":
+                started[name] = RedisCluster(folder, programs["valkey-9"])
+            else:
+                started[name] = RedisServer(folder, programs[name])
+            started[name].start()
+        return started[name]
+
+    yield start
+    for server in started.values():
+        server.kill()
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """One that the test may kill."""
+    server = RedisServer(tmp_path / "redis", redis_programs()["valkey-9"])
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def own_s3(tmp_path: Path, s3: S3Server) -> Iterator[S3Server]:
+    """One that the test may kill."""
+    server = S3Server(tmp_path / "s3")
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+def shared_url(server: RedisServer, s3: S3Server, prefix: str = "") -> str:
+    """Of a new registry, unless `prefix` names one."""
+    scheme = "redis+cluster" if isinstance(server, RedisCluster) else "redis"
+    objects = f"s3://neap/{prefix or uuid.uuid4().hex}"
+    return f"{scheme}://127.0.0.1:{server.port}?objects={objects}&endpoint={s3.endpoint}"

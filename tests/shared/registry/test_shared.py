@@ -1,0 +1,302 @@
+"""What is the shared registry's own: crashes between steps, publishers at once, damaged objects, a Redis that forgets."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.store import S3Store
+
+from shared.errors import AlreadyExists, Corrupt, NotFound, PreconditionFailed
+from shared.registry.address import SharedAddress
+from shared.registry.canonical import digest_of
+from shared.registry.factory import open_registry
+from shared.registry.shared import SharedRegistry
+from tests.registry_servers import SERVERS, shared_url
+from tests.servers import RedisServer, S3Server
+
+PUBLISHER = Path(__file__).with_name("publisher.py")
+REPOSITORY = Path(__file__).parents[3]
+BEFORE_THE_RECORD = [
+    f"{step}:{kind}" for kind in ("blobs", "manifests") for step in ("write", "written", "verified")
+] + ["claimed", "journal:begin"]
+
+
+@pytest.fixture
+def redis_server(start_redis) -> RedisServer:
+    server = start_redis(SERVERS[0])
+    with server.client() as client:
+        client.flushall()
+    return server
+
+
+@pytest.fixture
+def url(redis_server: RedisServer, s3: S3Server) -> str:
+    return shared_url(redis_server, s3)
+
+
+@pytest.fixture
+def registry(url: str) -> Iterator[SharedRegistry]:
+    opened = open_registry(url)
+    assert isinstance(opened, SharedRegistry)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def bucket(url: str, s3: S3Server) -> S3Store:
+    return S3Store(
+        "neap",
+        prefix=SharedAddress.parse(url).prefix,
+        endpoint=s3.endpoint,
+        client_options={"allow_http": True},
+    )
+
+
+def publisher(*arguments: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, str(PUBLISHER), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def publish(registry: SharedRegistry, request_id: str = "one") -> int:
+    return registry.publish(
+        "tiny", {"a": 1}, {"x": b"weights" * 1000}, request_id=request_id
+    ).version
+
+
+def names(bucket: S3Store, folder: str) -> list[str]:
+    return [entry["path"] for page in obstore.list(bucket, folder) for entry in page]
+
+
+def everything(registry: SharedRegistry, model_id: str = "tiny") -> object:
+    aliases = registry.aliases(model_id)
+    return (
+        registry.list_versions(model_id),
+        aliases,
+        {alias: registry.alias_history(model_id, alias) for alias in aliases},
+        list(registry.events(model_id)),
+    )
+
+
+@pytest.mark.parametrize("step", BEFORE_THE_RECORD)
+def test_killed_before_the_record_nothing_is_seen_and_a_retry_publishes(url, registry, step):
+    assert publisher(url, "one", 1, step).wait(30) == -9
+    with closing(open_registry(url)) as reader:
+        assert reader.list_versions("tiny") == []
+        assert reader.aliases("tiny") == {}
+        assert list(reader.events("tiny")) == []
+    again = publisher(url, "one", 1)
+    assert json.loads(again.communicate(timeout=30)[0]) == {"version": 1}
+    (made,) = registry.list_versions("tiny")
+    assert registry.read_blob(made, "own") == b"one-0"
+    assert registry.aliases("tiny") == {"latest": 1}
+
+
+def test_killed_between_record_and_index_any_reader_sees_it_whole(url, registry):
+    publish(registry, "before")
+    assert publisher(url, "one", 1, "journal:written").wait(30) == -9
+    assert registry.aliases("tiny") == {"latest": 1}, "within freshness_s the index alone is asked"
+    with closing(SharedRegistry(SharedAddress.parse(url), freshness_s=0.0)) as reader:
+        assert reader.aliases("tiny") == {"latest": 2}
+        assert reader.read_blob(reader.get("tiny", 2), "own") == b"one-0"
+        assert reader.alias_history("tiny", "latest")[0].from_version == 1
+        assert len(list(reader.events("tiny"))) == 4
+
+
+def test_killed_between_record_and_index_a_retry_finishes_it(url, registry):
+    publish(registry, "before")
+    assert publisher(url, "one", 1, "journal:written").wait(30) == -9
+    again = publisher(url, "one", 1)
+    assert json.loads(again.communicate(timeout=30)[0]) == {"version": 2}
+    assert [v.version for v in registry.list_versions("tiny")] == [2, 1]
+
+
+def test_killed_between_record_and_index_the_next_writer_goes_on(url, registry):
+    publish(registry, "before")
+    assert publisher(url, "one", 1, "journal:written").wait(30) == -9
+    assert publish(registry, "after") == 3
+    moves = [(c.from_version, c.to_version) for c in registry.alias_history("tiny", "latest")]
+    assert moves == [(2, 3), (1, 2), (None, 1)]
+
+
+def test_killed_after_the_index_has_published(url, registry):
+    assert publisher(url, "one", 1, "index:advanced").wait(30) == -9
+    assert [v.version for v in registry.list_versions("tiny")] == [1]
+    again = publisher(url, "one", 1)
+    assert json.loads(again.communicate(timeout=30)[0]) == {"version": 1}
+
+
+def test_processes_publish_at_once(url, registry):
+    processes = [publisher(url, f"publisher-{number}", 10) for number in range(3)]
+    lines = [line for p in processes for line in p.communicate(timeout=120)[0].splitlines()]
+    assert sorted(json.loads(line)["version"] for line in lines) == list(range(1, 31))
+    moves = [(c.from_version, c.to_version) for c in registry.alias_history("tiny", "latest")]
+    assert moves == [(n - 1 or None, n) for n in range(30, 0, -1)]
+    assert {v.manifest["by"] for v in registry.list_versions("tiny")} == {
+        f"publisher-{p}-{n}" for p in range(3) for n in range(10)
+    }
+
+
+def test_one_request_by_several_processes_at_once(url, registry):
+    processes = [publisher(url, "same", 5) for _ in range(3)]
+    outputs = [p.communicate(timeout=120)[0] for p in processes]
+    assert len(set(outputs)) == 1
+    assert [v.version for v in registry.list_versions("tiny")] == [5, 4, 3, 2, 1]
+
+
+def test_a_record_is_written_once_when_the_answer_is_lost(registry, bucket, monkeypatch):
+    """The first attempt arrives and its answer does not: the client library's own retry is then told "already there"."""
+    create = registry._objects.create
+
+    def create_twice(path: str, data: bytes) -> bool:
+        create(path, data)
+        return create(path, data)
+
+    monkeypatch.setattr(registry._objects, "create", create_twice)
+    assert publish(registry) == 1
+    assert len(names(bucket, "models/tiny/journal")) == 1
+
+
+def test_redis_forgets_everything_and_readers_do_not_notice(registry, redis_server):
+    for number in range(5):
+        publish(registry, f"request-{number}")
+    registry.set_alias("tiny", "stable", 2, actor="ann", reason="trial ended")
+    registry.rollback_alias("tiny", "latest")
+    before = everything(registry)
+    with redis_server.client() as client:
+        client.flushall()
+    assert everything(registry) == before
+    with pytest.raises(NotFound):
+        registry.resolve("other", "latest")
+
+
+def test_rebuilding_restores_everything_and_numbers_go_on(url, registry, redis_server, bucket):
+    publish(registry, "one")
+    publish(registry, "two")
+    registry.set_alias("tiny", "stable", 1)
+    registry.publish("acme/other", {}, {"x": b"1"}, request_id="three")
+    before = everything(registry), everything(registry, "acme/other")
+    last_event = list(registry.events("tiny"))[-1].event
+    with redis_server.client() as client:
+        client.flushall()
+    assert registry.models() == ["acme/other", "tiny"]
+    for model_id in registry.models():
+        registry.rebuild(model_id)
+    assert (everything(registry), everything(registry, "acme/other")) == before
+    assert publish(registry, "one") == 1, "request ids are restored, too"
+    assert publish(registry, "four") == 3
+    events = list(registry.events("tiny", after_event=last_event))
+    assert [event.event for event in events] == [last_event + 1, last_event + 2]
+    with pytest.raises(AlreadyExists):
+        registry.publish("tiny", {}, {"x": b"1"}, request_id="three")
+
+
+@pytest.mark.parametrize("lost", ["index", "events"])
+def test_redis_drops_one_key(registry, redis_server, lost):
+    publish(registry)
+    before = everything(registry)
+    with redis_server.client() as client:
+        assert client.delete(f"neap:{{tiny}}:{lost}") == 1
+    if lost == "index":
+        # What is left of the stream must not be in the way.
+        registry.rebuild("tiny")
+    assert everything(registry) == before
+
+
+def test_redis_goes_back_in_time(url, registry, redis_server):
+    """A replica that lagged takes over: the index is older than the journal, and none of the two is doubted."""
+    publish(registry, "one")
+    with redis_server.client() as client:
+        keys = {key: client.dump(key) for key in client.keys("neap:*")}
+        publish(registry, "two")
+        after = everything(registry)
+        for key, value in keys.items():
+            client.restore(key, 0, value, replace=True)
+    assert publish(registry, "two") == 2
+    assert everything(registry) == after
+    assert publish(registry, "three") == 3
+
+
+def test_another_registrys_redis_is_refused(url, registry, redis_server, s3):
+    publish(registry)
+    with closing(open_registry(shared_url(redis_server, s3))) as other:
+        for call in (
+            lambda: other.resolve("tiny", "latest"),
+            lambda: publish(other),
+            lambda: other.rebuild("tiny"),
+        ):
+            with pytest.raises((PreconditionFailed, NotFound)) as raised:
+                call()
+            assert raised.value.reason in ("INDEX_OF_ANOTHER_REGISTRY", "NOT_FOUND")
+    assert registry.resolve("tiny", "latest").version == 1
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_damaged_blob(url, registry, bucket, damage):
+    publish(registry)
+    made = registry.get("tiny", 1)
+    expected = made.manifest["blobs"]["x"]["digest"]
+    harm(bucket, f"blobs/sha256/{expected[7:9]}/{expected[7:]}", damage)
+    with pytest.raises(Corrupt) as raised:
+        registry.read_blob(made, "x")
+    assert raised.value.metadata["expected_digest"] == expected
+    assert raised.value.metadata["actual_digest"] != expected
+    publish(registry, "again")
+    assert registry.read_blob(made, "x") == b"weights" * 1000, "publishing the same bytes repairs"
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_damaged_manifest(url, registry, bucket, damage):
+    publish(registry)
+    digest = registry.get("tiny", 1).manifest_digest
+    harm(bucket, f"manifests/sha256/{digest[7:9]}/{digest[7:]}", damage)
+    with closing(open_registry(url)) as reader:
+        for read in (
+            lambda: reader.get("tiny", 1),
+            lambda: reader.resolve("tiny", "latest"),
+            lambda: reader.list_versions("tiny"),
+            lambda: list(reader.events("tiny")),
+        ):
+            with pytest.raises(Corrupt) as raised:
+                read()
+            assert raised.value.metadata["expected_digest"] == digest
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_damaged_journal_is_not_made_an_index_of(registry, bucket, redis_server, damage):
+    for number in range(3):
+        publish(registry, f"request-{number}")
+    before = everything(registry)
+    harm(bucket, "models/tiny/journal/00000000000000000002.json", damage)
+    with pytest.raises(Corrupt):
+        registry.rebuild("tiny")
+    assert everything(registry) == before, "the index that is there stays"
+
+
+def test_objects_are_never_overwritten(registry, bucket):
+    publish(registry, "one")
+    written = {path: obstore.head(bucket, path)["last_modified"] for path in names(bucket, "")}
+    publish(registry, "two")
+    registry.set_alias("tiny", "stable", 1)
+    for path, when in written.items():
+        assert obstore.head(bucket, path)["last_modified"] == when
+
+
+def harm(bucket: S3Store, path: str, damage: str) -> None:
+    data = bytearray(obstore.get(bucket, path).bytes())
+    digest_before = digest_of(bytes(data))
+    if damage == "delete":
+        obstore.delete(bucket, path)
+        return
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+    else:
+        del data[len(data) // 2 :]
+    assert digest_of(bytes(data)) != digest_before
+    obstore.put(bucket, path, bytes(data))

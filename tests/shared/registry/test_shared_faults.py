@@ -1,0 +1,267 @@
+"""Servers that die, hang, refuse or come back: real ones, killed and held."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+import structlog
+
+from shared.errors import Corrupt, Exhausted, NeapError, Unavailable
+from shared.registry import object_store, redis
+from shared.registry.address import SharedAddress
+from shared.registry.factory import open_registry
+from shared.registry.shared import SharedRegistry
+from tests.registry_servers import shared_url
+from tests.servers import RedisServer, S3Server, free_ports
+
+# A command is tried twice; opening a connection may time out as well.
+REDIS_BOUND_S = 2 * (redis.TIMEOUT_S + redis.CONNECT_TIMEOUT_S) + 1
+S3_BOUND_S = 2 * object_store.SMALL_TIMEOUT_S + 5
+
+
+def publish(registry: SharedRegistry, request_id: str = "one") -> int:
+    return registry.publish(
+        "tiny", {"a": 1}, {"x": b"weights" * 1000}, request_id=request_id
+    ).version
+
+
+def calls(registry: SharedRegistry) -> list[Callable[[], object]]:
+    return [
+        lambda: registry.resolve("tiny", "latest"),
+        lambda: registry.aliases("tiny"),
+        lambda: list(registry.events("tiny")),
+        lambda: registry.set_alias("tiny", "stable", 1),
+        lambda: publish(registry, "two"),
+    ]
+
+
+@contextmanager
+def fails_within(bound_s: float, kind: type[NeapError], reason: str) -> Iterator[None]:
+    started_s = time.monotonic()
+    with pytest.raises(kind) as raised:
+        yield
+    assert raised.value.reason == reason
+    assert time.monotonic() - started_s < bound_s
+
+
+@pytest.fixture
+def url(own_redis: RedisServer, s3: S3Server) -> str:
+    return shared_url(own_redis, s3)
+
+
+@pytest.fixture
+def registry(url: str) -> Iterator[SharedRegistry]:
+    opened = open_registry(url)
+    assert isinstance(opened, SharedRegistry)
+    yield opened
+    opened.close()
+
+
+def test_redis_dead_at_start(s3):
+    (port,) = free_ports(1)
+    with fails_within(REDIS_BOUND_S, Unavailable, "REDIS_UNAVAILABLE"):
+        open_registry(f"redis://127.0.0.1:{port}?objects=s3://neap/x&endpoint={s3.endpoint}")
+
+
+def test_redis_killed_and_back_empty(registry, own_redis):
+    publish(registry)
+    registry.set_alias("tiny", "stable", 1, actor="ann")
+    before = registry.aliases("tiny"), registry.alias_history("tiny", "stable")
+    own_redis.kill()
+    for call in calls(registry):
+        with fails_within(REDIS_BOUND_S, Unavailable, "REDIS_UNAVAILABLE"):
+            call()
+    own_redis.start()
+    assert (registry.aliases("tiny"), registry.alias_history("tiny", "stable")) == before
+    assert publish(registry, "two") == 2
+
+
+def test_redis_hangs(registry, own_redis):
+    publish(registry)
+    own_redis.hold()
+    try:
+        for call in calls(registry)[:2]:
+            with fails_within(REDIS_BOUND_S, Unavailable, "REDIS_UNAVAILABLE"):
+                call()
+    finally:
+        own_redis.resume()
+    assert registry.resolve("tiny", "latest").version == 1
+
+
+def test_redis_dies_between_record_and_index(url, registry, own_redis):
+    """The publication has happened; its publisher is told Unavailable, and a repeated one finds it."""
+
+    def step(name: str) -> None:
+        if name == "journal:written":
+            own_redis.kill()
+
+    with (
+        closing(SharedRegistry(SharedAddress.parse(url), step=step)) as dying,
+        fails_within(30, Unavailable, "REDIS_UNAVAILABLE"),
+    ):
+        publish(dying)
+    own_redis.start()
+    assert publish(registry) == 1
+    assert len(registry.list_versions("tiny")) == 1
+
+
+def test_redis_forgets_between_record_and_index(url, registry, own_redis):
+    publish(registry, "before")
+
+    def step(name: str) -> None:
+        if name == "journal:written":
+            with own_redis.client() as client:
+                client.flushall()
+
+    with closing(SharedRegistry(SharedAddress.parse(url), step=step)) as client:
+        assert publish(client) == 2
+    assert registry.aliases("tiny") == {"latest": 2}
+
+
+def test_redis_with_full_memory(registry, own_redis):
+    publish(registry)
+    with own_redis.client() as client:
+        client.config_set("maxmemory", "1")
+    for call in calls(registry)[3:]:
+        with fails_within(10, Exhausted, "REDIS_FULL"):
+            call()
+    assert registry.resolve("tiny", "latest").version == 1, "reading goes on"
+    with own_redis.client() as client:
+        client.config_set("maxmemory", "0")
+    assert publish(registry, "two") == 2
+
+
+def test_a_user_without_rights_and_a_wrong_password(own_redis, s3):
+    with own_redis.client() as client:
+        client.acl_setuser(
+            "neap", enabled=True, passwords=["+s3cr3t@/"], keys=["neap:*"], categories=["+@all"]
+        )
+    with closing(open_registry(shared_url(own_redis, s3).replace("//", "//neap:s3cr3t%40%2F@", 1))):
+        pass
+    wrong = shared_url(own_redis, s3).replace("//", "//neap:hunter2@", 1)
+    with pytest.raises(Unavailable) as raised:
+        open_registry(wrong)
+    assert raised.value.reason == "REDIS_REFUSED"
+    assert "hunter2" not in raised.value.message + str(raised.value.metadata)
+    with own_redis.client() as client:
+        client.acl_setuser("neap", categories=["-@all"])
+    with pytest.raises(Unavailable) as raised:
+        open_registry(wrong.replace("hunter2", "s3cr3t%40%2F"))
+    assert raised.value.reason == "REDIS_REFUSED"
+
+
+def test_a_server_that_drops_keys_is_warned_of(own_redis, s3):
+    with own_redis.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    with (
+        structlog.testing.capture_logs() as logs,
+        closing(open_registry(shared_url(own_redis, s3))),
+    ):
+        pass
+    assert any(entry.get("policy") == "allkeys-lru" for entry in logs)
+
+
+def test_s3_killed_and_back(own_redis, own_s3):
+    registry = open_registry(shared_url(own_redis, own_s3))
+    with closing(registry):
+        made = registry.get("tiny", publish(registry))
+        own_s3.kill()
+        assert registry.resolve("tiny", "latest") == made, "the index and what was read serve on"
+        for call in (
+            lambda: registry.read_blob(made, "x"),
+            lambda: registry.set_alias("tiny", "stable", 1),
+            lambda: publish(registry, "two"),
+        ):
+            with fails_within(S3_BOUND_S, Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+                call()
+        with own_redis.client() as client:
+            client.flushall()
+        with fails_within(S3_BOUND_S, Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+            registry.resolve("tiny", "latest")
+        own_s3.start()
+        assert registry.resolve("tiny", "latest") == made
+        assert publish(registry, "two") == 2
+
+
+def test_s3_dead_at_start_and_without_credentials(own_redis, s3, monkeypatch):
+    (port,) = free_ports(1)
+    dead = shared_url(own_redis, s3).replace(s3.endpoint, f"http://127.0.0.1:{port}")
+    with fails_within(S3_BOUND_S, Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+        open_registry(dead)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    with pytest.raises(Unavailable) as raised:
+        open_registry(shared_url(own_redis, s3))
+    assert raised.value.reason == "OBJECT_STORE_REFUSED"
+    assert "hunter2" not in raised.value.message
+
+
+def test_s3_hangs(own_redis, own_s3):
+    with closing(open_registry(shared_url(own_redis, own_s3))) as registry:
+        publish(registry)
+        own_s3.hold()
+        try:
+            with fails_within(S3_BOUND_S, Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+                registry.set_alias("tiny", "stable", 1)
+            assert registry.resolve("tiny", "latest").version == 1
+        finally:
+            own_s3.resume()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_answers_damaged_on_their_way(own_redis, s3, damage):
+    """A proxy that cuts large answers short, or changes a byte in them."""
+    url = shared_url(own_redis, s3)
+    with closing(open_registry(url)) as registry:
+        made = registry.get("tiny", publish(registry))
+    with damaging_proxy(s3.port, damage) as port:
+        through = url.replace(s3.endpoint, f"http://127.0.0.1:{port}")
+        with closing(open_registry(through)) as registry:
+            with pytest.raises((Corrupt, Unavailable)) as raised:
+                registry.read_blob(made, "x")
+            assert type(raised.value) is (Corrupt if damage == "flip" else Unavailable)
+
+
+@contextmanager
+def damaging_proxy(target_port: int, damage: str) -> Iterator[int]:
+    """Forwards connections; the pattern of the tests' blob is where it does harm."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source: socket.socket, sink: socket.socket, *, harms: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if harms and b"weightsweights" in data:
+                    if damage == "cut":
+                        sink.sendall(data[: data.index(b"weightsweights") + 20])
+                        break
+                    data = data.replace(b"weightsweights", b"weightsWeights", 1)
+                sink.sendall(data)
+        for end in (source, sink):
+            hang_up(end)
+
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", target_port))
+            threading.Thread(target=pump, args=(client, server), kwargs={"harms": False}).start()
+            threading.Thread(target=pump, args=(server, client), kwargs={"harms": True}).start()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(5)
+
+
+def hang_up(end: socket.socket) -> None:
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
