@@ -183,12 +183,15 @@ class JobStore:
                 json.dumps({**job.figures, **figures}),
             )
 
+    def check_wanted(self, calibration_id: str, start: int) -> None:
+        """Raises Cancelled, and Conflict when the job is another process's by now."""
+        if self._own(calibration_id, start).cancel_requested:
+            raise Cancelled("the calibration was cancelled before it was published")
+
     def begin_publishing(self, calibration_id: str, start: int) -> None:
         """The last moment at which cancelling works. Raises Cancelled, Conflict."""
         with self._database.transaction() as connection:
-            job = self._own(calibration_id, start)
-            if job.cancel_requested:
-                raise Cancelled("the calibration was cancelled before it was published")
+            self.check_wanted(calibration_id, start)
             _set(connection, calibration_id, "publishing = 1, phase = ?", PUBLISHING)
 
     def succeed(

@@ -21,10 +21,10 @@ from calibrator_service.job_spec import JobSpec, Progress, ProgressReport, TextF
 from calibrator_service.jobs import PUBLISHING, JobStore
 from calibrator_service.parent import die_with_parent
 from calibrator_service.process_config import JobFolder, ProcessConfig
+from calibrator_service.publishing import publish
 from calibrator_service.recipe import Product, Task
 from calibrator_service.text_files import find_text_file
 from shared.errors import Cancelled, Conflict, NeapError, Unavailable
-from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
 from shared.storage import storage_error
 
@@ -96,7 +96,9 @@ def run_job(config: ProcessConfig) -> None:
         work_dir.mkdir(parents=True, exist_ok=True)
         with (work_dir / "lock").open("w") as lock:
             _lock(lock)
-            _publish(config, store, _product(config, store, work_dir))
+            reporter = Reporter(store, job_id, start)
+            product = _product(config, store, work_dir, reporter)
+            publish(config, store, product)
     except Conflict as error:
         if error.reason == "JOB_TAKEN_OVER":
             raise
@@ -117,12 +119,11 @@ def run_job(config: ProcessConfig) -> None:
         store.fail(job_id, start, "INTERNAL", message)
 
 
-def _product(config: ProcessConfig, store: JobStore, work_dir: Path) -> Product:
+def _product(config: ProcessConfig, store: JobStore, work_dir: Path, reporter: Reporter) -> Product:
     finished = load_product(work_dir)
     if finished is not None:
         log.info("found finished, publishing it")
         return finished
-    reporter = Reporter(store, config.calibration_id, config.start)
     reporter.progress(Progress("loading", 0.0, {}))
     spec = store.get(config.calibration_id).spec
     task = Task(
@@ -142,25 +143,6 @@ def _product(config: ProcessConfig, store: JobStore, work_dir: Path) -> Product:
     saved = load_product(work_dir)
     assert saved is not None
     return saved
-
-
-def _publish(config: ProcessConfig, store: JobStore, product: Product) -> None:
-    job = store.get(config.calibration_id)
-    registry = open_registry(config.registry)
-    try:
-        store.begin_publishing(job.calibration_id, config.start)
-        made = registry.publish(
-            job.spec.model_id,
-            product.manifest,
-            product.blobs,
-            request_id=job.calibration_id,
-            aliases=job.aliases,
-            actor="calibration",
-        )
-    finally:
-        registry.close()
-    store.succeed(job.calibration_id, config.start, made.version, made.manifest_digest)
-    log.info("published", version=made.version, manifest_digest=made.manifest_digest)
 
 
 def _resolved(spec: JobSpec, config: ProcessConfig) -> JobSpec:

@@ -46,8 +46,12 @@ async def serve(settings: WorkerSettings) -> int:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     registry = open_registry(settings.registry)
-    routers = RouterStore(registry, capacity=settings.max_routers)
     metrics = WorkerMetrics()
+    routers = RouterStore(
+        registry,
+        capacity=settings.max_routers,
+        on_stale=lambda model_id: metrics.stale_resolutions.labels(model_id).inc(),
+    )
     servicer = InferenceServicer(routers, stall_timeout_s=settings.stall_timeout_s, metrics=metrics)
     server = RpcServer(
         settings.listen,

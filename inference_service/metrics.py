@@ -91,6 +91,13 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
+        self.stale_resolutions = Counter(
+            "neap_stale_router_resolutions",
+            "Requests given the router their alias named before the registry stopped to answer.",
+            ["model_id"],
+            registry=self.registry,
+        )
+
     def add_engine(self, engine: ObservedEngine) -> None:
         """Report `engine` from now on, under its model's id."""
         self._engines.engines.append(engine)

@@ -32,7 +32,7 @@ class Resolutions:
     """Asks `resolve(model_id, alias)` for every request, in a thread. Belongs to one event loop.
 
     Where that raises Unavailable, or takes longer than `patience_s`, and the alias was resolved before, the last answer holds:
-    counted in `num_stale`, logged with its age. Every other error is raised, NotFound above all. While the registry is known
+    counted in `num_stale`, told to `on_stale` with the model's id, logged with its age. Every other error is raised, NotFound above all. While the registry is known
     not to answer, requests with a known alias do not wait for it; it is asked again beside them.
     """
 
@@ -42,8 +42,10 @@ class Resolutions:
         *,
         patience_s: float = PATIENCE_S,
         ask_again_s: float = ASK_AGAIN_S,
+        on_stale: Callable[[str], object] = lambda model_id: None,
     ) -> None:
         self.num_stale = 0
+        self._on_stale = on_stale
         self._resolve = resolve
         self._patience_s = patience_s
         self._ask_again_s = ask_again_s
@@ -80,6 +82,7 @@ class Resolutions:
 
     def _stale(self, key: Key, known: Resolution) -> Resolution:
         self.num_stale += 1
+        self._on_stale(key[0])
         now_s = time.monotonic()
         if now_s - self._logged_at_s >= _LOG_INTERVAL_S:
             self._logged_at_s = now_s

@@ -48,7 +48,7 @@ class LoadedRouter:
 class RouterStore:
     """Loads published ladders once and keeps the `capacity` last used. Belongs to one event loop; blocking work runs in threads.
 
-    An evicted ladder lives on in the requests that use it. Failures are not remembered: a repaired registry works at once.
+    `on_stale` is called with the model's id for each request counted in `num_stale_resolutions`. An evicted ladder lives on in the requests that use it. Failures are not remembered: a repaired registry works at once.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class RouterStore:
         *,
         capacity: int = 4,
         unpack: Callable[[Mapping[str, Any], Mapping[str, bytes]], Ladder] = unpack_ladder,
+        on_stale: Callable[[str], object] = lambda model_id: None,
     ) -> None:
         self._registry = registry
-        self._resolutions = Resolutions(registry.resolve)
+        self._resolutions = Resolutions(registry.resolve, on_stale=on_stale)
         self._capacity = capacity
         self._unpack = unpack
         self._loaded: OrderedDict[tuple[str, int], LoadedRouter] = OrderedDict()

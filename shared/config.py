@@ -44,7 +44,8 @@ def _listed(value: Any) -> Any:
 
 
 class ServiceSettings(BaseSettings):
-    """What both services share. `registry` empty: a folder "registry" under `data_dir`. The fields otel_*: see `exports_traces`."""
+    """What both services share. `registry`: a folder or file:///path, or redis://.. with a bucket (`shared.registry.address`);
+    empty: a folder "registry" under `data_dir`. Give a URL with a password as NEAP_REGISTRY: flags show in process lists. The fields otel_*: see `exports_traces`."""
 
     model_config = SettingsConfigDict(
         env_prefix="NEAP_", frozen=True, extra="forbid", populate_by_name=True
@@ -142,7 +143,11 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     add = parser.add_argument
     add("--listen", metavar="HOST:PORT", help="address to listen on; port 0 picks a free one")
     add("--model", dest="models", action="append", metavar="ID=SOURCE", help="may be repeated")
-    add("--registry", metavar="URL", help="registry of routers: a folder or a URL")
+    add(
+        "--registry",
+        metavar="URL",
+        help="registry of routers: a folder, or redis://HOST/0?objects=s3://BUCKET/PREFIX",
+    )
     add("--data-dir", metavar="FOLDER")
     add("--context-length", metavar="TOKENS", help="prompt and completion together, per sequence")
     add("--device", metavar="NAME", help="cpu or cuda")

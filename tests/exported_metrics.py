@@ -30,6 +30,7 @@ def busy_metrics() -> WorkerMetrics:
     metrics.requests_rejected.labels("tiny", "QUEUE_FULL").inc()
     metrics.request_failures.labels("tiny", "CANCELLED").inc()
     metrics.router_version.labels("tiny").set(3)
+    metrics.stale_resolutions.labels("tiny").inc()
     return metrics
 
 

@@ -12,6 +12,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import obstore
 from obstore.exceptions import (
@@ -27,6 +28,9 @@ from shared.registry.address import SharedAddress
 from shared.registry.blobs import Kind, StepHook
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
 from shared.registry.sealed import open_sealed, seal
+
+if TYPE_CHECKING:  # the library has these for type checkers only
+    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 SCHEMA_VERSION = 1
 CONNECT_TIMEOUT_S = 3
@@ -176,19 +180,27 @@ class ObjectStore:
 
 
 def _client(address: SharedAddress, timeout: str, read_timeout: str) -> S3Store:
-    given = {"endpoint": address.endpoint, "region": address.region}
+    # What the URL does not say is left to the library, which reads AWS_* variables.
+    config: "S3Config" = {}
+    options: "ClientConfig" = {
+        "connect_timeout": f"{CONNECT_TIMEOUT_S}s",
+        "timeout": timeout,
+        "read_timeout": read_timeout,
+    }
+    if address.region is not None:
+        config["region"] = address.region
+    if address.endpoint is not None:
+        config["endpoint"] = address.endpoint
+        options["allow_http"] = address.endpoint.startswith("http://")
+    prefix = address.prefix or None
+    retry: "RetryConfig" = {"max_retries": 1}
     with _errors():
         return S3Store(
             address.bucket,
-            prefix=address.prefix or None,
-            client_options={
-                "allow_http": (address.endpoint or "").startswith("http://"),
-                "connect_timeout": f"{CONNECT_TIMEOUT_S}s",
-                "timeout": timeout,
-                "read_timeout": read_timeout,
-            },
-            retry_config={"max_retries": 1},
-            **{name: value for name, value in given.items() if value is not None},
+            prefix=prefix,
+            config=config,
+            client_options=options,
+            retry_config=retry,
         )
 
 

@@ -33,7 +33,8 @@ LONGEST_WAIT_S = 1.0
 _EVENT_PAGE = 100
 
 # KEYS index, events; ARGV registry, before, replace ("1": whatever there is goes first), applied, number of fields, fields and
-# values, events' first number, events. Returns what is applied now, or -1 when the index is another registry's.
+# values, events' first number, events. Returns what is applied now, or -1 when the index is another registry's. A stream that is
+# not what it should be is dropped: readers notice by the number of events, and have it rebuilt.
 _ADVANCE = """
 local owner = redis.call('HGET', KEYS[1], 'registry')
 if owner and owner ~= ARGV[1] then return -1 end
@@ -47,6 +48,7 @@ for _ = 1, tonumber(ARGV[5]) do
   at = at + 2
 end
 local event = tonumber(ARGV[at])
+if redis.call('XLEN', KEYS[2]) ~= event - 1 then redis.call('DEL', KEYS[2]) end
 for i = at + 1, #ARGV do
   redis.call('XADD', KEYS[2], string.format('%.0f-0', event), 'event', ARGV[i])
   event = event + 1
@@ -199,12 +201,13 @@ def _errors() -> Iterator[None]:
     except redis.exceptions.OutOfMemoryError as error:
         raise Exhausted("the registry's Redis has no memory left", reason="REDIS_FULL") from error
     except redis.ResponseError as error:
-        if str(error).startswith(("MISCONF", "OOM")):
+        # Within a script Redis 6.2 wraps the code in a longer text.
+        if "OOM command not allowed" in str(error) or "MISCONF" in str(error):
             raise Exhausted(
                 "the registry's Redis cannot store anything now", reason="REDIS_FULL"
             ) from error
         raise _unavailable("refused a command", "REDIS_ERROR") from error
-    except (redis.RedisError, OSError) as error:
+    except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
         raise _unavailable("does not answer", "REDIS_UNAVAILABLE") from error
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shared.errors import Corrupt
+from shared.errors import Corrupt, InvalidInput
 from shared.registry.canonical import canonical_json, digest_of
 
 
@@ -23,7 +23,7 @@ def open_sealed(data: bytes, name: str) -> dict[str, Any]:
         outer = json.loads(data)
         expected, record = outer["digest"], outer["record"]
         actual = digest_of(canonical_json(record))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, InvalidInput) as error:
         raise _corrupt(name, expected, actual) from error
     if actual != expected or not isinstance(record, dict):
         raise _corrupt(name, str(expected), actual)
