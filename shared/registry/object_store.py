@@ -181,8 +181,8 @@ class ObjectStore:
 
 def _client(address: SharedAddress, timeout: str, read_timeout: str) -> S3Store:
     # What the URL does not say is left to the library, which reads AWS_* variables.
-    config: "S3Config" = {}
-    options: "ClientConfig" = {
+    config: S3Config = {}
+    options: ClientConfig = {
         "connect_timeout": f"{CONNECT_TIMEOUT_S}s",
         "timeout": timeout,
         "read_timeout": read_timeout,
@@ -193,7 +193,7 @@ def _client(address: SharedAddress, timeout: str, read_timeout: str) -> S3Store:
         config["endpoint"] = address.endpoint
         options["allow_http"] = address.endpoint.startswith("http://")
     prefix = address.prefix or None
-    retry: "RetryConfig" = {"max_retries": 1}
+    retry: RetryConfig = {"max_retries": 1}
     with _errors():
         return S3Store(
             address.bucket,

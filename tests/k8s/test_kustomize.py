@@ -124,3 +124,21 @@ def test_overlays_differ_where_they_should():
     assert local["Deployment", "neap-worker"]["spec"]["replicas"] == 1
     assert ("PodDisruptionBudget", "neap-worker") not in local
     assert ("PodDisruptionBudget", "neap-worker") in gpu
+
+
+def test_the_shared_registry_is_the_secrets():
+    component = yaml.safe_load((K8S / "components/shared-registry/kustomization.yaml").read_text())
+    workload, policy = component["patches"]
+    (change,) = yaml.safe_load(workload["patch"])
+    source = change["value"]["secretRef"]["name"]
+    assert source == "neap-registry"
+    for name in ("worker", "calibrator"):
+        for document in yaml.safe_load_all((K8S / "base" / f"{name}.yaml").read_text()):
+            if document["kind"] in ("Deployment", "StatefulSet"):
+                (container,) = document["spec"]["template"]["spec"]["containers"]
+                # What comes later wins, so the patch must append to a list that is there.
+                assert change["path"] == "/spec/template/spec/containers/0/envFrom/-"
+                assert container["envFrom"] == [{"configMapRef": {"name": "neap-settings"}}]
+                assert "NEAP_REGISTRY" not in {item["name"] for item in container["env"]}
+    (change,) = yaml.safe_load(policy["patch"])
+    assert {"port": 6379} in change["value"]["ports"]
