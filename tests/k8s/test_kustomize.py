@@ -1,5 +1,6 @@
 """What the overlays say must be true of the services: variables, ports, and how safely they run."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,11 +16,12 @@ OVERLAYS = ("local", "gpu")
 Objects = dict[tuple[str, str], dict[str, Any]]
 
 
-def build(overlay: str) -> Objects:
+def build(overlay: str | Path) -> Objects:
+    """One of ours by name, or the one in a folder."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed")
-    command = [kubectl, "kustomize", str(K8S / "overlays" / overlay)]
+    command = [kubectl, "kustomize", str(K8S / "overlays" / overlay)]  # an absolute path stays
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     documents = list(yaml.safe_load_all(result.stdout))
@@ -126,19 +128,28 @@ def test_overlays_differ_where_they_should():
     assert ("PodDisruptionBudget", "neap-worker") in gpu
 
 
-def test_the_shared_registry_is_the_secrets():
-    component = yaml.safe_load((K8S / "components/shared-registry/kustomization.yaml").read_text())
-    workload, policy = component["patches"]
-    (change,) = yaml.safe_load(workload["patch"])
-    source = change["value"]["secretRef"]["name"]
-    assert source == "neap-registry"
-    for name in ("worker", "calibrator"):
-        for document in yaml.safe_load_all((K8S / "base" / f"{name}.yaml").read_text()):
-            if document["kind"] in ("Deployment", "StatefulSet"):
-                (container,) = document["spec"]["template"]["spec"]["containers"]
-                # What comes later wins, so the patch must append to a list that is there.
-                assert change["path"] == "/spec/template/spec/containers/0/envFrom/-"
-                assert container["envFrom"] == [{"configMapRef": {"name": "neap-settings"}}]
-                assert "NEAP_REGISTRY" not in {item["name"] for item in container["env"]}
-    (change,) = yaml.safe_load(policy["patch"])
-    assert {"port": 6379} in change["value"]["ports"]
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_shared_registry_is_the_secrets(overlay, tmp_path):
+    def inside(path: str) -> str:
+        return os.path.relpath(K8S / path, tmp_path)
+
+    (tmp_path / "kustomization.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "resources": [inside(f"overlays/{overlay}")],
+                "components": [inside("components/shared-registry")],
+            }
+        )
+    )
+    objects = build(tmp_path)
+    for spec in workloads(objects).values():
+        (container,) = spec["containers"]
+        # Of two sources with the same variable the later holds.
+        assert [next(iter(source)) for source in container["envFrom"]] == [
+            "configMapRef",
+            "secretRef",
+        ]
+        assert container["envFrom"][-1]["secretRef"]["name"] == "neap-registry"
+        assert "NEAP_REGISTRY" not in {item["name"] for item in container["env"]}
+    egress = objects["NetworkPolicy", "neap"]["spec"]["egress"]
+    assert any({"port": 6379} in rule["ports"] for rule in egress)

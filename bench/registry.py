@@ -1,0 +1,58 @@
+"""What a registry costs: `python -m bench.registry --registry URL [--records N]`. Publishes into it, under the model "bench".
+
+Prints medians in milliseconds, and for a shared registry how long its index takes to restore.
+"""
+
+import argparse
+import statistics
+import time
+import uuid
+from collections.abc import Callable
+
+from shared.registry.factory import open_registry
+from shared.registry.shared import SharedRegistry
+
+MODEL = "bench"
+BLOB_BYTES = 1 << 20
+
+
+def median_ms(call: Callable[[int], object], count: int) -> float:
+    """Of `count` calls, each given its number."""
+    times_s = []
+    for number in range(count):
+        started_s = time.perf_counter()
+        call(number)
+        times_s.append(time.perf_counter() - started_s)
+    return statistics.median(times_s) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--registry", required=True, metavar="URL")
+    parser.add_argument("--records", type=int, default=1000, help="journal records to restore")
+    options = parser.parse_args()
+    registry = open_registry(options.registry)
+    run = uuid.uuid4().hex
+
+    def publish(number: int) -> object:
+        blob = f"{run}-{number}".encode().ljust(BLOB_BYTES)
+        return registry.publish(MODEL, {"n": number}, {"x": blob}, request_id=f"{run}-{number}")
+
+    print(f"publish 1 MiB    {median_ms(publish, 20):8.1f} ms")
+    newest = registry.resolve(MODEL, "latest").version
+    print(f"resolve an alias {median_ms(lambda _: registry.resolve(MODEL, 'latest'), 500):8.2f} ms")
+    moves = median_ms(
+        lambda number: registry.set_alias(MODEL, "stable", newest - number % 2),
+        max(2, options.records - 20),
+    )
+    print(f"move an alias    {moves:8.1f} ms")
+    if isinstance(registry, SharedRegistry):
+        started_s = time.perf_counter()
+        state = registry.rebuild(MODEL)
+        seconds = time.perf_counter() - started_s
+        print(f"rebuild {state.applied} records, {state.num_events} events: {seconds:.2f} s")
+    registry.close()
+
+
+if __name__ == "__main__":
+    main()
