@@ -156,9 +156,7 @@ class RedisCluster(RedisServer):
         super().start()
         with self.client() as client:
             client.execute_command("CLUSTER", "ADDSLOTS", *range(16_384))
-            wait_until(
-                lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO").encode()
-            )
+            wait_until(lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"))
 
 
 class S3Server(Server):

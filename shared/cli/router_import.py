@@ -40,6 +40,7 @@ def import_router(
     from shared.ladder.folder import read_packed
     from shared.registry.canonical import canonical_json, digest_of
     from shared.registry.factory import open_registry
+    from shared.rpc.logs import configure_logging
 
     given: dict[str, Any] = {"registry": registry, "data_dir": data_dir}
     settings = make_settings(
@@ -53,6 +54,7 @@ def import_router(
         "manifest": manifest,
         "blobs": {name: digest_of(data) for name, data in blobs.items()},
     }
+    configure_logging("warning")  # to standard error
     opened = open_registry(settings.registry)
     try:
         made = opened.publish(

@@ -27,8 +27,10 @@ def rebuild_index(
     """Restore versions, aliases and their history in Redis. Safe while the services run, and to repeat."""
     from shared.registry.factory import open_registry
     from shared.registry.shared import SharedRegistry
+    from shared.rpc.logs import configure_logging
 
     given = {} if registry is None else {"registry": registry}
+    configure_logging("warning")  # to standard error
     opened = open_registry(make_settings(ServiceSettings, **given).registry)
     try:
         if not isinstance(opened, SharedRegistry):

@@ -300,17 +300,18 @@ class SharedRegistry:
         """What the index says, after a look at the journal where the index knows nothing or has not been compared for a while."""
         state = self._index.state(model_id)
         now_s = time.monotonic()
-        if state.applied and now_s - self._looked_at_s.get(model_id, -1e9) < self._freshness_s:
-            return state
+        if state.applied:
+            if now_s - self._looked_at_s.get(model_id, -1e9) < self._freshness_s:
+                return state
+            # Noted first: while the object store hangs, one call waits for it and not every one.
+            self._looked_at_s[model_id] = now_s
         try:
             if state.applied == 0 or self._journal.has(model_id, state.applied + 1):
-                state = self._catch_up(model_id, state)
+                return self._catch_up(model_id, state)
         except Unavailable:
             if state.applied == 0:
                 raise  # it may be that the index was lost: "there is none" would be a guess
             log.warning("the index was not compared with the object store", model_id=model_id)
-        if state.applied:
-            self._looked_at_s[model_id] = now_s
         return state
 
     def _catch_up(self, model_id: str, state: ModelState) -> ModelState:

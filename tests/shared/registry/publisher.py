@@ -10,6 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
+import structlog
+
 from shared.errors import NeapError
 from shared.registry.address import SharedAddress
 from shared.registry.base import Registry
@@ -20,6 +22,8 @@ BLOB = b"weights " * 50_000
 
 
 def main() -> None:
+    # Standard output is for the results.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     root, request_id, count, *rest = sys.argv[1:]
     if limit := os.environ.get("FILE_SIZE_LIMIT"):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -100,6 +100,7 @@ def test_killed_before_the_record_nothing_is_seen_and_a_retry_publishes(url, reg
 
 def test_killed_between_record_and_index_any_reader_sees_it_whole(url, registry):
     publish(registry, "before")
+    assert registry.aliases("tiny") == {"latest": 1}
     assert publisher(url, "one", 1, "journal:written").wait(30) == -9
     assert registry.aliases("tiny") == {"latest": 1}, "within freshness_s the index alone is asked"
     with closing(SharedRegistry(SharedAddress.parse(url), freshness_s=0.0)) as reader:

@@ -19,7 +19,8 @@ from tests.servers import RedisServer, S3Server, free_ports
 
 # A command is tried twice; opening a connection may time out as well.
 REDIS_BOUND_S = 2 * (redis.TIMEOUT_S + redis.CONNECT_TIMEOUT_S) + 1
-S3_BOUND_S = 2 * object_store.SMALL_TIMEOUT_S + 5
+# A look for newer records, tried twice, and a write.
+S3_BOUND_S = 3 * object_store.SMALL_TIMEOUT_S + 3
 
 
 def publish(registry: SharedRegistry, request_id: str = "one") -> int:
