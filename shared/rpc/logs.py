@@ -5,10 +5,14 @@ import sys
 from typing import Any
 
 import structlog
+from structlog.tracebacks import ExceptionDictTransformer
 
 
 def configure_logging(level: str = "info", *, json_lines: bool | None = None) -> None:
-    """Set structlog up for this process. `json_lines` None: JSON unless stderr is a terminal."""
+    """Set structlog up for this process. `json_lines` None: JSON unless stderr is a terminal.
+
+    Tracebacks come without local variables: those may hold prompts, or the password in a registry's URL.
+    """
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -17,11 +21,13 @@ def configure_logging(level: str = "info", *, json_lines: bool | None = None) ->
     ]
     if as_json:
         processors += [
-            structlog.processors.dict_tracebacks,
+            structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(),
         ]
     else:
-        processors.append(structlog.dev.ConsoleRenderer())
+        processors.append(
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+        )
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=processors,
