@@ -1,5 +1,6 @@
 """Real servers of other makers for tests: a Redis or Valkey, and SeaweedFS for S3. Each on free ports, each ended by its test."""
 
+import itertools
 import json
 import os
 import signal
@@ -28,6 +29,8 @@ _IDENTITY = {
     "actions": ["Admin", "Read", "Write", "List"],
 }
 _START_TIMEOUT_S = 60.0
+# Processes begin at different places, as tests of several may run at once.
+_candidates = itertools.count(20_000 + os.getpid() * 37 % 20_000)
 
 
 def package_file(package: str, path: str) -> Path | None:
@@ -48,15 +51,17 @@ def redis_programs() -> dict[str, Path]:
     return {name: path for name, path in candidates.items() if path is not None}
 
 
-def free_ports(count: int, *, below: int = 55_000) -> list[int]:
-    """Ports nobody listens on, each with its neighbour 10,000 above free: where clusters and SeaweedFS speak among themselves."""
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on, each with its neighbour 10,000 above free: where clusters and SeaweedFS speak among themselves.
+
+    None is given out twice by a process, because its first taker may not have bound it yet.
+    """
     found: list[int] = []
-    for port in range(20_000 + os.getpid() * 37 % 20_000, below):
-        if len(found) == count:
-            return found
+    while len(found) < count:
+        port = next(_candidates)
         if all(_is_free(number) for number in (port, port + 10_000)):
             found.append(port)
-    raise AssertionError("no free ports")
+    return found
 
 
 def _is_free(port: int) -> bool:

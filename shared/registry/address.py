@@ -4,7 +4,8 @@
 
 `rediss://` is the same over TLS (with `&ssl_ca_certs=FILE` for an authority of one's own), `redis+cluster://` and
 `rediss+cluster://` are a cluster, found through any of its nodes. Credentials of the bucket are read by the client library from
-the standard AWS_* variables, or from the instance; they are never part of the URL.
+the standard AWS_* variables, or from the instance; they are never part of the URL. A user of Redis needs
+`~neap:* +@read +@write +@scripting +@connection`.
 """
 
 from dataclasses import dataclass, field
