@@ -144,6 +144,21 @@ def test_processes_publish_at_once(url, registry):
     }
 
 
+def test_a_slow_publisher_does_not_set_the_index_back(url, registry, redis_server):
+    """Between its record and the index another client applies that record, and one more."""
+
+    def step(name: str) -> None:
+        if name == "journal:written":
+            assert publish(registry, "two") == 2
+
+    with closing(SharedRegistry(SharedAddress.parse(url), step=step)) as slow:
+        assert publish(slow, "one") == 1
+    with redis_server.client() as client:
+        assert client.hget("neap:{tiny}:index", "applied") == b"2"
+        assert client.xlen("neap:{tiny}:events") == 4
+    assert registry.aliases("tiny") == {"latest": 2}
+
+
 def test_one_request_by_several_processes_at_once(url, registry):
     processes = [publisher(url, "same", 5) for _ in range(3)]
     outputs = [p.communicate(timeout=120)[0] for p in processes]
