@@ -177,6 +177,8 @@ def test_a_record_is_written_once_when_the_answer_is_lost(registry, bucket, monk
     monkeypatch.setattr(registry._objects, "create", create_twice)
     assert publish(registry) == 1
     assert len(names(bucket, "models/tiny/journal")) == 1
+    change = registry.set_alias("tiny", "stable", 1, expected_version=0)
+    assert (change.from_version, change.to_version) == (None, 1), "its own success is no conflict"
 
 
 def test_redis_forgets_everything_and_readers_do_not_notice(registry, redis_server):
