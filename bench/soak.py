@@ -136,6 +136,10 @@ class Soak:
         )
         odd = {code: n for code, n in codes.items() if code in ("INTERNAL", "UNKNOWN")}
         self.expect(not odd, f"the workers logged {odd}")
+        for log in logs:  # the folder goes with the run
+            for line in log.read_text().splitlines():
+                if '"level": "error"' in line:
+                    print(line)
 
 
 def _logged_codes(log: Path) -> "Counter[str]":
