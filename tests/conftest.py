@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 
 # Set before anything imports Hugging Face: tests never ask a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -6,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+import structlog
 import torch
 import transformers
 
@@ -20,3 +22,10 @@ transformers.logging.disable_progress_bar()
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """What a test makes of logging, a command in this process say, ends with it."""
+    yield
+    structlog.reset_defaults()
