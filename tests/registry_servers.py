@@ -2,11 +2,13 @@
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 
+from shared.registry.factory import open_registry
+from shared.registry.shared import SharedRegistry
 from tests.servers import S3_ENVIRONMENT, RedisCluster, RedisServer, S3Server, redis_programs
 
 # "cluster" is a Valkey, too. The dev extra brings them.
@@ -71,3 +73,11 @@ def shared_url(server: RedisServer, s3: S3Server, prefix: str = "") -> str:
     scheme = "redis+cluster" if isinstance(server, RedisCluster) else "redis"
     objects = f"s3://neap/{prefix or uuid.uuid4().hex}"
     return f"{scheme}://127.0.0.1:{server.port}?objects={objects}&endpoint={s3.endpoint}"
+
+
+@contextmanager
+def shared_registry(url: str) -> Iterator[SharedRegistry]:
+    """Opened by its URL, as the services do."""
+    with closing(open_registry(url)) as registry:
+        assert isinstance(registry, SharedRegistry)
+        yield registry

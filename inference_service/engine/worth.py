@@ -4,7 +4,8 @@ The planner weighs drafts by costs measured at start-up, and looking drafts up t
 pass, little is to be won and both errors may cost more than the drafts bring; then plain decoding is the better step.
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 # Steps that an average looks back over.
 WINDOW_STEPS = 64.0
@@ -36,31 +37,35 @@ class _Yield:
         return self.tokens / self.seconds
 
 
+@dataclass
+class _Comparison:
+    drafting: _Yield = field(default_factory=_Yield)
+    plain: _Yield = field(default_factory=_Yield)
+    num_chosen: int = 0
+
+
 class DraftingWorth:
     """Chooses between drafting and plain decoding, apart for each kind of company: (sequences that leave the choice, sequences)."""
 
     def __init__(self) -> None:
-        self._yields: dict[Company, dict[bool, _Yield]] = {}
-        self._num_chosen: dict[Company, int] = {}
+        self._comparisons: defaultdict[Company, _Comparison] = defaultdict(_Comparison)
 
     def choose(self, company: Company) -> bool:
         """Whether this step is to draft."""
-        kinds = self._kinds(company)
-        number = self._num_chosen[company] = self._num_chosen.get(company, 0) + 1
-        drafting, plain = kinds[True], kinds[False]
+        known = self._comparisons[company]
+        known.num_chosen += 1
+        drafting, plain = known.drafting, known.plain
         if drafting.num_steps < MIN_STEPS:
             return True
         if plain.num_steps < MIN_STEPS:
             # In turns, as the moment may be a slow one for both.
-            return number % 2 != 0
+            return known.num_chosen % 2 != 0
         better = drafting.rate >= plain.rate
-        ratio = kinds[not better].rate / kinds[better].rate
-        every = CLEAR_EVERY if ratio < CLEAR_RATIO else CLOSE_EVERY
-        return better if number % every else not better
+        low, high = sorted((drafting.rate, plain.rate))
+        every = CLEAR_EVERY if low < CLEAR_RATIO * high else CLOSE_EVERY
+        return better if known.num_chosen % every else not better
 
     def record(self, company: Company, drafted: bool, tokens: int, seconds: float) -> None:
         """What such a step has yielded. Only of steps that read no prompt."""
-        self._kinds(company)[drafted].record(tokens, seconds)
-
-    def _kinds(self, company: Company) -> dict[bool, _Yield]:
-        return self._yields.setdefault(company, {True: _Yield(), False: _Yield()})
+        known = self._comparisons[company]
+        (known.drafting if drafted else known.plain).record(tokens, seconds)

@@ -22,9 +22,9 @@ from shared.registry.contents import (
 from shared.registry.index import LARGEST_INTEGER, RegistryIndex
 from shared.registry.names import (
     check_alias,
+    check_alias_change,
     check_model_id,
-    check_note,
-    check_request_id,
+    check_publication,
     unique_aliases,
 )
 
@@ -60,9 +60,7 @@ class LocalRegistry:
         actor: str = "",
     ) -> PublishedVersion:
         """See `Registry.publish`. A repeated request moves no alias again."""
-        check_model_id(model_id)
-        check_request_id(request_id)
-        check_note(actor, "actor")
+        check_publication(model_id, request_id, actor)
         aliases = unique_aliases(aliases)
         encoded = encode_manifest(manifest, blobs)
         digest = digest_of(encoded)
@@ -168,9 +166,7 @@ class LocalRegistry:
         reason: str = "",
     ) -> AliasChange:
         """See `Registry.set_alias`. Naming the version that the alias names already records nothing new."""
-        check_alias(alias)
-        check_note(actor, "actor")
-        check_note(reason, "reason")
+        check_alias_change(alias, actor, reason)
         with self._index.database.transaction() as connection:
             self._row(model_id, version)
             current = self.aliases(model_id).get(alias, 0)
@@ -184,9 +180,7 @@ class LocalRegistry:
         self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
     ) -> AliasChange:
         """See `Registry.rollback_alias`. Rolling back twice leads to where it was."""
-        check_alias(alias)
-        check_note(actor, "actor")
-        check_note(reason, "reason")
+        check_alias_change(alias, actor, reason)
         with self._index.database.transaction() as connection:
             self._alias(model_id, alias)
             (last,) = self._index.changes(model_id, alias, limit=1)

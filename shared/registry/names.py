@@ -74,6 +74,20 @@ def check_note(text: str, field: str) -> str:
     return text
 
 
+def check_alias_change(alias: str, actor: str, reason: str) -> None:
+    """What a change of an alias is told. Raises InvalidInput."""
+    check_alias(alias)
+    check_note(actor, "actor")
+    check_note(reason, "reason")
+
+
+def check_publication(model_id: str, request_id: str, actor: str) -> None:
+    """What a publication is told beside its contents. Raises InvalidInput."""
+    check_model_id(model_id)
+    check_request_id(request_id)
+    check_note(actor, "actor")
+
+
 def unique_aliases(aliases: Iterable[str]) -> tuple[str, ...]:
     """Checked, in order, without repeats."""
     return tuple(dict.fromkeys(check_alias(alias) for alias in aliases))

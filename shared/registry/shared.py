@@ -29,9 +29,9 @@ from shared.registry.contents import (
 from shared.registry.journal import Entry, Journal, VersionRecord
 from shared.registry.names import (
     check_alias,
+    check_alias_change,
     check_model_id,
-    check_note,
-    check_request_id,
+    check_publication,
     unique_aliases,
 )
 from shared.registry.object_store import ObjectStore
@@ -84,9 +84,7 @@ class SharedRegistry:
         actor: str = "",
     ) -> PublishedVersion:
         """See `Registry.publish`. A repeated request moves no alias again. After Unavailable it may have happened: repeat it."""
-        check_model_id(model_id)
-        check_request_id(request_id)
-        check_note(actor, "actor")
+        check_publication(model_id, request_id, actor)
         names = unique_aliases(aliases)
         encoded = encode_manifest(manifest, blobs)
         digest = digest_of(encoded)
@@ -113,11 +111,8 @@ class SharedRegistry:
                 return Entry(model_id, state.applied + 1, tuple(moves), made)
 
             committed = self._commit(model_id, propose)
-            if isinstance(committed, Entry):
-                assert committed.published is not None
-                done = committed.published
-            else:
-                done = committed
+            done = committed.published if isinstance(committed, Entry) else committed
+            assert done is not None
         return self._version(model_id, done)
 
     def _find_request(self, request_id: str, model_id: str, digest: str) -> VersionRecord | None:
@@ -214,9 +209,7 @@ class SharedRegistry:
     ) -> AliasChange:
         """See `Registry.set_alias`. Naming the version that the alias names already records nothing new."""
         check_model_id(model_id)
-        check_alias(alias)
-        check_note(actor, "actor")
-        check_note(reason, "reason")
+        check_alias_change(alias, actor, reason)
 
         def propose(state: ModelState) -> Entry | AliasChange:
             if not 1 <= version <= state.num_versions:
@@ -229,17 +222,14 @@ class SharedRegistry:
             change = _move(state, model_id, alias, version, actor, reason, time.time())
             return Entry(model_id, state.applied + 1, (change,))
 
-        committed = self._commit(model_id, propose)
-        return committed.changes[0] if isinstance(committed, Entry) else committed
+        return self._commit_alias(model_id, propose)
 
     def rollback_alias(
         self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
     ) -> AliasChange:
         """See `Registry.rollback_alias`. Rolling back twice leads to where it was."""
         check_model_id(model_id)
-        check_alias(alias)
-        check_note(actor, "actor")
-        check_note(reason, "reason")
+        check_alias_change(alias, actor, reason)
 
         def propose(state: ModelState) -> Entry | AliasChange:
             last = self._change(model_id, alias, state)
@@ -248,6 +238,12 @@ class SharedRegistry:
             change = _move(state, model_id, alias, last.from_version, actor, reason, time.time())
             return Entry(model_id, state.applied + 1, (change,))
 
+        return self._commit_alias(model_id, propose)
+
+    def _commit_alias(
+        self, model_id: str, propose: Callable[[ModelState], Entry | AliasChange]
+    ) -> AliasChange:
+        """The change that was recorded, or the one that `propose` found to be there already."""
         committed = self._commit(model_id, propose)
         return committed.changes[0] if isinstance(committed, Entry) else committed
 
@@ -341,9 +337,7 @@ class SharedRegistry:
                 return proposed
             # Somebody else has this number: see what it says, and propose anew.
             state = self._catch_up(model_id, self._index.state(model_id))
-        raise Unavailable(
-            f"too many others write to the registry of {model_id!r}", reason="REGISTRY_BUSY"
-        )
+        raise _busy(model_id)
 
     def models(self) -> list[str]:
         """Every model that has something published."""
@@ -360,13 +354,17 @@ class SharedRegistry:
                 raise NotFound(f"nothing is published for model {model_id!r}")
             if self._index.advance(model_id, step, replace_at=found_at) == step.state.applied:
                 return step.state
-        raise Unavailable(
-            f"too many others write to the registry of {model_id!r}", reason="REGISTRY_BUSY"
-        )
+        raise _busy(model_id)
 
     def close(self) -> None:
         """Idempotent."""
         self._index.close()
+
+
+def _busy(model_id: str) -> Unavailable:
+    return Unavailable(
+        f"too many others write to the registry of {model_id!r}", reason="REGISTRY_BUSY"
+    )
 
 
 def _move(

@@ -17,7 +17,7 @@ from shared.registry.address import SharedAddress
 from shared.registry.canonical import digest_of
 from shared.registry.factory import open_registry
 from shared.registry.shared import SharedRegistry
-from tests.registry_servers import SERVERS, shared_url
+from tests.registry_servers import SERVERS, shared_registry, shared_url
 from tests.servers import RedisServer, S3Server
 
 PUBLISHER = Path(__file__).with_name("publisher.py")
@@ -42,10 +42,8 @@ def url(redis_server: RedisServer, s3: S3Server) -> str:
 
 @pytest.fixture
 def registry(url: str) -> Iterator[SharedRegistry]:
-    opened = open_registry(url)
-    assert isinstance(opened, SharedRegistry)
-    yield opened
-    opened.close()
+    with shared_registry(url) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """Servers that die, hang, refuse or come back: real ones, killed and held."""
 
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 
 import pytest
 import structlog
@@ -14,7 +12,8 @@ from shared.registry import object_store, redis
 from shared.registry.address import SharedAddress
 from shared.registry.factory import open_registry
 from shared.registry.shared import SharedRegistry
-from tests.registry_servers import shared_url
+from tests.registry_servers import shared_registry, shared_url
+from tests.relay import relay
 from tests.servers import RedisServer, S3Server, free_ports
 
 # A command is tried twice; opening a connection may time out as well.
@@ -55,10 +54,8 @@ def url(own_redis: RedisServer, s3: S3Server) -> str:
 
 @pytest.fixture
 def registry(url: str) -> Iterator[SharedRegistry]:
-    opened = open_registry(url)
-    assert isinstance(opened, SharedRegistry)
-    yield opened
-    opened.close()
+    with shared_registry(url) as opened:
+        yield opened
 
 
 def test_redis_dead_at_start(s3):
@@ -217,7 +214,7 @@ def test_answers_damaged_on_their_way(own_redis, s3, damage):
     url = shared_url(own_redis, s3)
     with closing(open_registry(url)) as registry:
         made = registry.get("tiny", publish(registry))
-    with damaging_proxy(s3.port, damage) as port:
+    with relay(s3.port, answer=damaged(damage)) as port:
         through = url.replace(s3.endpoint, f"http://127.0.0.1:{port}")
         with closing(open_registry(through)) as registry:
             with pytest.raises((Corrupt, Unavailable)) as raised:
@@ -225,44 +222,14 @@ def test_answers_damaged_on_their_way(own_redis, s3, damage):
             assert type(raised.value) is (Corrupt if damage == "flip" else Unavailable)
 
 
-@contextmanager
-def damaging_proxy(target_port: int, damage: str) -> Iterator[int]:
-    """Forwards connections; the pattern of the tests' blob is where it does harm."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def damaged(damage: str) -> Callable[[bytes], tuple[bytes, bool]]:
+    """For `relay`; the pattern of the tests' blob is where it does harm."""
 
-    def pump(source: socket.socket, sink: socket.socket, *, harms: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if harms and b"weightsweights" in data:
-                    if damage == "cut":
-                        sink.sendall(data[: data.index(b"weightsweights") + 20])
-                        break
-                    data = data.replace(b"weightsweights", b"weightsWeights", 1)
-                sink.sendall(data)
-        for end in (source, sink):
-            hang_up(end)
+    def answer(data: bytes) -> tuple[bytes, bool]:
+        if b"weightsweights" not in data:
+            return data, True
+        if damage == "cut":
+            return data[: data.index(b"weightsweights") + 20], False
+        return data.replace(b"weightsweights", b"weightsWeights", 1), True
 
-    def serve() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", target_port))
-            threading.Thread(target=pump, args=(client, server), kwargs={"harms": False}).start()
-            threading.Thread(target=pump, args=(server, client), kwargs={"harms": True}).start()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield int(listener.getsockname()[1])
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(5)
-
-
-def hang_up(end: socket.socket) -> None:
-    with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
-    end.close()
+    return answer

@@ -1,12 +1,9 @@
 """Redis over TLS, with a user and a password. The servers at hand are built without TLS, so a proxy ends it before them."""
 
 import shutil
-import socket
 import ssl
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ import pytest
 from shared.errors import Unavailable
 from shared.registry.factory import open_registry
 from tests.registry_servers import shared_url
+from tests.relay import relay
 
 
 @pytest.fixture
@@ -29,41 +27,11 @@ def certificate(tmp_path: Path) -> Path:
     return tmp_path / "cert.pem"
 
 
-@contextmanager
-def tls_before(port: int, certificate: Path) -> Iterator[int]:
+def tls_before(port: int, certificate: Path) -> AbstractContextManager[int]:
     """A port that speaks TLS and hands on to `port`."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, certificate.with_name("key.pem"))
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError, ValueError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    def serve() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            with suppress(OSError):
-                wrapped = context.wrap_socket(client, server_side=True)
-                server = socket.create_connection(("127.0.0.1", port))
-                for ends in ((wrapped, server), (server, wrapped)):
-                    threading.Thread(target=pump, args=ends, daemon=True).start()
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield int(listener.getsockname()[1])
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(5)
+    return relay(port, accept=lambda client: context.wrap_socket(client, server_side=True))
 
 
 def test_tls_and_a_user(own_redis, s3, certificate):
