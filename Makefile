@@ -1,6 +1,6 @@
 # Every target sets up what it needs on a machine with Python 3.11+, git, make and a C++ compiler.
 #   make demo | test | check | bench | format | build-ops | venv | clean
-# Variables: PYTHON, VENV, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS, DEMO_FLAGS, BENCH_FLAGS.
+# Variables: PYTHON, VENV, EXTRAS, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS, DEMO_FLAGS, BENCH_FLAGS.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,6 +15,8 @@ TORCH_INDEX_URL ?=
 TESTS ?= tests
 DEMO_FLAGS ?=
 BENCH_FLAGS ?= --per-task 5
+# Optional dependencies to install: an image of the services wants "otel" alone.
+EXTRAS ?= dev
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -37,7 +39,7 @@ $(STAMP): pyproject.toml shared/build_hook.py $(PROTO_SOURCES)
 	@echo "installing neap into $(VENV) (torch $(TORCH_VERSION) first; minutes on a new machine)"
 	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
 	@$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==$(TORCH_VERSION)
-	@$(PIP) install --editable '.[dev]'
+	@$(PIP) install --editable '.[$(EXTRAS)]'
 	@touch $@
 
 build-ops: $(LIBRARY)

@@ -1,8 +1,9 @@
 """Tokens per second with several requests at once: exact against our full depth, and both against Hugging Face with padding.
 
-    python -m bench.batch --model DIR --router FOLDER [--batch 1 2 4 8 16] [--per-task 2] [--rounds 3]
+    python -m bench.batch --model DIR --router FOLDER [--batch 1 2 4 8 16] [--per-task 3] [--rounds 3]
 
-A closed loop: so many requests are always under way, over the same prompts for both sides, which take turns within a round.
+A closed loop: so many requests are always under way, over the same prompts for both sides, which take turns within a round; what
+comes after there is no further request to start does not count.
 Greedy, float32 on CPU, at most 64 new tokens; medians over rounds. Twice: whole answers, each prompt read by the request that
 brings it; and decoding, where the prompts' keys and values are there from an earlier reading (`Prefixes`), all but the last token.
 """
@@ -12,7 +13,7 @@ import json
 import platform
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
@@ -22,11 +23,11 @@ from typing import Literal
 import torch
 import transformers
 
-from bench.decode import neap
 from bench.hugging_face import HF, hugging_face_batch
 from bench.prompts import DEFAULT_FILE, read_prompts
 from inference_service.engine.engine import Engine
 from inference_service.engine.prompt import encode_prompt
+from inference_service.engine.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
@@ -37,6 +38,8 @@ HF_BATCH = 8
 FULL: Literal["full"] = "full"
 EXACT: Literal["exact"] = "exact"
 PolicyName = Literal["full", "exact"]
+# Bytes of keys and values that ended requests may leave to others; None: as a worker does.
+TABLES = {"whole answers": 0, "decoding": None}
 Answers = list[tuple[int, ...]]
 
 
@@ -47,13 +50,41 @@ def closed_loop(
     prompts: Sequence[list[int]],
     batch: int,
 ) -> tuple[float, Answers]:
-    """(tokens per second, answers) with `batch` requests under way."""
-    side = neap(engine, DepthPolicy(policy), ladder, MAX_TOKENS)
+    """(tokens per second while `batch` requests are under way, answers).
+
+    The time counts until the first request ends that no other can replace; the tokens that came by then count.
+    """
+    queue = deque(enumerate(prompts))
+    answers: dict[int, tuple[int, ...]] = {}
+    arrivals: list[tuple[float, int]] = []
+    ran_out: list[float] = []
+
+    def serve() -> None:
+        while True:
+            try:
+                number, prompt_ids = queue.popleft()
+            except IndexError:
+                ran_out.append(time.perf_counter())
+                return
+            request = GenerationRequest(
+                tuple(prompt_ids),
+                stopping=StoppingParams(max_tokens=MAX_TOKENS),
+                policy=DepthPolicy(policy),
+            )
+            tokens: list[int] = []
+            for event in engine.submit(request, ladder).events():
+                if isinstance(event, TokenChunk):
+                    tokens += [token.token_id for token in event.tokens]
+                    arrivals.append((time.perf_counter(), len(event.tokens)))
+            answers[number] = tuple(tokens)
+
     start = time.perf_counter()
     with ThreadPoolExecutor(batch) as pool:
-        runs = list(pool.map(side, prompts))
-    seconds = time.perf_counter() - start
-    return sum(len(run.token_ids) for run in runs) / seconds, [run.token_ids for run in runs]
+        for served in [pool.submit(serve) for _ in range(batch)]:
+            served.result()
+    end = min(ran_out)
+    num_tokens = sum(count for moment, count in arrivals if moment <= end)
+    return num_tokens / (end - start), [answers[number] for number in range(len(prompts))]
 
 
 def main() -> None:
@@ -61,9 +92,10 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--router", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)
-    parser.add_argument("--per-task", type=int, default=2)
+    parser.add_argument("--per-task", type=int, default=3)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -77,8 +109,8 @@ def main() -> None:
         for prompt in read_prompts(options.prompts, options.per_task)
     ]
     tables: dict[str, dict[str, list[float]]] = {}
-    for title, kept in (("whole answers", 0), ("decoding", None)):
-        with Engine(loaded, prefix_cache_bytes=kept) as engine:
+    for title in options.tables:
+        with Engine(loaded, prefix_cache_bytes=TABLES[title]) as engine:
             engine.warm_up()
             tables[title] = measure(engine, ladder, prompts, options.batch, options.rounds)
     print(
@@ -116,7 +148,10 @@ def measure(
                     raise SystemExit(
                         f"answers under {policy} at batch {batch} differ from full depth alone"
                     )
-            print(f"round {number + 1} batch {batch}", flush=True)
+            latest = ", ".join(
+                f"{side} {speeds[f'{side} {batch}'][-1]:.1f}" for side in (FULL, EXACT)
+            )
+            print(f"round {number + 1}, {batch} at once: {latest} tokens/s", flush=True)
     return dict(speeds)
 
 

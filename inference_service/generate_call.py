@@ -1,6 +1,5 @@
 """One Generate call as those who run the worker see it: its metrics, its line in the log, its spans."""
 
-import asyncio
 import math
 import time
 from types import TracebackType
@@ -9,7 +8,7 @@ from inference_service.engine.handle import GenerationHandle
 from inference_service.engine.request import Finished, GenerationEvent
 from inference_service.metrics import WorkerMetrics
 from shared.errors import NeapError
-from shared.rpc.interceptors import annotate_call
+from shared.rpc.interceptors import CLIENT_GONE, annotate_call
 from shared.rpc.tracing import record_span
 
 
@@ -86,8 +85,8 @@ class GenerateCall:
     def _why(self, error: BaseException | None, now: float) -> str:
         if isinstance(error, NeapError):
             return error.reason
-        if isinstance(error, asyncio.CancelledError):
-            # Both arrive as CancelledError.
+        if isinstance(error, CLIENT_GONE):
+            # Both arrive so.
             return "DEADLINE_EXCEEDED" if now >= self._deadline_s else "CANCELLED"
         return "INTERNAL"
 

@@ -33,6 +33,10 @@ _fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fiel
 # Not what the service is there for: logged only when they fail, and never waited for.
 SIDE_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
+# How a handler learns that nobody waits for it any more; `InternalError` is a write that failed an instant before the
+# cancellation came.
+CLIENT_GONE = (asyncio.CancelledError, GeneratorExit, grpc.aio.InternalError)
+
 log = structlog.get_logger("neap.rpc")
 
 
@@ -166,7 +170,7 @@ async def _observed(method: str, calls: OpenCalls, context: Any) -> AsyncIterato
     except grpc.aio.AbortError:
         code = _code_name(context)
         raise
-    except (asyncio.CancelledError, GeneratorExit):
+    except CLIENT_GONE:
         remaining_s = context.time_remaining()
         expired = remaining_s is not None and remaining_s <= 0
         code = "DEADLINE_EXCEEDED" if expired else "CANCELLED"

@@ -200,6 +200,18 @@ def test_calls_that_end_early_count_once_and_end_their_spans(
     assert _value(metrics, "neap_e2e_request_latency_seconds_count") is None
 
 
+def test_a_write_that_fails_as_the_client_goes_counts_as_cancelled(
+    stub, metrics, worker, monkeypatch
+):
+    async def fails(*_):
+        raise grpc.aio.InternalError('Failed "execute_batch"')
+
+    monkeypatch.setattr(worker.servicer, "_write", fails)
+    with pytest.raises(grpc.RpcError):
+        list(stub.Generate(_request(2000)))
+    assert _ended(metrics) == {("request_failures", "tiny", "CANCELLED"): 1}
+
+
 def test_a_call_given_up_while_it_waits_has_a_queue_span_only(
     stub, metrics, spans, worker, monkeypatch
 ):

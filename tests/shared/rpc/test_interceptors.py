@@ -152,6 +152,21 @@ def test_deadline_and_cancel_are_told_apart_in_the_log(scripted, stub, timeout_s
     assert logs[-1]["code"] == code
 
 
+def test_a_write_that_fails_because_the_client_went_is_no_fault_of_the_service(scripted, stub):
+    async def handle(request, context):
+        yield inference_pb2.GenerateResponse()
+        raise grpc.aio.InternalError(
+            'Failed "execute_batch"'
+        )  # as `context.write` may, before it is cancelled
+
+    scripted.on_generate = handle
+    with capture_logs() as logs:
+        call = stub.Generate(inference_pb2.GenerateRequest())
+        next(call)
+        _wait_for(lambda: logs)
+    assert [(entry["event"], entry["code"]) for entry in logs] == [("call ended", "CANCELLED")]
+
+
 def _wait_for(condition, timeout_s=5.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -1,0 +1,209 @@
+"""Deadlines, cancellation, clients that do not read, limits: whose slot is free again when."""
+
+import gc
+import time
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from neap.inference.v1 import inference_pb2 as pb
+from neap.inference.v1 import inference_pb2_grpc
+
+from inference_service.convert import to_generation_request
+from inference_service.engine.engine import Engine
+from inference_service.servicer import InferenceServicer
+from shared.errors import DeadlineExceeded, Exhausted
+from shared.model.cache import SlotCache
+from shared.model.load import load_model
+from tests.generation import answer, explained, request_of, wait_for
+from tests.worker import save_model, serving
+
+Code = grpc.StatusCode
+
+
+@pytest.fixture
+def handles(engine, monkeypatch):
+    """Every handle the engine gives out, and `steps`: whether its request was cancelled when a step began."""
+    seen = SimpleNamespace(handles=[], steps=[])
+    submit, step = engine.submit, engine._decoder.step
+
+    def submitting(*args, **options):
+        handle = submit(*args, **options)
+        seen.handles.append(handle)
+        return handle
+
+    def stepping(sequence, costs):
+        seen.steps.append(any(handle.is_cancelled for handle in seen.handles))
+        return step(sequence, costs)
+
+    monkeypatch.setattr(engine, "submit", submitting)
+    monkeypatch.setattr(engine._decoder, "step", stepping)
+    return seen
+
+
+LONG = pb.Stopping(max_tokens=2000, ignore_eos=True)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1])
+def test_a_deadline_already_past(stub, handles, timeout_s):
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(request_of(), timeout=timeout_s))
+    assert caught.value.code() is Code.DEADLINE_EXCEEDED
+    assert handles.handles == []
+
+
+async def test_a_deadline_that_passed_on_the_way_is_refused_before_the_work(worker, handles):
+    context = SimpleNamespace(time_remaining=lambda: -0.001)
+    servicer: InferenceServicer = worker.servicer
+    # Not even the prompt is looked at: this one would be refused for being empty.
+    with pytest.raises(DeadlineExceeded):
+        await servicer.Generate(request_of(text=""), context)
+    assert handles.handles == []
+
+
+def test_a_deadline_in_the_middle_frees_the_slot(stub, engine, handles):
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(request_of(stopping=LONG), timeout=0.5))
+    assert caught.value.code() is Code.DEADLINE_EXCEEDED
+    wait_for(lambda: engine.num_running == 0, 1.0)
+    (handle,) = handles.handles
+    assert 0 < handle.request.deadline_s - time.monotonic() + 10 < 10.5
+    assert 0 < len(handles.steps) < 1900
+
+
+def test_cancel_in_the_middle_frees_the_slot_within_one_step(stub, engine, handles):
+    call = stub.Generate(request_of(stopping=LONG))
+    for _ in range(4):
+        next(call)
+    assert engine.num_running == 1
+    call.cancel()
+    wait_for(lambda: engine.num_running == 0, 2.0)
+    assert handles.handles[0].is_cancelled
+    num_steps = len(handles.steps)
+    assert handles.steps.count(True) <= 1
+    time.sleep(0.1)
+    assert len(handles.steps) == num_steps < 1900
+
+
+def _stalled_call(stub, **options):
+    """A call whose responses are large and not read; returns once it has started."""
+    call = stub.Generate(request_of(stopping=LONG, logprobs=20), **options)
+    next(call)
+    return call
+
+
+def test_a_client_that_stops_reading_pauses_only_itself(stub, engine, handles):
+    call = _stalled_call(stub)
+    (handle,) = handles.handles
+    wait_for(lambda: handle.is_paused, 20.0)
+    num_steps = len(handles.steps)
+    assert num_steps < 1900
+    time.sleep(0.2)
+    assert len(handles.steps) <= num_steps + 1
+    # Others are served meanwhile.
+    _, tokens, _, _ = answer(stub, request_of(stopping=pb.Stopping(max_tokens=5)))
+    assert len(tokens) == 5
+    # And it goes on where it was.
+    read = 0
+    while read < num_steps + 50:
+        read += len(next(call).chunk.tokens)
+    call.cancel()
+    wait_for(lambda: engine.num_running == 0)
+
+
+def test_a_client_that_does_not_read_at_all_is_ended(engine, registry, handles):
+    with (
+        serving(engine, registry, stall_timeout_s=0.5) as worker,
+        grpc.insecure_channel(
+            worker.target,
+            options=[("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)],
+        ) as channel,
+    ):
+        call = _stalled_call(inference_pb2_grpc.InferenceServiceStub(channel))
+        wait_for(lambda: handles.handles[0].is_cancelled, 20.0)
+        wait_for(lambda: engine.num_running == 0, 1.0)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        code, info, _ = explained(caught.value)
+        assert (code, info.reason) == (Code.RESOURCE_EXHAUSTED, "SLOW_READER")
+
+
+def test_what_a_slow_reader_held_is_free_once_it_is_ended(registry, tmp_path):
+    # Other tests' engine keeps what its requests have read.
+    num_caches = _num_caches()
+    loaded = load_model(save_model(tmp_path / "model"), model_id="tiny")
+    request = to_generation_request(request_of(stopping=LONG), loaded, request_id="one")
+    with Engine(loaded, kv_budget_bytes=1) as poor, pytest.raises(Exhausted) as caught:
+        poor.submit(request)
+    needed = int(caught.value.metadata["needed"])
+    with (
+        Engine(loaded, kv_budget_bytes=needed, prefix_cache_bytes=0) as engine,
+        serving(engine, registry, stall_timeout_s=1.0) as worker,
+        grpc.insecure_channel(
+            worker.target,
+            options=[("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)],
+        ) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = _stalled_call(stub)
+        wait_for(lambda: engine.num_running == 1)
+        next_call = stub.Generate(request_of(stopping=pb.Stopping(max_tokens=5)))
+        assert next(next_call).WhichOneof("event") == "started"
+        # All room is taken, so it waits until the client that does not read is ended.
+        assert engine.num_waiting == 1
+        *_, last = next_call
+        assert last.finished.usage.num_completion_tokens == 5
+        assert last.finished.timing.queue.ToMilliseconds() > 500
+        wait_for(lambda: engine.num_running == engine.num_waiting == 0)
+        wait_for(lambda: _num_caches() == num_caches)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert explained(caught.value)[1].reason == "SLOW_READER"
+
+
+def _num_caches():
+    """KV caches with anything in them, of any engine in this process."""
+    gc.collect()
+    return sum(type(item) is SlotCache and bool(item.keys) for item in gc.get_objects())
+
+
+def test_one_client_cannot_take_all_places(engine, registry, handles):
+    with (
+        serving(engine, registry, max_active_per_client=1) as worker,
+        grpc.insecure_channel(worker.target) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(request_of(stopping=LONG))
+        next(call)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(request_of()))
+        code, info, _ = explained(caught.value)
+        assert (code, info.reason) == (Code.RESOURCE_EXHAUSTED, "CLIENT_LIMIT")
+        call.cancel()
+        wait_for(lambda: engine.num_running == 0)
+        answer(stub, request_of(stopping=pb.Stopping(max_tokens=1)))
+
+
+def test_beyond_the_queue_is_refused_with_a_time_to_retry(engine, registry, handles):
+    with (
+        serving(engine, registry, max_active=2) as worker,
+        grpc.insecure_channel(worker.target) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        calls = [stub.Generate(request_of(stopping=LONG)) for _ in range(2)]
+        for call in calls:
+            next(call)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(request_of()))
+        code, info, _ = explained(caught.value)
+        assert (code, info.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        retry = error_details_pb2.RetryInfo()
+        assert rpc_status.from_call(caught.value).details[1].Unpack(retry)
+        assert retry.retry_delay.ToNanoseconds() > 0
+        calls[0].cancel()
+        wait_for(lambda: engine.num_running == 1)
+        answer(stub, request_of(stopping=pb.Stopping(max_tokens=1)))
+        calls[1].cancel()
+        wait_for(lambda: engine.num_running == 0)

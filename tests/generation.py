@@ -1,0 +1,60 @@
+"""Generate calls of tests, and what their answers say."""
+
+import time
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from neap.inference.v1 import inference_pb2 as pb
+
+from shared.ladder.artefact import pack_ladder
+from tests.worker import build_ladder
+
+FULL = pb.DepthPolicy(full=pb.Full())
+
+
+def publish(registry, engine, **identity):
+    manifest, blobs = pack_ladder(build_ladder(engine.loaded, **identity), {})
+    return registry.publish("tiny", manifest, blobs, request_id="one")
+
+
+def request_of(**changes):
+    fields = {"model_id": "tiny", "text": "hello", "depth": FULL, **changes}
+    if "token_ids" in changes or "chat" in changes:
+        del fields["text"]
+    return pb.GenerateRequest(**fields)
+
+
+def refused(stub, request, **call):
+    """(code, ErrorInfo, message) of a call that must fail."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(request, timeout=call.pop("timeout", 30), **call))
+    return explained(caught.value)
+
+
+def explained(error):
+    status = rpc_status.from_call(error)
+    assert status is not None, f"no rich error: {error}"
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert info.domain == "neap"
+    assert status.code == error.code().value[0]
+    return error.code(), info, status.message
+
+
+def answer(stub, request, **call):
+    """(Started, tokens, chunk texts, Finished) of a call that must succeed."""
+    first, *middle, last = stub.Generate(request, timeout=60, **call)
+    assert first.WhichOneof("event") == "started"
+    assert last.WhichOneof("event") == "finished"
+    chunks = [event.chunk for event in middle]
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    return first.started, tokens, [chunk.text for chunk in chunks], last.finished
+
+
+def wait_for(condition, timeout_s=10.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
