@@ -9,6 +9,7 @@ from shared.cli import (
     report,
     router_import,
     router_rebuild,
+    router_sweep,
     routers,
     serve,
 )
@@ -27,6 +28,7 @@ app.command("report")(report.report)
 app.add_typer(serve.app, name="serve")
 routers.app.command("import")(router_import.import_router)
 routers.app.command("rebuild-index")(router_rebuild.rebuild_index)
+routers.app.command("sweep")(router_sweep.sweep)
 app.add_typer(routers.app, name="routers")
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ blobs/sha256/ab/<hex>                   content, named by its digest
 manifests/sha256/ab/<hex>
 models/<model id, '/' as '!'>/journal/<20 digits>.json     see journal.py
 requests/<sha256 of a request id>.json  the model a request id belongs to
+sweep.json                              while unnamed content is removed, see lease.py; the only object that changes
 """
 
 import threading
@@ -12,6 +13,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import obstore
@@ -39,6 +41,15 @@ CONTENT_TIMEOUT_S = 600
 CONTENT_STALL_TIMEOUT_S = 60
 _MARKER = "neap-registry.json"
 _MAX_CACHED_MANIFESTS = 64
+
+
+@dataclass(frozen=True)
+class StoredContent:
+    """A blob or manifest in the bucket. `last_modified_s`: Unix seconds by the store's clock."""
+
+    digest: str
+    size_bytes: int
+    last_modified_s: float
 
 
 class ObjectStore:
@@ -162,6 +173,38 @@ class ObjectStore:
             except FileNotFoundError:
                 return False
         return True
+
+    def replace(self, path: str, data: bytes) -> None:
+        """For the one kind of object that changes: a lease."""
+        with _errors():
+            obstore.put(self._small, path, data, use_multipart=False)
+
+    def remove(self, path: str) -> None:
+        """Whether it is there or not."""
+        with _errors(), suppress(FileNotFoundError):
+            obstore.delete(self._small, path)
+
+    def last_modified_s(self, path: str) -> float:
+        """Unix seconds by the store's clock. Raises Unavailable when it is gone, too."""
+        with _errors():
+            return obstore.head(self._small, path)["last_modified"].timestamp()
+
+    def has_content(self, kind: Kind, digest: str) -> bool:
+        return self.exists(_content_path(kind, digest))
+
+    def contents(self, kind: Kind) -> Iterator[StoredContent]:
+        """All there is of a kind."""
+        with _errors():
+            for page in obstore.list(self._small, f"{kind}/sha256/"):
+                for entry in page:
+                    digest = f"sha256:{entry['path'].rpartition('/')[2]}"
+                    if DIGEST_PATTERN.fullmatch(digest):
+                        written_s = entry["last_modified"].timestamp()
+                        yield StoredContent(digest, entry["size"], written_s)
+
+    def remove_content(self, kind: Kind, digest: str) -> None:
+        """For whoever holds the lease."""
+        self.remove(_content_path(kind, digest))
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
         """What lies in `folder`, in order, from the name that follows `after`."""

@@ -14,7 +14,7 @@ import structlog
 from shared.errors import NotFound, Unavailable
 from shared.registry.address import SharedAddress
 from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
-from shared.registry.blobs import StepHook
+from shared.registry.blobs import Kind, StepHook
 from shared.registry.canonical import digest_of
 from shared.registry.contents import (
     blob_digest,
@@ -27,6 +27,7 @@ from shared.registry.contents import (
     other_contents,
 )
 from shared.registry.journal import Entry, Journal, VersionRecord
+from shared.registry.lease import LeaseWatch
 from shared.registry.names import (
     check_alias,
     check_alias_change,
@@ -37,8 +38,9 @@ from shared.registry.names import (
 from shared.registry.object_store import ObjectStore
 from shared.registry.redis import RedisIndex
 from shared.registry.state import ModelState, advance
+from shared.registry.sweep import COMMIT_TIMEOUT_S, GRACE_S, Sweep, sweep
 
-COMMIT_TIMEOUT_S = 60.0
+SWEEP_POLL_S = 1.0
 _LARGEST_EVENT = 2**63 - 1
 
 T = TypeVar("T")
@@ -92,11 +94,10 @@ class SharedRegistry:
         self._state(model_id)
         done = self._find_request(request_id, model_id, digest)
         if done is None:
-            for name in sorted(blobs):
-                self._objects.put_content("blobs", blobs[name])
-            self._objects.put_content("manifests", encoded)
+            self._store(blobs, encoded)
             self._claim(request_id, model_id)
             self._step("claimed")
+            give_up_at = self._keep(blobs, encoded)
 
             def propose(state: ModelState) -> Entry | VersionRecord:
                 found = self._find_request(request_id, model_id, digest)
@@ -110,10 +111,29 @@ class SharedRegistry:
                 ]
                 return Entry(model_id, state.applied + 1, tuple(moves), made)
 
-            committed = self._commit(model_id, propose)
+            committed = self._commit(model_id, propose, give_up_at)
             done = committed.published if isinstance(committed, Entry) else committed
             assert done is not None
         return self._version(model_id, done)
+
+    def _store(self, blobs: Mapping[str, bytes], manifest: bytes) -> None:
+        for name in sorted(blobs):
+            self._objects.put_content("blobs", blobs[name])
+        self._objects.put_content("manifests", manifest)
+
+    def _keep(self, blobs: Mapping[str, bytes], manifest: bytes) -> float:
+        """Waits for a sweep to end and restores what it has removed. Returns until when (monotonic) no other removes any of it."""
+        watch = LeaseWatch(self._objects)
+        contents: list[tuple[Kind, str]] = [("manifests", digest_of(manifest))]
+        contents += [("blobs", digest_of(data)) for data in blobs.values()]
+        while True:
+            asked_at = time.monotonic()
+            if watch.is_held():
+                time.sleep(SWEEP_POLL_S)
+                continue
+            if all(self._objects.has_content(kind, digest) for kind, digest in contents):
+                return asked_at + COMMIT_TIMEOUT_S
+            self._store(blobs, manifest)
 
     def _find_request(self, request_id: str, model_id: str, digest: str) -> VersionRecord | None:
         number = self._index.version_of_request(model_id, request_id)
@@ -318,15 +338,26 @@ class SharedRegistry:
         log.info("journal records applied", model_id=model_id, records=len(entries))
         return self._index.state(model_id)
 
-    def _commit(self, model_id: str, propose: Callable[[ModelState], Entry | T]) -> Entry | T:
-        """Record what `propose` makes of the newest state, and let it be seen. What is no Entry is returned as it is."""
-        give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
+    def _commit(
+        self,
+        model_id: str,
+        propose: Callable[[ModelState], Entry | T],
+        give_up_at: float | None = None,
+    ) -> Entry | T:
+        """Record what `propose` makes of the newest state, and let it be seen. What is no Entry is returned as it is.
+
+        `give_up_at` (monotonic): nothing is recorded after that.
+        """
+        if give_up_at is None:
+            give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
         state = self._state(model_id)
         while time.monotonic() < give_up_at:
             proposed = propose(state)
             if not isinstance(proposed, Entry):
                 return proposed
             self._step("journal:begin")
+            if time.monotonic() >= give_up_at:
+                break
             if self._journal.append(proposed):
                 self._step("journal:written")
                 now_at = self._index.advance(model_id, advance(state, [proposed]))
@@ -355,6 +386,10 @@ class SharedRegistry:
             if self._index.advance(model_id, step, replace_at=found_at) == step.state.applied:
                 return step.state
         raise _busy(model_id)
+
+    def sweep(self, *, grace_s: float = GRACE_S, is_rehearsal: bool = False) -> Sweep:
+        """See `shared.registry.sweep.sweep`. Takes a minute and a half at least, for which publications wait."""
+        return sweep(self._objects, grace_s=grace_s, is_rehearsal=is_rehearsal)
 
     def close(self) -> None:
         """Idempotent."""

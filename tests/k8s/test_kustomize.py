@@ -153,3 +153,15 @@ def test_the_shared_registry_is_the_secrets(overlay, tmp_path):
         assert "NEAP_REGISTRY" not in {item["name"] for item in container["env"]}
     egress = objects["NetworkPolicy", "neap"]["spec"]["egress"]
     assert any({"port": 6379} in rule["ports"] for rule in egress)
+    job = objects["CronJob", "neap-registry-sweep"]
+    assert (
+        job["metadata"]["namespace"]
+        == objects["Deployment", "neap-worker"]["metadata"]["namespace"]
+    )
+    spec = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    (worker,) = workloads(objects)["worker"]["containers"]
+    assert container["image"] == worker["image"]
+    assert container["args"] == ["routers", "sweep"]
+    assert container["securityContext"] == worker["securityContext"]
+    assert container["envFrom"] == worker["envFrom"][1:]

@@ -1,0 +1,98 @@
+"""Who may remove objects from a bucket: one holder at a time, whom publishers see.
+
+The lease is one object that its holder writes anew every few seconds. Whoever sees it unchanged for long enough, on a clock of his
+own, takes its holder for dead; the holder stops well before that when a renewal fails. No two clocks are ever compared.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from shared.errors import Conflict, Unavailable
+from shared.registry.object_store import ObjectStore
+from shared.registry.sealed import open_sealed, seal
+
+PATH = "sweep.json"
+RENEW_S = 5.0
+# What the holder takes for granted after a renewal, and after how long of no change others take it for dead. Between the two lies
+# more than a request to the object store can take.
+TRUST_S, DEAD_S = 20.0, 60.0
+
+
+class LeaseWatch:
+    """For publishers: whether a sweep is under way. Not thread-safe."""
+
+    def __init__(self, objects: ObjectStore, *, dead_s: float = DEAD_S) -> None:
+        self._objects = objects
+        self._dead_s = dead_s
+        self._seen: tuple[bytes, float] | None = None
+
+    def is_held(self) -> bool:
+        """Asks the object store. A lease that has not changed for `dead_s` of being watched is nobody's."""
+        data = self._objects.get(PATH)
+        now_s = time.monotonic()
+        if data is None:
+            self._seen = None
+            return False
+        if self._seen is None or self._seen[0] != data:
+            self._seen = data, now_s
+        return now_s - self._seen[1] < self._dead_s
+
+
+class Lease:
+    """For the holder, between `held` and its end."""
+
+    path = PATH
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._id = uuid.uuid4().hex
+        self._beat = 0
+        self._renewed_s = time.monotonic()
+
+    def _content(self) -> bytes:
+        return seal({"lease_id": self._id, "beat": self._beat})
+
+    def renew(self) -> None:
+        """To be called before every removal, and every RENEW_S while waiting. Raises Conflict once it is another's, Unavailable."""
+        now_s = time.monotonic()
+        if self._beat and now_s - self._renewed_s < RENEW_S:
+            return
+        found = self._objects.get(PATH)
+        if found is None or open_sealed(found, PATH)["lease_id"] != self._id:
+            raise Conflict("another sweep has taken over", reason="SWEEP_TAKEN_OVER")
+        self._beat += 1
+        self._objects.replace(PATH, self._content())
+        # Counted from before the requests: what others see is at least as new.
+        self._renewed_s = now_s
+        if time.monotonic() - now_s > TRUST_S:
+            raise Unavailable("the lease was renewed too slowly", reason="SWEEP_TOO_SLOW")
+
+    def wait(self, seconds: float) -> None:
+        """Sleeps, and keeps the lease meanwhile."""
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            self.renew()
+            time.sleep(min(left_s, RENEW_S))
+        self.renew()
+
+    @contextmanager
+    def held(self, *, dead_s: float = DEAD_S) -> Iterator["Lease"]:
+        """Takes the lease, that of a dead holder after `dead_s`. Raises Conflict where another holds it."""
+        if not self._objects.create(PATH, self._content()):
+            watch = LeaseWatch(self._objects, dead_s=dead_s)
+            end_s = time.monotonic() + dead_s + RENEW_S
+            while watch.is_held():
+                if time.monotonic() > end_s:
+                    raise Conflict("another sweep is under way", reason="SWEEP_RUNNING")
+                time.sleep(min(1.0, dead_s / 4))
+            self._objects.replace(PATH, self._content())
+        try:
+            yield self
+        finally:
+            # Left behind, it keeps publishers waiting for a minute, no more.
+            with suppress(Unavailable):
+                found = self._objects.get(PATH)
+                if found is not None and open_sealed(found, PATH)["lease_id"] == self._id:
+                    self._objects.remove(PATH)

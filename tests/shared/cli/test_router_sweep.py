@@ -1,0 +1,35 @@
+"""`neap routers sweep` against real servers."""
+
+from shared.registry.address import SharedAddress
+from shared.registry.canonical import digest_of
+from shared.registry.object_store import ObjectStore
+from tests.registry_servers import SERVERS, shared_registry, shared_url
+
+
+def test_what_was_found_and_removed_is_said(neap, start_redis, s3, monkeypatch):
+    server = start_redis(SERVERS[0])
+    with server.client() as client:
+        client.flushall()
+    url = shared_url(server, s3)
+    with shared_registry(url) as registry:
+        registry.publish("tiny", {}, {"x": b"1"}, request_id="one")
+    objects = ObjectStore(SharedAddress.parse(url))
+    objects.put_content("blobs", b"left over")
+    monkeypatch.setattr("shared.registry.sweep.COMMIT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("shared.registry.sweep.REQUEST_MARGIN_S", 0.0)
+    monkeypatch.setenv("NEAP_REGISTRY", url)
+    result = neap("routers", "sweep")
+    assert result.exit_code == 0, result.output
+    assert "2 objects named, 0 unnamed (0 bytes) removed, 1 unnamed but in grace" in result.stdout
+    result = neap("routers", "sweep", "--grace-hours", "0", "--dry-run")
+    assert "1 unnamed (9 bytes) to remove" in result.stdout
+    assert objects.has_content("blobs", digest_of(b"left over"))
+    result = neap("routers", "sweep", "--grace-hours", "0")
+    assert "1 unnamed (9 bytes) removed" in result.stdout
+    assert not objects.has_content("blobs", digest_of(b"left over"))
+
+
+def test_the_embedded_registry_needs_none(neap, tmp_path):
+    result = neap("routers", "sweep", "--registry", str(tmp_path / "registry"))
+    assert result.exit_code != 0
+    assert "BAD_REGISTRY" in result.output
