@@ -11,7 +11,7 @@ from neap.router.v1 import router_pb2
 from calibrator_service.job import Job, JobState
 from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, Source, TextFile
 from shared.errors import InvalidInput
-from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
+from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.canonical import canonical_json
 
 MAX_PAGE_SIZE = 1000
@@ -164,7 +164,7 @@ def _rung(rung: dict[str, Any]) -> router_pb2.Rung:
 
 
 def change_to_proto(change: AliasChange) -> router_pb2.AliasChange:
-    """`from_version` stays absent for an alias' first change."""
+    """`from_version` stays absent for an alias' first change, `canary` where there is none."""
     return router_pb2.AliasChange(
         alias=change.alias,
         from_version=change.from_version,
@@ -172,7 +172,20 @@ def change_to_proto(change: AliasChange) -> router_pb2.AliasChange:
         actor=change.actor,
         reason=change.reason,
         change_time=timestamp(change.change_time_s),
+        canary=canary_to_proto(change.canary),
     )
+
+
+def canary_to_proto(canary: Canary | None) -> router_pb2.Canary | None:
+    if canary is None:
+        return None
+    return router_pb2.Canary(version=canary.version, share_per_mille=canary.share_per_mille)
+
+
+def canary_from_proto(request: router_pb2.SetCanaryRequest) -> Canary | None:
+    if not request.HasField("canary"):
+        return None
+    return Canary(request.canary.version, request.canary.share_per_mille)
 
 
 def event_to_proto(event: RegistryEvent) -> router_pb2.WatchResponse:

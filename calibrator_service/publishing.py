@@ -12,6 +12,7 @@ from calibrator_service.jobs import JobStore
 from calibrator_service.process_config import ProcessConfig
 from calibrator_service.recipe import Product
 from shared.errors import Unavailable
+from shared.registry.contents import failed_checks
 from shared.registry.factory import open_registry
 
 PATIENCE_S = 900.0
@@ -31,6 +32,10 @@ def publish(config: ProcessConfig, store: JobStore, product: Product) -> None:
         # Until publishing has begun, cancelling works: also while the registry is waited for.
         store.check_wanted(config.calibration_id, config.start)
 
+    failed = failed_checks(product.manifest)
+    if failed:
+        # It is published to be looked at, under its number alone.
+        log.warning("the router did not pass its checks: no alias is moved", failed=failed)
     registry = _patiently(lambda: open_registry(config.registry), still_wanted)
     try:
         store.begin_publishing(job.calibration_id, config.start)
@@ -40,7 +45,7 @@ def publish(config: ProcessConfig, store: JobStore, product: Product) -> None:
                 product.manifest,
                 product.blobs,
                 request_id=job.calibration_id,
-                aliases=job.aliases,
+                aliases=() if failed else job.aliases,
                 actor="calibration",
             ),
             lambda: None,

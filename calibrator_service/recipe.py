@@ -38,6 +38,7 @@ def run(task: Task) -> Product:
     from calibrator_service.calibration import spec as calibration
     from calibrator_service.calibration.pipeline import calibrate
     from shared.ladder.artefact import pack_ladder
+    from shared.ladder.checks import check_packed
     from shared.model.load import load_model
 
     options = task.options
@@ -64,4 +65,4 @@ def run(task: Task) -> Product:
         should_stop=task.should_stop,
     )
     manifest, blobs = pack_ladder(result.ladder, result.report)
-    return Product(manifest, blobs)
+    return Product({**manifest, "checks": check_packed(manifest, blobs)}, blobs)

@@ -9,6 +9,8 @@ from neap.router.v1 import router_pb2_grpc
 
 from calibrator_service.blocking import BlockingPool, Watchers
 from calibrator_service.convert import (
+    canary_from_proto,
+    canary_to_proto,
     change_to_proto,
     event_to_proto,
     page,
@@ -62,24 +64,66 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.ListAliasesRequest, context: Any
     ) -> pb.ListAliasesResponse:
         aliases = await self._pool.call(self._registry.aliases, request.model_id)
+        canaries = await self._pool.call(self._registry.canaries, request.model_id)
         return pb.ListAliasesResponse(
-            aliases=[pb.Alias(name=name, version=aliases[name]) for name in sorted(aliases)]
+            aliases=[
+                pb.Alias(
+                    name=name, version=aliases[name], canary=canary_to_proto(canaries.get(name))
+                )
+                for name in sorted(aliases)
+            ]
         )
 
     async def SetAlias(  # noqa: N802
         self, request: pb.SetAliasRequest, context: Any
     ) -> pb.SetAliasResponse:
-        expected = request.expected_version if request.HasField("expected_version") else None
+        await self._pool.call(self._check_contents, request.model_id, request.version)
         change = await self._pool.call(
             self._registry.set_alias,
             request.model_id,
             request.alias,
             request.version,
-            expected_version=expected,
+            expected_version=_given(request, "expected_version"),
             actor=request.actor,
             reason=request.reason,
         )
         return pb.SetAliasResponse(change=change_to_proto(change))
+
+    async def SetCanary(  # noqa: N802
+        self, request: pb.SetCanaryRequest, context: Any
+    ) -> pb.SetCanaryResponse:
+        canary = canary_from_proto(request)
+        if canary is not None:
+            await self._pool.call(self._check_contents, request.model_id, canary.version)
+        change = await self._pool.call(
+            self._registry.set_canary,
+            request.model_id,
+            request.alias,
+            canary,
+            expected_version=_given(request, "expected_version"),
+            actor=request.actor,
+            reason=request.reason,
+        )
+        return pb.SetCanaryResponse(change=change_to_proto(change))
+
+    async def PromoteCanary(  # noqa: N802
+        self, request: pb.PromoteCanaryRequest, context: Any
+    ) -> pb.PromoteCanaryResponse:
+        change = await self._pool.call(
+            self._registry.promote_canary,
+            request.model_id,
+            request.alias,
+            expected_canary=_given(request, "expected_canary"),
+            actor=request.actor,
+            reason=request.reason,
+        )
+        return pb.PromoteCanaryResponse(change=change_to_proto(change))
+
+    def _check_contents(self, model_id: str, version: int) -> None:
+        """Before an alias names a version: that all of it is there, byte by byte. Raises NotFound, Corrupt, InvalidInput."""
+        published = self._registry.get(model_id, version)
+        for name in published.manifest.get("blobs", {}):
+            self._registry.read_blob(published, name)
 
     async def RollbackAlias(  # noqa: N802
         self, request: pb.RollbackAliasRequest, context: Any
@@ -88,6 +132,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             self._registry.rollback_alias,
             request.model_id,
             request.alias,
+            expected_version=_given(request, "expected_version"),
             actor=request.actor,
             reason=request.reason,
         )
@@ -119,3 +164,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     def _next_events(self, model_id: str, after_event: int) -> list[RegistryEvent]:
         return list(islice(self._registry.events(model_id, after_event=after_event), WATCH_PAGE))
+
+
+def _given(request: Any, field: str) -> int | None:
+    """An optional number of a request; None where it is absent."""
+    return int(getattr(request, field)) if request.HasField(field) else None

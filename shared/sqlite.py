@@ -7,7 +7,7 @@ processes may open the same file; within a process one connection is shared by a
 import fcntl
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,20 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
 
 
 class Database:
-    """`schema` is executed once on a new file, whose `user_version` becomes `schema_version`.
+    """`schema` is executed once on a new file, whose `user_version` becomes `schema_version`. `migrations[n]` takes a file of
+    version n to n + 1.
 
     Raises PreconditionFailed (reason SCHEMA_TOO_NEW, FOREIGN_DATABASE), Corrupt, Exhausted, Unavailable.
     """
 
     def __init__(
-        self, path: Path, *, schema: str, schema_version: int, application_id: int
+        self,
+        path: Path,
+        *,
+        schema: str,
+        schema_version: int,
+        application_id: int,
+        migrations: Mapping[int, str] | None = None,
     ) -> None:
         self.path = path
         self._lock = threading.RLock()
@@ -62,12 +69,18 @@ class Database:
                 )
                 self._connection.row_factory = sqlite3.Row
             try:
-                self._prepare(schema, schema_version, application_id)
+                self._prepare(schema, schema_version, application_id, migrations or {})
             except BaseException:
                 self._connection.close()
                 raise
 
-    def _prepare(self, schema: str, schema_version: int, application_id: int) -> None:
+    def _prepare(
+        self,
+        schema: str,
+        schema_version: int,
+        application_id: int,
+        migrations: Mapping[int, str],
+    ) -> None:
         with self._errors():
             found_application = int(self._pragma("application_id"))
             found_version = int(self._pragma("user_version"))
@@ -87,9 +100,10 @@ class Database:
             self._pragma("journal_mode = WAL")
             self._pragma("synchronous = FULL")
             self._pragma("foreign_keys = ON")
-        if not tables:
+        steps = [migrations[version] for version in range(found_version, schema_version) if tables]
+        if not tables or steps:
             with self.transaction() as connection:
-                for statement in schema.split(";"):
+                for statement in ";".join(steps or [schema]).split(";"):
                     if statement.strip():
                         connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {application_id}")

@@ -37,6 +37,7 @@ def import_router(
     """Publish a ladder that came as files. The same files again are the same version, whose aliases may be moved."""
     # They need torch, which takes seconds to load: no other command shall wait for it.
     from shared.ladder.artefact import unpack_ladder
+    from shared.ladder.checks import check_packed
     from shared.ladder.folder import read_packed
     from shared.registry.canonical import canonical_json, digest_of
     from shared.registry.factory import open_registry
@@ -48,6 +49,7 @@ def import_router(
     )
     manifest, blobs = read_packed(folder)
     ladder = unpack_ladder(manifest, blobs)
+    manifest = {**manifest, "checks": check_packed(manifest, blobs)}
     model_id = model or ladder.model.model_id
     contents = {
         "model_id": model_id,

@@ -5,8 +5,10 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
+from neap.router.v1 import router_pb2
 from rich.table import Table
 
+from shared.cli.alias_text import aliases_by_version, moved, share_of, share_per_mille
 from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, guarded, out
 from shared.errors import InvalidInput
 from shared.rpc.client import NeapClient
@@ -14,6 +16,10 @@ from shared.rpc.client import NeapClient
 app = typer.Typer(help="Published routers and their aliases.", no_args_is_help=True)
 
 Alias = Annotated[str, typer.Option("--alias", help="The alias.")]
+Expect = Annotated[
+    int | None,
+    typer.Option("--expect", help="Refuse unless the alias names this version now (0: none)."),
+]
 Reason = Annotated[str, typer.Option("--reason", help="Recorded in the alias' history.")]
 
 
@@ -76,20 +82,71 @@ def show(
 @guarded
 def promote(
     model: Model,
-    version: Annotated[int, typer.Argument(help="The version the alias shall name.", min=1)],
+    version: Annotated[
+        int | None,
+        typer.Argument(help="The version the alias shall name; default: its canary's.", min=1),
+    ] = None,
     alias: Alias = "stable",
     reason: Reason = "",
-    expect: Annotated[
-        int | None,
-        typer.Option("--expect", help="Refuse unless the alias names this version now (0: none)."),
-    ] = None,
+    expect: Expect = None,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
-    """Point an alias at a version."""
+    """Point an alias at a version, or end its canary in the canary's favour."""
+    if version is None and expect is not None:
+        raise InvalidInput("--expect goes with a version", reason="BAD_ARGUMENT")
     with NeapClient(calibrator) as client:
-        change = client.set_alias(
-            model, alias, version, expected_version=expect, actor=actor(), reason=reason
-        )
+        if version is None:
+            promotion = router_pb2.PromoteCanaryRequest(
+                model_id=model, alias=alias, actor=actor(), reason=reason
+            )
+            change = client.promote_canary(promotion)
+        else:
+            change = client.set_alias(
+                model, alias, version, expected_version=expect, actor=actor(), reason=reason
+            )
+    out.print(moved(change), markup=False)
+
+
+@app.command("canary")
+@guarded
+def canary(
+    model: Model,
+    version: Annotated[int, typer.Argument(help="The version that gets a share.", min=1)],
+    share: Annotated[
+        str, typer.Option("--share", help="Of the alias' requests: 10%, 2.5% or 25/1000.")
+    ],
+    alias: Alias = "stable",
+    reason: Reason = "",
+    expect: Expect = None,
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+) -> None:
+    """Give a second version a share of an alias' requests, or change that share."""
+    per_mille = share_per_mille(share)
+    request = router_pb2.SetCanaryRequest(
+        model_id=model,
+        alias=alias,
+        canary=router_pb2.Canary(version=version, share_per_mille=per_mille),
+        expected_version=expect,
+        actor=actor(),
+        reason=reason,
+    )
+    with NeapClient(calibrator) as client:
+        change = client.set_canary(request)
+    out.print(moved(change), markup=False)
+
+
+@app.command("abort")
+@guarded
+def abort(
+    model: Model,
+    alias: Alias = "stable",
+    reason: Reason = "",
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+) -> None:
+    """End an alias' canary: all of its requests get the alias' own version again."""
+    request = router_pb2.SetCanaryRequest(model_id=model, alias=alias, actor=actor(), reason=reason)
+    with NeapClient(calibrator) as client:
+        change = client.set_canary(request)
     out.print(moved(change), markup=False)
 
 
@@ -99,11 +156,14 @@ def rollback(
     model: Model,
     alias: Alias = "stable",
     reason: Reason = "",
+    expect: Expect = None,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
-    """Point an alias back at the version it named before its last change."""
+    """Undo: end an alias' canary, or without one point the alias back at the version it named before."""
     with NeapClient(calibrator) as client:
-        change = client.rollback_alias(model, alias, actor=actor(), reason=reason)
+        change = client.rollback_alias(
+            model, alias, expected_version=expect, actor=actor(), reason=reason
+        )
     out.print(moved(change), markup=False)
 
 
@@ -115,11 +175,17 @@ def history(
     """List every change of an alias, newest first."""
     with NeapClient(calibrator) as client:
         changes = client.alias_history(model, alias)
-    table = Table("when", "from", "to", "by", "reason")
+    table = Table("when", "from", "to", "canary", "by", "reason")
     for change in changes:
         before = str(change.from_version) if change.HasField("from_version") else "-"
+        canary = share_of(change.canary) if change.HasField("canary") else ""
         table.add_row(
-            when(change.change_time), before, str(change.to_version), change.actor, change.reason
+            when(change.change_time),
+            before,
+            str(change.to_version),
+            canary,
+            change.actor,
+            change.reason,
         )
     out.print(table)
 
@@ -131,19 +197,6 @@ def selector(version: str) -> dict[str, Any]:
     if not version:
         raise InvalidInput("the version is empty; give a number or an alias")
     return {"alias": version}
-
-
-def aliases_by_version(aliases: dict[str, int]) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, version in sorted(aliases.items()):
-        names.setdefault(version, []).append(name)
-    return names
-
-
-def moved(change: Any) -> str:
-    """One line that says what an AliasChange did."""
-    before = str(change.from_version) if change.HasField("from_version") else "nothing"
-    return f"{change.alias}: {before} -> {change.to_version}"
 
 
 def when(timestamp: Any) -> str:

@@ -22,8 +22,19 @@ class PublishedVersion:
 
 
 @dataclass(frozen=True)
+class Canary:
+    """A second version, to which an alias gives `share_per_mille` (1 to 999) of its requests."""
+
+    version: int
+    share_per_mille: int
+
+
+@dataclass(frozen=True)
 class AliasChange:
-    """One entry of an alias' history. `from_version` is None for the first."""
+    """One entry of an alias' history: where it was and where it has been since, its canary included.
+
+    `from_version` is None for the first; it equals `to_version` where only the canary changed.
+    """
 
     model_id: str
     alias: str
@@ -32,6 +43,15 @@ class AliasChange:
     actor: str
     reason: str
     change_time_s: float
+    canary: Canary | None = None
+
+
+@dataclass(frozen=True)
+class AliasTarget:
+    """What an alias stands for now. `shared.registry.split` says which requests the canary gets."""
+
+    published: PublishedVersion
+    canary: Canary | None = None
 
 
 @dataclass(frozen=True)
@@ -56,14 +76,18 @@ class Registry(Protocol):
         """Publish `blobs` (name -> bytes) under `manifest`; the registry adds {"blobs": {name: {"digest", "size_bytes"}}}.
 
         Idempotent by `request_id`: the same id returns the version it made, with other contents raises AlreadyExists.
-        Raises InvalidInput (names, sizes), Exhausted (disk full; nothing visible is left behind), Corrupt (read-back).
+        Raises InvalidInput (names, sizes), Exhausted (disk full; nothing visible is left behind), Corrupt (read-back),
+        PreconditionFailed (CHECKS_FAILED: aliases are named, and the manifest records a check that did not pass).
         """
 
     def get(self, model_id: str, version: int) -> PublishedVersion:
         """Raises NotFound."""
 
     def resolve(self, model_id: str, alias: str) -> PublishedVersion:
-        """The version an alias names now. Raises NotFound, naming the aliases there are."""
+        """The version an alias names now; its canary does not count. Raises NotFound, naming the aliases there are."""
+
+    def target(self, model_id: str, alias: str) -> AliasTarget:
+        """The same with the alias' canary, both as of one moment."""
 
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
@@ -76,6 +100,9 @@ class Registry(Protocol):
     def aliases(self, model_id: str) -> dict[str, int]:
         """Alias -> version."""
 
+    def canaries(self, model_id: str) -> dict[str, Canary]:
+        """Of the aliases that have one."""
+
     def set_alias(
         self,
         model_id: str,
@@ -86,12 +113,50 @@ class Registry(Protocol):
         actor: str = "",
         reason: str = "",
     ) -> AliasChange:
-        """Compare-and-swap when `expected_version` is given (0: must not exist yet). Raises NotFound, Conflict."""
+        """Point an alias at a version, which ends its canary. Compare-and-swap when `expected_version` is given (0: must not
+        exist yet). Raises NotFound, Conflict, PreconditionFailed (CHECKS_FAILED: the version records a check that did not pass).
+        """
+
+    def set_canary(
+        self,
+        model_id: str,
+        alias: str,
+        canary: Canary | None,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> AliasChange:
+        """Begin a canary or change it, or end it (None) so that all requests get the alias' version again.
+
+        `expected_version` is compared with the alias' version. Raises InvalidInput (BAD_SHARE, BAD_CANARY: the alias names that
+        version already), NotFound, Conflict, PreconditionFailed (CHECKS_FAILED; NO_CANARY: none is there to end).
+        """
+
+    def promote_canary(
+        self,
+        model_id: str,
+        alias: str,
+        *,
+        expected_canary: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> AliasChange:
+        """End a canary in favour of its version. Raises NotFound, PreconditionFailed (NO_CANARY), Conflict (CANARY_MOVED)."""
 
     def rollback_alias(
-        self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
+        self,
+        model_id: str,
+        alias: str,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
     ) -> AliasChange:
-        """Back to the version before the last change. Raises NotFound, PreconditionFailed when there is none."""
+        """Undo: with a canary, end it; without, back to the version named before, whatever its checks say.
+
+        Raises NotFound, Conflict, PreconditionFailed when there is no version to go back to.
+        """
 
     def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
         """Newest first. Raises NotFound."""
@@ -100,6 +165,9 @@ class Registry(Protocol):
         self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
     ) -> Iterator[RegistryEvent]:
         """Events after `after_event`, waiting up to `timeout_s` for the first when there is none yet."""
+
+    def last_event(self, model_id: str) -> int:
+        """Number of the newest event; 0 when there is none."""
 
     def close(self) -> None:
         """Release what is held open."""

@@ -35,6 +35,32 @@ def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> 
     return encoded
 
 
+def failed_checks(manifest: Mapping[str, Any]) -> list[str]:
+    """Names of the checks that a manifest records, {"checks": {name: {"passed": bool, ..}}}, and that did not pass.
+
+    One without the record passes: routers were published before there was one, and digests hold for them all the same.
+    """
+    checks = manifest.get("checks", {})
+    if not isinstance(checks, Mapping):
+        return ["checks"]
+    return sorted(
+        str(name)
+        for name, check in checks.items()
+        if not (isinstance(check, Mapping) and check.get("passed") is True)
+    )
+
+
+def check_passed(manifest: Mapping[str, Any], what: str) -> None:
+    """Before an alias names it. Raises PreconditionFailed (CHECKS_FAILED)."""
+    failed = failed_checks(manifest)
+    if failed:
+        raise PreconditionFailed(
+            f"{what} did not pass its checks ({', '.join(failed)}): no alias may name it",
+            reason="CHECKS_FAILED",
+            metadata={"failed": ", ".join(failed)},
+        )
+
+
 def check_limit(limit: int) -> int:
     """Of a list. Raises InvalidInput."""
     if not 1 <= limit <= MAX_LIST:

@@ -6,12 +6,13 @@ from pathlib import Path
 from sqlite3 import Connection, Row
 from typing import Any
 
-from shared.registry.base import AliasChange
+from shared.registry.alias_moves import AliasMove
+from shared.registry.base import AliasChange, Canary
 from shared.registry.blobs import Kind
 from shared.registry.contents import other_contents
 from shared.sqlite import Database
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x6E656170
 LARGEST_INTEGER = 2**63 - 1
 _EVENT_PAGE = 100
@@ -26,18 +27,23 @@ CREATE TABLE version_blobs (
     PRIMARY KEY (model_id, version, name), FOREIGN KEY (model_id, version) REFERENCES versions);
 CREATE INDEX version_blobs_by_digest ON version_blobs (digest);
 CREATE TABLE aliases (
-    model_id TEXT NOT NULL, alias TEXT NOT NULL, version INTEGER NOT NULL, PRIMARY KEY (model_id, alias),
-    FOREIGN KEY (model_id, version) REFERENCES versions);
+    model_id TEXT NOT NULL, alias TEXT NOT NULL, version INTEGER NOT NULL, canary_version INTEGER,
+    canary_per_mille INTEGER, PRIMARY KEY (model_id, alias), FOREIGN KEY (model_id, version) REFERENCES versions);
 CREATE TABLE alias_changes (
     change INTEGER PRIMARY KEY AUTOINCREMENT, model_id TEXT NOT NULL, alias TEXT NOT NULL, from_version INTEGER,
     to_version INTEGER NOT NULL, actor TEXT NOT NULL, reason TEXT NOT NULL, change_time_s REAL NOT NULL,
-    FOREIGN KEY (model_id, to_version) REFERENCES versions);
+    canary_version INTEGER, canary_per_mille INTEGER, FOREIGN KEY (model_id, to_version) REFERENCES versions);
 CREATE INDEX alias_changes_by_alias ON alias_changes (model_id, alias, change);
 CREATE TABLE events (
     event INTEGER PRIMARY KEY AUTOINCREMENT, model_id TEXT NOT NULL, version INTEGER, change INTEGER,
     CHECK ((version IS NULL) <> (change IS NULL)));
 CREATE INDEX events_by_model ON events (model_id, event);
 """
+_CANARY_COLUMNS = ";".join(
+    f"ALTER TABLE {table} ADD COLUMN {column} INTEGER"
+    for table in ("aliases", "alias_changes")
+    for column in ("canary_version", "canary_per_mille")
+)
 
 
 class RegistryIndex:
@@ -45,7 +51,11 @@ class RegistryIndex:
 
     def __init__(self, path: Path) -> None:
         self.database = Database(
-            path, schema=_SCHEMA, schema_version=SCHEMA_VERSION, application_id=APPLICATION_ID
+            path,
+            schema=_SCHEMA,
+            schema_version=SCHEMA_VERSION,
+            application_id=APPLICATION_ID,
+            migrations={1: _CANARY_COLUMNS},
         )
 
     def find_request(self, request_id: str, model_id: str, manifest_digest: str) -> Row | None:
@@ -86,41 +96,46 @@ class RegistryIndex:
             "INSERT INTO events (model_id, version) VALUES (?, ?)", (model_id, version)
         )
         for alias in aliases:
-            self.move_alias(connection, model_id, alias, version, actor, "published")
+            move = AliasMove(model_id, alias, actor, "published")
+            self.record(connection, move.change(self.last_change(model_id, alias), version))
         row: Row = connection.execute(
             "SELECT * FROM versions WHERE model_id = ? AND version = ?", (model_id, version)
         ).fetchone()
         return row
 
-    def move_alias(
-        self,
-        connection: Connection,
-        model_id: str,
-        alias: str,
-        version: int,
-        actor: str,
-        reason: str,
-    ) -> AliasChange:
-        """Point the alias at `version`, which must exist, and record it."""
-        now_at = connection.execute(
-            "SELECT version FROM aliases WHERE model_id = ? AND alias = ?", (model_id, alias)
-        ).fetchone()
-        from_version = None if now_at is None else int(now_at["version"])
-        change = AliasChange(model_id, alias, from_version, version, actor, reason, time.time())
+    def record(self, connection: Connection, change: AliasChange) -> None:
+        """Put the alias where `change` says, whose versions must exist, and keep the change."""
+        key = (change.model_id, change.alias)
+        canary: tuple[int | None, int | None] = (None, None)
+        if change.canary is not None:
+            canary = (change.canary.version, change.canary.share_per_mille)
         connection.execute(
-            "INSERT INTO aliases VALUES (?, ?, ?)"
-            " ON CONFLICT (model_id, alias) DO UPDATE SET version = excluded.version",
-            (model_id, alias, version),
+            "INSERT OR REPLACE INTO aliases (model_id, alias, version, canary_version, canary_per_mille)"
+            " VALUES (?, ?, ?, ?, ?)",
+            (*key, change.to_version, *canary),
         )
         inserted = connection.execute(
-            "INSERT INTO alias_changes (model_id, alias, from_version, to_version, actor, reason, change_time_s)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (model_id, alias, from_version, version, actor, reason, change.change_time_s),
+            "INSERT INTO alias_changes (model_id, alias, from_version, to_version, actor, reason, change_time_s,"
+            " canary_version, canary_per_mille) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                *key,
+                change.from_version,
+                change.to_version,
+                change.actor,
+                change.reason,
+                change.change_time_s,
+                *canary,
+            ),
         )
         connection.execute(
-            "INSERT INTO events (model_id, change) VALUES (?, ?)", (model_id, inserted.lastrowid)
+            "INSERT INTO events (model_id, change) VALUES (?, ?)",
+            (change.model_id, inserted.lastrowid),
         )
-        return change
+
+    def last_change(self, model_id: str, alias: str) -> AliasChange | None:
+        """None when there is no such alias."""
+        changes = self.changes(model_id, alias, limit=1)
+        return changes[0] if changes else None
 
     def changes(self, model_id: str, alias: str, *, limit: int) -> list[AliasChange]:
         """Of an alias, newest first. A negative `limit` means all."""
@@ -150,6 +165,24 @@ class RegistryIndex:
         )
         return {row["alias"]: row["version"] for row in rows}
 
+    def canaries(self, model_id: str) -> dict[str, Canary]:
+        """In alphabetical order."""
+        rows = self.database.rows(
+            "SELECT * FROM aliases WHERE model_id = ? AND canary_version IS NOT NULL ORDER BY alias",
+            (model_id,),
+        )
+        return {
+            row["alias"]: Canary(row["canary_version"], row["canary_per_mille"]) for row in rows
+        }
+
+    def last_event(self, model_id: str) -> int:
+        """0 when there is none."""
+        row = self.database.row(
+            "SELECT coalesce(max(event), 0) AS newest FROM events WHERE model_id = ?", (model_id,)
+        )
+        assert row is not None
+        return int(row["newest"])
+
     def is_referenced(self, kind: Kind, digest: str) -> bool:
         """Whether some version needs this object."""
         query = (
@@ -161,6 +194,9 @@ class RegistryIndex:
 
 
 def _change(row: Row) -> AliasChange:
+    canary = None
+    if row["canary_version"] is not None:
+        canary = Canary(row["canary_version"], row["canary_per_mille"])
     return AliasChange(
         row["model_id"],
         row["alias"],
@@ -169,4 +205,5 @@ def _change(row: Row) -> AliasChange:
         row["actor"],
         row["reason"],
         row["change_time_s"],
+        canary,
     )

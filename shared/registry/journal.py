@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shared.errors import Corrupt, PreconditionFailed
-from shared.registry.base import AliasChange
+from shared.registry.base import AliasChange, Canary
 from shared.registry.object_store import ObjectStore
 from shared.registry.sealed import open_sealed, seal
 
-_ENTRY_SCHEMA = 1
+# Records with a canary are of schema 2; all others are written as they always were.
+_ENTRY_SCHEMA = 2
 _MAX_PARALLEL_READS = 16
 
 
@@ -103,7 +104,8 @@ def _path(model_id: str, sequence: int) -> str:
 def _encode(entry: Entry) -> bytes:
     changes = [change_to_record(change) for change in entry.changes]
     record = asdict(replace(entry, changes=()))
-    return seal({**record, "changes": changes, "schema_version": _ENTRY_SCHEMA})
+    schema = _ENTRY_SCHEMA if any("canary" in change for change in changes) else 1
+    return seal({**record, "changes": changes, "schema_version": schema})
 
 
 def _decode(record: dict[str, Any]) -> Entry:
@@ -122,13 +124,21 @@ def _decode(record: dict[str, Any]) -> Entry:
 
 
 def change_to_record(change: AliasChange) -> dict[str, Any]:
-    """All but the model, which the place of the record says."""
+    """All but the model, which the place of the record says, and a canary only where there is one."""
     record = asdict(change)
     del record["model_id"]
+    if change.canary is None:
+        del record["canary"]
     return record
 
 
 def changes_from_records(
     model_id: str, records: Sequence[dict[str, Any]]
 ) -> tuple[AliasChange, ...]:
-    return tuple(AliasChange(model_id=model_id, **record) for record in records)
+    return tuple(change_from_record(model_id, record) for record in records)
+
+
+def change_from_record(model_id: str, record: dict[str, Any]) -> AliasChange:
+    canary = record.get("canary")
+    fields = {**record, "canary": None if canary is None else Canary(**canary)}
+    return AliasChange(model_id=model_id, **fields)

@@ -7,22 +7,28 @@ from pathlib import Path
 from sqlite3 import Row
 from typing import Any
 
-from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
+from shared.registry.alias_moves import AliasMove
+from shared.registry.alias_operations import AliasOperations, Propose
+from shared.registry.base import (
+    AliasChange,
+    AliasTarget,
+    Canary,
+    PublishedVersion,
+    RegistryEvent,
+)
 from shared.registry.blobs import ContentStore, StepHook, registry_error
 from shared.registry.canonical import digest_of
 from shared.registry.contents import (
     blob_digest,
-    check_expected,
     check_limit,
+    check_passed,
     encode_manifest,
     no_alias,
-    no_earlier_version,
     no_version,
 )
 from shared.registry.index import LARGEST_INTEGER, RegistryIndex
 from shared.registry.names import (
     check_alias,
-    check_alias_change,
     check_model_id,
     check_publication,
     unique_aliases,
@@ -31,7 +37,7 @@ from shared.registry.names import (
 _POLL_INTERVAL_S = 0.05
 
 
-class LocalRegistry:
+class LocalRegistry(AliasOperations):
     """`Registry` in the folder `root`, made when it is not there. Several processes may use one folder at once.
 
     `step` is called with the name of each step of a publication, for fault injection in tests. Do not share an instance
@@ -62,6 +68,8 @@ class LocalRegistry:
         """See `Registry.publish`. A repeated request moves no alias again."""
         check_publication(model_id, request_id, actor)
         aliases = unique_aliases(aliases)
+        if aliases:
+            check_passed(manifest, "what is to be published")
         encoded = encode_manifest(manifest, blobs)
         digest = digest_of(encoded)
         done = self._index.find_request(request_id, model_id, digest)
@@ -123,14 +131,20 @@ class LocalRegistry:
 
     def resolve(self, model_id: str, alias: str) -> PublishedVersion:
         """Raises NotFound, Corrupt."""
-        return self.get(model_id, self._alias(model_id, alias))
+        return self.get(model_id, self._last_change(model_id, alias).to_version)
 
-    def _alias(self, model_id: str, alias: str) -> int:
+    def target(self, model_id: str, alias: str) -> AliasTarget:
+        """Raises NotFound, Corrupt."""
+        last = self._last_change(model_id, alias)
+        return AliasTarget(self.get(model_id, last.to_version), last.canary)
+
+    def _last_change(self, model_id: str, alias: str) -> AliasChange:
+        check_model_id(model_id)
         check_alias(alias)
-        known = self.aliases(model_id)
-        if alias not in known:
-            raise no_alias(model_id, alias, known)
-        return known[alias]
+        last = self._index.last_change(model_id, alias)
+        if last is None:
+            raise no_alias(model_id, alias, self.aliases(model_id))
+        return last
 
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
@@ -155,44 +169,22 @@ class LocalRegistry:
         check_model_id(model_id)
         return self._index.aliases(model_id)
 
-    def set_alias(
-        self,
-        model_id: str,
-        alias: str,
-        version: int,
-        *,
-        expected_version: int | None = None,
-        actor: str = "",
-        reason: str = "",
-    ) -> AliasChange:
-        """See `Registry.set_alias`. Naming the version that the alias names already records nothing new."""
-        check_alias_change(alias, actor, reason)
-        with self._index.database.transaction() as connection:
-            self._row(model_id, version)
-            current = self.aliases(model_id).get(alias, 0)
-            check_expected(expected_version, current, model_id, alias)
-            if current == version:
-                # Otherwise a repeated promotion would make the next rollback do nothing.
-                return self._index.changes(model_id, alias, limit=1)[0]
-            return self._index.move_alias(connection, model_id, alias, version, actor, reason)
+    def canaries(self, model_id: str) -> dict[str, Canary]:
+        """In alphabetical order."""
+        check_model_id(model_id)
+        return self._index.canaries(model_id)
 
-    def rollback_alias(
-        self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
-    ) -> AliasChange:
-        """See `Registry.rollback_alias`. Rolling back twice leads to where it was."""
-        check_alias_change(alias, actor, reason)
+    def _change_alias(self, move: AliasMove, propose: Propose) -> AliasChange:
         with self._index.database.transaction() as connection:
-            self._alias(model_id, alias)
-            (last,) = self._index.changes(model_id, alias, limit=1)
-            if last.from_version is None:
-                raise no_earlier_version(model_id, alias, last.to_version)
-            return self._index.move_alias(
-                connection, model_id, alias, last.from_version, actor, reason
-            )
+            last = self._index.last_change(move.model_id, move.alias)
+            proposed = propose(last)
+            if proposed != last:
+                self._index.record(connection, proposed)
+        return proposed
 
     def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
         """Newest first. Raises NotFound."""
-        self._alias(model_id, alias)
+        self._last_change(model_id, alias)
         return self._index.changes(model_id, alias, limit=-1)
 
     def events(
@@ -210,6 +202,11 @@ class LocalRegistry:
             for row in rows:
                 yield RegistryEvent(row["event"], self._event_change(row))
             rows = self._index.event_rows(model_id, rows[-1]["event"])
+
+    def last_event(self, model_id: str) -> int:
+        """See `Registry.last_event`."""
+        check_model_id(model_id)
+        return self._index.last_event(model_id)
 
     def _event_change(self, row: Row) -> PublishedVersion | AliasChange:
         if row["version"] is not None:

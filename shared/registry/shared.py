@@ -13,24 +13,30 @@ import structlog
 
 from shared.errors import NotFound, Unavailable
 from shared.registry.address import SharedAddress
-from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
+from shared.registry.alias_moves import AliasMove
+from shared.registry.alias_operations import AliasOperations, Propose
+from shared.registry.base import (
+    AliasChange,
+    AliasTarget,
+    Canary,
+    PublishedVersion,
+    RegistryEvent,
+)
 from shared.registry.blobs import Kind, StepHook
 from shared.registry.canonical import digest_of
 from shared.registry.contents import (
     blob_digest,
-    check_expected,
     check_limit,
+    check_passed,
     encode_manifest,
     no_alias,
-    no_earlier_version,
     no_version,
     other_contents,
 )
-from shared.registry.journal import Entry, Journal, VersionRecord
+from shared.registry.journal import Entry, Journal, VersionRecord, change_from_record
 from shared.registry.lease import LeaseWatch
 from shared.registry.names import (
     check_alias,
-    check_alias_change,
     check_model_id,
     check_publication,
     unique_aliases,
@@ -47,7 +53,7 @@ T = TypeVar("T")
 log = structlog.get_logger("neap.registry")
 
 
-class SharedRegistry:
+class SharedRegistry(AliasOperations):
     """`Registry` over Redis and a bucket. `freshness_s`: how often at most a model's journal is asked for records that the index
     lacks, because their writer died or Redis lost what it had.
 
@@ -88,6 +94,8 @@ class SharedRegistry:
         """See `Registry.publish`. A repeated request moves no alias again. After Unavailable it may have happened: repeat it."""
         check_publication(model_id, request_id, actor)
         names = unique_aliases(aliases)
+        if names:
+            check_passed(manifest, "what is to be published")
         encoded = encode_manifest(manifest, blobs)
         digest = digest_of(encoded)
         size_bytes = sum(map(len, blobs.values()))
@@ -106,7 +114,9 @@ class SharedRegistry:
                 number, now_s = state.num_versions + 1, time.time()
                 made = VersionRecord(number, digest, now_s, size_bytes, request_id, actor)
                 moves = [
-                    _move(state, model_id, alias, number, actor, "published", now_s)
+                    AliasMove(model_id, alias, actor, "published").change(
+                        state.aliases.get(alias), number
+                    )
                     for alias in names
                 ]
                 return Entry(model_id, state.applied + 1, tuple(moves), made)
@@ -188,6 +198,15 @@ class SharedRegistry:
         version = self._change(model_id, alias, state).to_version
         return self._version(model_id, self._record(model_id, version, state))
 
+    def target(self, model_id: str, alias: str) -> AliasTarget:
+        """Raises NotFound, Corrupt."""
+        check_model_id(model_id)
+        check_alias(alias)
+        state = self._state(model_id)
+        last = self._change(model_id, alias, state)
+        record = self._record(model_id, last.to_version, state)
+        return AliasTarget(self._version(model_id, record), last.canary)
+
     def _change(self, model_id: str, alias: str, state: ModelState) -> AliasChange:
         if alias not in state.aliases:
             raise no_alias(model_id, alias, state.aliases)
@@ -217,54 +236,20 @@ class SharedRegistry:
         known = self._state(model_id).aliases
         return {alias: known[alias].to_version for alias in sorted(known)}
 
-    def set_alias(
-        self,
-        model_id: str,
-        alias: str,
-        version: int,
-        *,
-        expected_version: int | None = None,
-        actor: str = "",
-        reason: str = "",
-    ) -> AliasChange:
-        """See `Registry.set_alias`. Naming the version that the alias names already records nothing new."""
+    def canaries(self, model_id: str) -> dict[str, Canary]:
+        """In alphabetical order."""
         check_model_id(model_id)
-        check_alias_change(alias, actor, reason)
+        known = self._state(model_id).aliases
+        found = {alias: known[alias].canary for alias in sorted(known)}
+        return {alias: canary for alias, canary in found.items() if canary is not None}
 
-        def propose(state: ModelState) -> Entry | AliasChange:
-            if not 1 <= version <= state.num_versions:
-                raise no_version(model_id, version)
-            current = state.version_of(alias)
-            check_expected(expected_version, current, model_id, alias)
-            if current == version:
-                # Otherwise a repeated promotion would make the next rollback do nothing.
-                return state.aliases[alias]
-            change = _move(state, model_id, alias, version, actor, reason, time.time())
-            return Entry(model_id, state.applied + 1, (change,))
+    def _change_alias(self, move: AliasMove, propose: Propose) -> AliasChange:
+        def entry(state: ModelState) -> Entry | AliasChange:
+            last = state.aliases.get(move.alias)
+            change = propose(last)
+            return change if change == last else Entry(move.model_id, state.applied + 1, (change,))
 
-        return self._commit_alias(model_id, propose)
-
-    def rollback_alias(
-        self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
-    ) -> AliasChange:
-        """See `Registry.rollback_alias`. Rolling back twice leads to where it was."""
-        check_model_id(model_id)
-        check_alias_change(alias, actor, reason)
-
-        def propose(state: ModelState) -> Entry | AliasChange:
-            last = self._change(model_id, alias, state)
-            if last.from_version is None:
-                raise no_earlier_version(model_id, alias, last.to_version)
-            change = _move(state, model_id, alias, last.from_version, actor, reason, time.time())
-            return Entry(model_id, state.applied + 1, (change,))
-
-        return self._commit_alias(model_id, propose)
-
-    def _commit_alias(
-        self, model_id: str, propose: Callable[[ModelState], Entry | AliasChange]
-    ) -> AliasChange:
-        """The change that was recorded, or the one that `propose` found to be there already."""
-        committed = self._commit(model_id, propose)
+        committed = self._commit(move.model_id, entry)
         return committed.changes[0] if isinstance(committed, Entry) else committed
 
     def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
@@ -296,6 +281,11 @@ class SharedRegistry:
                 return
             self._index.wait(model_id, after_event, remaining_s)
 
+    def last_event(self, model_id: str) -> int:
+        """See `Registry.last_event`."""
+        check_model_id(model_id)
+        return self._state(model_id).num_events
+
     def _events(self, model_id: str, after: int, *, with_versions: bool) -> Iterator[RegistryEvent]:
         self._state(model_id)
         while True:
@@ -308,7 +298,7 @@ class SharedRegistry:
             for number, event in page:
                 after = number
                 if "change" in event:
-                    yield RegistryEvent(number, AliasChange(model_id=model_id, **event["change"]))
+                    yield RegistryEvent(number, change_from_record(model_id, event["change"]))
                 elif with_versions:
                     yield RegistryEvent(number, self.get(model_id, event["version"]))
 
@@ -400,16 +390,3 @@ def _busy(model_id: str) -> Unavailable:
     return Unavailable(
         f"too many others write to the registry of {model_id!r}", reason="REGISTRY_BUSY"
     )
-
-
-def _move(
-    state: ModelState,
-    model_id: str,
-    alias: str,
-    version: int,
-    actor: str,
-    reason: str,
-    now_s: float,
-) -> AliasChange:
-    current = state.version_of(alias) or None
-    return AliasChange(model_id, alias, current, version, actor, reason, now_s)

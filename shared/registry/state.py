@@ -18,10 +18,6 @@ class ModelState:
     num_events: int = 0
     aliases: Mapping[str, AliasChange] = field(default_factory=dict)
 
-    def version_of(self, alias: str) -> int:
-        """0 when there is no such alias."""
-        return self.aliases[alias].to_version if alias in self.aliases else 0
-
 
 @dataclass(frozen=True)
 class Advance:
@@ -50,7 +46,8 @@ def advance(state: ModelState, entries: Sequence[Entry]) -> Advance:
         for change in entry.changes:
             last = aliases.get(change.alias)
             fits = fits and change.from_version == (None if last is None else last.to_version)
-            fits = fits and 1 <= change.to_version <= num_versions
+            named = [change.to_version, *([change.canary.version] if change.canary else [])]
+            fits = fits and all(1 <= version <= num_versions for version in named)
             aliases[change.alias] = change
             events.append(json.dumps({"change": change_to_record(change)}))
         if not fits:

@@ -5,6 +5,7 @@ that may be repeated: unary ones that change nothing or are idempotent by id, ge
 streams whose first message holds the whole state.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -18,6 +19,7 @@ from neap.router.v1 import router_pb2, router_pb2_grpc
 
 from shared.errors import NeapError, Unavailable
 from shared.rpc.generation import GenerationStream
+from shared.rpc.interceptors import REQUEST_ID_KEY
 from shared.rpc.retry import nobody_answered, retrying
 from shared.rpc.serving import MAX_MESSAGE_BYTES
 from shared.rpc.status import from_rpc_error
@@ -93,11 +95,19 @@ class NeapClient:
     # inference
 
     def generate(
-        self, request: inference_pb2.GenerateRequest, *, timeout_s: float | None = None
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
     ) -> GenerationStream:
-        """Started, token chunks, Finished; `timeout_s` bounds them all. Repeated only before the first token: see GenerationStream."""
+        """Started, token chunks, Finished; `timeout_s` bounds them all. Repeated only before the first token: see GenerationStream.
+
+        A repeated call has the same request id, so where an alias has a canary it meets the same version. None given: a new one.
+        """
+        metadata = ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)),)
         return GenerationStream(
-            lambda left_s: self._inference.Generate(request, timeout=left_s),
+            lambda left_s: self._inference.Generate(request, timeout=left_s, metadata=metadata),
             num_attempts=self._num_attempts,
             timeout_s=timeout_s,
         )
@@ -189,11 +199,11 @@ class NeapClient:
         reply: router_pb2.GetVersionResponse = self._unary(self._router.GetVersion, request)
         return reply.version
 
-    def list_aliases(self, model_id: str) -> dict[str, int]:
-        """Alias -> version."""
+    def list_aliases(self, model_id: str) -> list[router_pb2.Alias]:
+        """In alphabetical order."""
         request = router_pb2.ListAliasesRequest(model_id=model_id)
         reply: router_pb2.ListAliasesResponse = self._unary(self._router.ListAliases, request)
-        return {alias.name: alias.version for alias in reply.aliases}
+        return list(reply.aliases)
 
     def set_alias(
         self,
@@ -217,12 +227,32 @@ class NeapClient:
         reply: router_pb2.SetAliasResponse = self._once(self._router.SetAlias, request)
         return reply.change
 
+    def set_canary(self, request: router_pb2.SetCanaryRequest) -> router_pb2.AliasChange:
+        """Never repeated, as `set_alias`."""
+        reply: router_pb2.SetCanaryResponse = self._once(self._router.SetCanary, request)
+        return reply.change
+
+    def promote_canary(self, request: router_pb2.PromoteCanaryRequest) -> router_pb2.AliasChange:
+        """Never repeated: a lost answer would look as if there had been no canary."""
+        reply: router_pb2.PromoteCanaryResponse = self._once(self._router.PromoteCanary, request)
+        return reply.change
+
     def rollback_alias(
-        self, model_id: str, alias: str, *, actor: str = "", reason: str = ""
+        self,
+        model_id: str,
+        alias: str,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
     ) -> router_pb2.AliasChange:
         """Never repeated: it would go back twice."""
         request = router_pb2.RollbackAliasRequest(
-            model_id=model_id, alias=alias, actor=actor, reason=reason
+            model_id=model_id,
+            alias=alias,
+            expected_version=expected_version,
+            actor=actor,
+            reason=reason,
         )
         reply: router_pb2.RollbackAliasResponse = self._once(self._router.RollbackAlias, request)
         return reply.change

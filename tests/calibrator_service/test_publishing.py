@@ -62,3 +62,12 @@ def test_waiting_ends_at_last(store, config, own_redis, monkeypatch):
     with pytest.raises(Unavailable) as raised:
         publishing.publish(config, store, PRODUCT)
     assert raised.value.reason == "REDIS_UNAVAILABLE"
+
+
+def test_what_did_not_pass_its_checks_is_published_without_an_alias(store, config):
+    checks = {"routers": {"passed": False, "detail": "worse than guessing"}}
+    publishing.publish(config, store, Product({"checks": checks}, PRODUCT.blobs))
+    assert store.get(config.calibration_id).state is JobState.SUCCEEDED
+    with closing(open_registry(config.registry)) as registry:
+        assert registry.get("tiny", 1).manifest["checks"] == checks
+        assert registry.aliases("tiny") == {}

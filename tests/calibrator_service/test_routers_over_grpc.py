@@ -105,6 +105,65 @@ def test_aliases(
     assert [(alias.name, alias.version) for alias in aliases] == [("latest", 2), ("stable", 1)]
 
 
+def test_canary(
+    service: Service,
+    registry: LocalRegistry,
+    publish: Callable[..., int],
+    request: pytest.FixtureRequest,
+) -> None:
+    publish(0)
+    publish(1)
+    name = {"model_id": model(request), "alias": "stable"}
+    service.routers.SetAlias(pb.SetAliasRequest(**name, version=1))
+    asked = pb.SetCanaryRequest(
+        **name, canary=pb.Canary(version=2, share_per_mille=25), expected_version=1, actor="ann"
+    )
+    begun = service.routers.SetCanary(asked).change
+    assert (begun.from_version, begun.to_version, begun.actor) == (1, 1, "ann")
+    assert begun.canary == asked.canary
+    aliases = service.routers.ListAliases(pb.ListAliasesRequest(model_id=model(request))).aliases
+    assert [(alias.name, alias.HasField("canary")) for alias in aliases] == [
+        ("latest", False),
+        ("stable", True),
+    ]
+    error = error_of(
+        lambda: service.routers.PromoteCanary(pb.PromoteCanaryRequest(**name, expected_canary=1))
+    )
+    assert (type(error), error.reason) == (Conflict, "CANARY_MOVED")
+    ended = service.routers.SetCanary(pb.SetCanaryRequest(**name)).change
+    assert not ended.HasField("canary")
+    error = error_of(lambda: service.routers.PromoteCanary(pb.PromoteCanaryRequest(**name)))
+    assert (type(error), error.reason) == (PreconditionFailed, "NO_CANARY")
+    service.routers.SetCanary(asked)
+    promoted = service.routers.PromoteCanary(pb.PromoteCanaryRequest(**name)).change
+    assert (promoted.to_version, promoted.HasField("canary")) == (2, False)
+    lost = error_of(
+        lambda: service.routers.RollbackAlias(pb.RollbackAliasRequest(**name, expected_version=1))
+    )
+    assert isinstance(lost, Conflict)
+
+
+def test_no_alias_names_what_is_damaged(
+    service: Service,
+    registry: LocalRegistry,
+    publish: Callable[..., int],
+    request: pytest.FixtureRequest,
+) -> None:
+    publish(0)
+    publish(1, aliases=[])
+    digest = registry.get(model(request), 2).manifest["blobs"]["x"]["digest"]
+    path: Path = service.folder / "registry/blobs/sha256" / digest[7:9] / digest[7:]
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    name = {"model_id": model(request), "alias": "latest"}
+    canary = pb.Canary(version=2, share_per_mille=25)
+    for call in (
+        lambda: service.routers.SetAlias(pb.SetAliasRequest(**name, version=2)),
+        lambda: service.routers.SetCanary(pb.SetCanaryRequest(**name, canary=canary)),
+    ):
+        assert isinstance(error_of(call), Corrupt)
+    assert registry.aliases(model(request)) == {"latest": 1}
+
+
 def test_bad_requests(
     service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
 ) -> None:

@@ -117,6 +117,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
 
     def __init__(self) -> None:
         self.stable = 1
+        self.canary: Any = None
         self.requests: list[Any] = []
 
     def version(self, number: int) -> Any:
@@ -141,7 +142,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
 
     def ListAliases(self, request: Any, context: Any) -> Any:
         return router_pb2.ListAliasesResponse(
-            aliases=[router_pb2.Alias(name="stable", version=self.stable)]
+            aliases=[router_pb2.Alias(name="stable", version=self.stable, canary=self.canary)]
         )
 
     def SetAlias(self, request: Any, context: Any) -> Any:
@@ -150,7 +151,21 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.stable = request.version
         return router_pb2.SetAliasResponse(change=change)
 
+    def SetCanary(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        self.canary = request.canary if request.HasField("canary") else None
+        return router_pb2.SetCanaryResponse(
+            change=self.change(self.stable, self.stable, request.reason)
+        )
+
+    def PromoteCanary(self, request: Any, context: Any) -> Any:
+        before, self.stable, self.canary = self.stable, self.canary.version, None
+        return router_pb2.PromoteCanaryResponse(
+            change=self.change(before, self.stable, request.reason)
+        )
+
     def RollbackAlias(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
         return router_pb2.RollbackAliasResponse(change=self.change(2, 1, request.reason))
 
     def GetAliasHistory(self, request: Any, context: Any) -> Any:
@@ -159,7 +174,12 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
 
     def change(self, before: int, after: int, reason: str) -> Any:
         return router_pb2.AliasChange(
-            alias="stable", from_version=before, to_version=after, reason=reason, actor="bob"
+            alias="stable",
+            from_version=before,
+            to_version=after,
+            reason=reason,
+            actor="bob",
+            canary=self.canary,
         )
 
 

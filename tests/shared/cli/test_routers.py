@@ -35,3 +35,32 @@ def test_promote_rollback_history(service, neap):
     history = neap("routers", "history", *where).stdout
     assert "better" in history
     assert "ada" in history
+
+
+def test_canary_promotion_and_abort(service, neap):
+    where = ["--model", "tiny", "--calibrator", service.address]
+    begun = neap("routers", "canary", "2", "--share", "2.5%", "--expect", "1", *where)
+    assert begun.stdout == "stable: 1, 2.5% to 2\n"
+    request = service.routers.requests[0]
+    assert (request.canary.version, request.canary.share_per_mille) == (2, 25)
+    assert request.expected_version == 1
+    assert request.actor
+    listed = neap("routers", "list", *where).stdout
+    assert "stable:2.5%" in listed
+    assert "2.5% to 2" in neap("routers", "history", *where).stdout
+    assert neap("routers", "abort", "--reason", "slow", *where).stdout == "stable: 1, no canary\n"
+    ended = service.routers.requests[1]
+    assert (ended.HasField("canary"), ended.reason) == (False, "slow")
+    neap("routers", "canary", "2", "--share", "25/1000", *where)
+    assert neap("routers", "promote", *where).stdout == "stable: 1 -> 2\n"
+    neap("routers", "rollback", "--expect", "2", *where)
+    assert service.routers.requests[-1].expected_version == 2
+
+
+def test_shares_that_are_none(service, neap):
+    where = ["--model", "tiny", "--calibrator", service.address]
+    for share in ("10", "0%", "0.05%", "101%", "-1%", "x%", "1/2", "%", "nan%"):
+        refused = neap("routers", "canary", "2", "--share", share, *where)
+        assert refused.exit_code == 1, share
+        assert "BAD_SHARE" in refused.stderr
+    assert service.routers.requests == []

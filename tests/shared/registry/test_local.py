@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import Corrupt, Exhausted, InvalidInput, NotFound, PreconditionFailed
+from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.index import SCHEMA_VERSION
 from shared.registry.local import LocalRegistry
@@ -218,6 +219,24 @@ def test_newer_schema_is_refused(tmp_path: Path) -> None:
         "found": str(SCHEMA_VERSION + 1),
         "supported": str(SCHEMA_VERSION),
     }
+
+
+def test_a_registry_from_before_canaries_is_taken_over(tmp_path: Path) -> None:
+    registry = LocalRegistry(tmp_path)
+    publish(registry)
+    before = registry.alias_history("tiny", "latest")
+    registry.close()
+    connection = sqlite3.connect(tmp_path / "index.db")
+    for table in ("aliases", "alias_changes"):
+        for column in ("canary_version", "canary_per_mille"):
+            connection.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    registry = LocalRegistry(tmp_path)
+    assert registry.alias_history("tiny", "latest") == before
+    registry.publish("tiny", {}, {"x": b"2"}, request_id="two", aliases=[])
+    registry.set_canary("tiny", "latest", Canary(2, 1))
+    assert LocalRegistry(tmp_path).canaries("tiny") == {"latest": Canary(2, 1)}
 
 
 def test_foreign_and_broken_databases_are_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from obstore.store import S3Store
 
 from shared.errors import AlreadyExists, Corrupt, NotFound, PreconditionFailed
 from shared.registry.address import SharedAddress
+from shared.registry.base import Canary
 from shared.registry.canonical import digest_of
 from shared.registry.factory import open_registry
 from shared.registry.shared import SharedRegistry
@@ -77,6 +78,7 @@ def everything(registry: SharedRegistry, model_id: str = "tiny") -> object:
     return (
         registry.list_versions(model_id),
         aliases,
+        registry.canaries(model_id),
         {alias: registry.alias_history(model_id, alias) for alias in aliases},
         list(registry.events(model_id)),
     )
@@ -197,6 +199,7 @@ def test_rebuilding_restores_everything_and_numbers_go_on(url, registry, redis_s
     publish(registry, "two")
     registry.set_alias("tiny", "stable", 1)
     registry.publish("acme/other", {}, {"x": b"1"}, request_id="three")
+    registry.set_canary("tiny", "latest", Canary(1, 50))
     before = everything(registry), everything(registry, "acme/other")
     last_event = list(registry.events("tiny"))[-1].event
     with redis_server.client() as client:

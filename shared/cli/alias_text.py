@@ -1,0 +1,53 @@
+"""Aliases, their canaries and their changes in words, and shares as people write them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from shared.errors import InvalidInput
+
+
+def aliases_by_version(aliases: Iterable[Any]) -> dict[int, list[str]]:
+    """Names by version, in order; where a version is an alias' canary, with its share: "stable:10%"."""
+    names: dict[int, list[str]] = {}
+    for alias in aliases:
+        names.setdefault(alias.version, []).append(alias.name)
+        if alias.HasField("canary"):
+            share = percent(alias.canary.share_per_mille)
+            names.setdefault(alias.canary.version, []).append(f"{alias.name}:{share}")
+    return names
+
+
+def moved(change: Any) -> str:
+    """One line that says what an AliasChange did."""
+    before = str(change.from_version) if change.HasField("from_version") else "nothing"
+    line = f"{change.alias}: {before} -> {change.to_version}"
+    if before == str(change.to_version):
+        line = f"{change.alias}: {before}"
+        line += "" if change.HasField("canary") else ", no canary"
+    return f"{line}, {share_of(change.canary)}" if change.HasField("canary") else line
+
+
+def share_of(canary: Any) -> str:
+    return f"{percent(canary.share_per_mille)} to {canary.version}"
+
+
+def percent(per_mille: int) -> str:
+    return f"{per_mille / 10:g}%"
+
+
+def share_per_mille(text: str) -> int:
+    """From "10%", "2.5%" or "25/1000"; the service judges the number. Raises InvalidInput (BAD_SHARE)."""
+    number, unit = text.strip(), ""
+    for unit in ("%", "/1000"):
+        if number.endswith(unit):
+            break
+    try:
+        scaled = float(number.removesuffix(unit)) * (10 if unit == "%" else 1)
+    except ValueError:
+        scaled = -1.0
+    if not number.endswith(unit) or not 0 < scaled <= 1000 or abs(scaled - round(scaled)) > 1e-9:
+        raise InvalidInput(
+            f"share is {text!r}; give percent in steps of 0.1 (10%) or thousandths (25/1000)",
+            reason="BAD_SHARE",
+        )
+    return round(scaled)

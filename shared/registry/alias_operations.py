@@ -1,0 +1,107 @@
+"""The operations on aliases that every backend has alike; how a change is recorded is the backend's."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+from shared.registry.alias_moves import AliasMove
+from shared.registry.base import AliasChange, Canary, PublishedVersion
+from shared.registry.contents import check_passed, no_alias
+
+Propose = Callable[[AliasChange | None], AliasChange]
+
+
+class AliasOperations(ABC):
+    """See `Registry` for what each promises."""
+
+    @abstractmethod
+    def get(self, model_id: str, version: int) -> PublishedVersion: ...
+
+    @abstractmethod
+    def aliases(self, model_id: str) -> Mapping[str, int]: ...
+
+    @abstractmethod
+    def alias_history(self, model_id: str, alias: str) -> list[AliasChange]: ...
+
+    @abstractmethod
+    def _change_alias(self, move: AliasMove, propose: Propose) -> AliasChange:
+        """What `propose` makes of the alias' last change (None: there is no such alias), recorded in one step with it, unless it
+        is that last change itself. May call `propose` again where another writer was faster."""
+
+    def set_alias(
+        self,
+        model_id: str,
+        alias: str,
+        version: int,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> AliasChange:
+        """See `Registry.set_alias`. Naming the version that the alias names already records nothing new."""
+        move = AliasMove(model_id, alias, actor, reason)
+        self._check_passed(model_id, version)
+        return self._change_alias(
+            move, lambda last: move.to_version(last, version, expected_version)
+        )
+
+    def set_canary(
+        self,
+        model_id: str,
+        alias: str,
+        canary: Canary | None,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> AliasChange:
+        """See `Registry.set_canary`."""
+        move = AliasMove(model_id, alias, actor, reason)
+        if canary is not None:
+            self._check_passed(model_id, canary.version)
+        return self._change_alias(
+            move, lambda last: move.with_canary(self._known(move, last), canary, expected_version)
+        )
+
+    def promote_canary(
+        self,
+        model_id: str,
+        alias: str,
+        *,
+        expected_canary: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> AliasChange:
+        """See `Registry.promote_canary`."""
+        move = AliasMove(model_id, alias, actor, reason)
+        return self._change_alias(
+            move, lambda last: move.promoted(self._known(move, last), expected_canary)
+        )
+
+    def rollback_alias(
+        self,
+        model_id: str,
+        alias: str,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> AliasChange:
+        """See `Registry.rollback_alias`. Without a canary, rolling back twice leads to where it was."""
+        move = AliasMove(model_id, alias, actor, reason)
+        return self._change_alias(
+            move,
+            lambda last: move.rolled_back(
+                self._known(move, last),
+                lambda: self.alias_history(model_id, alias),
+                expected_version,
+            ),
+        )
+
+    def _known(self, move: AliasMove, last: AliasChange | None) -> AliasChange:
+        if last is None:
+            raise no_alias(move.model_id, move.alias, self.aliases(move.model_id))
+        return last
+
+    def _check_passed(self, model_id: str, version: int) -> None:
+        # Versions are immutable, so this may come before the change.
+        check_passed(self.get(model_id, version).manifest, f"version {version} of {model_id!r}")
