@@ -50,9 +50,16 @@ async def serve(settings: WorkerSettings) -> int:
     routers = RouterStore(
         registry,
         capacity=settings.max_routers,
+        default_alias=settings.default_alias,
         on_stale=lambda model_id: metrics.stale_resolutions.labels(model_id).inc(),
+        on_fallback=lambda *labels: metrics.router_fallbacks.labels(*labels).inc(),
     )
-    servicer = InferenceServicer(routers, stall_timeout_s=settings.stall_timeout_s, metrics=metrics)
+    servicer = InferenceServicer(
+        routers,
+        stall_timeout_s=settings.stall_timeout_s,
+        metrics=metrics,
+        relaxed_bound=settings.relaxed_bound,
+    )
     server = RpcServer(
         settings.listen,
         [SERVICE_NAME],
@@ -104,6 +111,7 @@ def _load_engine(
         max_queue_tokens=settings.max_queue_tokens,
         kv_budget_bytes=budget,
         prefix_cache_bytes=kept,
+        shadow_share=settings.shadow_share,
         on_failure=on_failure,
     )
     engine.warm_up()

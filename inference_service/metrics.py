@@ -1,6 +1,6 @@
 """What a worker tells Prometheus. The names follow vLLM's where they mean the same; docs/metrics.md explains each."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 import prometheus_client
@@ -13,7 +13,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from inference_service.engine.shadow import Shadow
 from inference_service.engine.statistics import Distribution, EngineStatistics
+from inference_service.router_metrics import read_versions, version_families
 from shared.model.load import LoadedModel
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
@@ -31,6 +33,8 @@ class ObservedEngine(Protocol):
     @property
     def statistics(self) -> EngineStatistics: ...
     @property
+    def shadow(self) -> Shadow: ...
+    @property
     def num_running(self) -> int: ...
     @property
     def num_waiting(self) -> int: ...
@@ -42,7 +46,7 @@ class WorkerMetrics:
     """One registry with the metrics of calls, engines and this process.
 
     Label values are few by construction: models this worker serves ("" for any other), rungs (at most one per layer and three),
-    reasons that stand in the source.
+    router versions that are loaded, reasons that stand in the source.
     """
 
     def __init__(self) -> None:
@@ -98,22 +102,36 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
-    def add_engine(self, engine: ObservedEngine) -> None:
-        """Report `engine` from now on, under its model's id."""
-        self._engines.engines.append(engine)
+        self.router_fallbacks = Counter(
+            "neap_router_fallbacks",
+            "Requests given what their alias served before, or not given its canary, because that version was not ready, by what "
+            "was wanted and why.",
+            ["model_id", "wanted", "reason"],
+            registry=self.registry,
+        )
+
+    def add_engine(
+        self, engine: ObservedEngine, *, versions: Callable[[], Collection[int]] = tuple
+    ) -> None:
+        """Report `engine` from now on, under its model's id; `versions`: the router versions to report on. From any thread."""
+        self._engines.engines.append((engine, versions))
 
 
 class _EngineCollector(Collector):
     """Reads the engines' own counters when asked, so that counting costs their threads no lock."""
 
     def __init__(self) -> None:
-        self.engines: list[ObservedEngine] = []
+        self.engines: list[tuple[ObservedEngine, Callable[[], Collection[int]]]] = []
 
     def collect(self) -> Iterator[Metric]:
-        families = _families()
-        for engine in list(self.engines):
+        families, of_versions = _families(), version_families()
+        for engine, versions in list(self.engines):
             _read(engine, families)
+            read_versions(
+                engine.loaded.model_id, engine.statistics, engine.shadow, versions(), of_versions
+            )
         yield from families.values()
+        yield from of_versions.values()
 
 
 def _families() -> dict[str, Metric]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from shared.errors import Unavailable
-from shared.registry.base import PublishedVersion
+from shared.registry.base import AliasTarget
 
 # How long a request whose alias is known waits for a registry that may hang, and how often one that failed is asked again.
 PATIENCE_S = 1.0
@@ -24,7 +24,7 @@ Key = tuple[str, str]
 class Resolution:
     """`seen_at_s`: when the registry said so, on the monotonic clock."""
 
-    published: PublishedVersion
+    target: AliasTarget
     seen_at_s: float
 
 
@@ -32,13 +32,13 @@ class Resolutions:
     """Asks `resolve(model_id, alias)` for every request, in a thread. Belongs to one event loop.
 
     Where that raises Unavailable, or takes longer than `patience_s`, and the alias was resolved before, the last answer holds:
-    counted in `num_stale`, told to `on_stale` with the model's id, logged with its age. Every other error is raised, NotFound above all. While the registry is known
-    not to answer, requests with a known alias do not wait for it; it is asked again beside them.
+    counted in `num_stale`, told to `on_stale` with the model's id, logged with its age. Every other error is raised, NotFound above
+    all. While the registry is known not to answer, requests with a known alias do not wait for it; it is asked again beside them.
     """
 
     def __init__(
         self,
-        resolve: Callable[[str, str], PublishedVersion],
+        resolve: Callable[[str, str], AliasTarget],
         *,
         patience_s: float = PATIENCE_S,
         ask_again_s: float = ASK_AGAIN_S,
@@ -75,11 +75,6 @@ class Resolutions:
         """It could be loaded, so it is what to serve when the registry is away."""
         self._known[model_id, alias] = resolution
 
-    def last(self, model_id: str, alias: str) -> PublishedVersion | None:
-        """What was kept, counted and logged as stale; None when nothing was."""
-        known = self._known.get((model_id, alias))
-        return None if known is None else self._stale((model_id, alias), known).published
-
     def _stale(self, key: Key, known: Resolution) -> Resolution:
         self.num_stale += 1
         self._on_stale(key[0])
@@ -90,7 +85,7 @@ class Resolutions:
                 "the registry does not answer; serving what it said last",
                 model_id=key[0],
                 alias=key[1],
-                version=known.published.version,
+                version=known.target.published.version,
                 age_s=round(now_s - known.seen_at_s, 1),
                 num_stale_resolutions=self.num_stale,
             )

@@ -1,23 +1,27 @@
 """From what a request says about its router to a ladder in memory."""
 
-import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import structlog
 
 from inference_service.resolutions import Resolution, Resolutions
-from shared.errors import InvalidInput, NotFound, PreconditionFailed, Unavailable
+from inference_service.router_loader import (
+    LoadedRouter,
+    Prepare,
+    ReadBlob,
+    RouterLoader,
+    Unpack,
+)
+from shared.errors import InvalidInput, NeapError, NotFound, PreconditionFailed
 from shared.ladder.artefact import unpack_ladder
-from shared.ladder.ladder import Ladder
 from shared.model.load import LoadedModel
-from shared.registry.base import PublishedVersion, Registry
+from shared.registry.base import Registry
+from shared.registry.split import takes_canary
+
+__all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
 
 DEFAULT_ALIAS = "latest"
-
-log = structlog.get_logger("neap.routers")
+# What a fallback was wanted for.
+ALIAS, CANARY = "alias", "canary"
 
 
 @dataclass(frozen=True)
@@ -34,21 +38,13 @@ class RouterChoice:
             raise InvalidInput("the router alias is empty")
 
 
-@dataclass(frozen=True)
-class LoadedRouter:
-    """A published ladder in memory, checked against its model."""
-
-    model_id: str
-    version: int
-    digest: str
-    rungs: tuple[str, ...]
-    ladder: Ladder
-
-
 class RouterStore:
-    """Loads published ladders once and keeps the `capacity` last used. Belongs to one event loop; blocking work runs in threads.
+    """Chooses among published ladders and keeps the `capacity` last used. Belongs to one event loop; blocking work runs in threads.
 
-    `on_stale` is called with the model's id for each request counted in `num_stale_resolutions`. An evicted ladder lives on in the requests that use it. Failures are not remembered: a repaired registry works at once.
+    An alias that has moved serves what it served until the new version is ready beside it; a canary's share gets the alias' own
+    version until the candidate is. `on_fallback` is called for each such request with the model's id, "alias" or "canary", and
+    why: LOADING, or the reason the version could not be loaded. `on_stale` is called with the model's id for each request
+    counted in `num_stale_resolutions`.
     """
 
     def __init__(
@@ -56,54 +52,91 @@ class RouterStore:
         registry: Registry,
         *,
         capacity: int = 4,
-        unpack: Callable[[Mapping[str, Any], Mapping[str, bytes]], Ladder] = unpack_ladder,
+        default_alias: str = DEFAULT_ALIAS,
+        unpack: Unpack = unpack_ladder,
+        read_blob: ReadBlob | None = None,
         on_stale: Callable[[str], object] = lambda model_id: None,
+        on_fallback: Callable[[str, str, str], object] = lambda model_id, wanted, reason: None,
     ) -> None:
-        self._registry = registry
-        self._resolutions = Resolutions(registry.resolve, on_stale=on_stale)
-        self._capacity = capacity
-        self._unpack = unpack
-        self._loaded: OrderedDict[tuple[str, int], LoadedRouter] = OrderedDict()
-        self._loading: dict[tuple[str, int], asyncio.Task[LoadedRouter]] = {}
+        self._loader = RouterLoader(registry, capacity=capacity, unpack=unpack, read_blob=read_blob)
+        self._resolutions = Resolutions(registry.target, on_stale=on_stale)
+        self._default_alias = default_alias
+        self._on_fallback = on_fallback
+        # What each alias served last.
+        self._serving: dict[tuple[str, str], LoadedRouter] = {}
+
+    def prepare_with(self, model_id: str, prepare: Prepare) -> None:
+        """See `RouterLoader.prepare_with`."""
+        self._loader.prepare_with(model_id, prepare)
 
     def loaded(self, model_id: str) -> list[LoadedRouter]:
-        """Those of one model, by version."""
-        mine = [router for router in self._loaded.values() if router.model_id == model_id]
-        return sorted(mine, key=lambda router: router.version)
-
-    async def select(self, loaded: LoadedModel, choice: RouterChoice) -> LoadedRouter:
-        """The chosen router, loaded, its digests checked.
-
-        A version is immutable, so one that is loaded needs no look at the registry. An alias is resolved for every request;
-        while the registry or its store is away, the version it named last serves on (`num_stale_resolutions`).
-        Raises NotFound (version or alias), PreconditionFailed (ROUTER_REQUIRED: no choice was made and none is published),
-        RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be).
-        """
-        model_id = loaded.model_id
-        if choice.version is not None:
-            return await self._get(loaded, choice.version, None)
-        alias = choice.alias or DEFAULT_ALIAS
-        resolution = await self._resolve(model_id, choice.alias)
-        try:
-            router = await self._get(loaded, resolution.published.version, resolution.published)
-        except Unavailable:
-            # The alias names a version that cannot be fetched now: what it named before still serves.
-            last = self._resolutions.last(model_id, alias)
-            key = (model_id, 0 if last is None else last.version)
-            if key not in self._loaded:
-                raise
-            return self._loaded[key]
-        self._resolutions.keep(model_id, alias, resolution)
-        return router
+        """Those of one model, by version. From any thread."""
+        return self._loader.loaded(model_id)
 
     @property
     def num_stale_resolutions(self) -> int:
         """Requests served by what an alias named before the registry went away."""
         return self._resolutions.num_stale
 
+    async def select(
+        self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = ""
+    ) -> LoadedRouter:
+        """The chosen router, loaded, its digests checked. `request_id` decides whether it is the alias' canary.
+
+        A version is immutable, so one that is loaded needs no look at the registry. An alias is resolved for every request;
+        while the registry or its store is away, the version it named last serves on (`num_stale_resolutions`).
+        Raises NotFound (version or alias), PreconditionFailed (ROUTER_REQUIRED: no choice was made and none is published),
+        RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be).
+        """
+        if choice.version is not None:
+            return await self._loader.get(loaded, choice.version)
+        alias = choice.alias or self._default_alias
+        resolution = await self._resolve(loaded.model_id, choice.alias)
+        canary = resolution.target.canary
+        if canary is not None and takes_canary(request_id, loaded.model_id, alias, canary):
+            candidate = self._loader.get_soon(loaded, canary.version)
+            if isinstance(candidate, LoadedRouter):
+                return candidate
+            self._on_fallback(loaded.model_id, CANARY, candidate)
+        return await self._own(loaded, alias, resolution)
+
+    async def refresh(self, loaded: LoadedModel) -> None:
+        """Begin to load what the aliases that were asked for name now, canaries included. Never raises NeapError: the next
+        request that needs the registry says what is wrong with it."""
+        for model_id, alias in list(self._serving):
+            if model_id != loaded.model_id:
+                continue
+            try:
+                resolution = await self._resolutions.resolve(model_id, alias)
+            except NeapError:
+                continue
+            published, canary = resolution.target.published, resolution.target.canary
+            self._loader.get_soon(loaded, published.version, published)
+            if canary is not None:
+                self._loader.get_soon(loaded, canary.version)
+
+    async def _own(self, loaded: LoadedModel, alias: str, resolution: Resolution) -> LoadedRouter:
+        """The alias' own version, or what it served before while that is not ready."""
+        published = resolution.target.published
+        serving = self._serving.get((loaded.model_id, alias))
+        if serving is None:
+            router = await self._loader.get(loaded, published.version, published)
+        elif serving.version == published.version:
+            self._loader.find(loaded.model_id, serving.version)  # counts as a use
+            router = serving
+        else:
+            found = self._loader.get_soon(loaded, published.version, published)
+            if not isinstance(found, LoadedRouter):
+                self._on_fallback(loaded.model_id, ALIAS, found)
+                return serving
+            router = found
+        self._serving[loaded.model_id, alias] = router
+        self._resolutions.keep(loaded.model_id, alias, resolution)
+        return router
+
     async def _resolve(self, model_id: str, alias: str | None) -> Resolution:
         try:
-            return await self._resolutions.resolve(model_id, alias or DEFAULT_ALIAS)
+            return await self._resolutions.resolve(model_id, alias or self._default_alias)
         except NotFound as error:
             if alias is not None:
                 raise
@@ -111,47 +144,5 @@ class RouterStore:
                 f"no router is published for model {model_id!r}: calibrate one with "
                 f"`neap calibrate --model {model_id}`, or ask for the depth policy full",
                 reason="ROUTER_REQUIRED",
-                metadata={"model_id": model_id, "alias": DEFAULT_ALIAS},
+                metadata={"model_id": model_id, "alias": self._default_alias},
             ) from error
-
-    async def _get(
-        self, loaded: LoadedModel, version: int, published: PublishedVersion | None
-    ) -> LoadedRouter:
-        key = (loaded.model_id, version)
-        if key in self._loaded:
-            self._loaded.move_to_end(key)
-            return self._loaded[key]
-        task = self._loading.get(key)
-        if task is None:
-            task = asyncio.create_task(asyncio.to_thread(self._load, loaded, version, published))
-            self._loading[key] = task
-            task.add_done_callback(lambda done: self._settle(key, done))
-        # One caller that goes away must not end the load for the others.
-        return await asyncio.shield(task)
-
-    def _load(
-        self, loaded: LoadedModel, version: int, published: PublishedVersion | None
-    ) -> LoadedRouter:
-        published = published or self._registry.get(loaded.model_id, version)
-        blobs = {
-            name: self._registry.read_blob(published, name) for name in published.manifest["blobs"]
-        }
-        ladder = self._unpack(published.manifest, blobs)
-        ladder.check_model(loaded)
-        log.info("router loaded", model_id=loaded.model_id, version=version)
-        return LoadedRouter(
-            model_id=loaded.model_id,
-            version=version,
-            digest=published.manifest_digest,
-            rungs=ladder.rung_names,
-            ladder=ladder,
-        )
-
-    def _settle(self, key: tuple[str, int], task: asyncio.Task[LoadedRouter]) -> None:
-        del self._loading[key]
-        # Asking for the exception also marks it as seen when every caller has gone.
-        if task.cancelled() or task.exception() is not None:
-            return
-        self._loaded[key] = task.result()
-        while len(self._loaded) > self._capacity:
-            self._loaded.popitem(last=False)

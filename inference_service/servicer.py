@@ -18,9 +18,10 @@ from inference_service.engine.request import GenerationRequest
 from inference_service.generate_call import GenerateCall
 from inference_service.metrics import WorkerMetrics
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
+from inference_service.served_request import with_router
 from inference_service.stream import EventStream
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
-from shared.rpc.interceptors import current_request_id
+from shared.rpc.interceptors import annotate_call, current_request_id
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -63,6 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Belongs to one event loop. UNAVAILABLE (reason NOT_READY) until `set_ready`.
 
     `stall_timeout_s`: how long a client may not read before its call is ended with RESOURCE_EXHAUSTED (SLOW_READER).
+    `relaxed_bound`: what shadow checks hold routers to that publish no bound for the policy relaxed; None: they are only counted.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         *,
         stall_timeout_s: float = 30.0,
         metrics: WorkerMetrics | None = None,
+        relaxed_bound: float | None = None,
     ) -> None:
         self._routers = routers
         self._metrics = metrics or WorkerMetrics()
         self._stall_timeout_s = stall_timeout_s
+        self._relaxed_bound = relaxed_bound
         self._served: dict[str, _Served] = {}
         self._ready = False
 
@@ -86,7 +90,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         A client is an address that calls come from: set `max_active_per_client` where clients do not share a proxy.
         """
         self._served[engine.loaded.model_id] = _Served(engine, max_active, max_active_per_client)
-        self._metrics.add_engine(engine)
+        self._routers.prepare_with(engine.loaded.model_id, engine.prepare)
+        model_id = engine.loaded.model_id
+        self._metrics.add_engine(
+            engine, versions=lambda: {r.version for r in self._routers.loaded(model_id)}
+        )
 
     def set_ready(self) -> None:
         self._ready = True
@@ -120,8 +128,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         router: LoadedRouter | None = None
         if generation.policy.name != "full":
             choice = to_router_choice(request.router)
-            router = await self._routers.select(engine.loaded, choice)
+            router = await self._routers.select(
+                engine.loaded, choice, request_id=generation.request_id
+            )
+            asked = generation.policy.name
+            generation = with_router(generation, router, engine.shadow, self._relaxed_bound)
             call.routed(router.version, by_default=choice == RouterChoice())
+            if generation.policy.name != asked:
+                annotate_call(served_policy=generation.policy.name)
         stream = EventStream()
         try:
             handle = await asyncio.to_thread(_submit, engine, generation, router, stream)
@@ -206,6 +220,7 @@ def _started(
             router_digest=router.digest if router is not None else "",
             seed=request.sampling.seed,
             num_prompt_tokens=len(request.prompt_ids),
+            policy=request.policy.name,
         )
     )
 

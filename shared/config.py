@@ -108,7 +108,9 @@ class WorkerSettings(ServiceSettings):
     `max_active_per_client`: waiting and running requests of one address; None: no limit. `kv_budget_mb`: for keys and values of all requests of a
     model, in MiB; None: half of what is free once it is loaded. `prefix_cache_mb`: of these, what ended requests may keep for
     others that start alike; None: a quarter; 0: nothing is shared. `stall_timeout_s`: how long a client may not read.
-    `metrics_listen`: HOST:PORT for Prometheus over HTTP; empty: none."""
+    `metrics_listen`: HOST:PORT for Prometheus over HTTP; empty: none. `default_alias`: the router of requests that name none.
+    `shadow_share`: of the greedy answers by policy relaxed, in [0, 1], what is compared with the full model in idle time.
+    `relaxed_bound`: the share of prompts on which they may differ where the router publishes no bound; None: any."""
 
     listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
     max_queue: int = Field(default=64, ge=1)
@@ -119,6 +121,9 @@ class WorkerSettings(ServiceSettings):
     max_routers: int = Field(default=4, ge=1)
     stall_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     metrics_listen: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
+    default_alias: str = Field(default="latest", pattern=r"^[a-z0-9._-]{1,64}$")
+    shadow_share: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    relaxed_bound: float | None = Field(default=None, gt=0, lt=1, allow_inf_nan=False)
 
 
 class CalibratorSettings(ServiceSettings):
@@ -165,6 +170,9 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
         add("--max-routers", metavar="N", help="routers kept in memory at most")
         add("--stall-timeout-s", metavar="SECONDS", help="end calls whose client does not read")
         add("--metrics-listen", metavar="HOST:PORT", help="metrics over HTTP; port 0 picks one")
+        add("--default-alias", metavar="ALIAS", help="router of requests that name none")
+        add("--shadow-share", metavar="SHARE", help="of relaxed answers, checked in idle time")
+        add("--relaxed-bound", metavar="SHARE", help="may differ, where routers say nothing")
     if issubclass(kind, CalibratorSettings):
         add(
             "--text-folder",

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+from inference_service.engine.prefixes import Prefixes
+from inference_service.engine.shadow import Shadow, ShadowCounts
 from inference_service.engine.statistics import EngineStatistics
 from inference_service.metrics import WorkerMetrics
 from shared.ladder.rungs import Draft
@@ -12,17 +14,22 @@ HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 def busy_metrics() -> WorkerMetrics:
     """Of one engine, "tiny", and one call of each kind."""
     statistics = EngineStatistics(num_layers=4)
-    statistics.record_drafts([Draft(1, 0.5, "suffix", 0)], 1)
+    statistics.record_drafts([Draft(1, 0.5, "suffix", 0)], 1, 3)
     statistics.exits["suffix"] += 1
+    statistics.by_version[3].exits["suffix"] += 1
+    shadow = Shadow(None, Prefixes(0))
+    shadow.counts[3, 0.05] = ShadowCounts(num_checked=20, num_differing=1)
     metrics = WorkerMetrics()
     metrics.add_engine(
         SimpleNamespace(
             loaded=SimpleNamespace(model_id="tiny"),
             statistics=statistics,
+            shadow=shadow,
             num_running=1,
             num_waiting=2,
             kv_usage_ratio=0.5,
-        )
+        ),
+        versions=lambda: {3},
     )
     metrics.time_to_first_token.labels("tiny").observe(0.1)
     metrics.e2e_request_latency.labels("tiny").observe(0.1)
@@ -31,6 +38,7 @@ def busy_metrics() -> WorkerMetrics:
     metrics.request_failures.labels("tiny", "CANCELLED").inc()
     metrics.router_version.labels("tiny").set(3)
     metrics.stale_resolutions.labels("tiny").inc()
+    metrics.router_fallbacks.labels("tiny", "canary", "CORRUPT").inc()
     return metrics
 
 

@@ -26,6 +26,7 @@ class ScriptedLadder:
         self.table = table
         self.exits = exits
         self.depths = tuple(depths)
+        self.layout = self.depths
         self.agreements = (1.0,) * len(self.depths)
         self.fingerprint = fingerprint
         self.seen_states: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []

@@ -2,12 +2,13 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from shared.ladder.ladder import BoundLadder
+from shared.ladder.rungs import Draft
 from shared.model.cache import SlotCache
 from shared.model.runner import DepthRunner
 
@@ -76,7 +77,20 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def measure_exits(runner: DepthRunner, ladder: BoundLadder) -> tuple[float, ...]:
-    """Seconds of taking one token from the embedding to each layer exit and through its head and router.
+    """Seconds of taking one token from the embedding to each layer exit and through its head and router."""
+    timings = exit_timings(runner, ladder)
+    while True:
+        try:
+            next(timings)
+        except StopIteration as stop:
+            seconds: tuple[float, ...] = stop.value
+            return seconds
+
+
+def exit_timings(
+    runner: DepthRunner, ladder: BoundLadder
+) -> Generator[Draft, None, tuple[float, ...]]:
+    """Returns what `measure_exits` does; yields each timed draft, so that other work may come between.
 
     Before each a deep pass drives heads and tables out of the caches, as it does while serving: warm, they seem half as dear.
     """
@@ -87,21 +101,26 @@ def measure_exits(runner: DepthRunner, ladder: BoundLadder) -> tuple[float, ...]
         runner.loaded.hidden_size, device=runner.loaded.device, dtype=runner.loaded.model.dtype
     )
 
-    def leave(index: int, depth: int) -> None:
+    def leave(index: int, depth: int) -> Draft:
         if depth:
             state = runner.run(token, cache, first=0, last=depth, base=context)
         else:
             state = runner.embed(token, context)
-        ladder.exit(index, state[0, 0], deep_state, offset=1)
+        return ladder.exit(index, state[0, 0], deep_state, offset=1)
 
-    def cold_seconds(index: int, depth: int) -> float:
-        runner.logits(runner.run(token, cache, first=0, last=runner.num_layers, base=context)[0])
-        return _seconds(lambda: leave(index, depth))
-
-    return tuple(
-        statistics.median([cold_seconds(index, depth) for _ in range(REPEATS + 1)][1:])
-        for index, depth in enumerate(ladder.depths)
-    )
+    medians: list[float] = []
+    for index, depth in enumerate(ladder.depths):
+        seconds: list[float] = []
+        for _ in range(REPEATS + 1):
+            runner.logits(
+                runner.run(token, cache, first=0, last=runner.num_layers, base=context)[0]
+            )
+            start = time.perf_counter()
+            draft = leave(index, depth)
+            seconds.append(time.perf_counter() - start)
+            yield draft
+        medians.append(statistics.median(seconds[1:]))
+    return tuple(medians)
 
 
 def _seconds(work: Callable[[], None]) -> float:

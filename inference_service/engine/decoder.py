@@ -146,7 +146,7 @@ class Decoder:
         turn.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
         sequence.num_drafted += len(chain.drafts)
         sequence.num_accepted += len(final)
-        self.statistics.record_drafts(final, len(final))
+        self.statistics.record_drafts(final, len(final), sequence.request.router_version)
         if sequence.is_finished:  # no deep pass will count what ran to draft
             sequence.num_layer_executions += chain.num_layer_executions
             sequence.num_token_layers += chain.num_token_layers
@@ -183,7 +183,9 @@ class Decoder:
             sequence.num_token_layers += chain.num_token_layers
             sequence.num_accepted += num_confirmed
             sequence.reliability.record(chain.drafts[chain.num_final :], num_confirmed)
-            self.statistics.record_drafts(chain.drafts[chain.num_final :], num_confirmed)
+            self.statistics.record_drafts(
+                chain.drafts[chain.num_final :], num_confirmed, sequence.request.router_version
+            )
             # Everything but the last token chosen has now been through every layer; rejected drafts are overwritten later.
             num_through = 1 + chain.num_final + num_confirmed
             sequence.num_settled = chain.base + num_through

@@ -3,18 +3,20 @@
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from inference_service.engine.admission import Admission
-from inference_service.engine.costs import measure_deep, measure_exits, measure_wide
+from inference_service.engine.bindings import Bindings
+from inference_service.engine.chores import Chores
+from inference_service.engine.costs import measure_deep, measure_wide
 from inference_service.engine.decoder import Decoder
 from inference_service.engine.drafting import Drafter
 from inference_service.engine.handle import EngineEvent, GenerationHandle, OnEvent
 from inference_service.engine.memory import default_budget, slot_bytes
-from inference_service.engine.planner import ExitGains, PassCosts
+from inference_service.engine.planner import PassCosts
 from inference_service.engine.prefixes import Prefixes, common_prefix
 from inference_service.engine.prompt import Prompt, encode_prompt
 from inference_service.engine.request import (
@@ -25,6 +27,7 @@ from inference_service.engine.request import (
     StoppingParams,
 )
 from inference_service.engine.sequence import Sequence
+from inference_service.engine.shadow import Shadow
 from shared.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,7 +35,7 @@ from shared.errors import (
     NeapError,
     Unavailable,
 )
-from shared.ladder.ladder import BoundLadder, Ladder
+from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread
@@ -45,8 +48,6 @@ logger = logging.getLogger(__name__)
 MAX_RUNNING = 16
 # Of the budget for keys and values, what ended requests may keep for later ones that start alike.
 PREFIX_SHARE = 0.25
-# Ladders kept bound to the model beside those in use.
-MAX_BOUND_LADDERS = 4
 RETRY_AFTER_S = 1.0
 
 
@@ -81,7 +82,8 @@ class Engine:
     requests together; None: half of what is free. A request takes its share, its prompt and its longest answer, before it
     starts, and waits until there is room. `prefix_cache_bytes` of that budget, None: a quarter, keep what ended requests
     have computed for others that start alike, as long as nobody needs the room; 0: nothing is shared. `max_queue` bounds the
-    requests that wait, `max_queue_tokens` their prompts. `on_failure` is called by the engine's thread should it ever end by
+    requests that wait, `max_queue_tokens` their prompts. `shadow_share` of the answers by policy relaxed are checked in idle time:
+    see `Shadow`. `on_failure` is called by the engine's thread should it ever end by
     itself; every later request is refused with `Unavailable`.
     """
 
@@ -94,6 +96,7 @@ class Engine:
         max_queue_tokens: int = 1 << 18,
         kv_budget_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
+        shadow_share: float = 0.0,
         on_failure: Callable[[], object] = lambda: None,
     ) -> None:
         if ladder is not None:
@@ -111,7 +114,9 @@ class Engine:
         self._admission = Admission(loaded, bytes_per_slot, kv_budget_bytes)
         self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // bytes_per_slot))
         self.statistics = self._decoder.statistics
-        self._bound: OrderedDict[int, tuple[Ladder, BoundLadder, Drafter]] = OrderedDict()
+        self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
+        self._bindings = Bindings(runner)
+        self._chores = Chores()
         self._costs: PassCosts | None = None
         self._waiting: deque[_Job] = deque()
         self._running: deque[_Job] = deque()
@@ -141,6 +146,21 @@ class Engine:
             if not self._thread.is_alive():
                 raise Unavailable("the engine has stopped")
 
+    def prepare(self, ladder: Ladder) -> None:
+        """Binds and tests a ladder beside those in use, between the steps of what runs; then its first request need not wait.
+
+        Blocks until that is done. Raises `RouterMismatch`, `Corrupt` (reason SELF_TEST_FAILED), `Unavailable` once closed.
+        """
+        ladder.check_model(self.loaded)
+        self.warm_up()
+        assert self._costs is not None
+        with self._changed:
+            if self._closing:
+                raise _stopping()
+            done = self._chores.add(self._bindings.prepare(ladder, self._costs))
+            self._changed.notify_all()
+        done.result()
+
     def submit(
         self,
         request: GenerationRequest,
@@ -158,7 +178,7 @@ class Engine:
         handle = GenerationHandle(request, self._wake, on_event)
         with self._changed:
             if self._closing:
-                raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN")
+                raise _stopping()
             tokens = sum(len(job.handle.request.prompt_ids) for job in self._waiting)
             if len(self._waiting) >= self._max_queue or (
                 self._waiting and tokens + len(request.prompt_ids) > self._max_queue_tokens
@@ -233,7 +253,7 @@ class Engine:
             self._costs = PassCosts(deep, wide=measure_wide(self._decoder.runner, deep))
             self._admission.costs = self._costs
             if self._ladder is not None:
-                self._bind(self._ladder)
+                self._bindings.get(self._ladder, self._costs)
             self._warm.set()
             while self._wait_for_work():
                 self._turn()
@@ -246,8 +266,9 @@ class Engine:
                 jobs = [*self._running, *self._waiting]
                 self._running.clear()
                 self._waiting.clear()
+                self._chores.close(_stopping())
             for job in jobs:
-                self._end(job, Unavailable("the worker is stopping", reason="SHUTTING_DOWN"))
+                self._end(job, _stopping())
 
     def _wait_for_work(self) -> bool:
         """False once the engine is to stop. Wakes for deadlines, too: a paused request may run into its own."""
@@ -257,6 +278,8 @@ class Engine:
                 if self._waiting and self._has_room():
                     return True
                 if any(not job.handle.is_paused for job in self._running):
+                    return True
+                if not (self._chores.is_empty and self.shadow.is_idle):
                     return True
                 if any(self._is_over(job) for job in jobs):
                     return True
@@ -283,13 +306,18 @@ class Engine:
             else:
                 self._end(job, DeadlineExceeded("the deadline passed during generation"))
         # What is kept for later makes room for what runs now.
-        self._decoder.prefixes.fit(
-            (self._admission.kv_budget_bytes - taken) // self._admission.slot_bytes
-        )
+        num_slots = (self._admission.kv_budget_bytes - taken) // self._admission.slot_bytes
+        self.shadow.make_room(num_slots)
+        self._decoder.prefixes.fit(num_slots - self.shadow.num_slots)
         if not ready:
+            if not self._chores.is_empty:
+                self._chores.slice()
+            elif not self.shadow.is_idle:
+                self.shadow.slice(num_slots)
             return
         try:
             self._step(ready)
+            self._chores.after_step()
         except Exception as error:
             # The pass was shared, so nobody's state can be trusted any more.
             ids = ", ".join(job.handle.request.request_id for job in ready)
@@ -306,41 +334,27 @@ class Engine:
 
     def _step(self, jobs: list[_Job]) -> None:
         """One step for all of `jobs`; those that are complete leave."""
+        assert self._costs is not None
         batch: list[tuple[Sequence, Drafter]] = []
         for job in jobs:
-            bound, drafter = self._bind(job.ladder)
+            bound, drafter = self._bindings.get(job.ladder, self._costs)
             if job.sequence is None:
                 request = job.handle.request
                 job.sequence = self._decoder.start(request, bound, drafter.served(request))
                 job.sequence.submitted_s = job.handle.submitted_s
                 job.handle.started_s = time.monotonic()
             batch.append((job.sequence, drafter))
-        assert self._costs is not None
+        self._bindings.fit({id(job.ladder) for job in jobs})
         results = self._decoder.step(batch, self._costs)
         for job, (sequence, _), chunks in zip(jobs, batch, results, strict=True):
             for chunk in chunks:
                 self._deliver(job, chunk)
             if sequence.is_finished:
                 self._deliver(job, sequence.finished())
+                budget = self._admission.kv_budget_bytes // self._admission.slot_bytes
+                self.shadow.offer(sequence, budget)
                 self._leave(job)
                 self._end(job, None)
-
-    def _bind(self, ladder: Ladder | None) -> tuple[BoundLadder | None, Drafter]:
-        """The ladder bound to this model, with its drafter; kept for the next request that brings the same ladder."""
-        assert self._costs is not None
-        runner = self._decoder.runner
-        if ladder is None:
-            return None, Drafter(runner, self._costs, ExitGains(()))
-        found = self._bound.get(id(ladder))
-        if found is None:
-            bound = ladder.bind(runner)
-            costs = replace(self._costs, exits=measure_exits(runner, bound))
-            drafter = Drafter(runner, costs, ExitGains(bound.agreements))
-            found = self._bound[id(ladder)] = (ladder, bound, drafter)
-            while len(self._bound) > MAX_BOUND_LADDERS:
-                self._bound.popitem(last=False)
-        self._bound.move_to_end(id(ladder))
-        return found[1], found[2]
 
     def _has_room(self) -> bool:
         """Whether the first that waits may start. The later ones wait behind it, so that no large request starves.
@@ -378,3 +392,7 @@ class Engine:
         except Exception:  # a caller's callback must not stop everybody's engine
             logger.exception("delivering an event of %s failed", job.handle.request.request_id)
             job.handle.cancel()
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the worker is stopping", reason="SHUTTING_DOWN")

@@ -39,7 +39,11 @@ class StoppingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds."""
+    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds.
+
+    `router_version` (0: none) is what its figures are counted under. `risk_bound`: the share of prompts, in (0, 1), on which its
+    router may differ from the full model under the policy relaxed; None: nobody has said.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -48,6 +52,8 @@ class GenerationRequest:
     logprobs: int | None = None
     request_id: str = ""
     deadline_s: float = math.inf
+    router_version: int = 0
+    risk_bound: float | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -106,6 +106,13 @@ class BoundLadder:
         self.depths = tuple(layer_exit.depth for layer_exit in ladder.exits)
         self.agreements = tuple(layer_exit.agreement for layer_exit in ladder.exits)
         self._exits = ladder.exits
+        # What the time of an exit depends on: ladders of one layout take alike.
+        vocabulary = ladder.draft_vocabulary
+        self.layout: object = (
+            0 if vocabulary is None else len(vocabulary),
+            *((e.depth, e.head.form, e.head.rank, e.head.head_width) for e in ladder.exits),
+            *(e.router.hidden.out_features for e in ladder.exits),
+        )
         if ladder.exits:
             assert ladder.draft_vocabulary is not None
             device = runner.loaded.device

@@ -6,7 +6,9 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_service.engine.statistics import EngineStatistics
+from inference_service.engine.prefixes import Prefixes
+from inference_service.engine.shadow import Shadow, ShadowCounts
+from inference_service.engine.statistics import MAX_VERSIONS, EngineStatistics
 from inference_service.metrics import WorkerMetrics
 from tests.exported_metrics import busy_metrics, exported
 
@@ -37,6 +39,7 @@ def test_engines_are_read_when_asked_and_told_apart():
         SimpleNamespace(
             loaded=SimpleNamespace(model_id=name),
             statistics=EngineStatistics(4),
+            shadow=Shadow(None, Prefixes(0)),
             num_running=index,
             num_waiting=0,
             kv_usage_ratio=0.0,
@@ -54,9 +57,41 @@ def test_engines_are_read_when_asked_and_told_apart():
     assert metrics.registry.get_sample_value("neap_num_requests_running", {"model_id": "b"}) == 1
 
 
+def test_versions_that_left_leave_no_series():
+    metrics = busy_metrics()
+    ((engine, _),) = metrics._engines.engines
+    metrics._engines.engines.clear()
+    served = {3, 4}
+    metrics.add_engine(engine, versions=lambda: served)
+    for version in (3, 4, 5):
+        engine.statistics._counts(version)[1].num_requests = version
+        engine.shadow.counts[version, None] = ShadowCounts(num_dropped=1)
+
+    def versions(name):
+        samples = _parsed(metrics)[name].samples
+        return {sample.labels["router_version"]: sample.value for sample in samples}
+
+    assert versions("neap_router_requests") == {"3": 3.0, "4": 4.0}
+    assert set(versions("neap_router_shadow_dropped")) == {"3", "4"}
+    served.remove(3)
+    assert versions("neap_router_requests") == {"4": 4.0}
+    served.add(5)
+    assert versions("neap_router_requests") == {"4": 4.0, "5": 5.0}
+
+
+def test_versions_are_counted_for_no_longer_than_there_is_room():
+    statistics = EngineStatistics(4)
+    for version in range(1, MAX_VERSIONS + 3):
+        statistics.record_drafts((), 0, version)
+        statistics.record_drafts((), 0, 1)
+    assert len(statistics.by_version) == MAX_VERSIONS
+    assert 1 in statistics.by_version
+    assert {2, 3}.isdisjoint(statistics.by_version)
+
+
 def test_buckets_are_cumulative_and_agree_with_their_count():
     metrics = busy_metrics()
-    (engine,) = metrics._engines.engines
+    ((engine, _),) = metrics._engines.engines
     for value in (0.003, 0.003, 0.03, 99.0):
         engine.statistics.step_s.record(value)
     samples = _parsed(metrics)["neap_engine_step_duration_seconds"].samples
@@ -71,7 +106,7 @@ def test_buckets_are_cumulative_and_agree_with_their_count():
 
 def test_reading_while_the_engine_counts_never_fails_or_goes_back():
     metrics = busy_metrics()
-    (engine,) = metrics._engines.engines
+    ((engine, _),) = metrics._engines.engines
     stop = threading.Event()
 
     def count():

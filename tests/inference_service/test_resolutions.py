@@ -9,6 +9,7 @@ import pytest
 import structlog
 from neap.inference.v1 import inference_pb2 as pb
 
+from inference_service import router_loader
 from inference_service.engine.engine import Engine
 from inference_service.routers import RouterChoice, RouterStore
 from shared.errors import NotFound, PreconditionFailed, Unavailable
@@ -29,12 +30,12 @@ class Flaky:
         self.go.set()
         self.num_asked = 0
 
-    def resolve(self, model_id, alias):
+    def target(self, model_id, alias):
         self.num_asked += 1
         self.go.wait(10)
         if self.error is not None:
             raise self.error
-        return self.registry.resolve(model_id, alias)
+        return self.registry.target(model_id, alias)
 
     def get(self, model_id, version):
         return self.registry.get(model_id, version)
@@ -118,17 +119,32 @@ async def test_a_registry_that_hangs_costs_one_wait(registry, store, loaded, pub
     registry.go.set()
 
 
-async def test_an_alias_that_moved_to_what_cannot_be_fetched(registry, store, loaded, publish):
+async def test_an_alias_that_moved_to_what_cannot_be_fetched(
+    registry, loaded, publish, monkeypatch
+):
+    monkeypatch.setattr(router_loader, "RETRY_AWAY_S", 0.02)
+    fallbacks = []
+    store = RouterStore(
+        registry,
+        unpack=lambda manifest, blobs: build_ladder(loaded),
+        on_fallback=lambda *labels: fallbacks.append(labels),
+    )
     publish("first")
     await store.select(loaded, RouterChoice())
     publish("second")
-    registry.store_error = Unavailable("the store is away")
-    assert (await store.select(loaded, RouterChoice())).version == 1
-    assert store.num_stale_resolutions == 1
+    registry.store_error = Unavailable("the store is away", reason="OBJECT_STORE_UNAVAILABLE")
+    give_up_at = time.monotonic() + 10
+    while ("tiny", "alias", "OBJECT_STORE_UNAVAILABLE") not in fallbacks:
+        assert (await store.select(loaded, RouterChoice())).version == 1
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.01)
+    assert fallbacks[0] == ("tiny", "alias", "LOADING")
     with pytest.raises(Unavailable):
         await store.select(loaded, RouterChoice(version=2))
     registry.store_error = None
-    assert (await store.select(loaded, RouterChoice())).version == 2
+    while (await store.select(loaded, RouterChoice())).version != 2:
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.01)
 
 
 def test_a_worker_serves_on_when_redis_is_killed(loaded, publish, own_redis, s3):

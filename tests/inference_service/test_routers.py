@@ -1,11 +1,16 @@
 import asyncio
+import collections
 import threading
+import time
 
 import pytest
 
+from inference_service import router_loader
 from inference_service.routers import RouterChoice, RouterStore
 from shared.errors import Corrupt, NotFound, PreconditionFailed, RouterMismatch
+from shared.registry.base import Canary
 from shared.registry.factory import open_registry
+from shared.registry.split import takes_canary
 from tests.worker import build_ladder
 
 
@@ -64,12 +69,145 @@ async def test_no_choice_means_latest(registry, loaded, publish, unpack):
     assert store.loaded("other") == []
 
 
-async def test_an_alias_is_resolved_for_every_request(registry, loaded, publish, unpack):
+async def served(store, loaded, version, choice=None, **options):
+    """Returns once requests are given `version`."""
+    give_up_at = time.monotonic() + 10
+    while (await store.select(loaded, choice or RouterChoice(), **options)).version != version:
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.01)
+
+
+async def test_an_alias_that_moves_serves_what_it_served_until_the_new_one_is_ready(
+    registry, loaded, publish, unpack
+):
+    fallbacks = []
+    store = RouterStore(
+        registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels)
+    )
+    prepared = []
+    store.prepare_with("tiny", prepared.append)
+    publish("first")
+    first = await store.select(loaded, RouterChoice())
+    assert prepared == [first.ladder]
+    publish("second")
+    unpack.go.clear()
+    for _ in range(5):
+        assert (await store.select(loaded, RouterChoice())) is first
+    assert fallbacks == [("tiny", "alias", "LOADING")] * 5
+    unpack.go.set()
+    await served(store, loaded, 2)
+    assert unpack.num_calls == 2
+    assert len(prepared) == 2
+    registry.rollback_alias("tiny", "latest")
+    assert (await store.select(loaded, RouterChoice())) is first, "it is still there"
+
+
+async def test_a_router_that_fails_its_self_test_never_serves(registry, loaded, publish, unpack):
+    def refuse(ladder):
+        raise Corrupt("no", reason="SELF_TEST_FAILED")
+
+    fallbacks = []
+    store = RouterStore(
+        registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels)
+    )
+    publish("first")
+    await store.select(loaded, RouterChoice())
+    store.prepare_with("tiny", refuse)
+    publish("second")
+    give_up_at = time.monotonic() + 10
+    while ("tiny", "alias", "SELF_TEST_FAILED") not in fallbacks:
+        assert (await store.select(loaded, RouterChoice())).version == 1
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.01)
+    for _ in range(20):
+        assert (await store.select(loaded, RouterChoice())).version == 1
+    assert unpack.num_calls == 2, "what is broken is not loaded for every request"
+    with pytest.raises(Corrupt):
+        await store.select(loaded, RouterChoice(version=2))
+
+
+IDS = [f"request-{number}" for number in range(400)]
+
+
+async def test_a_canary_gets_its_share_the_same_ids_on_every_worker(
+    registry, loaded, publish, unpack
+):
+    publish("first", aliases=("stable",))
+    publish("second", aliases=())
+    registry.set_canary("tiny", "stable", Canary(2, 250))
+    chosen = []
+    for _ in range(2):
+        store = RouterStore(registry, unpack=unpack, default_alias="stable")
+        mine = next(name for name in IDS if takes_canary(name, "tiny", "stable", Canary(2, 250)))
+        await served(store, loaded, 2, request_id=mine)
+        routers = [await store.select(loaded, RouterChoice(), request_id=name) for name in IDS]
+        chosen.append([router.version for router in routers])
+    assert chosen[0] == chosen[1]
+    assert 60 < chosen[0].count(2) < 140
+    assert chosen[0].count(1) + chosen[0].count(2) == len(IDS)
+    assert [router.version for router in store.loaded("tiny")] == [1, 2], "both are held"
+    registry.promote_canary("tiny", "stable")
+    assert {(await store.select(loaded, RouterChoice(), request_id=n)).version for n in IDS} == {2}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("fingerprint", "ROUTER_MISMATCH"), ("blob", "CORRUPT"), ("missing", "CORRUPT")],
+)
+async def test_a_broken_canary_fails_no_request(
+    registry, loaded, publish, unpack, tmp_path, fault, reason
+):
+    publish("first", aliases=("stable",))
+    other = {"fingerprint": "sha256:" + "0" * 64} if fault == "fingerprint" else {}
+    publish("second", aliases=(), **other)
+    for path in (tmp_path / "registry" / "blobs").rglob("*"):
+        if path.is_file() and path.read_bytes() == b"bytes of second" and fault != "fingerprint":
+            path.chmod(0o644)
+            path.write_bytes(b"bytes of secOnd") if fault == "blob" else path.unlink()
+    registry.set_canary("tiny", "stable", Canary(2, 500))
+    fallbacks = collections.Counter()
+    store = RouterStore(
+        registry,
+        unpack=unpack,
+        default_alias="stable",
+        on_fallback=lambda *labels: fallbacks.update([labels]),
+    )
+    give_up_at = time.monotonic() + 10
+    while not fallbacks["tiny", "canary", reason]:
+        for name in IDS:
+            router = await store.select(loaded, RouterChoice(), request_id=name)
+            assert router.version == 1
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.01)
+    assert set(fallbacks) <= {("tiny", "canary", "LOADING"), ("tiny", "canary", reason)}
+
+
+async def test_refreshing_loads_before_anybody_asks(registry, loaded, publish, unpack):
     store = RouterStore(registry, unpack=unpack)
     publish("first")
-    assert (await store.select(loaded, RouterChoice())).version == 1
+    await store.select(loaded, RouterChoice())
     publish("second")
+    publish("third", aliases=())
+    registry.set_canary("tiny", "latest", Canary(3, 1))
+    await store.refresh(loaded)
+    give_up_at = time.monotonic() + 10
+    while len(store.loaded("tiny")) < 3:
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.01)
+    fallbacks = []
+    store._on_fallback = lambda *labels: fallbacks.append(labels)
     assert (await store.select(loaded, RouterChoice())).version == 2
+    assert fallbacks == []
+
+
+async def test_what_is_too_large_is_not_even_read(registry, loaded, publish, unpack, monkeypatch):
+    monkeypatch.setattr(router_loader, "MAX_BLOB_BYTES", 10)
+    publish("first")
+    read = []
+    store = RouterStore(registry, unpack=unpack, read_blob=lambda *args: read.append(args))
+    with pytest.raises(Corrupt) as caught:
+        await store.select(loaded, RouterChoice())
+    assert (caught.value.reason, read) == ("ROUTER_TOO_LARGE", [])
 
 
 async def test_nothing_published_says_how_to_calibrate(registry, loaded, unpack):

@@ -1,6 +1,6 @@
 import pytest
 
-from inference_service.engine import engine
+from inference_service.engine import bindings, engine
 
 
 @pytest.fixture(autouse=True)
@@ -11,5 +11,5 @@ def _fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(engine, "measure_wide", lambda runner, deep: ())
     monkeypatch.setattr(
-        engine, "measure_exits", lambda runner, ladder: (0.001,) * len(ladder.depths)
+        bindings, "measure_exits", lambda runner, ladder: (0.001,) * len(ladder.depths)
     )

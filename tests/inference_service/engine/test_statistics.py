@@ -110,7 +110,12 @@ def test_of_drafts_the_first_are_accepted() -> None:
 def test_time_between_steps_is_shared_by_their_tokens() -> None:
     counted = EngineStatistics(NUM_LAYERS)
     seen = Progress(3, 7, delivered_s=time.monotonic() - 0.9)
-    sequence = SimpleNamespace(num_generated=6, num_layer_executions=11, counted=seen)
+    sequence = SimpleNamespace(
+        request=SimpleNamespace(router_version=0),
+        num_generated=6,
+        num_layer_executions=11,
+        counted=seen,
+    )
     counted.record_step(0.25, [sequence], [[]])
     assert sum(counted.inter_token_s.counts) == 3
     assert 0.9 <= counted.inter_token_s.sum < 1.0

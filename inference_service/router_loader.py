@@ -1,0 +1,171 @@
+"""Published ladders in memory: each fetched once, checked, made ready beside those that serve, and kept by use."""
+
+import asyncio
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from shared.errors import Corrupt, NeapError, Unavailable
+from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
+from shared.ladder.ladder import Ladder
+from shared.ladder.risk import PublishedRisk
+from shared.model.load import LoadedModel
+from shared.registry.base import PublishedVersion, Registry
+
+# How long a load in the background that failed is not tried again, times 0.5 to 1.5: what does not answer may do so soon, what
+# is broken must be mended by somebody.
+RETRY_AWAY_S = 2.0
+RETRY_BROKEN_S = 10.0
+
+Unpack = Callable[[Mapping[str, Any], Mapping[str, bytes]], Ladder]
+ReadBlob = Callable[[PublishedVersion, str], bytes]
+Prepare = Callable[[Ladder], None]
+
+log = structlog.get_logger("neap.routers")
+
+
+@dataclass(frozen=True)
+class LoadedRouter:
+    """A published ladder in memory, checked against its model. `risk` None: nothing is promised of the policy relaxed."""
+
+    model_id: str
+    version: int
+    digest: str
+    rungs: tuple[str, ...]
+    ladder: Ladder
+    risk: PublishedRisk | None = None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    reason: str
+    retry_at_s: float
+
+
+class RouterLoader:
+    """Keeps the `capacity` routers last used. Belongs to one event loop; blocking work runs in threads.
+
+    `read_blob` must check digests. A router counts as loaded once `prepare` of its model, where one was given, has returned for
+    it. An evicted ladder lives on in the requests that use it.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        capacity: int,
+        unpack: Unpack = unpack_ladder,
+        read_blob: ReadBlob | None = None,
+    ) -> None:
+        self._registry = registry
+        self._capacity = capacity
+        self._unpack = unpack
+        self._read_blob = read_blob or registry.read_blob
+        self._prepare: dict[str, Prepare] = {}
+        self._loaded: OrderedDict[tuple[str, int], LoadedRouter] = OrderedDict()
+        self._loading: dict[tuple[str, int], asyncio.Task[LoadedRouter]] = {}
+        self._failures: dict[tuple[str, int], _Failure] = {}
+
+    def prepare_with(self, model_id: str, prepare: Prepare) -> None:
+        """`prepare(ladder)` is called, in a thread, before a router of this model counts as loaded. May raise NeapError."""
+        self._prepare[model_id] = prepare
+
+    def loaded(self, model_id: str) -> list[LoadedRouter]:
+        """Those of one model, by version. From any thread."""
+        mine = [router for router in list(self._loaded.values()) if router.model_id == model_id]
+        return sorted(mine, key=lambda router: router.version)
+
+    def find(self, model_id: str, version: int) -> LoadedRouter | None:
+        """Where it is loaded; counts as a use."""
+        router = self._loaded.get((model_id, version))
+        if router is not None:
+            self._loaded.move_to_end((model_id, version))
+        return router
+
+    async def get(
+        self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None
+    ) -> LoadedRouter:
+        """Loaded now if it was not; failures are not remembered here. Raises NotFound, RouterMismatch, Corrupt, Unavailable."""
+        router = self.find(loaded.model_id, version)
+        if router is not None:
+            return router
+        # One caller that goes away must not end the load for the others.
+        return await asyncio.shield(self._load(loaded, version, published))
+
+    def get_soon(
+        self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None
+    ) -> LoadedRouter | str:
+        """The router, or why it is not there: LOADING, from now on in the background, or the reason it could not be loaded."""
+        router = self.find(loaded.model_id, version)
+        if router is not None:
+            return router
+        key = (loaded.model_id, version)
+        failure = self._failures.get(key)
+        if failure is not None and time.monotonic() < failure.retry_at_s:
+            return failure.reason
+        self._load(loaded, version, published)
+        return failure.reason if failure is not None else "LOADING"
+
+    def _load(
+        self, loaded: LoadedModel, version: int, published: PublishedVersion | None
+    ) -> asyncio.Task[LoadedRouter]:
+        key = (loaded.model_id, version)
+        task = self._loading.get(key)
+        if task is None:
+            task = asyncio.create_task(asyncio.to_thread(self._fetch, loaded, version, published))
+            self._loading[key] = task
+            task.add_done_callback(lambda done: self._settle(key, done))
+        return task
+
+    def _fetch(
+        self, loaded: LoadedModel, version: int, published: PublishedVersion | None
+    ) -> LoadedRouter:
+        published = published or self._registry.get(loaded.model_id, version)
+        entries = published.manifest["blobs"]
+        size_bytes = sum(int(entry["size_bytes"]) for entry in entries.values())
+        if size_bytes > MAX_BLOB_BYTES:
+            raise Corrupt(
+                f"version {version} of {loaded.model_id!r} has {size_bytes} bytes; at most {MAX_BLOB_BYTES} are loaded",
+                reason="ROUTER_TOO_LARGE",
+            )
+        blobs = {name: self._read_blob(published, name) for name in entries}
+        ladder = self._unpack(published.manifest, blobs)
+        ladder.check_model(loaded)
+        risk = PublishedRisk.of(published.manifest)
+        prepare = self._prepare.get(loaded.model_id)
+        if prepare is not None:
+            prepare(ladder)
+        log.info("router loaded", model_id=loaded.model_id, version=version)
+        return LoadedRouter(
+            model_id=loaded.model_id,
+            version=version,
+            digest=published.manifest_digest,
+            rungs=ladder.rung_names,
+            ladder=ladder,
+            risk=risk,
+        )
+
+    def _settle(self, key: tuple[str, int], task: asyncio.Task[LoadedRouter]) -> None:
+        del self._loading[key]
+        # Asking for the exception also marks it as seen when every caller has gone.
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            reason = error.reason if isinstance(error, NeapError) else "INTERNAL"
+            pause_s = RETRY_AWAY_S if isinstance(error, Unavailable) else RETRY_BROKEN_S
+            retry_at_s = time.monotonic() + pause_s * random.uniform(0.5, 1.5)
+            self._failures[key] = _Failure(reason, retry_at_s)
+            log.error(
+                "a router could not be loaded", model_id=key[0], version=key[1], reason=reason
+            )
+            return
+        self._failures.pop(key, None)
+        self._loaded[key] = task.result()
+        while len(self._loaded) > self._capacity:
+            self._loaded.popitem(last=False)

@@ -1,0 +1,48 @@
+"""The published risk of the policy relaxed."""
+
+import pytest
+
+from shared.errors import Corrupt
+from shared.ladder.risk import MAX_BOUNDS, PublishedRisk
+
+TABLE = {
+    "loss": "generation_differs",
+    "delta": 0.05,
+    "num_prompts": 400,
+    "bounds": [{"threshold": 0.9, "epsilon": 0.2}, {"threshold": 0.97, "epsilon": 0.05}],
+}
+
+
+def test_the_best_bound_that_holds_for_a_threshold() -> None:
+    risk = PublishedRisk.of({"risk": TABLE})
+    assert risk is not None
+    assert risk.delta == 0.05
+    asked = (0.85, 0.9, 0.95, 0.97, 1.0)
+    assert [risk.epsilon_at(threshold) for threshold in asked] == [None, 0.2, 0.2, 0.05, 0.05]
+
+
+def test_nothing_published() -> None:
+    assert PublishedRisk.of({"rungs": []}) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": "tokens"},
+        {"delta": 0},
+        {"bounds": []},
+        {"bounds": [{"threshold": 0.9}]},
+        {"bounds": [{"threshold": 0.9, "epsilon": 1.0}]},
+        {"bounds": [{"threshold": 0.9, "epsilon": float("nan")}]},
+        {"bounds": [{"threshold": 0.9, "epsilon": 0.1}] * (MAX_BOUNDS + 1)},
+        {"bounds": "none"},
+    ],
+)
+def test_a_table_that_is_not_one_is_refused(change: dict) -> None:
+    with pytest.raises(Corrupt):
+        PublishedRisk.of({"risk": {**TABLE, **change}})
+
+
+def test_a_table_that_is_no_table_is_refused() -> None:
+    with pytest.raises(Corrupt):
+        PublishedRisk.of({"risk": 7})
