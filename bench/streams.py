@@ -30,6 +30,7 @@ class Stream:
     arrival_s: float
     outcome: str = ""
     num_prompt_tokens: int = 0
+    router_version: int = 0
     prefill_s: float = 0.0
     deliveries: list[tuple[float, int]] = field(default_factory=list)
 
@@ -83,6 +84,7 @@ class StreamClient:
             async for event in self._stub.Generate(request, timeout=TIMEOUT_S):
                 if event.HasField("started"):
                     stream.num_prompt_tokens = event.started.num_prompt_tokens
+                    stream.router_version = event.started.router_version
                 elif event.HasField("finished"):
                     stream.prefill_s = event.finished.timing.prefill.ToNanoseconds() / 1e9
                 elif event.chunk.tokens:

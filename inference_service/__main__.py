@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -13,12 +14,15 @@ from neap.inference.v1 import inference_pb2_grpc
 from inference_service.engine.engine import MAX_RUNNING, Engine
 from inference_service.metrics import WorkerMetrics
 from inference_service.metrics_server import metrics_served
+from inference_service.router_watch import RouterWatch
 from inference_service.routers import RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.errors import InvalidInput, NeapError
-from shared.model.load import load_model
+from shared.model.load import LoadedModel, load_model
+from shared.registry.blob_cache import BlobCache
 from shared.registry.factory import open_registry
+from shared.registry.shared import SharedRegistry
 from shared.rpc.logs import configure_logging
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
@@ -47,8 +51,16 @@ async def serve(settings: WorkerSettings) -> int:
         torch.set_num_threads(settings.threads)
     registry = open_registry(settings.registry)
     metrics = WorkerMetrics()
+    cache = BlobCache(
+        settings.data_dir / "router-cache",
+        registry.read_blob,
+        max_bytes=settings.router_cache_mb << 20,
+    )
+    # An embedded registry is on this disk already.
+    is_remote = isinstance(registry, SharedRegistry) and settings.router_cache_mb > 0
     routers = RouterStore(
         registry,
+        read_blob=cache.read_blob if is_remote else None,
         capacity=settings.max_routers,
         default_alias=settings.default_alias,
         on_stale=lambda model_id: metrics.stale_resolutions.labels(model_id).inc(),
@@ -68,6 +80,7 @@ async def serve(settings: WorkerSettings) -> int:
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     engines: list[Engine] = []
+    watches: list[RouterWatch] = []
     loop = asyncio.get_running_loop()
     stop_soon = partial(loop.call_soon_threadsafe, server.request_stop)
 
@@ -76,6 +89,8 @@ async def serve(settings: WorkerSettings) -> int:
             # A worker whose engine has died is of no use: it drains, ends, and is started anew.
             engine = await asyncio.to_thread(_load_engine, source, settings, stop_soon)
             engines.append(engine)
+            changed = partial(_refresh_soon, loop, routers, engine.loaded)
+            watches.append(RouterWatch(registry, source.model_id, changed))
             servicer.add_model(
                 engine,
                 max_active=settings.max_queue + MAX_RUNNING,
@@ -90,10 +105,20 @@ async def serve(settings: WorkerSettings) -> int:
         log.info("stopped before it was ready")
         sys.stderr.flush()
         os._exit(0)
+    for watch in watches:
+        watch.stop()
     for engine in engines:
         await asyncio.to_thread(engine.close)
     await asyncio.to_thread(registry.close)
     return 0
+
+
+def _refresh_soon(
+    loop: asyncio.AbstractEventLoop, routers: RouterStore, loaded: LoadedModel
+) -> None:
+    """From a watch's thread."""
+    with suppress(RuntimeError):  # the loop is gone: the worker is ending
+        asyncio.run_coroutine_threadsafe(routers.refresh(loaded), loop)
 
 
 def _load_engine(

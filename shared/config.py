@@ -109,7 +109,7 @@ class WorkerSettings(ServiceSettings):
     model, in MiB; None: half of what is free once it is loaded. `prefix_cache_mb`: of these, what ended requests may keep for
     others that start alike; None: a quarter; 0: nothing is shared. `stall_timeout_s`: how long a client may not read.
     `metrics_listen`: HOST:PORT for Prometheus over HTTP; empty: none. `default_alias`: the router of requests that name none.
-    `shadow_share`: of the greedy answers by policy relaxed, in [0, 1], what is compared with the full model in idle time.
+    `router_cache_mb`: of a shared registry's routers, what is kept on disk under `data_dir`, in MiB; 0: nothing. `shadow_share`: of the greedy answers by policy relaxed, in [0, 1], what is compared with the full model in idle time.
     `relaxed_bound`: the share of prompts on which they may differ where the router publishes no bound; None: any."""
 
     listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
@@ -121,6 +121,7 @@ class WorkerSettings(ServiceSettings):
     max_routers: int = Field(default=4, ge=1)
     stall_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     metrics_listen: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
+    router_cache_mb: int = Field(default=1024, ge=0)
     default_alias: str = Field(default="latest", pattern=r"^[a-z0-9._-]{1,64}$")
     shadow_share: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     relaxed_bound: float | None = Field(default=None, gt=0, lt=1, allow_inf_nan=False)
@@ -170,6 +171,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
         add("--max-routers", metavar="N", help="routers kept in memory at most")
         add("--stall-timeout-s", metavar="SECONDS", help="end calls whose client does not read")
         add("--metrics-listen", metavar="HOST:PORT", help="metrics over HTTP; port 0 picks one")
+        add("--router-cache-mb", metavar="MIB", help="routers of a shared registry on disk")
         add("--default-alias", metavar="ALIAS", help="router of requests that name none")
         add("--shadow-share", metavar="SHARE", help="of relaxed answers, checked in idle time")
         add("--relaxed-bound", metavar="SHARE", help="may differ, where routers say nothing")

@@ -13,7 +13,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.runner import DepthRunner
 
-PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS = 16, 6, 3
+PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS = 16, 4, 3
 
 
 def check_draft(draft: Draft, vocabulary_size: int) -> None:

@@ -44,10 +44,16 @@ class ContentStore:
         hexadecimal = digest.removeprefix("sha256:")
         return self.root / kind / "sha256" / hexadecimal[:2] / hexadecimal
 
-    def read(self, kind: Kind, digest: str) -> bytes:
-        """The bytes, digest checked. Raises Corrupt with metadata expected_digest and actual_digest ("" when gone)."""
+    def read(self, kind: Kind, digest: str, size_bytes: int | None = None) -> bytes:
+        """The bytes, digest checked; of another size than `size_bytes` they are not even read.
+
+        Raises Corrupt with metadata expected_digest and actual_digest ("" when gone or not read).
+        """
         path = self.path(kind, digest)
         try:
+            found_bytes = path.stat().st_size
+            if size_bytes is not None and found_bytes != size_bytes:
+                raise _corrupt(kind, digest, "", f"has {found_bytes} bytes, not {size_bytes}")
             data = path.read_bytes()
         except FileNotFoundError as error:
             raise _corrupt(kind, digest, "", "is missing") from error

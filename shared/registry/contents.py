@@ -95,6 +95,11 @@ def blob_digest(manifest: Mapping[str, Any], name: str, model_id: str, version: 
     return str(entries[name]["digest"])
 
 
+def blob_size_bytes(manifest: Mapping[str, Any], name: str) -> int:
+    """As the manifest says, of a blob that it has."""
+    return int(manifest["blobs"][name]["size_bytes"])
+
+
 def other_contents(request_id: str, model_id: str, version: int | None) -> AlreadyExists:
     """`request_id` is taken; `version` None: by a publication that has not ended."""
     made = "" if version is None else f" version {version} of"

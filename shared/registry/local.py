@@ -20,6 +20,7 @@ from shared.registry.blobs import ContentStore, StepHook, registry_error
 from shared.registry.canonical import digest_of
 from shared.registry.contents import (
     blob_digest,
+    blob_size_bytes,
     check_limit,
     check_passed,
     encode_manifest,
@@ -162,7 +163,7 @@ class LocalRegistry(AliasOperations):
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """Raises NotFound, Corrupt with metadata expected_digest and actual_digest."""
         digest = blob_digest(version.manifest, name, version.model_id, version.version)
-        return self._store.read("blobs", digest)
+        return self._store.read("blobs", digest, blob_size_bytes(version.manifest, name))
 
     def aliases(self, model_id: str) -> dict[str, int]:
         """In alphabetical order."""

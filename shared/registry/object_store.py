@@ -106,9 +106,10 @@ class ObjectStore:
         self._step(f"verified:{kind}")
         return digest
 
-    def read_blob(self, digest: str) -> bytes:
-        """Checked at every read. Raises Corrupt with metadata expected_digest and actual_digest ("" when gone)."""
-        return self._read_content("blobs", digest)
+    def read_blob(self, digest: str, size_bytes: int) -> bytes:
+        """Checked at every read; of another size than `size_bytes` it is not even read. Raises Corrupt with metadata
+        expected_digest and actual_digest ("" when gone or not read)."""
+        return self._read_content("blobs", digest, size_bytes)
 
     def read_manifest(self, digest: str) -> bytes:
         """Checked when read; the last used stay in memory, because every request asks for one. Raises Corrupt."""
@@ -123,11 +124,15 @@ class ObjectStore:
                 self._manifests.popitem(last=False)
         return data
 
-    def _read_content(self, kind: Kind, digest: str) -> bytes:
-        data = self._get(self._large, _content_path(kind, digest))
+    def _read_content(self, kind: Kind, digest: str, size_bytes: int | None = None) -> bytes:
+        data = self._get(self._large, _content_path(kind, digest), size_bytes)
         actual = "" if data is None else digest_of(data)
         if data is None or actual != digest:
-            what = "is missing" if data is None else f"has the digest {actual}"
+            what = f"has the digest {actual}"
+            if data is None:
+                what = (
+                    "is missing" if size_bytes is None else f"is missing, or not {size_bytes} bytes"
+                )
             raise Corrupt(
                 f"the stored {kind[:-1]} {digest} {what}",
                 metadata={
@@ -159,12 +164,16 @@ class ObjectStore:
         """A small object, or None."""
         return self._get(self._small, path)
 
-    def _get(self, client: S3Store, path: str) -> bytes | None:
+    def _get(self, client: S3Store, path: str, size_bytes: int | None = None) -> bytes | None:
+        """None where nothing is, or something of another size than `size_bytes`, which is not read then."""
         with _errors():
             try:
-                return bytes(obstore.get(client, path).bytes())
+                answer = obstore.get(client, path)
             except FileNotFoundError:
                 return None
+            if size_bytes is not None and answer.meta["size"] != size_bytes:
+                return None
+            return bytes(answer.bytes())
 
     def exists(self, path: str) -> bool:
         with _errors():

@@ -1,0 +1,153 @@
+"""What running streams feel of a router being swapped: gaps between tokens with an alias at rest, moved and newly published to.
+
+    python -m bench.swap --model DIR --router FOLDER [--seconds 20] [--rounds 3] [--every 5.0] [--width 4]
+
+One worker, one run: `width` streams are always under way, and `rounds` times over the alias rests, is moved back and forth every
+`every` seconds between two versions that are loaded, and is pointed every `every` seconds at a version published just then (loaded,
+bound and tested beside the streams). Each lasts `seconds`; times belong to the phase they fall in. The versions hold the same
+ladder, so nothing but the swap differs. Prompts are the first turns of Spec-Bench of at most 600 characters; greedy, policy exact,
+at most 32 tokens. Client and worker share the machine. The exit status is 1 where a request failed.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import date
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from bench.load import MAX_CHARACTERS, chat, percentile, shuffled
+from bench.prompts import DEFAULT_FILE, read_prompts
+from bench.streams import FINISHED, Stream, StreamClient
+from bench.worker import MODEL_ID, worker_process
+from shared.ladder.folder import read_packed
+from shared.registry.base import Registry
+from shared.registry.factory import open_registry
+
+ALIAS = "latest"
+PHASES = ("rest", "moves", "publications")
+
+
+@dataclass
+class Phase:
+    """`windows`: (begin, end) in `time.perf_counter()` seconds, one per round; `swaps`: when the alias was moved."""
+
+    windows: list[tuple[float, float]] = field(default_factory=list)
+    swaps: list[float] = field(default_factory=list)
+
+
+async def take_turns(
+    options: argparse.Namespace, acts: dict[str, Callable[[], object]]
+) -> dict[str, Phase]:
+    """The phases, round after round; in each its act every `options.every` seconds."""
+    phases = {name: Phase() for name in PHASES}
+    for _ in range(options.rounds):
+        for name, phase in phases.items():
+            begin_s = time.perf_counter()
+            end_s = begin_s + options.seconds
+            while (now := time.perf_counter()) < end_s:
+                phase.swaps.append(now)
+                await asyncio.to_thread(acts[name])
+                await asyncio.sleep(min(options.every, max(end_s - time.perf_counter(), 0)))
+            phase.windows.append((begin_s, time.perf_counter()))
+    return phases
+
+
+async def measure(
+    target: str, options: argparse.Namespace, acts: dict[str, Callable[[], object]]
+) -> tuple[list[Stream], dict[str, Phase]]:
+    texts = [prompt.turns[0] for prompt in read_prompts(options.prompts, options.per_task)]
+    texts = [text for text in texts if len(text) <= MAX_CHARACTERS]
+    async with StreamClient(target) as client:
+        warm = await client.run(chat(texts[0], "exact", 4), Stream(0.0))
+        assert warm.outcome == FINISHED, warm.outcome
+        total_s = options.seconds * len(PHASES) * options.rounds
+        turns = asyncio.create_task(take_turns(options, acts))
+        requests = shuffled(texts, "exact", 0)
+        streams = await client.closed_loop(requests, options.width, total_s)
+        return streams, await turns
+
+
+def print_table(streams: list[Stream], phases: dict[str, Phase]) -> None:
+    print(
+        "| alias | swaps | versions | gaps | gap p50 / p99 / max, ms | first token p50 / p99, s |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, phase in phases.items():
+        gaps = [gap for s in streams for window in phase.windows for gap in s.gaps_s(*window)]
+        begun = [
+            stream
+            for stream in streams
+            if stream.deliveries and any(a <= stream.arrival_s < b for a, b in phase.windows)
+        ]
+        firsts = [stream.first_token_s for stream in begun]
+        versions = len({stream.router_version for stream in begun})
+        swaps = len(phase.swaps) if name != "rest" else 0
+        print(
+            f"| {name} | {swaps} | {versions} | {len(gaps)} | {percentile(gaps, 50) * 1e3:.0f} / {percentile(gaps, 99) * 1e3:.0f} / "
+            f"{max(gaps) * 1e3:.0f} | {percentile(firsts, 50):.2f} / {percentile(firsts, 99):.2f} |"
+        )
+
+
+def acts_on(registry: Registry, folder: Path) -> dict[str, Callable[[], object]]:
+    """What each phase does to the alias; versions 1 and 2 are published here."""
+    manifest, blobs = read_packed(folder)
+    numbers = count(1)
+
+    def publish() -> int:
+        number = next(numbers)
+        # The number makes it another version.
+        return registry.publish(
+            MODEL_ID, {**manifest, "bench": number}, blobs, request_id=f"swap-{number}"
+        ).version
+
+    pair = publish(), publish()
+    sides = count()
+    return {
+        "rest": lambda: None,
+        "moves": lambda: registry.set_alias(MODEL_ID, ALIAS, pair[next(sides) % 2]),
+        "publications": publish,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--router", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)
+    parser.add_argument("--per-task", type=int, default=0, help="prompts; 0: all")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between swaps")
+    parser.add_argument("--width", type=int, default=4, help="streams under way")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "registry"
+        with closing(open_registry(str(path))) as registry:
+            acts = acts_on(registry, options.router)
+            flags = ["--log-level", "warning", "--prefix-cache-mb", "0"]
+            with worker_process(options.model, path, Path(folder) / "log", flags) as worker:
+                streams, phases = asyncio.run(measure(worker.wait_serving(120.0), options, acts))
+    print(
+        f"{date.today()} {platform.machine()} {os.cpu_count()} cores for client and worker, torch {torch.__version__}, "
+        f"{options.width} streams"
+    )
+    print_table(streams, phases)
+    failed = Counter(stream.outcome for stream in streams if stream.outcome != FINISHED)
+    versions = len({stream.router_version for stream in streams})
+    print(f"{len(streams)} requests by {versions} versions; failed: {dict(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

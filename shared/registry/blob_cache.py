@@ -1,0 +1,99 @@
+"""Blobs of a shared registry on the worker's own disk: fetched once per machine, checked at every read, bounded."""
+
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from shared.errors import Corrupt
+from shared.registry.base import PublishedVersion
+from shared.registry.blobs import sync_folder
+from shared.registry.canonical import DIGEST_PATTERN, digest_of
+from shared.registry.contents import blob_digest
+
+log = structlog.get_logger("neap.registry")
+
+Fetch = Callable[[PublishedVersion, str], bytes]
+
+
+class BlobCache:
+    """`read_blob` as the registry has it, with files in `folder` before it; the least recently read go beyond `max_bytes`.
+
+    Several processes may use one folder. A disk that is full or broken costs the cache, not the router: logged, and what was
+    fetched is used all the same. `num_hits` and `num_misses` count reads.
+    """
+
+    def __init__(self, folder: Path, fetch: Fetch, *, max_bytes: int) -> None:
+        self.num_hits = self.num_misses = 0
+        self._folder = folder
+        self._fetch = fetch
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+
+    def read_blob(self, version: PublishedVersion, name: str) -> bytes:
+        """See `Registry.read_blob`. Raises what fetching raises."""
+        digest = blob_digest(version.manifest, name, version.model_id, version.version)
+        if not DIGEST_PATTERN.fullmatch(digest):
+            raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
+        path = self._folder / digest.removeprefix("sha256:")
+        data = self._read(path, digest, int(version.manifest["blobs"][name]["size_bytes"]))
+        if data is not None:
+            self.num_hits += 1
+            return data
+        self.num_misses += 1
+        data = self._fetch(version, name)
+        try:
+            self._write(path, data)
+        except OSError as error:
+            log.warning("a router was not kept on disk", digest=digest, errno=error.errno)
+        return data
+
+    def _read(self, path: Path, digest: str, size_bytes: int) -> bytes | None:
+        try:
+            # Looked at first: what is not what it should be may be of any size.
+            data = path.read_bytes() if path.stat().st_size == size_bytes else b""
+            if digest_of(data) == digest:
+                os.utime(path)  # it was used now
+                return data
+            log.warning("a router on disk was damaged; it is fetched anew", digest=digest)
+            path.unlink()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("a router on disk cannot be read", digest=digest, errno=error.errno)
+        return None
+
+    def _write(self, path: Path, data: bytes) -> None:
+        if len(data) > self._max_bytes:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._make_room(len(data))
+            part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+            try:
+                with part.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.rename(path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+            sync_folder(self._folder)
+
+    def _make_room(self, num_bytes: int) -> None:
+        found = []
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):  # another process' doing
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total + num_bytes <= self._max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            total -= size

@@ -1,0 +1,111 @@
+"""Workers hear of publications and moves, also of those they missed."""
+
+import itertools
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from inference_service.router_watch import RouterWatch
+from shared.errors import Unavailable
+from shared.registry.factory import open_registry
+
+
+class Watched:
+    """A registry that can be away, and what its events were asked for."""
+
+    def __init__(self, registry) -> None:
+        self.registry = registry
+        self.is_away = False
+        self.asked: list[int] = []
+
+    def last_event(self, model_id):
+        self._check()
+        return self.registry.last_event(model_id)
+
+    def events(self, model_id, *, after_event, timeout_s):
+        self._check()
+        self.asked.append(after_event)
+        return self.registry.events(model_id, after_event=after_event, timeout_s=timeout_s)
+
+    def _check(self):
+        if self.is_away:
+            raise Unavailable("away")
+
+
+@pytest.fixture
+def registry(tmp_path):
+    with closing(open_registry(str(tmp_path / "registry"))) as registry:
+        yield Watched(registry)
+
+
+@pytest.fixture
+def watch(registry):
+    watches = []
+
+    def begin(on_change, **options):
+        options = {"watch_s": 0.05, "pause_s": 0.02, "poll_s": 1000.0, **options}
+        watches.append(RouterWatch(registry, "tiny", on_change, **options))
+        return watches[-1]
+
+    yield begin
+    for watch in watches:
+        watch.stop()
+
+
+def publish(registry, number):
+    registry.registry.publish("tiny", {"n": number}, {"x": b""}, request_id=str(number))
+
+
+def soon(condition):
+    give_up_at = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_only_what_happens_from_its_start_on(registry, watch):
+    publish(registry, 1)
+    changed = threading.Semaphore(0)
+    watch(changed.release)
+    soon(lambda: len(registry.asked) > 2)
+    assert not changed.acquire(timeout=0.1)
+    publish(registry, 2)
+    assert changed.acquire(timeout=10)
+    registry.registry.rollback_alias("tiny", "latest")
+    assert changed.acquire(timeout=10)
+    assert registry.asked == sorted(registry.asked)
+
+
+def test_what_happened_while_the_registry_was_away_is_not_missed(registry, watch):
+    publish(registry, 1)
+    changed = threading.Semaphore(0)
+    watch(changed.release)
+    soon(lambda: registry.asked)
+    last = registry.registry.last_event("tiny")
+    registry.is_away = True
+    time.sleep(0.2)
+    asked = len(registry.asked)
+    publish(registry, 2)
+    assert not changed.acquire(timeout=0.2)
+    registry.is_away = False
+    assert changed.acquire(timeout=10)
+    assert registry.asked[asked] == last, "it goes on from the last event it has seen"
+
+
+def test_a_poll_beside_the_stream_at_times_that_differ(registry, watch):
+    times: list[float] = []
+    watch(lambda: times.append(time.monotonic()), poll_s=0.1, watch_s=0.002)
+    soon(lambda: len(times) > 8)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert min(pauses) > 0.045
+    assert max(pauses) - min(pauses) > 0.005
+
+
+def test_a_poll_goes_on_while_the_stream_is_away(registry, watch):
+    registry.is_away = True
+    changed = threading.Semaphore(0)
+    watch(changed.release, poll_s=0.05)
+    for _ in range(3):
+        assert changed.acquire(timeout=10)
