@@ -1,5 +1,6 @@
 """From what a request says about its router to a ladder in memory."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,6 +61,7 @@ class RouterStore:
     ) -> None:
         self._loader = RouterLoader(registry, capacity=capacity, unpack=unpack, read_blob=read_blob)
         self._resolutions = Resolutions(registry.target, on_stale=on_stale)
+        self._registry = registry
         self._default_alias = default_alias
         self._on_fallback = on_fallback
         # What each alias served last.
@@ -107,10 +109,11 @@ class RouterStore:
             if model_id != loaded.model_id:
                 continue
             try:
-                resolution = await self._resolutions.resolve(model_id, alias)
+                # Not as a request would: nobody is served by an old answer here.
+                target = await asyncio.to_thread(self._registry.target, model_id, alias)
             except NeapError:
                 continue
-            published, canary = resolution.target.published, resolution.target.canary
+            published, canary = target.published, target.canary
             self._loader.get_soon(loaded, published.version, published)
             if canary is not None:
                 self._loader.get_soon(loaded, canary.version)

@@ -106,7 +106,7 @@ class ObjectStore:
         self._step(f"verified:{kind}")
         return digest
 
-    def read_blob(self, digest: str, size_bytes: int) -> bytes:
+    def read_blob(self, digest: str, size_bytes: int | None = None) -> bytes:
         """Checked at every read; of another size than `size_bytes` it is not even read. Raises Corrupt with metadata
         expected_digest and actual_digest ("" when gone or not read)."""
         return self._read_content("blobs", digest, size_bytes)
