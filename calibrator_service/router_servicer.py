@@ -16,6 +16,7 @@ from calibrator_service.convert import (
 )
 from shared.errors import InvalidInput
 from shared.registry.base import PublishedVersion, Registry, RegistryEvent
+from shared.rpc.callers import recorded_actor
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
 WATCH_INTERVAL_S = 0.2
@@ -76,7 +77,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request.alias,
             request.version,
             expected_version=expected,
-            actor=request.actor,
+            actor=recorded_actor(request.actor),
             reason=request.reason,
         )
         return pb.SetAliasResponse(change=change_to_proto(change))
@@ -88,7 +89,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             self._registry.rollback_alias,
             request.model_id,
             request.alias,
-            actor=request.actor,
+            actor=recorded_actor(request.actor),
             reason=request.reason,
         )
         return pb.RollbackAliasResponse(change=change_to_proto(change))

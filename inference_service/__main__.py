@@ -14,12 +14,14 @@ from inference_service.engine.engine import MAX_RUNNING, Engine
 from inference_service.metrics import WorkerMetrics
 from inference_service.metrics_server import metrics_served
 from inference_service.routers import RouterStore
+from inference_service.security_metrics import SecurityCollector
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.errors import InvalidInput, NeapError
 from shared.model.load import load_model
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
+from shared.rpc.security import open_security
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
 
@@ -45,6 +47,7 @@ async def serve(settings: WorkerSettings) -> int:
         raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    security = open_security(settings, settings.listen)
     registry = open_registry(settings.registry)
     metrics = WorkerMetrics()
     routers = RouterStore(
@@ -58,7 +61,10 @@ async def serve(settings: WorkerSettings) -> int:
         [SERVICE_NAME],
         grace_s=settings.grace_s,
         drain_timeout_s=settings.drain_timeout_s,
+        security=security,
+        health_listen=settings.health_listen,
     )
+    metrics.registry.register(SecurityCollector(security))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     engines: list[Engine] = []
     loop = asyncio.get_running_loop()

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from shared.cli.connection import connect
 from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, guarded, out
 from shared.errors import InvalidInput
-from shared.rpc.client import NeapClient
 
 app = typer.Typer(help="Published routers and their aliases.", no_args_is_help=True)
 
@@ -21,7 +21,7 @@ Reason = Annotated[str, typer.Option("--reason", help="Recorded in the alias' hi
 @guarded
 def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """List the versions of a model, newest first, with their aliases."""
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         versions = list(client.list_versions(model))
         names = aliases_by_version(client.list_aliases(model))
     if not versions:
@@ -49,7 +49,7 @@ def show(
     manifest: Annotated[bool, typer.Option("--manifest", help="Print the manifest only.")] = False,
 ) -> None:
     """Show one version with its held-out figures per rung."""
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
     if manifest:
         out.print(router.manifest_json, markup=False, soft_wrap=True)
@@ -86,7 +86,7 @@ def promote(
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
     """Point an alias at a version."""
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         change = client.set_alias(
             model, alias, version, expected_version=expect, actor=actor(), reason=reason
         )
@@ -102,7 +102,7 @@ def rollback(
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
     """Point an alias back at the version it named before its last change."""
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         change = client.rollback_alias(model, alias, actor=actor(), reason=reason)
     out.print(moved(change), markup=False)
 
@@ -113,7 +113,7 @@ def history(
     model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR
 ) -> None:
     """List every change of an alias, newest first."""
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         changes = client.alias_history(model, alias)
     table = Table("when", "from", "to", "by", "reason")
     for change in changes:
