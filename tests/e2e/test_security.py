@@ -1,6 +1,8 @@
 """A worker that asks for certificates and tokens, as its clients and its command line meet it."""
 
+import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -132,3 +134,16 @@ def test_the_command_line_by_variables(worker, neap):
     assert worker.tokens["ops"] not in refused.output
     neap.set("NEAP_CLIENT_KEY", "")
     assert "BAD_CONFIGURATION" in neap.run().stderr
+
+
+def test_the_document_explains_every_metric(worker):
+    registry = CollectorRegistry()
+    registry.register(SecurityCollector(worker.security))
+    text = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text()
+    rows = re.findall(r"^\| `(neap_\w+)(?:\{([^}]*)\})?` \|", text, re.M)
+    exported = {
+        (sample.name, ",".join(sample.labels))
+        for family in registry.collect()
+        for sample in family.samples
+    }
+    assert set(rows) == exported
