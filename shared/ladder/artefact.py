@@ -27,6 +27,7 @@ MAX_HIDDEN_SIZE, MAX_RANK, MAX_ROUTER_WIDTH, MAX_EXITS = 65_536, 8_192, 8_192, 6
 MAX_VOCABULARY = 1 << 22
 # Of protocols 2 to 5; older ones have no mark.
 PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+MAX_DIMENSIONS = 2
 SHIPPED_DTYPES = (torch.float16, torch.int32, torch.int16, torch.uint8)
 
 
@@ -118,7 +119,7 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
         raise Corrupt("the router's blob is not safetensors") from error
     try:
         return _Unpacker(manifest, tensors).ladder()
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError) as error:
         raise Corrupt("the router's manifest lacks or garbles a field") from error
 
 
@@ -136,9 +137,9 @@ class _Unpacker:
         self.manifest = manifest
         self.tensors = tensors
         for name, tensor in tensors.items():
-            # Of other types torch cannot even say whether they are finite.
-            if tensor.dtype not in SHIPPED_DTYPES:
-                raise Corrupt(f"{name} is of a type that no router holds")
+            # Of some others torch cannot even say whether they are finite.
+            if tensor.dtype not in SHIPPED_DTYPES or tensor.dim() > MAX_DIMENSIONS:
+                raise Corrupt(f"{name[:80]} is of a type or shape that no router holds")
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise Corrupt(f"{name} holds numbers that are not finite")
 

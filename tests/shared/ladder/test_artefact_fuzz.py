@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from shared.errors import Corrupt, NotFound, PreconditionFailed
 from shared.ladder.artefact import BLOB, unpack_ladder
@@ -137,31 +137,43 @@ def test_the_loader_raises_nothing_but_its_own_errors(tmp_path):
     assert num_refused > 5
 
 
+def _with_entry(blob: bytes, dtype: str, shape: list[int], num_bytes: int) -> bytes:
+    """The blob with "depth-0.head.gain" [16] replaced by `num_bytes` zeros that claim to be of that dtype and shape."""
+    name = "depth-0.head.gain"
+    whole = save({key: value for key, value in load(blob).items() if key != name})
+    (length,) = struct.unpack("<Q", whole[:8])
+    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    offsets = [len(data), len(data) + num_bytes]
+    header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data + b"\x00" * num_bytes
+
+
 @pytest.mark.parametrize("dtype", RARE_DTYPES + DTYPES)
-def test_every_dtype_but_the_ones_shipped_is_refused(dtype):
+def test_every_dtype_but_the_one_shipped_is_refused(dtype):
     manifest, blobs = packed()
     sizes = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4}
     size = sizes.get(dtype, 2 if dtype in ("F16", "BF16", "I16", "U16") else 1)
-    name = "depth-0.head.gain"
-    kept = {key: value for key, value in load(blobs[BLOB]).items() if key != name}
-    from safetensors.torch import save
-
-    whole = save(kept)
-    (length,) = struct.unpack("<Q", whole[:8])
-    header = json.loads(whole[8 : 8 + length])
-    data = whole[8 + length :]
-    header[name] = {
-        "dtype": dtype,
-        "shape": [16],
-        "data_offsets": [len(data), len(data) + 16 * size],
-    }
-    text = json.dumps(header).encode()
-    made = struct.pack("<Q", len(text)) + text + data + b"\x00" * (16 * size)
+    made = _with_entry(blobs[BLOB], dtype, [16], 16 * size)
     if dtype == "F16":
         unpack_ladder(manifest, {BLOB: made})
         return
     with pytest.raises(Corrupt):
         unpack_ladder(manifest, {BLOB: made})
+
+
+@pytest.mark.parametrize("shape", [[16] + [1] * 70, [2**62, 4], [-16], [16, 0]], ids=len)
+def test_shapes_that_no_tensor_has_are_refused(shape):
+    manifest, blobs = packed()
+    with pytest.raises(Corrupt):
+        unpack_ladder(manifest, {BLOB: _with_entry(blobs[BLOB], "F16", shape, 32)})
+
+
+def test_a_gated_head_without_rank_is_refused():
+    manifest, blobs = packed()
+    manifest["rungs"][2]["rank"] = 0
+    with pytest.raises(Corrupt):
+        unpack_ladder(manifest, blobs)
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400)])
