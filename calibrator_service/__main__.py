@@ -16,6 +16,7 @@ from shared.config import CalibratorSettings, settings_from_command_line
 from shared.errors import NeapError
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
+from shared.rpc.security import ServerSecurity, open_security
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
 
@@ -25,12 +26,16 @@ log = structlog.get_logger("neap.calibration")
 class CalibratorServer(RpcServer):
     """Watch streams have no end of their own, so they are ended as soon as a stop is asked for."""
 
-    def __init__(self, settings: CalibratorSettings, watchers: Watchers) -> None:
+    def __init__(
+        self, settings: CalibratorSettings, watchers: Watchers, security: ServerSecurity
+    ) -> None:
         super().__init__(
             settings.listen,
             (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME),
             grace_s=settings.grace_s,
             drain_timeout_s=settings.drain_timeout_s,
+            security=security,
+            health_listen=settings.health_listen,
         )
         self._watchers = watchers
 
@@ -42,6 +47,7 @@ class CalibratorServer(RpcServer):
 async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -> None:
     """Until SIGTERM or SIGINT. Raises NeapError when the registry, the data folder or the address cannot be had."""
     models = {model.model_id: model.source for model in settings.models}
+    security = open_security(settings, settings.listen)
     pool, watchers = BlockingPool(), Watchers()
     registry = open_registry(settings.registry)
     try:
@@ -62,7 +68,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
             ),
         )
         try:
-            server = CalibratorServer(settings, watchers)
+            server = CalibratorServer(settings, watchers, security)
             calibration_pb2_grpc.add_CalibrationServiceServicer_to_server(
                 servicer.CalibrationServicer(
                     supervisor,

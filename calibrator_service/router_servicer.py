@@ -18,6 +18,7 @@ from calibrator_service.convert import (
 )
 from shared.errors import InvalidInput
 from shared.registry.base import PublishedVersion, Registry, RegistryEvent
+from shared.rpc.callers import recorded_actor
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
 WATCH_INTERVAL_S = 0.2
@@ -84,7 +85,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request.alias,
             request.version,
             expected_version=_given(request, "expected_version"),
-            actor=request.actor,
+            actor=recorded_actor(request.actor),
             reason=request.reason,
         )
         return pb.SetAliasResponse(change=change_to_proto(change))
@@ -101,7 +102,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request.alias,
             canary,
             expected_version=_given(request, "expected_version"),
-            actor=request.actor,
+            actor=recorded_actor(request.actor),
             reason=request.reason,
         )
         return pb.SetCanaryResponse(change=change_to_proto(change))
@@ -114,7 +115,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request.model_id,
             request.alias,
             expected_canary=_given(request, "expected_canary"),
-            actor=request.actor,
+            actor=recorded_actor(request.actor),
             reason=request.reason,
         )
         return pb.PromoteCanaryResponse(change=change_to_proto(change))
@@ -133,7 +134,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request.model_id,
             request.alias,
             expected_version=_given(request, "expected_version"),
-            actor=request.actor,
+            actor=recorded_actor(request.actor),
             reason=request.reason,
         )
         return pb.RollbackAliasResponse(change=change_to_proto(change))

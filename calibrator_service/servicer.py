@@ -16,6 +16,8 @@ from calibrator_service.supervisor import Supervisor
 from calibrator_service.text_files import find_text_file
 from shared.errors import InvalidInput, NotFound
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
+from shared.rpc.callers import Role, require_role
+from shared.rpc.interceptors import annotate_call
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CalibrationService"].full_name
 WATCH_INTERVAL_S = 0.2
@@ -48,7 +50,11 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     async def CreateCalibration(  # noqa: N802
         self, request: pb.CreateCalibrationRequest, context: Any
     ) -> pb.CreateCalibrationResponse:
+        # They decide what everybody is served with, as RouterService.SetAlias does; "latest" moves with every calibration.
+        if any(alias != LATEST for alias in request.spec.aliases):
+            require_role(Role.ADMIN, "an alias other than latest")
         job = await self._pool.call(self._create, request)
+        annotate_call(calibration_id=job.calibration_id)
         self._supervisor.wake()
         return pb.CreateCalibrationResponse(calibration=job_to_proto(job))
 

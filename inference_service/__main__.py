@@ -16,6 +16,7 @@ from inference_service.metrics import WorkerMetrics
 from inference_service.metrics_server import metrics_served
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import RouterStore
+from inference_service.security_metrics import SecurityCollector
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.errors import InvalidInput, NeapError
@@ -24,6 +25,7 @@ from shared.registry.blob_cache import BlobCache
 from shared.registry.factory import open_registry
 from shared.registry.shared import SharedRegistry
 from shared.rpc.logs import configure_logging
+from shared.rpc.security import open_security
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
 
@@ -49,6 +51,7 @@ async def serve(settings: WorkerSettings) -> int:
         raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    security = open_security(settings, settings.listen)
     registry = open_registry(settings.registry)
     metrics = WorkerMetrics()
     cache = BlobCache(
@@ -77,7 +80,10 @@ async def serve(settings: WorkerSettings) -> int:
         [SERVICE_NAME],
         grace_s=settings.grace_s,
         drain_timeout_s=settings.drain_timeout_s,
+        security=security,
+        health_listen=settings.health_listen,
     )
+    metrics.registry.register(SecurityCollector(security))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     engines: list[Engine] = []
     watches: list[RouterWatch] = []

@@ -21,6 +21,7 @@ from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_request import with_router
 from inference_service.stream import EventStream
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
+from shared.rpc.callers import client_of
 from shared.rpc.interceptors import annotate_call, current_request_id
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -87,7 +88,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Serve `engine` under its model's id. `max_active` bounds the calls being prepared, waiting and running.
 
-        A client is an address that calls come from: set `max_active_per_client` where clients do not share a proxy.
+        A client is a caller by name or, where nobody vouches for names, an address: then set `max_active_per_client` only where
+        clients do not share a proxy.
         """
         self._served[engine.loaded.model_id] = _Served(engine, max_active, max_active_per_client)
         self._routers.prepare_with(engine.loaded.model_id, engine.prepare)
@@ -107,7 +109,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             deadline_s = _deadline_s(context)
             served = self._find(request.model_id)
             call.found(request.model_id, deadline_s)
-            with served.admitted(_client(context)):
+            with served.admitted(client_of(context)):
                 await self._generate(request, served.engine, deadline_s, context, call)
 
     async def _generate(
@@ -223,12 +225,6 @@ def _started(
             policy=request.policy.name,
         )
     )
-
-
-def _client(context: Any) -> str:
-    """The address a call comes from, without its port: ipv4:10.0.0.7, ipv6:[::1], unix:/path."""
-    peer: str = context.peer()
-    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
 def _deadline_s(context: Any) -> float:

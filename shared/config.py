@@ -1,7 +1,7 @@
 """What each service can be told, and the only place that reads the environment.
 
-Every field has a variable `NEAP_<NAME>`; the listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN`, so that both
-services can run from one environment. Lists are comma-separated. Command-line flags win over variables, variables over defaults.
+Every field has a variable `NEAP_<NAME>`; the listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN` (and
+`.._HEALTH_LISTEN`), so that both services can run from one environment. Lists are comma-separated. Command-line flags win over variables, variables over defaults.
 Whether traces are exported is decided here, from the variables that every OpenTelemetry program has; the rest of them the SDK reads.
 """
 
@@ -16,7 +16,9 @@ from pydantic import AliasChoices, Field, ValidationError, field_validator, mode
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import InvalidInput
+from shared.security_settings import SecuritySettings, add_security_flags
 
+B = TypeVar("B", bound=BaseSettings)
 S = TypeVar("S", bound="ServiceSettings")
 
 
@@ -43,7 +45,7 @@ def _listed(value: Any) -> Any:
     return value
 
 
-class ServiceSettings(BaseSettings):
+class ServiceSettings(SecuritySettings):
     """What both services share. `registry`: a folder or file:///path, or redis://.. with a bucket (`shared.registry.address`);
     empty: a folder "registry" under `data_dir`. Give a URL with a password as NEAP_REGISTRY: flags show in process lists. The fields otel_*: see `exports_traces`."""
 
@@ -53,7 +55,7 @@ class ServiceSettings(BaseSettings):
 
     models: Annotated[tuple[ModelSource, ...], NoDecode] = ()
     data_dir: Path = Field(default_factory=lambda: user_data_path("neap"))
-    registry: str = ""
+    registry: str = Field(default="", repr=False)
     context_length: int | None = Field(default=None, ge=1)
     device: str = "cpu"
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
@@ -105,7 +107,7 @@ class ServiceSettings(BaseSettings):
 
 class WorkerSettings(ServiceSettings):
     """`max_queue` and `max_queue_tokens`: requests waiting per model and tokens of their prompts; beyond they are refused.
-    `max_active_per_client`: waiting and running requests of one address; None: no limit. `kv_budget_mb`: for keys and values of all requests of a
+    `max_active_per_client`: waiting and running requests of one caller, by name or else by address; None: no limit. `kv_budget_mb`: for keys and values of all requests of a
     model, in MiB; None: half of what is free once it is loaded. `prefix_cache_mb`: of these, what ended requests may keep for
     others that start alike; None: a quarter; 0: nothing is shared. `stall_timeout_s`: how long a client may not read.
     `metrics_listen`: HOST:PORT for Prometheus over HTTP; empty: none. `default_alias`: the router of requests that name none.
@@ -113,6 +115,7 @@ class WorkerSettings(ServiceSettings):
     `relaxed_bound`: the share of prompts on which they may differ where the router publishes no bound; None: any."""
 
     listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
+    health_listen: str = Field(default="", validation_alias="NEAP_WORKER_HEALTH_LISTEN")
     max_queue: int = Field(default=64, ge=1)
     max_queue_tokens: int = Field(default=1 << 18, ge=1)
     max_active_per_client: int | None = Field(default=None, ge=1)
@@ -131,6 +134,7 @@ class CalibratorSettings(ServiceSettings):
     """`text_folders`: the only folders calibration text may be read from. `max_queued_jobs`: beyond it jobs are refused."""
 
     listen: str = Field(default="127.0.0.1:7070", validation_alias="NEAP_CALIBRATOR_LISTEN")
+    health_listen: str = Field(default="", validation_alias="NEAP_CALIBRATOR_HEALTH_LISTEN")
     text_folders: Annotated[tuple[Path, ...], NoDecode] = ()
     max_queued_jobs: int = Field(default=16, ge=1)
 
@@ -162,10 +166,11 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     add("--grace-s", metavar="SECONDS", help="keep accepting this long after SIGTERM")
     add("--drain-timeout-s", metavar="SECONDS", help="then let running calls finish this long")
     add("--log-level", choices=("debug", "info", "warning", "error"))
+    add_security_flags(parser)
     if issubclass(kind, WorkerSettings):
         add("--max-queue", metavar="N", help="requests waiting per model at most")
         add("--max-queue-tokens", metavar="N", help="tokens of their prompts at most")
-        add("--max-active-per-client", metavar="N", help="requests of one address at most")
+        add("--max-active-per-client", metavar="N", help="requests of one caller at most")
         add("--kv-budget-mb", metavar="MIB", help="keys and values of all requests of a model")
         add("--prefix-cache-mb", metavar="MIB", help="of these, for prompts that start alike")
         add("--max-routers", metavar="N", help="routers kept in memory at most")
@@ -190,7 +195,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     return make_settings(kind, **given)
 
 
-def make_settings(kind: type[S], **given: Any) -> S:
+def make_settings(kind: type[B], **given: Any) -> B:
     """`kind` from keyword values over the environment. Raises InvalidInput (reason BAD_CONFIGURATION)."""
     try:
         return kind(**given)

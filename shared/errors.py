@@ -9,6 +9,8 @@
     ├── PreconditionFailed      the system is not in the state the call needs
     │   └── RouterMismatch      a router of another model or of another revision of it
     ├── Conflict                a compare-and-swap that lost
+    ├── Unauthenticated         nobody vouches for who calls
+    ├── PermissionDenied        the caller is known and may not do this
     ├── Corrupt                 stored bytes that do not match their digest or schema
     ├── Exhausted               a queue, a disk or a budget is full; trying later may help
     ├── Unavailable             a part of the system does not answer
@@ -66,6 +68,14 @@ class RouterMismatch(PreconditionFailed):
 
 class Conflict(NeapError):
     default_reason = "CONFLICT"
+
+
+class Unauthenticated(NeapError):
+    default_reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(NeapError):
+    default_reason = "PERMISSION_DENIED"
 
 
 class Corrupt(NeapError):

@@ -21,6 +21,7 @@ from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.load import LoadedModel
+from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
 
 CONTEXT_LENGTH = 2048
@@ -85,6 +86,7 @@ def serving(
     max_active_per_client: int | None = None,
     stall_timeout_s: float = 30.0,
     metrics: WorkerMetrics | None = None,
+    security: ServerSecurity | None = None,
     **store_options: Any,
 ) -> Iterator[SimpleNamespace]:
     """Yields target, servicer, store and loop of a worker that is ready."""
@@ -101,7 +103,7 @@ def serving(
             engine, max_active=max_active, max_active_per_client=max_active_per_client
         )
         state.servicer.set_ready()
-        server = RpcServer("127.0.0.1:0", [SERVICE_NAME])
+        server = RpcServer("127.0.0.1:0", [SERVICE_NAME], security=security)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             state.servicer, server.grpc_server
         )

@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from neap.calibration.v1 import calibration_pb2 as pb
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from shared.cli.connection import connect
 from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, escape, fail, guarded, out
 from shared.errors import InvalidInput
 from shared.rpc.client import NeapClient
@@ -89,7 +90,7 @@ def calibrate(
     set_source(spec, text=text, dataset=dataset, field=field, prompts=prompts)
     if time_budget is not None:
         spec.time_budget.CopyFrom(Duration(seconds=int(time_budget)))
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         job = client.create_calibration(spec, request_id=request_id or str(uuid.uuid4()))
         job = follow(client, job)
     if job.state == pb.STATE_FAILED:

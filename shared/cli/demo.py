@@ -17,6 +17,7 @@ from neap.router.v1 import router_pb2
 
 from shared.cli import charts
 from shared.cli.calibrate import ENDED, follow
+from shared.cli.connection import connect
 from shared.cli.console import default_data_dir, fail, guarded, out
 from shared.cli.demo_model import MODEL_ID, demo_model, own_model
 from shared.cli.depth_view import DepthView
@@ -109,7 +110,7 @@ def services(model_id: str, source: Path, folder: Path) -> Iterator[tuple[NeapCl
         for name, process in processes.items():
             address = process.wait_serving(START_TIMEOUT_S)
             say(f"{name} serves on {address} (process {process.pid}, log {process.log_path})")
-            clients.append(stack.enter_context(NeapClient(address, timeout_s=60.0)))
+            clients.append(stack.enter_context(connect(address, timeout_s=60.0)))
         yield clients[0], clients[1]
 
 

@@ -9,6 +9,7 @@ import typer
 from google.protobuf.json_format import MessageToDict
 from neap.inference.v1 import inference_pb2 as pb
 
+from shared.cli.connection import connect
 from shared.cli.console import DEFAULT_WORKER, Worker, err, guarded, out
 from shared.cli.depth_view import DepthView
 from shared.cli.measure import statistics_line
@@ -65,7 +66,7 @@ def generate(
             f"{policy!r} is none of {', '.join(POLICIES)}", param_hint="--policy"
         )
     text = sys.stdin.read() if prompt == "-" else prompt
-    with NeapClient(worker) as client:
+    with connect(worker) as client:
         served = served_model(client, model)
         request = pb.GenerateRequest(
             model_id=served.model_id,

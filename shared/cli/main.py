@@ -4,6 +4,7 @@ import typer
 
 from shared.cli import (
     calibrate,
+    connection,
     demo,
     generate,
     report,
@@ -12,6 +13,7 @@ from shared.cli import (
     router_sweep,
     routers,
     serve,
+    tokens,
 )
 
 app = typer.Typer(
@@ -21,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.callback()(connection.global_options)
 app.command("demo")(demo.demo)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
@@ -30,6 +33,7 @@ routers.app.command("import")(router_import.import_router)
 routers.app.command("rebuild-index")(router_rebuild.rebuild_index)
 routers.app.command("sweep")(router_sweep.sweep)
 app.add_typer(routers.app, name="routers")
+app.add_typer(tokens.app, name="tokens")
 
 if __name__ == "__main__":
     app()

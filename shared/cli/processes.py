@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from shared.cli.connection import connect
 from shared.errors import Unavailable
-from shared.rpc.client import NeapClient
 
 LISTENING = "listening on "
 STOP_TIMEOUT_S = 15.0
@@ -62,7 +62,7 @@ class ServiceProcess:
         """The address, once the health check says SERVING. Raises Unavailable with the end of the log."""
         deadline_s = time.monotonic() + timeout_s
         self.address = self._read_address(deadline_s)
-        with NeapClient(self.address, num_attempts=1, timeout_s=5.0) as client:
+        with connect(self.address, num_attempts=1, timeout_s=5.0) as client:
             while True:
                 try:
                     if client.is_serving():

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from shared.cli import charts
+from shared.cli.connection import connect
 from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     DEFAULT_WORKER,
@@ -18,7 +19,6 @@ from shared.cli.console import (
 from shared.cli.demo import compare
 from shared.cli.measure import policy_table
 from shared.cli.routers import selector
-from shared.rpc.client import NeapClient
 
 
 @guarded
@@ -36,7 +36,7 @@ def report(
 
     The picture shows exits per depth, the routers' reliability on held-out tokens, and tokens per second by policy.
     """
-    with NeapClient(calibrator) as catalogue, NeapClient(worker) as inference:
+    with connect(calibrator) as catalogue, connect(worker) as inference:
         version = catalogue.get_version(model, **selector(router))
         num_layers = inference.get_model(model).num_layers
         figures = compare(inference, model, max_tokens, router=str(version.version))

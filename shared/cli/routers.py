@@ -9,9 +9,9 @@ from neap.router.v1 import router_pb2
 from rich.table import Table
 
 from shared.cli.alias_text import aliases_by_version, moved, share_of, share_per_mille
+from shared.cli.connection import connect
 from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, guarded, out
 from shared.errors import InvalidInput
-from shared.rpc.client import NeapClient
 
 app = typer.Typer(help="Published routers and their aliases.", no_args_is_help=True)
 
@@ -27,7 +27,7 @@ Reason = Annotated[str, typer.Option("--reason", help="Recorded in the alias' hi
 @guarded
 def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """List the versions of a model, newest first, with their aliases."""
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         versions = list(client.list_versions(model))
         names = aliases_by_version(client.list_aliases(model))
     if not versions:
@@ -55,7 +55,7 @@ def show(
     manifest: Annotated[bool, typer.Option("--manifest", help="Print the manifest only.")] = False,
 ) -> None:
     """Show one version with its held-out figures per rung."""
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
     if manifest:
         out.print(router.manifest_json, markup=False, soft_wrap=True)
@@ -94,7 +94,7 @@ def promote(
     """Point an alias at a version, or end its canary in the canary's favour."""
     if version is None and expect is not None:
         raise InvalidInput("--expect goes with a version", reason="BAD_ARGUMENT")
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         if version is None:
             promotion = router_pb2.PromoteCanaryRequest(
                 model_id=model, alias=alias, actor=actor(), reason=reason
@@ -130,7 +130,7 @@ def canary(
         actor=actor(),
         reason=reason,
     )
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         change = client.set_canary(request)
     out.print(moved(change), markup=False)
 
@@ -145,7 +145,7 @@ def abort(
 ) -> None:
     """End an alias' canary: all of its requests get the alias' own version again."""
     request = router_pb2.SetCanaryRequest(model_id=model, alias=alias, actor=actor(), reason=reason)
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         change = client.set_canary(request)
     out.print(moved(change), markup=False)
 
@@ -160,7 +160,7 @@ def rollback(
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
     """Undo: end an alias' canary, or without one point the alias back at the version it named before."""
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         change = client.rollback_alias(
             model, alias, expected_version=expect, actor=actor(), reason=reason
         )
@@ -173,7 +173,7 @@ def history(
     model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR
 ) -> None:
     """List every change of an alias, newest first."""
-    with NeapClient(calibrator) as client:
+    with connect(calibrator) as client:
         changes = client.alias_history(model, alias)
     table = Table("when", "from", "to", "canary", "by", "reason")
     for change in changes:

@@ -25,6 +25,10 @@ MAX_BLOB_BYTES = 1 << 30
 # Largest sizes a manifest may ask memory for.
 MAX_HIDDEN_SIZE, MAX_RANK, MAX_ROUTER_WIDTH, MAX_EXITS = 65_536, 8_192, 8_192, 64
 MAX_VOCABULARY = 1 << 22
+# Of protocols 2 to 5; older ones have no mark.
+PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+MAX_DIMENSIONS = 2
+SHIPPED_DTYPES = (torch.float16, torch.int32, torch.int16, torch.uint8)
 
 
 def round_weights(module: nn.Module) -> None:
@@ -92,7 +96,7 @@ def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> La
     """The ladder that `pack_ladder` packed.
 
     Raises `PreconditionFailed` (reason SCHEMA_TOO_NEW) for a later format and `Corrupt` for anything that does not fit: names,
-    shapes, dtypes, numbers that are not finite, sizes out of all proportion.
+    shapes, dtypes, numbers that are not finite, sizes out of all proportion, and a pickle (reason PICKLE_REFUSED).
     """
     return in_own_thread(_unpack, manifest, blobs)
 
@@ -111,11 +115,21 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
     try:
         tensors = load(blobs[BLOB])
     except (SafetensorError, ValueError, KeyError) as error:
+        _refuse_pickle(blobs[BLOB])
         raise Corrupt("the router's blob is not safetensors") from error
     try:
         return _Unpacker(manifest, tensors).ladder()
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError) as error:
         raise Corrupt("the router's manifest lacks or garbles a field") from error
+
+
+def _refuse_pickle(data: bytes) -> None:
+    """Says so where it is one that people save models as: a zip file of torch, or a bare pickle since protocol 2."""
+    if data.startswith((b"PK\x03\x04", *PICKLE_STARTS)):
+        raise Corrupt(
+            "the router's blob is a pickle, which may run code when it is loaded; only safetensors are read",
+            reason="PICKLE_REFUSED",
+        )
 
 
 class _Unpacker:
@@ -123,6 +137,9 @@ class _Unpacker:
         self.manifest = manifest
         self.tensors = tensors
         for name, tensor in tensors.items():
+            # Of some others torch cannot even say whether they are finite.
+            if tensor.dtype not in SHIPPED_DTYPES or tensor.dim() > MAX_DIMENSIONS:
+                raise Corrupt(f"{name[:80]} is of a type or shape that no router holds")
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise Corrupt(f"{name} holds numbers that are not finite")
 

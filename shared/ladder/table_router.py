@@ -82,7 +82,7 @@ class TableRouter:
                 float(data["bias"]),
                 [[float(w) for w in row] for row in data["weights"]],
             )
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise Corrupt("a table router is not valid") from error
         numbers = [bias, *(weight for row in weights for weight in row)]
         if tuple(map(len, weights)) != SIZES or not all(abs(number) < 50 for number in numbers):

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from shared.errors import InvalidInput
 
+# Beyond these, logits overflow: several would be infinite, and no token the most probable.
+MIN_TEMPERATURE = 1e-6
+MAX_PENALTY = 100.0
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -29,9 +33,9 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0.0):
+        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise InvalidInput(
-                f"temperature is {self.temperature}; it must be finite and not negative"
+                f"temperature is {self.temperature}; it must be 0, for greedy, or finite and at least {MIN_TEMPERATURE}"
             )
         if self.top_k < 0:
             raise InvalidInput(f"top_k is {self.top_k}; it must not be negative")
@@ -39,9 +43,9 @@ class SamplingParams:
             raise InvalidInput(f"top_p is {self.top_p}; it must be in (0, 1]")
         if not 0.0 <= self.min_p <= 1.0:
             raise InvalidInput(f"min_p is {self.min_p}; it must be in [0, 1]")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
             raise InvalidInput(
-                f"repetition_penalty is {self.repetition_penalty}; it must be finite and positive"
+                f"repetition_penalty is {self.repetition_penalty}; it must be in [{1 / MAX_PENALTY}, {MAX_PENALTY}]"
             )
         if not 0 <= self.seed < 2**64:
             raise InvalidInput(f"seed is {self.seed}; it must be in [0, 2^64)")

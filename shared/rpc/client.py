@@ -18,6 +18,7 @@ from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 from neap.router.v1 import router_pb2, router_pb2_grpc
 
 from shared.errors import NeapError, Unavailable
+from shared.rpc.channel import ClientSecurity, open_channel
 from shared.rpc.generation import GenerationStream
 from shared.rpc.interceptors import REQUEST_ID_KEY
 from shared.rpc.retry import nobody_answered, retrying
@@ -42,14 +43,22 @@ class NeapClient:
     """One channel; the service behind it may be a worker, a calibrator, or both. Thread-safe.
 
     `target` is HOST:PORT or whatever else gRPC takes: of several addresses, "ipv4:10.0.0.7:7071,10.0.0.8:7071", the first that
-    answers is used. `timeout_s` bounds every unary call. `num_attempts` counts the first try.
+    answers is used. `timeout_s` bounds every unary call. `num_attempts` counts the first try. `security` None: plain text, no
+    token. Raises InvalidInput as `open_channel` does.
     """
 
-    def __init__(self, target: str, *, timeout_s: float = 30.0, num_attempts: int = 4) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        security: ClientSecurity | None = None,
+        timeout_s: float = 30.0,
+        num_attempts: int = 4,
+    ) -> None:
         self.target = target
         self._timeout_s = timeout_s
         self._num_attempts = num_attempts
-        channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        channel = open_channel(target, security or ClientSecurity(), CHANNEL_OPTIONS)
         self._channel = grpc.intercept_channel(channel, TraceInjector())
         # The generated stubs are untyped.
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)

@@ -1,11 +1,11 @@
-"""What happens around every call of a service: a request id, a span, one log line, and errors as rich statuses."""
+"""What happens around every call of a service: who may, a request id, a span, one log line, and errors as rich statuses."""
 
 import asyncio
 import inspect
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,6 +17,8 @@ from google.protobuf.message import DecodeError
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from shared.errors import InvalidInput, NeapError
+from shared.rpc.access import Access
+from shared.rpc.callers import Caller, certificate_caller, set_current_caller
 from shared.rpc.calls import OpenCalls
 from shared.rpc.status import (
     code_of_status,
@@ -56,11 +58,12 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps coroutine and async-generator handlers, unary and streaming.
 
     A NeapError becomes its status, anything else INTERNAL with an id under which the traceback is logged. The request id goes
-    back in the trailing metadata. `calls`: those at work now.
+    back in the trailing metadata. `calls`: those at work now. What `access` refuses is refused before its message is parsed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, access: Access | None = None) -> None:
         self.calls = OpenCalls()
+        self._access = access or Access()
 
     async def intercept_service(
         self,
@@ -70,7 +73,9 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        wrapped = _Wrapped(str(handler_call_details.method), self.calls)
+        method = str(handler_call_details.method)
+        verdict = self._access.judge(method, handler_call_details.invocation_metadata or ())
+        wrapped = _Wrapped(method, self.calls, verdict)
         if handler.response_streaming:
             make = (
                 grpc.stream_stream_rpc_method_handler
@@ -90,15 +95,20 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer
         return make(
             outer,
-            request_deserializer=parse if handler.request_streaming else _lenient(parse),
+            request_deserializer=_unparsed if isinstance(verdict, NeapError) else _lenient(parse),
             response_serializer=handler.response_serializer,
         )
 
 
 class _Wrapped:
-    def __init__(self, method: str, calls: OpenCalls) -> None:
+    """`verdict`: see `Access.judge`."""
+
+    def __init__(
+        self, method: str, calls: OpenCalls, verdict: Caller | NeapError | None = None
+    ) -> None:
         self.method = method
         self.calls = calls
+        self.verdict = verdict
 
     def coroutine(self, inner: Any) -> Any:
         if not inspect.iscoroutinefunction(inner):
@@ -106,7 +116,7 @@ class _Wrapped:
             raise TypeError(f"the handler of {self.method} is not a coroutine function")
 
         async def handle(request: Any, context: Any) -> Any:
-            async with _observed(self.method, self.calls, context):
+            async with _observed(self, context):
                 return await inner(_well_formed(request), context)
 
         return handle
@@ -116,7 +126,7 @@ class _Wrapped:
 
         async def handle(request: Any, context: Any) -> None:
             async with (
-                _observed(self.method, self.calls, context),
+                _observed(self, context),
                 aclosing(inner(_well_formed(request), context)) as responses,
             ):
                 async for response in responses:
@@ -127,6 +137,10 @@ class _Wrapped:
 
 class _Malformed:
     """Stands for bytes that are no message, until the handler can refuse them: gRPC itself would say INTERNAL."""
+
+
+def _unparsed(data: bytes) -> _Malformed:
+    return _Malformed()
 
 
 def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -140,6 +154,9 @@ def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _well_formed(request: Any) -> Any:
+    """`request`, or of a stream of requests each as it comes. Raises InvalidInput."""
+    if isinstance(request, AsyncIterable):
+        return _each_well_formed(request)
     if isinstance(request, _Malformed):
         raise InvalidInput(
             "the request is not a valid message (text must be UTF-8)", reason="MALFORMED_REQUEST"
@@ -147,11 +164,22 @@ def _well_formed(request: Any) -> Any:
     return request
 
 
+async def _each_well_formed(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _well_formed(request)
+
+
 @asynccontextmanager
-async def _observed(method: str, calls: OpenCalls, context: Any) -> AsyncIterator[None]:
+async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
+    method, verdict = call.method, call.verdict
     request_id = _take_request_id(context)
     fields: dict[str, str | int | float] = {}
     ids = {"request_id": request_id}
+    caller = verdict if isinstance(verdict, Caller) else certificate_caller(context)
+    if caller is not None:
+        ids["caller"] = caller.name
+    if isinstance(verdict, NeapError) and "caller" in verdict.metadata:
+        ids["caller"] = verdict.metadata["caller"]  # known, and may not
     is_quiet = method.startswith(SIDE_SERVICES)
     span: Span = INVALID_SPAN
     if not is_quiet:
@@ -159,13 +187,17 @@ async def _observed(method: str, calls: OpenCalls, context: Any) -> AsyncIterato
         if trace_id := trace_id_of(span):
             ids["trace_id"] = trace_id
     _request_id.set(request_id)
+    set_current_caller(caller)
     _fields.set(fields)
     structlog.contextvars.bind_contextvars(**ids)
     context.set_trailing_metadata(((REQUEST_ID_KEY, request_id),))
     started_s = time.monotonic()
     code = "OK"
     try:
-        with calls.one(method):
+        with call.calls.one(method):
+            if isinstance(verdict, NeapError):
+                fields["peer"] = context.peer()
+                raise verdict
             yield
     except grpc.aio.AbortError:
         code = _code_name(context)

@@ -11,8 +11,11 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from shared.errors import InvalidInput, Unavailable
+from shared.rpc.addresses import bind, parse_listen
+from shared.rpc.health import HealthServicer
+from shared.rpc.health_port import HealthPort
 from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
+from shared.rpc.security import ServerSecurity
 
 # Far above any prompt that fits a context, so that a prompt of 10 MB is refused by the service, as INVALID_ARGUMENT with a reason
 # (trying again cannot help); beyond this gRPC itself refuses with RESOURCE_EXHAUSTED before it decodes.
@@ -42,7 +45,8 @@ class RpcServer:
 
     `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "". `grace_s`: how
     long new calls are still taken after the first SIGTERM, while load balancers learn that this server is leaving.
-    `drain_timeout_s`: how long running calls may then take to finish. Must be made inside the running event loop.
+    `drain_timeout_s`: how long running calls may then take to finish. `health_listen`: HOST:PORT where
+    health is answered in plain text, as long as this server lives; empty: none. Must be made inside the running event loop.
     """
 
     def __init__(
@@ -52,22 +56,28 @@ class RpcServer:
         *,
         grace_s: float = 2.0,
         drain_timeout_s: float = 60.0,
+        security: ServerSecurity | None = None,
+        health_listen: str = "",
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self.listen = listen
         self.port = 0
         self.grace_s = grace_s
         self.drain_timeout_s = drain_timeout_s
-        interceptor = ServiceInterceptor()
+        self.security = security or ServerSecurity()
+        interceptor = ServiceInterceptor(self.security.access)
         self._calls = interceptor.calls
         self.grpc_server: Any = grpc.aio.server(
             interceptors=(interceptor,), options=(*SERVER_OPTIONS, *options)
         )
         self._service_names = tuple(service_names)
-        self._health: Any = health.aio.HealthServicer()
+        self._health: Any = HealthServicer(self._service_names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
+        self.health_port = (
+            HealthPort(health_listen, self._health, interceptor) if health_listen else None
+        )
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -76,17 +86,12 @@ class RpcServer:
 
         Raises InvalidInput for an address that is none, Unavailable when it cannot be had.
         """
-        host, _, port = self.listen.rpartition(":")
-        if not host or not port.isdigit():
-            raise InvalidInput(f"listen address is {self.listen!r}; it must be HOST:PORT")
+        host, _ = parse_listen(self.listen)
         # The aio HealthServicer starts as SERVING.
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        try:
-            self.port = self.grpc_server.add_insecure_port(self.listen)
-        except RuntimeError:
-            self.port = 0
-        if self.port == 0:
-            raise Unavailable(f"cannot listen on {self.listen}", reason="ADDRESS_UNAVAILABLE")
+        self.port = bind(self.grpc_server, self.listen, self.security.credentials)
+        if self.health_port is not None:
+            await self.health_port.start()
         await self.grpc_server.start()
         print(f"listening on {host}:{self.port}", flush=True)
         log.info("listening", host=host, port=self.port)
@@ -120,11 +125,13 @@ class RpcServer:
             hurried.cancel()
             if stopping.done():
                 stopping.result()
+                await self._stop_health()
                 log.info("stopped")
                 return
         num_ended = self._calls.end()
         # A later stop with a shorter grace overrides the earlier one.
         await self.grpc_server.stop(ENDING_S)
+        await self._stop_health()
         log.info("stopped at once", num_calls_ended=num_ended)
 
     def request_stop(self) -> None:
@@ -149,18 +156,27 @@ class RpcServer:
         if not preparing.done():
             preparing.cancel()
             await self._health.enter_graceful_shutdown()
-            await self.grpc_server.stop(None)
+            await self.stop()
             return False
         try:
             preparing.result()
         except BaseException:
             stopping.cancel()
-            await self.grpc_server.stop(None)
+            await self.stop()
             raise
         await self.set_serving()
         await stopping
         await self.drain()
         return True
+
+    async def stop(self) -> None:
+        """At once, calls that run included."""
+        await self.grpc_server.stop(None)
+        await self._stop_health()
+
+    async def _stop_health(self) -> None:
+        if self.health_port is not None:
+            await self.health_port.stop()
 
     async def _set_health(self, status: Any) -> None:
         for name in ("", *self._service_names):

@@ -91,12 +91,15 @@ class TraceInjector(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInte
 def _injected(details: Any) -> Any:
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
-    if not carrier:
-        return details
+    return with_metadata(details, *carrier.items()) if carrier else details
+
+
+def with_metadata(details: Any, *added: tuple[str, str]) -> Any:
+    """A client call's details with more metadata, for interceptors."""
     return _CallDetails(
         method=details.method,
         timeout=details.timeout,
-        metadata=(*(details.metadata or ()), *carrier.items()),
+        metadata=(*(details.metadata or ()), *added),
         credentials=details.credentials,
         wait_for_ready=details.wait_for_ready,
         compression=details.compression,

@@ -20,7 +20,14 @@ from inference_service.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import wrap_model
-from shared.model.sampling import SamplingParams, choose, distribution, uniform_at
+from shared.model.sampling import (
+    MAX_PENALTY,
+    MIN_TEMPERATURE,
+    SamplingParams,
+    choose,
+    distribution,
+    uniform_at,
+)
 from tests.families import FAMILIES
 from tests.scripted_ladder import ScriptedLadder
 
@@ -84,16 +91,35 @@ def test_greedy_takes_the_largest_after_the_penalty() -> None:
     assert choose(logits, SamplingParams(repetition_penalty=2.0), [1]) == 2
 
 
+@pytest.mark.parametrize("temperature", [0.0, MIN_TEMPERATURE, 1.0, 1e308])
+@pytest.mark.parametrize("penalty", [1 / MAX_PENALTY, 1.0, MAX_PENALTY])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_a_token_comes_of_the_most_extreme_parameters(
+    temperature: float, penalty: float, scale: float
+) -> None:
+    logits = torch.linspace(-scale, scale, 50)
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    assert 0 <= choose(logits, params, list(range(50))) < 50
+    if temperature == MIN_TEMPERATURE:
+        assert choose(logits, params, [1]) == 49  # as good as greedy
+
+
 @pytest.mark.parametrize(
     "bad",
     [
         {"temperature": -0.1},
         {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": 5e-324},
+        {"temperature": 1e-7},
         {"top_k": -1},
         {"top_p": 0.0},
         {"top_p": math.nan},
         {"min_p": 1.1},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.nan},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 101.0},
         {"seed": -1},
     ],
 )

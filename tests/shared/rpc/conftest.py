@@ -53,7 +53,7 @@ def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
         state.target = f"127.0.0.1:{await state.server.start()}"
         started.set()
         await finish.wait()
-        await state.server.grpc_server.stop(None)
+        await state.server.stop()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()

@@ -41,6 +41,15 @@ def test_health_is_not_serving_until_told_for_each_service(server, channel):
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+def test_health_lists_all_services(server, channel):
+    server.run(server.server.set_serving())
+    listed = health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=5)
+    assert {name: reply.status for name, reply in listed.statuses.items()} == {
+        "": SERVING,
+        SERVICE: SERVING,
+    }
+
+
 def test_reflection_lists_services_and_gives_descriptors(channel):
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     requests = [

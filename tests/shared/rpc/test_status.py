@@ -22,6 +22,8 @@ TABLE = {
     errors.PreconditionFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RouterMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Conflict: grpc.StatusCode.ABORTED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.Corrupt: grpc.StatusCode.DATA_LOSS,
     errors.Exhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,

@@ -203,6 +203,7 @@ async def test_a_stream_given_up_in_a_write_is_closed_and_logged_under_its_own_i
         invocation_metadata=lambda: (("x-request-id", "gone"), ("traceparent", TRACEPARENT)),
         set_trailing_metadata=lambda metadata: None,
         time_remaining=lambda: None,
+        peer_identities=lambda: None,
         write=write,
     )
     calls = OpenCalls()

@@ -1,0 +1,69 @@
+"""How every command reaches a service: as the flags before the command's name say, and the variables `NEAP_CLIENT_*`, `NEAP_TOKEN`."""
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shared.config import make_settings
+from shared.rpc.channel import ClientSecurity
+from shared.rpc.client import NeapClient
+from shared.security_settings import ClientSettings
+
+# What stood before the command's name.
+_flags: ContextVar[Mapping[str, Any]] = ContextVar("neap_flags", default={})  # noqa: B039 (never changed)
+
+
+def global_options(
+    context: typer.Context,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Encrypt; trust the authorities this machine trusts.")
+    ] = False,
+    ca: Annotated[
+        Path | None, typer.Option("--tls-ca", help="Encrypt; trust the authorities of this file.")
+    ] = None,
+    cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="Certificate to show, for mutual TLS.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key.")] = None,
+    server_name: Annotated[
+        str, typer.Option("--tls-server-name", help="Name in the server's certificate.")
+    ] = "",
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", help="File with the token to call with; or NEAP_TOKEN."),
+    ] = None,
+) -> None:
+    """Early-exit serving of frozen causal language models that really skips the layers."""
+    flags = {
+        "tls": tls or None,
+        "ca": ca,
+        "cert": cert,
+        "key": key,
+        "server_name": server_name or None,
+        "token_file": token_file,
+    }
+    token = _flags.set({name: value for name, value in flags.items() if value is not None})
+    context.call_on_close(lambda: _flags.reset(token))
+
+
+def connect(target: str, **options: Any) -> NeapClient:
+    """A client of `target`; `options` as NeapClient's. Raises InvalidInput for settings that cannot work."""
+    return NeapClient(target, security=client_security(), **options)
+
+
+def client_security() -> ClientSecurity:
+    """What flags and variables say. Raises InvalidInput (BAD_CONFIGURATION)."""
+    settings = make_settings(ClientSettings, **_flags.get())
+    return ClientSecurity(
+        tls=settings.tls,
+        ca=settings.ca,
+        certificate=settings.cert,
+        key=settings.key,
+        server_name=settings.server_name,
+        token=settings.token.get_secret_value().strip(),
+        token_file=settings.token_file,
+        allow_plaintext_token=settings.allow_plaintext_tokens,
+    )

@@ -1,0 +1,59 @@
+"""`neap tokens`: makes the secrets callers show, and looks at the file by which services know them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from shared.cli.console import err, fail, guarded, out
+from shared.rpc.callers import Role
+from shared.rpc.tokens import new_token, parse_tokens
+from shared.rpc.watched_files import read_capped
+
+app = typer.Typer(help="Bearer tokens for callers of the services.", no_args_is_help=True)
+
+
+@app.command("create")
+@guarded
+def create(
+    name: Annotated[str, typer.Argument(help="Whose it is; stands in logs and histories.")],
+    role: Annotated[
+        list[Role], typer.Option("--role", help="What it may do; may be repeated.", min=1)
+    ],
+    append: Annotated[
+        Path | None,
+        typer.Option("--append", help="Append the line to this file instead of printing it."),
+    ] = None,
+) -> None:
+    """Make a token. Standard output: the token, which is shown this once, then its line for the services' file."""
+    token, entry = new_token(name, role)
+    if append is not None:
+        _append(append, entry.to_line())
+    err.print("the token, which is kept nowhere:", style="dim")
+    print(token, flush=True)
+    if append is None:
+        err.print("the line for the services' file (--auth-tokens):", style="dim")
+        print(entry.to_line(), flush=True)
+
+
+@app.command("list")
+@guarded
+def list_tokens(file: Annotated[Path, typer.Argument(help="The services' file.")]) -> None:
+    """Check a file of tokens and show whose they are."""
+    table = Table("name", "roles", "digest")
+    for entry in parse_tokens(read_capped(file), str(file)):
+        roles = " ".join(role for role in Role if role in entry.caller.roles)
+        table.add_row(entry.caller.name, roles, entry.digest[:19])
+    out.print(table)
+
+
+def _append(path: Path, line: str) -> None:
+    before = read_capped(path) if path.exists() else b""
+    if before.strip():
+        parse_tokens(before, str(path))
+    if path.is_symlink():
+        fail(f"{path} is a link; write to the file itself")
+    with path.open("a", encoding="utf-8") as file:
+        path.chmod(path.stat().st_mode if before else 0o600)
+        file.write(("\n" if before and not before.endswith(b"\n") else "") + line + "\n")

@@ -1,0 +1,103 @@
+"""How a client reaches a service: encrypted or not, and with which token."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from shared.errors import InvalidInput
+from shared.rpc.access import AUTHORIZATION_KEY
+from shared.rpc.addresses import is_loopback_target
+from shared.rpc.tracing import with_metadata
+from shared.rpc.watched_files import read_capped
+
+
+@dataclass(frozen=True)
+class ClientSecurity:
+    """`ca`, `certificate` and `key` are PEM files, read once per channel. `tls` alone trusts what this machine trusts.
+
+    `token_file` is read anew for every call, so that a rotated token is found. `server_name` is what the server's certificate must
+    be for, where that is not the address called. `allow_plaintext_token`: beyond loopback, too.
+    """
+
+    tls: bool = False
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    server_name: str = ""
+    token: str = field(default="", repr=False)
+    token_file: Path | None = None
+    allow_plaintext_token: bool = False
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self.tls or self.ca is not None or self.certificate is not None
+
+    def read_token(self) -> str:
+        """ "" for none. Raises InvalidInput (BAD_TOKEN) for what no header can hold, and for files that cannot be read."""
+        token = self.token
+        if self.token_file is not None:
+            # A token is ASCII; anything else is found below.
+            token = read_capped(self.token_file).decode("latin-1").strip()
+            if not token:
+                raise InvalidInput(f"{self.token_file} is empty", reason="BAD_TOKEN")
+        if not (token.isascii() and token.isprintable()) or " " in token:
+            raise InvalidInput("the token holds characters that no token has", reason="BAD_TOKEN")
+        return token
+
+
+def open_channel(
+    target: str, security: ClientSecurity, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.Channel:
+    """A channel on which every call carries the token. `target` is HOST:PORT or whatever else gRPC takes.
+
+    Raises InvalidInput: TOKEN_OVER_PLAIN_TEXT for a token that would leave this machine unencrypted, BAD_TOKEN, and
+    BAD_CONFIGURATION for files that cannot be used.
+    """
+    has_token = bool(security.read_token())
+    if security.is_encrypted:
+        if security.server_name:
+            options = (*options, ("grpc.ssl_target_name_override", security.server_name))
+        channel = grpc.secure_channel(target, _credentials(security), options=options)
+    else:
+        if has_token and not (security.allow_plaintext_token or is_loopback_target(target)):
+            raise InvalidInput(
+                f"the token would go to {target} in plain text: set NEAP_CLIENT_CA or NEAP_CLIENT_TLS, or, where something else"
+                " encrypts the way, NEAP_ALLOW_PLAINTEXT_TOKENS",
+                reason="TOKEN_OVER_PLAIN_TEXT",
+            )
+        if has_token and not security.allow_plaintext_token:
+            # Where http_proxy is set, gRPC would send even loopback's calls through that proxy.
+            options = (*options, ("grpc.enable_http_proxy", 0))
+        channel = grpc.insecure_channel(target, options=options)
+    return grpc.intercept_channel(channel, _TokenSender(security)) if has_token else channel
+
+
+def _credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
+    def read(path: Path | None) -> bytes | None:
+        return None if path is None else read_capped(path)
+
+    credentials: grpc.ChannelCredentials = grpc.ssl_channel_credentials(
+        read(security.ca), read(security.key), read(security.certificate)
+    )
+    return credentials
+
+
+class _TokenSender(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    def __init__(self, security: ClientSecurity) -> None:
+        self._security = security
+
+    def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        return continuation(self._signed(client_call_details), request)
+
+    def intercept_unary_stream(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        return continuation(self._signed(client_call_details), request)
+
+    def _signed(self, details: Any) -> Any:
+        return with_metadata(details, (AUTHORIZATION_KEY, f"Bearer {self._security.read_token()}"))

@@ -1,0 +1,152 @@
+"""Every call of both services with absurd messages and with garbage: each is answered with a status that says whose mistake it is."""
+
+import random
+import socket
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+import grpc
+import psutil
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from neap.calibration.v1 import calibration_pb2
+from neap.inference.v1 import inference_pb2
+from neap.router.v1 import router_pb2
+
+from inference_service.engine.engine import Engine
+from shared.ladder.artefact import pack_ladder
+from shared.model.load import load_model
+from shared.registry.factory import open_registry
+from tests.calibrator_service.conftest import Service
+from tests.fuzzing import SECONDS, cases, garbage, random_message
+from tests.worker import build_ladder, save_model, serving
+
+SIDE = [
+    *health_pb2.DESCRIPTOR.services_by_name.values(),
+    *reflection_pb2.DESCRIPTOR.services_by_name.values(),
+]
+# Nobody's mistake but the service's.
+FAILURES = {
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.DATA_LOSS,
+}
+MAX_EVENTS = 20
+NUM_CALLERS, BATCH = 8, 32
+# What pools may still grow by once half of the cases are through.
+SLACK_THREADS, SLACK_FILES = 4, 6
+
+
+def methods(*modules) -> list[MethodDescriptor]:
+    services = [s for module in modules for s in module.DESCRIPTOR.services_by_name.values()]
+    return [method for service in (*services, *SIDE) for method in service.methods]
+
+
+def call(channel: grpc.Channel, method: MethodDescriptor, data: bytes) -> grpc.StatusCode:
+    """Sends `data` as the request and takes what comes, for a short while."""
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    try:
+        if method.client_streaming:
+            events = channel.stream_stream(path)(iter([data]), timeout=0.2)
+        elif method.server_streaming:
+            events = channel.unary_stream(path)(data, timeout=0.2)
+        else:
+            channel.unary_unary(path)(data, timeout=5)
+            return grpc.StatusCode.OK
+        for number, _ in enumerate(events):
+            if number == MAX_EVENTS:
+                events.cancel()
+                break
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def noise(target: str, chance: random.Random) -> None:
+    """Bytes that are no HTTP/2, or that begin as if they were."""
+    host, _, port = target.rpartition(":")
+    start = chance.choice((b"", b"GET / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(start + chance.randbytes(chance.choice((0, 9, 500))))
+
+
+def fuzz(target: str, methods: list[MethodDescriptor], process: psutil.Process) -> Counter[str]:
+    """Calls all `methods` again and again, several at once. Returns how often each status came, by name."""
+
+    def one(case: tuple[int, random.Random]) -> str:
+        seed, chance = case
+        method = methods[seed % len(methods)]
+        make = garbage if chance.random() < 0.3 else random_message
+        made = make(method.input_type, chance)
+        data = made if isinstance(made, bytes) else made.SerializeToString()
+        code = call(channel, method, data)
+        assert code not in FAILURES, f"{method.full_name} {code} with seed {seed}"
+        if chance.random() < 0.05:
+            noise(target, chance)
+        return str(code.name)
+
+    seen: Counter[str] = Counter()
+    held: tuple[int, int] | None = None
+    started_s, todo = time.monotonic(), cases()
+    with grpc.insecure_channel(target) as channel, ThreadPoolExecutor(NUM_CALLERS) as pool:
+        while batch := list(islice(todo, BATCH)):
+            seen.update(pool.map(one, batch))
+            if held is None and time.monotonic() - started_s > SECONDS / 2:
+                held = (process.num_threads(), process.num_fds())
+    assert held is not None
+    wait_until(lambda: process.num_threads() <= held[0] + SLACK_THREADS)
+    wait_until(lambda: process.num_fds() <= held[1] + SLACK_FILES)
+    return seen
+
+
+def wait_until(is_so, timeout_s=10.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, "something has leaked"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = save_model(tmp_path_factory.mktemp("model"))
+    with Engine(load_model(folder, model_id="tiny"), max_queue=4) as engine:
+        engine.warm_up()
+        yield engine
+
+
+@pytest.mark.e2e
+def test_a_worker(engine, tmp_path):
+    registry = open_registry(str(tmp_path / "registry"))
+    manifest, blobs = pack_ladder(build_ladder(engine.loaded), {})
+    registry.publish("tiny", manifest, blobs, request_id="one")
+    with serving(engine, registry) as worker:
+        seen = fuzz(worker.target, methods(inference_pb2), psutil.Process())
+        assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND"} <= set(seen)
+        wait_until(lambda: engine.num_running == engine.num_waiting == 0)
+        assert not worker.servicer._served["tiny"].active
+        with grpc.insecure_channel(worker.target) as channel:
+            request = inference_pb2.GenerateRequest(model_id="tiny", text="hello")
+            request.stopping.max_tokens = 3
+            generate = channel.unary_stream("/neap.inference.v1.InferenceService/Generate")
+            assert len(list(generate(request.SerializeToString(), timeout=30))) >= 3
+    registry.close()
+
+
+@pytest.mark.e2e
+def test_a_calibrator(tmp_path):
+    service = Service(tmp_path, "--model", "tiny=/nowhere", "--max-queued-jobs", "2")
+    try:
+        assert service.process is not None
+        process = psutil.Process(service.process.pid)
+        seen = fuzz(service.target, methods(calibration_pb2, router_pb2), process)
+        assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND"} <= set(seen)
+        service.calibrations.ListCalibrations(calibration_pb2.ListCalibrationsRequest(), timeout=20)
+        assert service.process.poll() is None
+    finally:
+        assert service.terminate() == 0
+    assert '"event": "unexpected error"' not in (tmp_path / "service.log").read_text()

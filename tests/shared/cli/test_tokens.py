@@ -1,0 +1,45 @@
+import stat
+
+from shared.rpc.callers import Role
+from shared.rpc.tokens import find_caller, parse_tokens
+
+
+def test_a_token_is_shown_once_beside_its_line(neap):
+    result = neap("tokens", "create", "ann", "--role", "generate", "--role", "admin")
+    assert result.exit_code == 0, result.output
+    token, line = result.stdout.splitlines()
+    assert token.startswith("neap_")
+    caller = find_caller(parse_tokens(line.encode(), "tokens"), token)
+    assert (caller.name, caller.roles) == ("ann", {Role.GENERATE, Role.ADMIN})
+    assert token not in result.stderr
+
+
+def test_lines_are_appended_to_a_file_of_the_owners_only(neap, tmp_path):
+    file = tmp_path / "tokens"
+    made = {}
+    for name in ("ann", "bob"):
+        result = neap("tokens", "create", name, "--role", "calibrate", "--append", str(file))
+        assert result.exit_code == 0, result.output
+        (made[name],) = result.stdout.splitlines()
+    entries = parse_tokens(file.read_bytes(), "tokens")
+    assert {name: find_caller(entries, token).name for name, token in made.items()} == {
+        "ann": "ann",
+        "bob": "bob",
+    }
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    listed = neap("tokens", "list", str(file))
+    assert "ann" in listed.stdout
+    assert "calibrate" in listed.stdout
+
+
+def test_what_cannot_be_is_refused(neap, tmp_path):
+    assert neap("tokens", "create", "ann").exit_code == 2
+    assert neap("tokens", "create", "ann", "--role", "root").exit_code == 2
+    assert "BAD_TOKENS_FILE" in neap("tokens", "create", "a b", "--role", "admin").stderr
+    broken = tmp_path / "tokens"
+    broken.write_text("nonsense")
+    result = neap("tokens", "create", "ann", "--role", "admin", "--append", str(broken))
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert broken.read_text() == "nonsense"
+    assert "BAD_TOKENS_FILE" in neap("tokens", "list", str(broken)).stderr
