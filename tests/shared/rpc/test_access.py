@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from structlog.testing import capture_logs
 from shared.errors import PermissionDenied, Unauthenticated
 from shared.rpc.access import Access
 from shared.rpc.callers import Role, current_caller
+from shared.rpc.interceptors import ServiceInterceptor
 from shared.rpc.roles import METHOD_ROLES, OPEN_METHODS
 from shared.rpc.security import ServerSecurity
 from tests.shared.rpc.conftest import running
@@ -123,6 +125,26 @@ def test_strangers_are_refused_before_their_message_is_read(guarded, scripted, m
     assert _refusal(lambda: list(stream)) == (Code.UNAUTHENTICATED, reason)
     assert scripted.num_calls == 0
     assert guarded.server.security.access.refusals == {reason: 3}
+
+
+@pytest.mark.parametrize("name", ["all", "nobody"])
+async def test_only_a_callers_message_is_parsed(tmp_path, name):
+    tokens, parsed = write_tokens(tmp_path / "tokens"), []
+
+    async def handle(request, context):
+        raise AssertionError("nothing is called here")
+
+    async def handler_of(details):
+        return grpc.unary_unary_rpc_method_handler(handle, request_deserializer=parsed.append)
+
+    details = SimpleNamespace(
+        method="/neap.inference.v1.InferenceService/GetModel",
+        invocation_metadata=bearer(tokens.get(name, "neap_wrong")),
+    )
+    interceptor = ServiceInterceptor(Access(tmp_path / "tokens"))
+    handler = await interceptor.intercept_service(handler_of, details)
+    handler.request_deserializer(b"message")
+    assert parsed == ([b"message"] if name == "all" else [])
 
 
 def test_a_caller_without_the_role_is_told_which(guarded, scripted):

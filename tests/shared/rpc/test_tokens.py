@@ -24,6 +24,13 @@ def test_a_new_token_is_found_by_its_line_and_no_other_is():
     assert digest_of_token(token) == "sha256:" + hashlib.sha256(token.encode()).hexdigest()
 
 
+def test_each_token_is_its_own_callers():
+    made = {name: new_token(name, [Role.GENERATE]) for name in ("ann", "bob", "eve")}
+    entries = [entry for _, entry in made.values()]
+    for name, (token, _) in made.items():
+        assert find_caller(entries, token).name == name
+
+
 def test_a_name_may_have_several_tokens():
     old, old_entry = new_token("ann", [Role.GENERATE])
     new, new_entry = new_token("ann", [Role.GENERATE])
