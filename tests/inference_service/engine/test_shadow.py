@@ -140,11 +140,19 @@ def test_checks_wait_for_idle_time_and_go_on_after_it(loaded, answer, monkeypatc
         monkeypatch.setattr(engine.shadow, "slice", slice_)
         run(engine, ScriptedLadder(script(answer)))
         assert live.wait(30)
-        handle = engine.submit(request(policy=DepthPolicy("full"), router_version=0))
+        while_live: list[int] = []
+        ended = threading.Event()
+
+        def on_event(event: object) -> None:  # in the engine's thread, between its steps
+            if event is None:
+                ended.set()
+            else:
+                while_live.append(len(slices))
+
+        engine.submit(request(policy=DepthPolicy("full"), router_version=0), on_event=on_event)
         submitted.set()
-        for event in handle.events():
-            if not isinstance(event, Finished):
-                assert len(slices) == 3, "the slice under way ended, and no other began"
+        assert ended.wait(30)
+        assert set(while_live) == {3}, "the slice under way ended, and no other began"
         checked(engine, 1)
     assert len(slices) > 4
     assert set(slices) == {0}
