@@ -8,7 +8,7 @@
 
 namespace neap::NEAP_ISA {
 
-constexpr int64_t kRowGroup = 4, kTokenGroup = 2;
+constexpr int64_t kRowGroup = 4, kTokenGroup = 4;
 constexpr int64_t kDotRows = 16;  // rows of an item
 
 template <class W, int kRows, int kTokens>
@@ -24,7 +24,7 @@ NEAP_INLINE void dot_group(const W* w, const float* x, int64_t x_stride, int64_t
     for (int r = 0; r < kRows; ++r) {
       const Vec weight = load(row[r] + k);
       __builtin_prefetch(row[r] + k + kRows * columns);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int t = 0; t < kTokens; ++t) sum[r][t] = fma(weight, token[t], sum[r][t]);
     }
   }
@@ -36,26 +36,28 @@ NEAP_INLINE void dot_group(const W* w, const float* x, int64_t x_stride, int64_t
     }
 }
 
+// As many rows at once as leave registers for the sums: eight of them hide a product's latency.
+template <class W, int kTokens>
+NEAP_INLINE void dot_rows_of(const W* rows, int64_t count, const float* x, int64_t x_stride, int64_t columns, float* out, int64_t out_stride) {
+  constexpr int kRows = kTokens == kTokenGroup ? kRowGroup / 2 : kRowGroup;
+  int64_t r = 0;
+  for (; r + kRows <= count; r += kRows) dot_group<W, kRows, kTokens>(rows + r * columns, x, x_stride, columns, out + r, out_stride);
+  for (; r < count; ++r) dot_group<W, 1, kTokens>(rows + r * columns, x, x_stride, columns, out + r, out_stride);
+}
+
 // Tokens [0, tokens) against rows [begin, end): out[t * out_stride + row - begin].
 template <class W>
 inline void dot_rows(const W* w, const float* x, int64_t x_stride, int64_t columns, int64_t begin, int64_t end, int64_t tokens, float* out,
                      int64_t out_stride) {
-  for (int64_t r = begin; r < end;) {
-    const int64_t group = end - r >= kRowGroup ? kRowGroup : 1;
-    for (int64_t t = 0; t < tokens;) {
-      const W* rows = w + r * columns;
-      const float* from = x + t * x_stride;
-      float* to = out + t * out_stride + r - begin;
-      const bool pair = tokens - t >= kTokenGroup;
-      if (group == kRowGroup)
-        pair ? dot_group<W, kRowGroup, kTokenGroup>(rows, from, x_stride, columns, to, out_stride)
-             : dot_group<W, kRowGroup, 1>(rows, from, x_stride, columns, to, out_stride);
-      else
-        pair ? dot_group<W, 1, kTokenGroup>(rows, from, x_stride, columns, to, out_stride)
-             : dot_group<W, 1, 1>(rows, from, x_stride, columns, to, out_stride);
-      t += pair ? kTokenGroup : 1;
-    }
-    r += group;
+  for (int64_t r = begin; r < end; r += kRowGroup) {
+    const W* rows = w + r * columns;
+    const int64_t count = min64(kRowGroup, end - r);
+    float* to = out + r - begin;
+    int64_t t = 0;
+    for (; t + kTokenGroup <= tokens; t += kTokenGroup)
+      dot_rows_of<W, kTokenGroup>(rows, count, x + t * x_stride, x_stride, columns, to + t * out_stride, out_stride);
+    for (; t + 2 <= tokens; t += 2) dot_rows_of<W, 2>(rows, count, x + t * x_stride, x_stride, columns, to + t * out_stride, out_stride);
+    if (t < tokens) dot_rows_of<W, 1>(rows, count, x + t * x_stride, x_stride, columns, to + t * out_stride, out_stride);
   }
 }
 

@@ -56,19 +56,26 @@ inline int64_t largest(const double* x, int64_t size) {
 }
 
 // The first token at which the running total of weight(i) exceeds `point` of the whole, summed in order as torch.cumsum does;
-// -1 where nothing has any mass.
+// -1 where nothing has any mass. The total at the start of every piece is noted, so that one piece is summed again, not all.
 template <class F>
 inline int64_t at_point(int64_t size, double point, const F& weight) {
-  double total = 0;
-  int64_t last = -1;
-  for (int64_t i = 0; i < size; ++i) {
-    const double value = weight(i);
-    total += value;
-    if (value > 0) last = i;
+  constexpr int64_t kPieces = 512;
+  const int64_t piece = ceil_div(size, kPieces);
+  double starts[kPieces], total = 0;
+  int64_t last = -1, pieces = 0;
+  for (int64_t begin = 0; begin < size; begin += piece) {
+    starts[pieces++] = total;
+    for (int64_t i = begin; i < min64(size, begin + piece); ++i) {
+      const double value = weight(i);
+      total += value;
+      last = value > 0 ? i : last;
+    }
   }
   const double wanted = point * total;
-  double sum = 0;
-  for (int64_t i = 0; i < size; ++i) {
+  while (pieces > 0 && starts[pieces - 1] > wanted) --pieces;
+  if (pieces == 0) return last;
+  double sum = starts[pieces - 1];
+  for (int64_t i = (pieces - 1) * piece; i < size; ++i) {
     sum += weight(i);
     if (sum > wanted) return i;
   }
