@@ -51,6 +51,7 @@ struct Block {
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::map<int, std::unique_ptr<char[]>> shared;
   std::vector<std::array<std::array<uint64_t, 32>, 2>> exchange;  // per warp, for this collective and the next
+  std::vector<unsigned> arrived;                                  // per warp, lanes at the collective under way
 };
 struct Store {
   Fiber* by;
@@ -137,18 +138,18 @@ inline const std::array<uint64_t, 32>& collect(unsigned mask, T value, const cha
   std::memcpy(&bits, &value, sizeof(T));
   slot[lane()] = bits;
   fiber.state = Fiber::kAtCollective, fiber.mask = mask, fiber.what = what;
-  bool all = true;
-  for (unsigned l = 0; l < 32; ++l) {
-    if (!(mask >> l & 1)) continue;
-    if (warp * 32 + l >= size) die("a collective names a lane that does not exist");
-    const Fiber& other = *fiber.block->fibers[warp * 32 + l];
-    if (other.state == Fiber::kDone) die("a collective names a lane that has ended");
-    if (other.state != Fiber::kAtCollective) all = false;
-    else if (other.mask != mask || other.what != what || other.collectives != fiber.collectives) die("the lanes of a warp are at different collectives");
+  unsigned& arrived = fiber.block->arrived[warp];
+  if (++arrived == (unsigned)__builtin_popcount(mask)) {
+    arrived = 0;
+    for (unsigned l = 0; l < 32; ++l) {
+      if (!(mask >> l & 1)) continue;
+      if (warp * 32 + l >= size) die("a collective names a lane that does not exist");
+      Fiber& other = *fiber.block->fibers[warp * 32 + l];
+      if (other.state != Fiber::kAtCollective || other.mask != mask || other.what != what || other.collectives != fiber.collectives)
+        die("the lanes of a warp are at different collectives");
+      other.state = Fiber::kReady;
+    }
   }
-  if (all)
-    for (unsigned l = 0; l < 32; ++l)
-      if (mask >> l & 1) fiber.block->fibers[warp * 32 + l]->state = Fiber::kReady;
   leave();
   return slot;
 }
@@ -165,7 +166,7 @@ inline std::unique_ptr<Block> begin_block(unsigned number) {
   Machine& m = machine();
   auto block = std::make_unique<Block>();
   block->index = dim3(number % m.grid.x, number / m.grid.x % m.grid.y, number / m.grid.x / m.grid.y);
-  block->exchange.resize((m.threads.x + 31) / 32);
+  block->exchange.resize((m.threads.x + 31) / 32), block->arrived.resize((m.threads.x + 31) / 32);
   for (unsigned t = 0; t < m.threads.x; ++t) {
     std::unique_ptr<Fiber> fiber;
     if (m.idle.empty()) fiber = std::make_unique<Fiber>();
