@@ -33,19 +33,19 @@ help:
 
 venv: $(STAMP)
 
-# torch comes first and alone, so that one variable decides between its CPU and its CUDA build.
+# torch comes first and alone, so that one variable decides between its CPU and its CUDA build. The package is built against it.
 $(STAMP): pyproject.toml shared/build_hook.py $(PROTO_SOURCES)
 	@[ -n "$(PYTHON)" ] || { echo "neap needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	@echo "installing neap into $(VENV) (torch $(TORCH_VERSION) first; minutes on a new machine)"
 	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
 	@$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==$(TORCH_VERSION)
-	@$(PIP) install --editable '.[$(EXTRAS)]'
+	@$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
+	@$(PIP) install --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
 build-ops: $(LIBRARY)
 
 $(LIBRARY): $(STAMP) $(NATIVE_SOURCES) shared/ops/build.py
-	@echo "building csrc"
 	@$(BIN)/python -m shared.ops.build >/dev/null
 	@touch $@
 

@@ -1,4 +1,7 @@
 // Chooses the instruction set at run time, so that one library serves every machine of its architecture.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <atomic>
 #include <cstring>
 
@@ -16,11 +19,19 @@ namespace {
 
 std::atomic<const Kernels*> chosen{nullptr};
 
+#if defined(__x86_64__)
+// Not known to __builtin_cpu_supports in every compiler.
+bool has_f16c() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 // Best first; null where this machine lacks the instruction set.
 const Kernels* candidate(int rank) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   if (rank == 0) return has_avx2 && __builtin_cpu_supports("avx512f") ? &avx512::table() : nullptr;
   if (rank == 1) return has_avx2 ? &avx2::table() : nullptr;
 #endif

@@ -2,6 +2,9 @@
 #pragma once
 #include <cstdint>
 
+#include "batches.h"
+#include "exits.h"
+
 namespace neap {
 
 constexpr int64_t kPanel = 16;         // output columns of one weight panel
@@ -68,6 +71,15 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);        // (batch, kv head, query tile)
   void (*attention_split)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);  // the same x key block
   void (*attention_join)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);   // (batch, kv head, query tile)
+  int64_t dot_rows;                                                   // weight rows of an item of row_dots
+  void (*row_dots)(const RowDotsArgs&, int64_t begin, int64_t end);   // item: dot_rows rows
+  void (*norm)(const NormArgs&, int64_t begin, int64_t end);          // item: a token, as of all below unless they say otherwise
+  void (*exit_gate)(const ExitHeadArgs&, int64_t begin, int64_t end);
+  void (*exit_finish)(const ExitHeadArgs&, int64_t begin, int64_t end);
+  void (*draft_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // item: kVocabularyBlock rows
+  void (*draft_join)(const DraftTopArgs&, int64_t begin, int64_t end);
+  void (*route_finish)(const RouteArgs&, int64_t begin, int64_t end);
+  void (*verify)(const VerifyArgs&, int64_t begin, int64_t end);      // item: a row of scores
 };
 
 // The best this machine runs, or the one last asked for.

@@ -1,6 +1,7 @@
 """One step of a batch: each sequence drafts shallow, all settle deep in one pass, each is verified."""
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -15,10 +16,10 @@ from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.sequence import Sequence
 from inference_service.engine.statistics import EngineStatistics
+from inference_service.engine.verification import confirmed_by_sampling, confirmed_greedily
 from inference_service.engine.worth import DraftingWorth
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
-from shared.model.sampling import choose
 
 # Prompt tokens per step, so that a long prompt can be cancelled; fewer where running streams would have to wait for them.
 PREFILL_TOKENS = 256
@@ -35,6 +36,11 @@ class _Turn:
     chunks: list[TokenChunk]
     num_answers: int
     is_prefill: bool
+
+    @property
+    def drafts(self) -> list[int]:
+        """The tokens that the deep pass tests."""
+        return [draft.token for draft in self.chain.drafts[self.chain.num_final :]]
 
 
 class Decoder:
@@ -161,8 +167,10 @@ class Decoder:
             for turn, states in zip(turns, settled, strict=True)
         ]
         logits = self.runner.logits(torch.cat(wanted)) if any(map(len, wanted)) else None
-        # One read-back for all that are chosen greedily.
-        greedy = logits.argmax(-1).tolist() if logits is not None else []
+        answered = [turn for turn in turns if turn.num_answers]
+        greedy: Iterator[list[int]] = iter(())
+        if logits is not None:
+            greedy = iter(confirmed_greedily(logits, [turn.drafts for turn in answered]))
         row = 0
         for turn, states in zip(turns, settled, strict=True):
             own = slice(row, row + turn.num_answers)
@@ -171,7 +179,7 @@ class Decoder:
                 turn.sequence.num_settled += len(states)
                 turn.sequence.deep_state = states[-1]
             if logits is not None and turn.num_answers:
-                self._conclude(turn, states, logits[own], greedy[own])
+                self._conclude(turn, states, logits[own], next(greedy))
 
     def _conclude(self, turn: _Turn, states: Tensor, logits: Tensor, greedy: list[int]) -> None:
         sequence, chain = turn.sequence, turn.chain
@@ -197,25 +205,20 @@ class Decoder:
     ) -> list[GeneratedToken]:
         """The drafts that the full model would have chosen too, and the token it chooses after them.
 
-        `logits` [1 + drafts not final, V] and their `greedy` choices. A draft is tested by choosing as the full model would: see
-        `shared.model.sampling`.
+        `logits` [1 + drafts not final, V]; `greedy` is the answer where nothing but the largest logit counts.
         """
         drafts = chain.drafts[chain.num_final :]
         sampling = sequence.request.sampling
-        simple = sampling.is_greedy and sampling.repetition_penalty == 1.0
-        context = list(sequence.tokens) if not simple else []
-        confirmed: list[GeneratedToken] = []
-        for index, row in enumerate(logits):
-            token = greedy[index] if simple else choose(row, sampling, context)
-            if index == len(drafts) or token != drafts[index].token:
-                confirmed.append(self._full_token(sequence, row, token))
-                break
-            draft = drafts[index]
-            confirmed.append(
-                self._token(sequence, row, token, exit_depth=draft.depth, rung=draft.rung)
+        if sampling.is_greedy and sampling.repetition_penalty == 1.0:
+            chosen = greedy
+        else:
+            chosen = confirmed_by_sampling(
+                logits, sampling, sequence.tokens, [draft.token for draft in drafts]
             )
-            context.append(token)
-        return confirmed
+        return [
+            self._token(sequence, row, token, exit_depth=draft.depth, rung=draft.rung)
+            for row, token, draft in zip(logits, chosen[:-1], drafts, strict=False)
+        ] + [self._full_token(sequence, logits[len(chosen) - 1], chosen[-1])]
 
     def _full_token(self, sequence: Sequence, logits: Tensor, token: int) -> GeneratedToken:
         return self._token(sequence, logits, token, exit_depth=self.runner.num_layers, rung=FULL)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import RouterMismatch
+from shared.ladder.fused_exit import DraftRows, FusedExit, is_supported
 from shared.ladder.head_rows import gather_rows, projection
 from shared.ladder.heads import ExitHead
 from shared.ladder.routers import DepthRouter, scalar_features
@@ -117,11 +118,17 @@ class BoundLadder:
             assert ladder.draft_vocabulary is not None
             device = runner.loaded.device
             self._vocabulary = ladder.draft_vocabulary.to(device)
-            self._project = projection(*gather_rows(runner.loaded.parts.head, self._vocabulary))
             for layer_exit in ladder.exits:
                 layer_exit.head.to(device).requires_grad_(False)
                 layer_exit.router.to(device).requires_grad_(False)
+            rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
             self._offsets = torch.arange(64, device=device)
+            self._fused: list[FusedExit] = []
+            if is_supported(device, len(self._vocabulary)):
+                drafts = DraftRows.of(rows, bias)
+                self._fused = [FusedExit(e.head, e.router, drafts) for e in ladder.exits]
+            else:
+                self._project = projection(rows, bias)
 
     def new_sequence(self, prompt: Sequence[int]) -> "SequenceDrafter":
         return SequenceDrafter(self.ladder, prompt)
@@ -135,6 +142,10 @@ class BoundLadder:
         """
         layer_exit = self._exits[index]
         ago = self._offsets[min(offset - 1, 63)]
+        if self._fused:
+            places, probabilities = self._fused[index](state[None], deep_state[None], ago[None])
+            token = self._vocabulary[places[0]]
+            return Draft(int(token), float(probabilities), layer_exit.name, layer_exit.depth)
         adapted = layer_exit.head(state, deep_state, ago)
         logits = self._project(adapted)
         probability = layer_exit.router(adapted, scalar_features(logits, ago))

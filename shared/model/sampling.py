@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from shared.errors import InvalidInput
+from shared.ops import library
+from shared.ops.batches import verify_sampled
 
 # Beyond these, logits overflow: several would be infinite, and no token the most probable.
 MIN_TEMPERATURE = 1e-6
@@ -97,8 +99,18 @@ def choose(logits: Tensor, params: SamplingParams, context: Sequence[int]) -> in
     """The token that follows `context` (all tokens so far, prompt included), from logits [V]."""
     if params.is_greedy:
         return int(penalised(logits, params, context).argmax())
-    cumulative = distribution(logits, params, context).cumsum(-1)
-    point = uniform_at(params.seed, len(context)) * float(cumulative[-1])
-    token = int(torch.searchsorted(cumulative, point, right=True))
+    weights = distribution(logits, params, context)
+    uniform = uniform_at(params.seed, len(context))
+    if library.runs_on(weights.device.type):
+        # No draft, one sequence of one row.
+        draft, starts = torch.tensor([-1]), torch.tensor([0, 1])
+        place = torch.tensor([uniform], dtype=torch.float64)
+        device = weights.device
+        chosen, _ = verify_sampled(
+            weights[None], draft.to(device), starts.to(device), place.to(device)
+        )
+        return int(chosen)
+    cumulative = weights.cumsum(-1)
+    token = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
     # Rounding may put the point past the last token that has any mass.
     return min(token, int(torch.searchsorted(cumulative, cumulative[-1])))

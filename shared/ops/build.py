@@ -1,7 +1,7 @@
-"""Builds csrc/ into one library with plain g++ or clang++ through ninja: `python -m shared.ops.build`.
+"""Builds csrc/ into one library with plain g++ or clang++, and nvcc where it is, through ninja: `python -m shared.ops.build`.
 
-Not `torch.utils.cpp_extension`: it needs no setuptools, refuses no compiler, and can compile one kernel file once per
-instruction set. The library lands in `shared/ops/_lib/`, objects in `build/neap_ops/`, both git-ignored.
+Not `torch.utils.cpp_extension`: it needs no setuptools, refuses no compiler, builds for GPUs beside a torch without CUDA, and can
+compile one kernel file once per instruction set. The library lands in `shared/ops/_lib/`, objects in `build/neap_ops/`, both git-ignored.
 """
 
 import argparse
@@ -16,8 +16,15 @@ from pathlib import Path
 
 import torch
 
-from shared.errors import NotFound, PreconditionFailed
+from shared.errors import NeapError, NotFound, PreconditionFailed
 from shared.ops.library import LIBRARY
+from shared.ops.toolkit import (
+    SWITCH,
+    Toolkit,
+    architecture_flags,
+    find_toolkit,
+    wanted_architectures,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
@@ -25,13 +32,16 @@ BUILD_DIR = ROOT / "build" / "neap_ops"
 
 COMMON_FLAGS = "-O3 -fPIC -fvisibility=hidden -Wall -Wextra"
 # No contraction by the compiler's choice: see `fma` in csrc/include/simd.h.
-KERNEL_FLAGS = "-std=c++17 -ffp-contract=off -fno-math-errno -Wno-psabi"
+# GCC takes the undefined vectors in its own AVX-512 header for mistakes.
+KERNEL_FLAGS = "-std=c++17 -ffp-contract=off -fno-math-errno -Wno-psabi -Wno-maybe-uninitialized"
+# A spilled register is an error: it would be slow and nobody would know.
+NVCC_FLAGS = "-std=c++17 -O3 -lineinfo --threads 2 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -warn-spills,-Werror"
 # The oldest torch whose symbols the library may use. It runs on that one and on every later one.
 TORCH_TARGET_VERSION = "0x020b000000000000"
 ISA_FLAGS = {
     "portable": "",
-    "avx2": "-DNEAP_AVX2 -mavx2 -mfma",
-    "avx512": "-DNEAP_AVX512 -mavx2 -mfma -mavx512f -mprefer-vector-width=512",
+    "avx2": "-DNEAP_AVX2 -mavx2 -mfma -mf16c",
+    "avx512": "-DNEAP_AVX512 -mavx2 -mfma -mf16c -mavx512f -mprefer-vector-width=512",
 }
 
 
@@ -40,12 +50,15 @@ class Object:
     name: str
     source: str
     flags: str
+    rule: str = "compile"
 
 
-def objects() -> list[Object]:
-    """The object files of this machine's architecture."""
+def objects(toolkit: Toolkit | None = None) -> list[Object]:
+    """The object files of this machine's architecture; with a toolkit, those for GPUs, too."""
     include = Path(torch.__file__).parent / "include"
     binding = f"-std=c++20 -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {include}"
+    if toolkit:
+        binding += " -DNEAP_WITH_CUDA"
     isas = (
         ["portable", "avx2", "avx512"]
         if platform.machine() in ("x86_64", "AMD64")
@@ -54,6 +67,20 @@ def objects() -> list[Object]:
     return [
         Object("binding", "binding.cpp", binding),
         Object("attention", "attention.cpp", binding),
+        Object("exits", "exits.cpp", binding),
+        Object("batches", "batches.cpp", binding),
+        *(
+            [
+                Object(
+                    "cuda",
+                    "cuda/kernels.cu",
+                    " ".join(architecture_flags(wanted_architectures())),
+                    "nvcc",
+                )
+            ]
+            if toolkit
+            else []
+        ),
         Object("dispatch", "cpu/dispatch.cpp", "-std=c++17"),
         *(
             Object(f"kernels_{isa}", "cpu/kernels.cpp", f"{KERNEL_FLAGS} {ISA_FLAGS[isa]}")
@@ -79,22 +106,36 @@ def find_ninja() -> str:
     return found
 
 
-def ninja_file(compiler: str, library: Path, build_dir: Path) -> str:
-    """The text of build.ninja: what makes `library` with `compiler`."""
+def ninja_file(compiler: str, toolkit: Toolkit | None, library: Path, build_dir: Path) -> str:
+    """The text of build.ninja: what makes `library` with `compiler` and, for GPUs, `toolkit`."""
     torch_lib = Path(torch.__file__).parent / "lib"
+    # libtorch.so brings what of torch is for GPUs; it defines no symbol itself, so the linker would leave it out.
+    libraries = f"-L{torch_lib} -Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu -lc10"
+    if toolkit:
+        libraries += f" -L{toolkit.libraries} -lcudart_static -lrt -ldl -lpthread"
     lines = [
         "rule compile",
         f"  command = {compiler} -MMD -MF $out.d {COMMON_FLAGS} $flags -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
+        *(
+            [
+                "rule nvcc",
+                f"  command = {toolkit.nvcc} -ccbin {compiler} -MMD -MF $out.d {NVCC_FLAGS} $flags -c $in -o $out",
+                "  depfile = $out.d",
+                "  deps = gcc",
+            ]
+            if toolkit
+            else []
+        ),
         "rule link",
         # Linked beside the target and moved: a process that maps the old library keeps it whole.
-        f"  command = {compiler} -shared -o $out.new $in -L{torch_lib} -ltorch -ltorch_cpu -lc10 && mv $out.new $out",
+        f"  command = {compiler} -shared -o $out.new $in {libraries} && mv $out.new $out",
     ]
     built = []
-    for item in objects():
+    for item in objects(toolkit):
         path = build_dir / f"{item.name}.o"
-        lines += [f"build {path}: compile {SOURCES / item.source}", f"  flags = {item.flags}"]
+        lines += [f"build {path}: {item.rule} {SOURCES / item.source}", f"  flags = {item.flags}"]
         built.append(str(path))
     lines += [f"build {library}: link {' '.join(built)}", ""]
     return "\n".join(lines)
@@ -111,7 +152,8 @@ def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool
     library.parent.mkdir(parents=True, exist_ok=True)
     with (build_dir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        text = ninja_file(find_compiler(), library, build_dir)
+        toolkit = find_toolkit()
+        text = ninja_file(find_compiler(), toolkit, library, build_dir)
         description = build_dir / "build.ninja"
         if not description.exists() or description.read_text() != text:
             description.write_text(text)
@@ -127,14 +169,23 @@ def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool
     return library
 
 
+def described() -> str:
+    """What a build here is for."""
+    if find_toolkit():
+        return f"for the CPU and for GPUs of {wanted_architectures()}"
+    why = "it is switched off" if os.environ.get(SWITCH) == "0" else "there is no nvcc"
+    return f"for the CPU only: {why}"
+
+
 def main() -> int:
     """Command line: builds, prints the library's path; 1 and the compiler's output on failure."""
     parser = argparse.ArgumentParser(description=build.__doc__)
     parser.add_argument("--verbose", action="store_true", help="print ninja's output")
     arguments = parser.parse_args()
     try:
+        print(f"csrc is built {described()}", file=sys.stderr)
         print(build(verbose=arguments.verbose))
-    except (NotFound, PreconditionFailed) as error:
+    except NeapError as error:
         print(error.message, file=sys.stderr)
         return 1
     return 0

@@ -76,6 +76,62 @@ def _packed_slot_attention(
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
+def _exit_head(
+    state: Tensor,
+    deep_state: Tensor,
+    ago: Tensor,
+    mix: Tensor,
+    offset: Tensor,
+    out: Tensor | None,
+    scale: Tensor | None,
+    gain: Tensor,
+    eps: float,
+    centred: bool = False,
+) -> Tensor:
+    _check(mix.shape[1] == 2 * state.shape[1])
+    return state.new_empty(state.shape[0], gain.shape[0], dtype=torch.float32)
+
+
+def _draft_top(
+    x: Tensor, rows: Tensor, bias: Tensor | None, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(rows.shape[1] == x.shape[1])
+    values = x.new_empty(x.shape[0], k)
+    return values, values.new_empty(values.shape, dtype=torch.int64), x.new_empty(x.shape[0])
+
+
+def _route(x: Tensor, hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(hidden.shape[1] == x.shape[1])
+    probability = x.new_empty(x.shape[0], dtype=torch.float32)
+    order = x.new_empty(x.shape[0], dtype=torch.int64)
+    leaves = x.new_empty(x.shape[0], dtype=torch.bool)
+    return probability, leaves, order, order.new_empty(1)
+
+
+def _gather_rows(x: Tensor, index: Tensor, count: Tensor | None = None) -> Tensor:
+    return x.new_empty(index.shape[0], x.shape[1])
+
+
+def _scatter_rows(out: Tensor, rows: Tensor, index: Tensor, count: Tensor | None = None) -> None:
+    _check(rows.shape[0] == index.shape[0])
+    _check(rows.shape[1] == out.shape[1])
+
+
+def _verify_greedy(logits: Tensor, drafts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    _check(drafts.shape[0] == logits.shape[0])
+    return drafts.new_empty(drafts.shape[0]), starts.new_empty(starts.shape[0] - 1)
+
+
+def _verify_sampled(
+    probabilities: Tensor,
+    drafts: Tensor,
+    starts: Tensor,
+    uniforms: Tensor,
+    proposed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _verify_greedy(probabilities, drafts, starts)
+
+
 def register() -> None:
     """Ties the fakes to the ops, which must be loaded."""
     fakes: dict[str, Callable[..., Any]] = {
@@ -86,6 +142,13 @@ def register() -> None:
         "rotary": _rotary,
         "slot_attention": _slot_attention,
         "packed_slot_attention": _packed_slot_attention,
+        "exit_head": _exit_head,
+        "draft_top": _draft_top,
+        "route": _route,
+        "gather_rows": _gather_rows,
+        "scatter_rows": _scatter_rows,
+        "verify_greedy": _verify_greedy,
+        "verify_sampled": _verify_sampled,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"neap::{name}", fake)

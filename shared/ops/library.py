@@ -18,6 +18,17 @@ def is_available() -> bool:
     return _loaded or LIBRARY.exists()
 
 
+def runs_on(device_type: str) -> bool:
+    """Whether the library is built, and for "cpu" or "cuda". Loads it if it is."""
+    if not is_available() or device_type not in ("cpu", "cuda"):
+        return False
+    load()
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
+        "neap::exit_head", device_type.upper()
+    )
+    return has_kernel
+
+
 def load() -> None:
     """Registers the ops and their fakes with torch. Costs one comparison once done.
 

@@ -1,6 +1,7 @@
 """Every op in plain PyTorch: the specification that each backend's kernels are held to. Slow, and meant to be read."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -121,3 +122,132 @@ def packed_slot_attention(
         )
         start += count
     return torch.cat(out, 1)
+
+
+def norm(x: Tensor, eps: float, centred: bool = False) -> Tensor:
+    """x [..., D] / rms(x) in float32; of x less its mean where `centred`. No gain."""
+    x = x.float()
+    if centred:
+        x = x - x.mean(-1, keepdim=True)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def exit_head(
+    state: Tensor,
+    deep_state: Tensor,
+    ago: Tensor,
+    mix: Tensor,
+    offset: Tensor,
+    out: Tensor | None,
+    scale: Tensor | None,
+    gain: Tensor,
+    eps: float,
+    centred: bool = False,
+) -> Tensor:
+    """State and deep state [N, D], ago [N] -> adapted [N, W] float32: see `shared.ops.exits.exit_head`."""
+    own, deep = norm(state, eps, centred), norm(deep_state, eps, centred)
+    inner = (
+        F.linear(torch.cat([own, deep], -1), mix.float()) + offset[ago.clamp(0, len(offset) - 1)]
+    )
+    if out is not None:
+        gate, value = inner.chunk(2, -1)
+        inner = F.linear(F.silu(gate) * value, out.float())
+        if scale is not None:
+            inner = inner + scale[0] * own + scale[1] * deep
+    return norm(inner, eps, centred) * gain
+
+
+def draft_top(
+    x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest logits [N, k], their rows [N, k] and logsumexp [N] of x [N, W] @ rows [V, W].T + bias."""
+    logits = F.linear(x, rows.float(), bias)
+    values, indices = logits.sort(dim=-1, descending=True, stable=True)
+    return values[:, :k], indices[:, :k], logits.logsumexp(-1)
+
+
+def route(
+    x: Tensor,
+    hidden: Tensor,
+    bias: Tensor,
+    output: Tensor,
+    features: Tensor,
+    skip: Tensor,
+    top: Tensor,
+    log_mass: Tensor,
+    ago: Tensor,
+    shift: float,
+    eps: float,
+    centred: bool,
+    threshold: float,
+    lowest: float,
+    highest: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Probability [N], leaves [N], order [N], num_stays [1]: see `shared.ops.exits.route`."""
+    likelihood = (top - log_mass[:, None]).exp()
+    second = likelihood[:, 1] if top.shape[1] > 1 else torch.zeros_like(log_mass)
+    scalars = torch.stack([top[:, 0] - log_mass, likelihood[:, 0] - second, ago.float() / 4], -1)
+    inner = F.linear(norm(x, eps, centred), hidden.float(), bias) + scalars @ features
+    score = F.silu(inner) @ output + scalars @ skip + shift
+    probability = score.sigmoid().clamp(lowest, highest)
+    leaves = probability >= threshold
+    order = leaves.int().argsort(stable=True)
+    return probability, leaves, order, (~leaves).sum()[None]
+
+
+def gather_rows(x: Tensor, index: Tensor, count: Tensor | None = None) -> Tensor:
+    """x [N, D], index [M] -> [M, D]; rows from `count` on and of indices that x has not are 0."""
+    used = (index >= 0) & (index < len(x))
+    if count is not None:
+        used = used & (torch.arange(len(index), device=index.device) < count)
+    out = x.new_zeros(len(index), x.shape[1])
+    out[used] = x[index[used]]
+    return out
+
+
+def scatter_rows(out: Tensor, rows: Tensor, index: Tensor, count: Tensor | None = None) -> None:
+    """out[index[i]] = rows[i] for i < count where `out` has such a row."""
+    used = (index >= 0) & (index < len(out))
+    if count is not None:
+        used = used & (torch.arange(len(index), device=index.device) < count)
+    out[index[used]] = rows[used]
+
+
+def accepted(choices: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:
+    """Choices and drafts [T], starts [S + 1] -> per sequence the longest prefix of drafts that were chosen [S] int64."""
+    counts = []
+    for begin, end in pairwise(starts.tolist()):
+        same = (choices[begin : end - 1] == drafts[begin : end - 1]).int()
+        counts.append(int(same.cumprod(0).sum()) if end > begin else 0)
+    return torch.tensor(counts, dtype=torch.int64)
+
+
+def verify_greedy(logits: Tensor, drafts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Choices [T] and accepted drafts [S]: see `shared.ops.batches.verify_greedy`."""
+    choices = logits.argmax(-1)
+    return choices, accepted(choices, drafts, starts)
+
+
+def verify_sampled(
+    probabilities: Tensor,
+    drafts: Tensor,
+    starts: Tensor,
+    uniforms: Tensor,
+    proposed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choices [T] and accepted drafts [S]: see `shared.ops.batches.verify_sampled`."""
+    choices = []
+    for row, target in enumerate(probabilities.double()):
+        draft, uniform, weights = int(drafts[row]), float(uniforms[row]), target
+        if proposed is not None and draft >= 0:
+            offered = proposed[row].double()
+            bound = float(target[draft] / offered[draft])
+            if uniform < bound:
+                choices.append(draft)
+                continue
+            uniform, weights = (uniform - bound) / (1 - bound), (target - offered).clamp(min=0)
+        total = weights.cumsum(0)
+        point = torch.searchsorted(total, uniform * total[-1], right=True)
+        choices.append(min(int(point), int(torch.searchsorted(total, total[-1]))))
+    chosen = torch.tensor(choices, dtype=torch.int64)
+    return chosen, accepted(chosen, drafts, starts)

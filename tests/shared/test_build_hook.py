@@ -1,3 +1,4 @@
+import os
 import shutil
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.build_hook import generate
+from shared.ops import build
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
@@ -19,29 +21,40 @@ print(inference_pb2.GenerateRequest(model_id="x").model_id, inference_pb2_grpc._
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files that packaging needs, without anything generated."""
+    """The files that packaging needs, without anything generated; of csrc empty files, which compile at once."""
     ignored = shutil.ignore_patterns("*_pb2*", "__pycache__", "_lib")
     for name in ("protos", "shared", "calibrator_service", "inference_service"):
         shutil.copytree(ROOT / name, tmp_path / "neap" / name, ignore=ignored)
     for name in ("pyproject.toml", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, tmp_path / "neap" / name)
     (tmp_path / "neap" / "README.md").touch()
+    for item in build.objects():
+        source = tmp_path / "neap" / "csrc" / item.source
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.touch()
     return tmp_path / "neap"
 
 
-def test_the_wheel_holds_protos_that_import_without_rewriting(checkout: Path, tmp_path: Path):
-    command = [
-        sys.executable,
-        "-m",
-        "hatchling",
-        "build",
-        "-t",
-        "wheel",
-        "-d",
-        str(tmp_path / "dist"),
-    ]
-    subprocess.run(command, cwd=checkout, check=True, capture_output=True)
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
+def build_wheel(checkout: Path) -> "subprocess.CompletedProcess[str]":
+    """Builds it into `checkout`/dist, for the CPU."""
+    return subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "NEAP_BUILD_CUDA": "0"},
+    )
+
+
+def test_the_wheel_holds_the_library_and_protos_that_import_without_rewriting(
+    checkout: Path, tmp_path: Path
+):
+    result = build_wheel(checkout)
+    assert result.returncode == 0, result.stderr
+    assert "for the CPU only: it is switched off" in result.stderr
+    (wheel,) = (checkout / "dist").glob("neap-*-py3-none-*.whl")
+    assert "any" not in wheel.name
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -54,6 +67,15 @@ def test_the_wheel_holds_protos_that_import_without_rewriting(checkout: Path, tm
     for name in ("neap/py.typed", "shared/py.typed", "neap/router/v1/router_pb2.pyi"):
         assert (site / name).is_file()
     assert not (site / "shared" / "build_hook.py").exists()
+    assert (site / "shared" / "ops" / "_lib" / "libneap_ops.so").is_file()
+
+
+def test_sources_that_do_not_compile_end_the_installation(checkout: Path):
+    (checkout / "csrc" / "binding.cpp").write_text("#error not like this\n")
+    result = build_wheel(checkout)
+    assert result.returncode != 0
+    assert "not like this" in result.stderr + result.stdout
+    assert not (checkout / "dist").exists() or not any((checkout / "dist").iterdir())
 
 
 def test_a_broken_proto_fails_the_build(checkout: Path):

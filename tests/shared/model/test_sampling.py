@@ -28,6 +28,7 @@ from shared.model.sampling import (
     distribution,
     uniform_at,
 )
+from shared.ops import library
 from tests.families import FAMILIES
 from tests.scripted_ladder import ScriptedLadder
 
@@ -173,15 +174,24 @@ def test_sampling_in_exact_keeps_the_full_models_distribution() -> None:
 
 def test_the_test_would_see_a_wrong_acceptance_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepting a draft whenever it is fairly probable, instead of with its probability, must not pass."""
-    import inference_service.engine.decoder as decoder
+    from inference_service.engine import verification
 
-    right: Callable[..., int] = decoder.choose
+    right: Callable[..., int] = verification.choose
 
     def too_kind(logits: torch.Tensor, params: SamplingParams, context: list[int]) -> int:
         if len(context) > 2 and float(logits.softmax(-1)[2]) > 0.15:
             return 2
         return right(logits, params, context)
 
-    monkeypatch.setattr(decoder, "choose", too_kind)
+    monkeypatch.setattr(verification, "choose", too_kind)
     counts, truth = _pairs(DepthPolicy("exact", max_drafts=2), [1, 3])
     assert _p_value(counts, truth) < SIGNIFICANCE
+
+
+def test_the_kernel_draws_what_pytorch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(2)) * 3
+    everyone = [SamplingParams(temperature=1.0, top_k=40 * (s % 2), seed=s) for s in range(300)]
+    assert library.runs_on("cpu")
+    drawn = [choose(logits, params, [1, 2]) for params in everyone]
+    monkeypatch.setattr(library, "runs_on", lambda device: False)
+    assert drawn == [choose(logits, params, [1, 2]) for params in everyone]

@@ -1,0 +1,113 @@
+// The launches. One translation unit: the compiler reads CUDA's headers once per architecture, which is most of its time.
+#include <type_traits>
+
+#include "../include/batches.cuh"
+#include "../include/draft_top.cuh"
+#include "../include/exit_head.cuh"
+#include "../include/route.cuh"
+
+namespace neap {
+
+using namespace gpu;
+
+namespace {
+
+unsigned blocks_of(int64_t items, int64_t each) { return (unsigned)((items + each - 1) / each); }
+
+}  // namespace
+
+const char* cuda_error(int code) { return cudaGetErrorString((cudaError_t)code); }
+
+int launch_norm(const NormArgs& args, int64_t tokens, void* stream) {
+  return with_element(args.dtype, [&](auto* x) {
+    using X = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
+    NEAP_LAUNCH(norm_kernel<X>, (unsigned)tokens, kThreads, stream, args);
+    return (int)cudaGetLastError();
+  });
+}
+
+int launch_exit_head(const ExitHeadArgs& args, void* stream) {
+  const bool gated = args.out.data != nullptr;
+  const int64_t inner_rows = gated ? args.mix.rows / 2 : args.mix.rows;
+  const unsigned tiles = blocks_of(args.tokens, kTile);
+  int code = with_element(args.mix.dtype, [&](auto* w) {
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
+    const bool fours = takes_four((const W*)args.mix.data, args.mix.columns) && takes_four(args.units, args.mix.columns);
+    NEAP_LAUNCH(exit_inner_kernel<W>, dim3(blocks_of(inner_rows, kWarps), tiles), kThreads, stream, args, fours);
+    return (int)cudaGetLastError();
+  });
+  if (code == 0 && gated)
+    code = with_element(args.out.dtype, [&](auto* w) {
+      using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
+      const bool fours = takes_four((const W*)args.out.data, args.out.columns) && takes_four(args.inner, args.mix.rows);
+      NEAP_LAUNCH(exit_out_kernel<W>, dim3(blocks_of(args.out.rows, kWarps), tiles), kThreads, stream, args, fours);
+      return (int)cudaGetLastError();
+    });
+  if (code) return code;
+  NEAP_LAUNCH(exit_finish_kernel, (unsigned)args.tokens, kThreads, stream, args);
+  return (int)cudaGetLastError();
+}
+
+int launch_draft_top(const DraftTopArgs& args, void* stream) {
+  const int code = with_element(args.rows.dtype, [&](auto* w) {
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
+    const bool fours = takes_four((const W*)args.rows.data, args.rows.columns) && takes_four(args.x, args.rows.columns);
+    const dim3 grid(blocks_of(args.rows.rows, kVocabularyBlock), blocks_of(args.tokens, kTile));
+    NEAP_LAUNCH(draft_block_kernel<W>, grid, kTopThreads, stream, args, fours);
+    return (int)cudaGetLastError();
+  });
+  if (code) return code;
+  NEAP_LAUNCH(draft_join_kernel, (unsigned)args.tokens, kTopThreads, stream, args);
+  return (int)cudaGetLastError();
+}
+
+namespace {
+
+template <class X, class W>
+int launch_route_of(const RouteArgs& args, void* stream) {
+  const bool fours = takes_four((const W*)args.hidden.data, args.hidden.columns) && takes_four((const X*)args.x, args.x_stride);
+  const dim3 grid((unsigned)route_blocks(args.hidden.rows), (unsigned)route_tiles(args.tokens));
+  NEAP_LAUNCH((route_kernel<X, W>), grid, kThreads, stream, args, fours);
+  return (int)cudaGetLastError();
+}
+
+}  // namespace
+
+int launch_route(const RouteArgs& args, void* stream) {
+  if (args.tokens == 0) return (int)cudaMemsetAsync(args.num_stays, 0, sizeof(int64_t), (cudaStream_t)stream);
+  return with_element(args.hidden.dtype, [&](auto* w) {
+    using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
+    return args.dtype == kFloat32 ? launch_route_of<float, W>(args, stream) : launch_route_of<W, W>(args, stream);
+  });
+}
+
+int launch_row_copy(const RowCopyArgs& args, void* stream) {
+  const uint64_t steps = (uint64_t)args.from | (uint64_t)args.to | (uint64_t)args.from_stride | (uint64_t)args.to_stride | (uint64_t)args.row_bytes;
+  const unsigned rows = (unsigned)args.rows;
+  if (steps % 16 == 0) {
+    NEAP_LAUNCH(row_copy_kernel<Sixteen>, rows, kThreads, stream, args);
+  } else if (steps % 4 == 0) {
+    NEAP_LAUNCH(row_copy_kernel<uint32_t>, rows, kThreads, stream, args);
+  } else {
+    NEAP_LAUNCH(row_copy_kernel<uint8_t>, rows, kThreads, stream, args);
+  }
+  return (int)cudaGetLastError();
+}
+
+int launch_verify(const VerifyArgs& args, void* stream) {
+  const unsigned rows = (unsigned)args.rows;
+  if (rows) {
+    switch (args.type) {
+      case kWeights32: NEAP_LAUNCH(choose_kernel<float>, rows, kChoiceThreads, stream, args); break;
+      case kWeights16: NEAP_LAUNCH(choose_kernel<Half>, rows, kChoiceThreads, stream, args); break;
+      case kWeightsB16: NEAP_LAUNCH(choose_kernel<Bfloat>, rows, kChoiceThreads, stream, args); break;
+      case kWeights64: NEAP_LAUNCH(choose_kernel<double>, rows, kChoiceThreads, stream, args); break;
+    }
+    if (const int code = (int)cudaGetLastError()) return code;
+  }
+  if (args.sequences == 0) return 0;
+  NEAP_LAUNCH(accept_kernel, blocks_of(args.sequences, kThreads), kThreads, stream, args);
+  return (int)cudaGetLastError();
+}
+
+}  // namespace neap

@@ -1,0 +1,173 @@
+// The ops of a layer exit: its head, the best of the draft vocabulary, and the router.
+#include <tuple>
+
+#include "device.h"
+
+namespace neap::binding {
+
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+void dots(const RowDotsArgs& args) {
+  const Kernels& kernels = neap::kernels();
+  parallel(ceil_div(args.weight.rows, kernels.dot_rows), (double)args.weight.rows * args.weight.columns * args.tokens,
+           [&](int64_t b, int64_t e) { kernels.row_dots(args, b, e); });
+}
+
+Tensor exit_head(Tensor state, Tensor deep_state, Tensor ago, Tensor mix, Tensor offset, std::optional<Tensor> out, std::optional<Tensor> scale, Tensor gain,
+                 double eps, bool centred) {
+  const Call call("exit_head", state);
+  call.rows("state", state, {-1, -1});
+  const int64_t tokens = state.size(0), width = state.size(1);
+  call.rows("deep_state", deep_state, {tokens, width});
+  ExitHeadArgs args{};
+  args.tokens = tokens, args.width = width, args.eps = (float)eps, args.centred = centred;
+  args.ago = call.integers("ago", ago, {tokens});
+  args.mix = call.weight("mix", mix, -1, 2 * width);
+  args.offset = call.floats("offset", offset, {-1, args.mix.rows});
+  args.num_offsets = offset.size(0);
+  NEAP_CHECK(args.num_offsets > 0, "exit_head: offset has no rows");
+  NEAP_CHECK(!scale || out, "exit_head: an affine head has no scale");
+  if (out) {
+    args.out = call.weight("out", *out, -1, args.mix.rows / 2);
+    NEAP_CHECK(args.mix.rows % 2 == 0, "exit_head: a gated head's mix has an even number of rows, got ", args.mix.rows);
+  }
+  const int64_t size = out ? args.out.rows : args.mix.rows;
+  if (scale) args.scale = call.floats("scale", *scale, {2, width});
+  NEAP_CHECK(!scale || size == width, "exit_head: scale adds states of ", width, " numbers to an output of ", size);
+  args.gain = call.floats("gain", gain, {size});
+  Tensor adapted = call.empty({tokens, size}, aoti_torch_dtype_float32());
+  args.adapted = static_cast<float*>(adapted.mutable_data_ptr());
+  if (tokens == 0 || size == 0) return adapted;
+
+  Tensor units = call.empty({tokens, 2 * width}, aoti_torch_dtype_float32()), inner = call.empty({tokens, args.mix.rows}, aoti_torch_dtype_float32());
+  float* unit = static_cast<float*>(units.mutable_data_ptr());
+  args.units = unit, args.inner = static_cast<float*>(inner.mutable_data_ptr());
+  const NormArgs own{state.const_data_ptr(), call.dtype("state", state), unit, width, state.stride(0), 2 * width, args.eps, centred};
+  const NormArgs deep{deep_state.const_data_ptr(), call.dtype("deep_state", deep_state), unit + width, width, deep_state.stride(0), 2 * width, args.eps, centred};
+  if (!call.on_cpu()) {
+    call.on_gpu([&](void* stream) {
+      if (const int code = launch_norm(own, tokens, stream)) return code;
+      if (const int code = launch_norm(deep, tokens, stream)) return code;
+      return launch_exit_head(args, stream);
+    });
+    return adapted;
+  }
+  const Kernels& kernels = neap::kernels();
+  kernels.norm(own, 0, tokens);
+  kernels.norm(deep, 0, tokens);
+  dots({args.units, args.mix, args.inner, tokens, 2 * width});
+  kernels.exit_gate(args, 0, tokens);
+  if (out) dots({args.inner, args.out, args.adapted, tokens, args.mix.rows});
+  kernels.exit_finish(args, 0, tokens);
+  return adapted;
+}
+
+std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optional<Tensor> bias, int64_t k) {
+  const Call call("draft_top", x);
+  DraftTopArgs args{};
+  args.x = call.floats("x", x, {-1, -1});
+  args.tokens = x.size(0);
+  args.rows = call.weight("rows", rows, -1, x.size(1));
+  if (bias) args.bias = call.floats("bias", *bias, {args.rows.rows});
+  NEAP_CHECK(k >= 1 && k <= kMaxTop && k <= args.rows.rows && args.rows.rows < INT32_MAX, "draft_top: k is ", k, ", want 1 to ", (int)kMaxTop, " of ",
+             args.rows.rows, " rows");
+  args.k = (int)k;
+  const int64_t blocks = ceil_div(args.rows.rows, kVocabularyBlock), items = blocks * args.tokens;
+  Tensor values = call.empty({args.tokens, k}, aoti_torch_dtype_float32()), indices = call.empty({args.tokens, k}, aoti_torch_dtype_int64());
+  Tensor log_mass = call.empty({args.tokens}, aoti_torch_dtype_float32());
+  if (args.tokens == 0) return {values, indices, log_mass};
+  Tensor scratch = call.empty({items * (2 * k + 2)}, aoti_torch_dtype_float32());
+  args.block_values = static_cast<float*>(scratch.mutable_data_ptr());
+  args.block_indices = reinterpret_cast<int32_t*>(args.block_values + items * k);
+  args.block_mass = args.block_values + items * 2 * k;
+  args.values = static_cast<float*>(values.mutable_data_ptr());
+  args.indices = static_cast<int64_t*>(indices.mutable_data_ptr());
+  args.log_mass = static_cast<float*>(log_mass.mutable_data_ptr());
+  if (call.on_cpu()) {
+    const Kernels& kernels = neap::kernels();
+    parallel(blocks, (double)args.rows.rows * args.rows.columns * args.tokens, [&](int64_t b, int64_t e) { kernels.draft_blocks(args, b, e); });
+    kernels.draft_join(args, 0, args.tokens);
+  } else {
+    call.on_gpu([&](void* stream) { return launch_draft_top(args, stream); });
+  }
+  return {values, indices, log_mass};
+}
+
+void partition(const RouteArgs& args) {
+  int64_t stays = 0;
+  for (int64_t i = 0; i < args.tokens; ++i)
+    if (!args.leaves[i]) args.order[stays++] = i;
+  *args.num_stays = stays;
+  for (int64_t i = 0; i < args.tokens; ++i)
+    if (args.leaves[i]) args.order[stays++] = i;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top,
+                                                 Tensor log_mass, Tensor ago, double shift, double eps, bool centred, double threshold, double lowest,
+                                                 double highest, Tensor tickets) {
+  const Call call("route", x);
+  call.rows("x", x, {-1, -1});
+  RouteArgs args{};
+  args.x = x.const_data_ptr(), args.dtype = call.dtype("x", x), args.x_stride = x.stride(0), args.tokens = x.size(0);
+  const int64_t tokens = args.tokens, columns = x.size(1);
+  args.hidden = call.weight("hidden", hidden, -1, columns);
+  NEAP_CHECK(args.dtype == kFloat32 || args.dtype == args.hidden.dtype, "route: x must be float32 or of hidden's dtype");
+  const int64_t width = args.hidden.rows;
+  args.bias = call.floats("bias", bias, {width}), args.output = call.floats("output", output, {width});
+  args.feature_weight = call.floats("feature_weight", feature_weight, {kFeatures, width});
+  args.skip = call.floats("skip", skip, {kFeatures});
+  args.top = call.floats("top", top, {tokens, -1});
+  NEAP_CHECK(top.size(1) >= 1, "route: top has no columns");
+  args.k = (int)top.size(1);
+  args.log_mass = call.floats("log_mass", log_mass, {tokens}), args.ago = call.integers("ago", ago, {tokens});
+  args.shift = (float)shift, args.eps = (float)eps, args.threshold = (float)threshold, args.lowest = (float)lowest, args.highest = (float)highest;
+  args.centred = centred;
+  call.contiguous("tickets", tickets, {-1});
+  NEAP_CHECK(tickets.scalar_type() == ScalarType::Int && tickets.size(0) >= 1 + route_tiles(tokens), "route: tickets must be int32 zeros, at least ",
+             1 + route_tiles(tokens), " of them");
+  Tensor probability = call.empty({tokens}, aoti_torch_dtype_float32()), leaves = call.empty({tokens}, aoti_torch_dtype_bool());
+  Tensor order = call.empty({tokens}, aoti_torch_dtype_int64()), num_stays = call.empty({1}, aoti_torch_dtype_int64());
+  args.probability = static_cast<float*>(probability.mutable_data_ptr()), args.leaves = static_cast<bool*>(leaves.mutable_data_ptr());
+  args.order = static_cast<int64_t*>(order.mutable_data_ptr()), args.num_stays = static_cast<int64_t*>(num_stays.mutable_data_ptr());
+  if (!call.on_cpu()) {
+    Tensor partial = call.empty({std::max<int64_t>(tokens, 1), route_blocks(width)}, aoti_torch_dtype_float32());
+    args.inner = static_cast<float*>(partial.mutable_data_ptr()), args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
+    call.on_gpu([&](void* stream) { return launch_route(args, stream); });
+    return {probability, leaves, order, num_stays};
+  }
+  const Kernels& kernels = neap::kernels();
+  float* units = thread_scratch(tokens * (columns + width));
+  args.inner = units + tokens * columns;
+  kernels.norm({args.x, args.dtype, units, columns, args.x_stride, columns, args.eps, centred}, 0, tokens);
+  dots({units, args.hidden, args.inner, tokens, columns});
+  kernels.route_finish(args, 0, tokens);
+  partition(args);
+  return {probability, leaves, order, num_stays};
+}
+
+}  // namespace
+}  // namespace neap::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
+  m.def(
+      "exit_head(Tensor state, Tensor deep_state, Tensor ago, Tensor mix, Tensor offset, Tensor? out, Tensor? scale, Tensor gain, float eps, "
+      "bool centred=False) -> Tensor");
+  m.def("draft_top(Tensor x, Tensor rows, Tensor? bias, int k) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor ago, "
+      "float shift, float eps, bool centred, float threshold, float lowest, float highest, Tensor(a!) tickets) -> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+#define NEAP_REGISTER(device)                                  \
+  STABLE_TORCH_LIBRARY_IMPL(neap, device, m) {                 \
+    using namespace neap::binding;                             \
+    m.impl("exit_head", TORCH_BOX(&exit_head));                \
+    m.impl("draft_top", TORCH_BOX(&draft_top));                \
+    m.impl("route", TORCH_BOX(&route));                        \
+  }
+NEAP_REGISTER(CPU)
+#if defined(NEAP_WITH_CUDA)
+NEAP_REGISTER(CUDA)
+#endif

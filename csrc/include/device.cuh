@@ -1,0 +1,108 @@
+// What the kernels share. One source, two compilers: nvcc, or a host compiler with tests/shared/ops/emulator.h in nvcc's place.
+#pragma once
+#include <stdint.h>
+
+#if defined(NEAP_EMULATED)
+#include "emulator.h"
+#else
+#include <cuda_runtime.h>
+#define NEAP_SHARED(type, name, count) __shared__ type name[count]
+#define NEAP_LAUNCH(kernel, grid, threads, stream, ...) kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+#endif
+
+#include "elements.h"
+
+namespace neap::gpu {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kThreads = 128, kWarps = kThreads / kWarp;
+constexpr int kTile = 8;  // tokens that share one read of the weights
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(Bfloat value) { return __uint_as_float((uint32_t)value.bits << 16); }
+__device__ __forceinline__ float to_float(Half value) {
+#if defined(NEAP_EMULATED)
+  return emulator::float_of_half(value.bits);
+#else
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value.bits));
+  return out;
+#endif
+}
+
+struct Four {
+  float v[4];
+};
+
+// Four numbers side by side; p is aligned to four of them.
+__device__ __forceinline__ Four load_four(const float* p) {
+  const float4 raw = *reinterpret_cast<const float4*>(p);
+  return {{raw.x, raw.y, raw.z, raw.w}};
+}
+template <class E>
+__device__ __forceinline__ Four load_four(const E* p) {
+  const uint2 raw = *reinterpret_cast<const uint2*>(p);
+  return {{to_float(E{(uint16_t)raw.x}), to_float(E{(uint16_t)(raw.x >> 16)}), to_float(E{(uint16_t)raw.y}), to_float(E{(uint16_t)(raw.y >> 16)})}};
+}
+template <class E>
+inline bool takes_four(const E* p, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(p) % (4 * sizeof(E)) == 0 && stride % 4 == 0;
+}
+
+__device__ __forceinline__ float silu(float value) { return value / (1.f + expf(-value)); }
+
+template <class T>
+__device__ __forceinline__ T warp_sum(T value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAll, value, step);
+  return value;
+}
+
+// The sum over the block's threads, for all of them. `scratch`: one number per warp, free again after the call.
+template <class T>
+__device__ __forceinline__ T block_sum(T value, T* scratch) {
+  value = warp_sum(value);
+  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  T total = 0;
+  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) total += scratch[warp];
+  __syncthreads();
+  return total;
+}
+
+// Written for other blocks to read once this thread has passed a fence.
+template <class T>
+__device__ __forceinline__ void publish(T* p, T value) {
+#if defined(NEAP_EMULATED)
+  emulator::publish(p, value);
+#else
+  __stcg(p, value);
+#endif
+}
+
+// Whether this block is the last of `count` to come here, for all its threads; what they published before is then readable.
+// The ticket is zero again after the last.
+__device__ __forceinline__ bool is_last_block(uint32_t* ticket, unsigned count, unsigned* scratch) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) *scratch = atomicInc(ticket, count - 1);
+  __syncthreads();
+  const bool last = *scratch == count - 1;
+  __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
+// Calls f with a null pointer of the type that `dtype` stands for.
+template <class F>
+int with_element(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case kFloat32: return f(static_cast<const float*>(nullptr));
+    case kFloat16: return f(static_cast<const Half*>(nullptr));
+    case kBfloat16: return f(static_cast<const Bfloat*>(nullptr));
+  }
+  return (int)cudaErrorInvalidValue;
+}
+
+}  // namespace neap::gpu

@@ -1,0 +1,98 @@
+// The most likely tokens of a draft vocabulary and the mass of all; its logits never leave shared memory.
+#pragma once
+#include "dots.cuh"
+#include "exits.h"
+
+namespace neap::gpu {
+
+constexpr int kTopThreads = kTile * kWarp;  // a warp per token once the products are there
+
+struct Candidate {
+  float value;
+  int64_t index;
+  // In the order of descending values; of equals the lower index comes first.
+  __device__ __forceinline__ bool before(const Candidate& other) const { return value > other.value || (value == other.value && index < other.index); }
+};
+
+// Where a choice begins, and what it ends with when nothing (or NaN) is left.
+__device__ __forceinline__ Candidate no_candidate() { return {-INFINITY, 0}; }
+__device__ __forceinline__ Candidate above_all() { return {INFINITY, -1}; }
+
+__device__ __forceinline__ void consider(const Candidate& seen, const Candidate& last, Candidate& best) {
+  if (seen.value > -INFINITY && last.before(seen) && (best.value == -INFINITY || seen.before(best))) best = seen;
+}
+
+__device__ __forceinline__ Candidate warp_best(Candidate best) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    const Candidate other{__shfl_xor_sync(kAll, best.value, step), __shfl_xor_sync(kAll, best.index, step)};
+    if (other.value > -INFINITY && (best.value == -INFINITY || other.before(best))) best = other;
+  }
+  return best;
+}
+
+// A block per kVocabularyBlock rows and tile of tokens.
+template <class W>
+__global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs args, bool fours) {
+  NEAP_SHARED(float, logits, kTile * kVocabularyBlock);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int64_t columns = args.rows.columns, begin = (int64_t)blockIdx.x * kVocabularyBlock, first = (int64_t)blockIdx.y * kTile;
+  const int count = (int)min(kVocabularyBlock, args.rows.rows - begin), tokens = (int)min((int64_t)kTile, args.tokens - first);
+  const W* weight = static_cast<const W*>(args.rows.data);
+  for (int row = warp; row < count; row += kTile) {
+    float sums[kTile];
+    warp_dots(args.x + first * columns, columns, tokens, weight + (begin + row) * columns, columns, fours, sums);
+    const float value = of_lane(sums) + (args.bias ? args.bias[begin + row] : 0.f);
+    if (lane < tokens) logits[lane * kVocabularyBlock + row] = value;
+  }
+  __syncthreads();
+  if (warp >= tokens) return;
+  const float* line = logits + warp * kVocabularyBlock;
+  const int64_t at = blockIdx.x * args.tokens + first + warp;
+  Candidate last = above_all();
+  float shift = 0.f;
+  for (int i = 0; i < args.k; ++i) {
+    Candidate best = no_candidate();
+    for (int row = lane; row < count; row += kWarp) consider({line[row], begin + row}, last, best);
+    last = warp_best(best);
+    if (i == 0 && last.value > -INFINITY) shift = last.value;
+    if (lane == 0) args.block_values[at * args.k + i] = last.value, args.block_indices[at * args.k + i] = (int32_t)last.index;
+  }
+  float mass = 0.f;
+  for (int row = lane; row < count; row += kWarp) mass += expf(line[row] - shift);
+  mass = warp_sum(mass);
+  if (lane == 0) args.block_mass[at * 2] = shift, args.block_mass[at * 2 + 1] = mass;
+}
+
+// A block per token joins what the blocks found.
+__global__ void __launch_bounds__(kTopThreads) draft_join_kernel(DraftTopArgs args) {
+  NEAP_SHARED(Candidate, found, kTopThreads / kWarp);
+  NEAP_SHARED(float, scratch, kTopThreads / kWarp);
+  const int64_t token = blockIdx.x, blocks = (args.rows.rows + kVocabularyBlock - 1) / kVocabularyBlock;
+  Candidate last = above_all();
+  float shift = 0.f;
+  for (int i = 0; i < args.k; ++i) {
+    Candidate best = no_candidate();
+    for (int64_t j = threadIdx.x; j < blocks * args.k; j += blockDim.x) {
+      const int64_t at = (j / args.k * args.tokens + token) * args.k + j % args.k;
+      consider({args.block_values[at], args.block_indices[at]}, last, best);
+    }
+    best = warp_best(best);
+    if (threadIdx.x % kWarp == 0) found[threadIdx.x / kWarp] = best;
+    __syncthreads();
+    last = no_candidate();
+    for (int warp = 0; warp < kTopThreads / kWarp; ++warp) consider(found[warp], above_all(), last);
+    __syncthreads();
+    if (i == 0 && last.value > -INFINITY) shift = last.value;
+    if (threadIdx.x == 0) args.values[token * args.k + i] = last.value, args.indices[token * args.k + i] = last.index;
+  }
+  float mass = 0.f;
+  for (int64_t block = threadIdx.x; block < blocks; block += blockDim.x) {
+    const float* part = args.block_mass + (block * args.tokens + token) * 2;
+    mass += part[1] * expf(part[0] - shift);
+  }
+  mass = block_sum(mass, scratch);
+  if (threadIdx.x == 0) args.log_mass[token] = shift + logf(mass);
+}
+
+}  // namespace neap::gpu

@@ -1,0 +1,14 @@
+// float16 and bfloat16 as bits. Kernels compute in float32: these are how weights and states are stored.
+#pragma once
+#include <cstdint>
+
+namespace neap {
+
+enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+
+struct Half { uint16_t bits; };
+struct Bfloat { uint16_t bits; };
+
+constexpr int64_t element_bytes(Dtype dtype) { return dtype == kFloat32 ? 4 : 2; }
+
+}  // namespace neap

@@ -1,0 +1,101 @@
+// What a layer exit computes, as plain structs for the CPU's and the GPU's kernels. No torch.
+//
+//   own, deep = unit(state), unit(deep_state)               unit: RMS norm, or layer norm where `centred`; no gain
+//   inner     = mix @ [own; deep] + offset[ago]
+//   adapted   = unit(gated ? out @ (silu(inner[:rank]) * inner[rank:]) + scale[0] * own + scale[1] * deep : inner) * gain
+//   top       = the k largest of rows @ adapted + bias
+//   leaves    = sigmoid(shift + output @ silu(hidden @ unit(adapted) + features...) + skip @ features) >= threshold
+#pragma once
+#include "elements.h"
+
+namespace neap {
+
+constexpr int kMaxTop = 8;                 // candidates kept of a draft vocabulary at most
+constexpr int kFeatures = 3;               // log p(top), its lead over the second, tokens since the last settled one / 4
+constexpr int64_t kVocabularyBlock = 64;   // draft vocabulary rows whose candidates are joined first
+
+// Weights are row-major and contiguous, [out, in].
+struct Weight {
+  const void* data;
+  Dtype dtype;
+  int64_t rows, columns;
+};
+
+struct NormArgs {
+  const void* x;   // [tokens, width], rows `x_stride` elements apart
+  Dtype dtype;
+  float* out;      // [tokens, width], rows `out_stride` apart
+  int64_t width, x_stride, out_stride;
+  float eps;
+  bool centred;
+};
+
+struct RowDotsArgs {
+  const float* x;  // [tokens, weight.columns], rows `x_stride` apart
+  Weight weight;
+  float* out;      // [tokens, weight.rows] contiguous
+  int64_t tokens, x_stride;
+};
+
+struct ExitHeadArgs {
+  const int64_t* ago;    // [tokens]; the last offset counts for what exceeds it
+  Weight mix, out;       // [inner, 2 * width]; [head_width, rank], its data null: affine, and inner = head_width
+  const float* offset;   // [num_offsets, inner]
+  const float* scale;    // [2, head_width], or null: nothing of the states is added
+  const float* gain;     // [head_width]
+  const float* units;    // [tokens, 2 * width]: own, deep
+  float* inner;          // [tokens, inner]; gated: the first half of each row is replaced by the product
+  float* adapted;        // [tokens, head_width]
+  int64_t tokens, width, num_offsets;
+  float eps;
+  bool centred;
+};
+
+struct DraftTopArgs {
+  const float* x;        // [tokens, rows.columns] contiguous
+  Weight rows;
+  const float* bias;     // [rows.rows] or null
+  int64_t tokens;
+  int k;
+  // Per (block, token): k values descending and their rows, then the maximum and the sum of exp(logit - maximum).
+  float* block_values;   // [blocks, tokens, k]
+  int32_t* block_indices;
+  float* block_mass;     // [blocks, tokens, 2]
+  float* values;         // [tokens, k]
+  int64_t* indices;      // [tokens, k]
+  float* log_mass;       // [tokens]
+};
+
+struct RouteArgs {
+  const void* x;               // [tokens, hidden.columns], rows `x_stride` apart; float32 or of hidden's type
+  Dtype dtype;
+  Weight hidden;               // [width, D]
+  const float *bias, *output;  // [width]
+  const float *feature_weight; // [kFeatures, width]
+  const float *skip;           // [kFeatures]
+  const float *top, *log_mass; // [tokens, k >= 1], [tokens]
+  const int64_t* ago;          // [tokens]
+  int64_t tokens, x_stride;
+  int k;
+  float shift, eps, threshold, lowest, highest;
+  bool centred;
+  float* inner;                // [tokens, width] (CPU) or partial sums [tokens, blocks] (GPU)
+  uint32_t* tickets;           // GPU: [1 + token tiles], zero before and after
+  float* probability;          // [tokens]
+  bool* leaves;                // [tokens]
+  int64_t *order, *num_stays;  // [tokens]: those that stay, then those that leave, each in their order; [1]
+};
+
+// The GPU's launches, on `stream`; 0 or a CUDA error. `units`, `inner` and the block buffers are the caller's.
+int launch_norm(const NormArgs& args, int64_t tokens, void* stream);
+int launch_exit_head(const ExitHeadArgs& args, void* stream);
+int launch_draft_top(const DraftTopArgs& args, void* stream);
+int launch_route(const RouteArgs& args, void* stream);
+const char* cuda_error(int code);
+
+// The tokens that a block of the GPU's router handles, the rows of its hidden layer, and what follows from them.
+constexpr int64_t kRouteTokens = 8, kRouteRows = 4;
+constexpr int64_t route_tiles(int64_t tokens) { return (tokens + kRouteTokens - 1) / kRouteTokens; }
+constexpr int64_t route_blocks(int64_t width) { return (width + kRouteRows - 1) / kRouteRows; }
+
+}  // namespace neap

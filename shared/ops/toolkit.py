@@ -1,0 +1,84 @@
+"""The CUDA toolkit that compiles the kernels, where there is one, and the architectures they are compiled for."""
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shared.errors import InvalidInput, PreconditionFailed
+
+# Every generation since Turing; the last also as PTX, for those to come.
+ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+# "0" builds for the CPU only although there is a compiler for GPUs.
+SWITCH = "NEAP_BUILD_CUDA"
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """`nvcc`: its path; `libraries`: the folder of libcudart_static.a."""
+
+    nvcc: str
+    libraries: Path
+
+
+def find_toolkit() -> Toolkit | None:
+    """$CUDA_HOME's nvcc, else the one on PATH, else /usr/local/cuda's; None where there is none or it is switched off.
+
+    Raises `PreconditionFailed` where nvcc does not run or its runtime library is missing: half a toolkit is an error.
+    """
+    if os.environ.get(SWITCH) == "0":
+        return None
+    home = os.environ.get("CUDA_HOME")
+    names = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    nvcc = next((found for name in names if (found := shutil.which(name))), None)
+    if nvcc is None:
+        return None
+    # Not from nvcc's own path, which may be a wrapper or a link.
+    dry = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null", "-o", "/dev/null"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    top = re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE)
+    if dry.returncode != 0 or top is None:
+        raise PreconditionFailed(f"{nvcc} does not run:\n{dry.stderr}", reason="NVCC_BROKEN")
+    root = Path(top[1].strip())
+    for folder in (root / "lib64", root / "targets" / "x86_64-linux" / "lib", root / "lib"):
+        if (folder / "libcudart_static.a").exists():
+            return Toolkit(nvcc, folder)
+    raise PreconditionFailed(
+        f"no libcudart_static.a under {root}: install CUDA's runtime beside {nvcc}, or set {SWITCH}=0",
+        reason="NO_CUDART",
+    )
+
+
+def wanted_architectures() -> str:
+    """$TORCH_CUDA_ARCH_LIST, else those of the GPUs in this machine, else all of ARCHITECTURES."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if listed:
+        return listed
+    if torch.cuda.is_available():
+        present = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        return ";".join(f"{major}.{minor}" for major, minor in sorted(present))
+    return ARCHITECTURES
+
+
+def architecture_flags(listed: str) -> list[str]:
+    """nvcc's flags for "8.0;9.0+PTX" (also with spaces or commas). Raises `InvalidInput` for anything else."""
+    flags = []
+    for item in re.split(r"[;,\s]+", listed.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
+        if match is None:
+            raise InvalidInput(
+                f"TORCH_CUDA_ARCH_LIST names {item!r}; it must look like 8.0 or 9.0+PTX"
+            )
+        number = match[1] + match[2] + match[3]
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if match[4]:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags

@@ -1,0 +1,116 @@
+// Runs the launches on the emulator. Reads calls from standard input and answers with what their buffers then hold.
+//
+// A call: "NAME SEED NUMBERS BUFFERS\n", the numbers in one line, and per buffer "BYTES\n" and the bytes, -1 for a null pointer.
+// Every buffer is an allocation of its own, so that AddressSanitizer sees a byte too far.
+#include "../../../csrc/cuda/kernels.cu"
+
+#include <iostream>
+#include <sstream>
+#include <string>
+
+namespace {
+
+struct Call {
+  std::string name;
+  std::vector<double> numbers;
+  std::vector<std::unique_ptr<char[]>> buffers;
+  std::vector<int64_t> sizes;
+  mutable size_t number = 0, buffer = 0;
+
+  double next() const { return numbers.at(number++); }
+  int64_t integer() const { return (int64_t)next(); }
+  template <class T> T* data() const { return reinterpret_cast<T*>(buffers.at(buffer++).get()); }
+};
+
+int run(const Call& c) {
+  using namespace neap;
+  if (c.name == "norm") {
+    NormArgs a{};
+    const int64_t tokens = c.integer();
+    a.dtype = (Dtype)c.integer(), a.width = c.integer(), a.x_stride = c.integer(), a.out_stride = c.integer(), a.eps = (float)c.next(), a.centred = c.integer();
+    a.x = c.data<char>(), a.out = c.data<float>();
+    return launch_norm(a, tokens, nullptr);
+  }
+  if (c.name == "exit_head") {
+    ExitHeadArgs a{};
+    a.tokens = c.integer(), a.width = c.integer(), a.num_offsets = c.integer();
+    const Dtype dtype = (Dtype)c.integer();
+    const int64_t inner = c.integer(), size = c.integer();
+    a.eps = (float)c.next(), a.centred = c.integer();
+    a.ago = c.data<int64_t>();
+    a.mix = {c.data<char>(), dtype, inner, 2 * a.width};
+    a.out = {c.data<char>(), dtype, size, inner / 2};
+    a.offset = c.data<float>(), a.scale = c.data<float>(), a.gain = c.data<float>();
+    a.units = c.data<float>(), a.inner = c.data<float>(), a.adapted = c.data<float>();
+    return launch_exit_head(a, nullptr);
+  }
+  if (c.name == "draft_top") {
+    DraftTopArgs a{};
+    a.tokens = c.integer();
+    const Dtype dtype = (Dtype)c.integer();
+    const int64_t rows = c.integer(), columns = c.integer();
+    a.k = (int)c.integer();
+    a.x = c.data<float>(), a.rows = {c.data<char>(), dtype, rows, columns}, a.bias = c.data<float>();
+    a.block_values = c.data<float>(), a.block_indices = c.data<int32_t>(), a.block_mass = c.data<float>();
+    a.values = c.data<float>(), a.indices = c.data<int64_t>(), a.log_mass = c.data<float>();
+    return launch_draft_top(a, nullptr);
+  }
+  if (c.name == "route") {
+    RouteArgs a{};
+    a.tokens = c.integer(), a.dtype = (Dtype)c.integer(), a.x_stride = c.integer();
+    const Dtype dtype = (Dtype)c.integer();
+    const int64_t width = c.integer(), columns = c.integer();
+    a.k = (int)c.integer(), a.shift = (float)c.next(), a.eps = (float)c.next(), a.centred = c.integer();
+    a.threshold = (float)c.next(), a.lowest = (float)c.next(), a.highest = (float)c.next();
+    a.x = c.data<char>(), a.hidden = {c.data<char>(), dtype, width, columns}, a.bias = c.data<float>(), a.output = c.data<float>();
+    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(), a.ago = c.data<int64_t>();
+    a.inner = c.data<float>(), a.tickets = c.data<uint32_t>(), a.probability = c.data<float>(), a.leaves = c.data<bool>();
+    a.order = c.data<int64_t>(), a.num_stays = c.data<int64_t>();
+    return launch_route(a, nullptr);
+  }
+  if (c.name == "row_copy") {
+    RowCopyArgs a{};
+    a.rows = c.integer(), a.limit = c.integer(), a.row_bytes = c.integer(), a.from_stride = c.integer(), a.to_stride = c.integer(), a.scatter = c.integer();
+    a.from = c.data<char>(), a.to = c.data<char>(), a.index = c.data<int64_t>(), a.count = c.data<int64_t>();
+    return launch_row_copy(a, nullptr);
+  }
+  if (c.name == "verify") {
+    VerifyArgs a{};
+    a.type = (Weighting)c.integer(), a.rows = c.integer(), a.vocabulary = c.integer(), a.sequences = c.integer();
+    a.stride = a.proposed_stride = a.vocabulary;
+    a.scores = c.data<char>(), a.proposed = c.data<char>(), a.drafts = c.data<int64_t>(), a.starts = c.data<int64_t>();
+    a.uniforms = c.data<double>(), a.choices = c.data<int64_t>(), a.accepted = c.data<int64_t>();
+    return launch_verify(a, nullptr);
+  }
+  return -1;
+}
+
+}  // namespace
+
+int main() {
+  for (std::string line; std::getline(std::cin, line);) {
+    Call call;
+    size_t numbers = 0, buffers = 0;
+    std::istringstream(line) >> call.name >> emulator::machine().seed >> numbers >> buffers;
+    std::getline(std::cin, line);
+    std::istringstream in(line);
+    call.numbers.resize(numbers);
+    for (double& number : call.numbers) in >> number;
+    for (size_t i = 0; i < buffers; ++i) {
+      std::getline(std::cin, line);
+      const int64_t size = std::stoll(line);
+      call.sizes.push_back(size);
+      call.buffers.emplace_back(size < 0 ? nullptr : new char[size]);
+      if (size > 0) std::cin.read(call.buffers.back().get(), size);
+    }
+    const int code = run(call);
+    if (code) {
+      std::cerr << call.name << ": code " << code << "\n";
+      return 1;
+    }
+    for (size_t i = 0; i < buffers; ++i)
+      if (call.sizes[i] > 0) std::cout.write(call.buffers[i].get(), call.sizes[i]);
+    std::cout.flush();
+  }
+  return 0;
+}

@@ -1,0 +1,171 @@
+"""What the kernels are asked on the emulator, and what must come out. Each check makes its calls in every order of warps."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shared.ops import reference
+from tests.shared.ops.emulation import CODES, Call, blank, run
+
+SEEDS = (0, 1, 2)  # ascending, descending and random order of warps and blocks
+CLOSE = {"atol": 5e-5, "rtol": 5e-4}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+EPS = 1e-3
+
+
+def seeded() -> None:
+    torch.manual_seed(5)
+
+
+def check_norm(program: Path) -> None:
+    seeded()
+    for number, (tokens, width, stride, centred) in enumerate([(3, 70, 90, True), (2, 200, 200, False), (1, 1, 1, True)]):  # fmt: skip
+        dtype = FLOATS[number]
+        x = (torch.randn(tokens, stride) + 9).to(dtype)
+        expected = reference.norm(x[:, :width], EPS, centred)
+        calls = []
+        for seed in SEEDS:
+            numbers = (tokens, CODES[dtype], width, stride, width, EPS, centred)
+            calls.append(Call("norm", numbers, (x, blank(tokens, width)), seed))
+        run(program, calls)
+        for call in calls:
+            torch.testing.assert_close(call.buffers[1], expected, **CLOSE)
+
+
+def check_exit_head(program: Path) -> None:
+    seeded()
+    cases = [  # tokens, width, inner, size (0: affine), dtype: four at a time and one by one; a tile of tokens and more
+        (1, 16, 24, 16, torch.float16), (9, 20, 12, 20, torch.float32),
+        (3, 7, 10, 13, torch.bfloat16), (2, 8, 9, 0, torch.float16),
+    ]  # fmt: skip
+    for tokens, width, inner, size, dtype in cases:
+        state, deep = torch.randn(2, tokens, width).unbind()
+        ago, offset = torch.randint(0, 6, (tokens,)), torch.randn(4, inner)
+        mix = torch.randn(inner, 2 * width).to(dtype)
+        out = torch.randn(size, inner // 2).to(dtype) if size else None
+        scale = torch.randn(2, width) if size == width else None
+        gain = torch.randn(size or inner)
+        units = torch.cat([reference.norm(state, EPS), reference.norm(deep, EPS)], -1)
+        expected = reference.exit_head(state, deep, ago, mix, offset, out, scale, gain, EPS)
+        calls = []
+        for seed in SEEDS:
+            numbers = (tokens, width, 4, CODES[dtype], inner, size, EPS, False)
+            buffers = (ago, mix, out, offset, scale, gain, units, blank(tokens, inner), blank(tokens, size or inner))  # fmt: skip
+            calls.append(Call("exit_head", numbers, buffers, seed))
+        run(program, calls)
+        for call in calls:
+            torch.testing.assert_close(call.buffers[-1], expected, **CLOSE)
+
+
+def check_draft_top(program: Path) -> None:
+    seeded()
+    for tokens, columns, size, k, dtype in [(1, 12, 70, 2, torch.float16), (9, 8, 66, 3, torch.float32), (2, 5, 10, 8, torch.bfloat16)]:  # fmt: skip
+        x, rows = torch.randint(-2, 3, (tokens, columns)).float(), torch.randint(-2, 3, (size, columns)).to(dtype)  # fmt: skip
+        bias = torch.randint(0, 2, (size,)).float()  # whole numbers: many ties
+        expected, places, mass = reference.draft_top(x, rows, bias, k)
+        blocks = (size + 63) // 64
+        calls = []
+        for seed in SEEDS:
+            scratch = (blank(blocks, tokens, k), blank(blocks, tokens, k, dtype=torch.int32), blank(blocks, tokens, 2))  # fmt: skip
+            answers = (blank(tokens, k), blank(tokens, k, dtype=torch.int64), blank(tokens))
+            numbers = (tokens, CODES[dtype], size, columns, k)
+            calls.append(Call("draft_top", numbers, (x, rows, bias, *scratch, *answers), seed))
+        run(program, calls)
+        for call in calls:
+            values, indices, log_mass = call.buffers[-3:]
+            torch.testing.assert_close(values, expected, **CLOSE)
+            torch.testing.assert_close(log_mass, mass, **CLOSE)
+            assert torch.equal(indices, places)
+
+
+def check_route(program: Path) -> None:
+    seeded()
+    for tokens, columns, width, k, dtype, mixed, centred in [
+        (1, 16, 9, 2, torch.float16, True, False),
+        (11, 10, 13, 1, torch.float32, False, True),
+        (140, 4, 3, 2, torch.bfloat16, False, False),
+    ]:
+        x = (torch.randn(tokens, columns) + 4 * centred).to(torch.float32 if mixed else dtype)
+        hidden = torch.randn(width, columns).to(dtype)
+        bias, output, skip = torch.randn(width), torch.randn(width), torch.randn(3)
+        features, top = torch.randn(3, width), torch.randn(tokens, k)
+        log_mass, ago = torch.randn(tokens) + 4, torch.randint(0, 4, (tokens,))
+        weights = (hidden, bias, output, features, skip)
+        expected, *_ = reference.route(x, *weights, top, log_mass, ago, 0.1, EPS, centred, 0.5, 0.01, 0.99)  # fmt: skip
+        tickets = torch.zeros(1 + (tokens + 7) // 8, dtype=torch.int32)
+        calls = []
+        for seed in SEEDS:
+            numbers = (tokens, CODES[x.dtype], columns, CODES[dtype], width, columns, k, 0.1, EPS, centred, 0.5, 0.01, 0.99)  # fmt: skip
+            answers = (blank(tokens), blank(tokens, dtype=torch.bool), blank(tokens, dtype=torch.int64), blank(1, dtype=torch.int64))  # fmt: skip
+            partial = blank(tokens, (width + 3) // 4)
+            calls.append(Call("route", numbers, (x, *weights, top, log_mass, ago, partial, tickets.clone(), *answers), seed))  # fmt: skip
+        run(program, calls)
+        for call in calls:
+            left, probability, leaves, order, num_stays = call.buffers[-5:]
+            torch.testing.assert_close(probability, expected, **CLOSE)
+            assert torch.equal(leaves, probability >= 0.5)
+            assert torch.equal(order, leaves.int().argsort(stable=True))
+            assert num_stays.tolist() == [int((~leaves).sum())]
+            assert not left.any()
+
+
+def check_row_copy(program: Path) -> None:
+    seeded()
+    for rows, width, dtype in [(5, 8, torch.float32), (4, 3, torch.float16), (3, 6, torch.float16)]:
+        x = torch.randn(6, width).to(dtype)
+        index, count = torch.tensor([5, -1, 0, 6, 2])[:rows], torch.tensor([4])
+        for scatter in (False, True):
+            source = x[:rows].contiguous() if scatter else x
+            expected = torch.zeros(6, width, dtype=dtype)
+            if scatter:
+                reference.scatter_rows(expected, source, index, count)
+            else:
+                expected = reference.gather_rows(x, index, count)
+            size = width * x.element_size()
+            numbers = (rows, 6, size, size, size, scatter)
+            calls = []
+            for seed in SEEDS:
+                to = torch.zeros(6, width, dtype=dtype) if scatter else blank(rows, width, dtype=dtype)  # fmt: skip
+                calls.append(Call("row_copy", numbers, (source, to, index, count), seed))
+            run(program, calls)
+            assert all(torch.equal(call.buffers[1], expected) for call in calls)
+
+
+def check_verify(program: Path) -> None:
+    seeded()
+    for number, dtype in enumerate((*FLOATS, torch.float64)):
+        rows, vocabulary = 5, (300, 7, 513, 900)[number]
+        starts, draws = torch.tensor([0, 3, 3, 5]), torch.rand(rows, dtype=torch.float64)
+        logits = torch.randint(-3, 4, (rows, vocabulary)).to(dtype)
+        target = torch.randn(rows, vocabulary).mul(2).softmax(-1).to(dtype)
+        offered = torch.randn(rows, vocabulary).softmax(-1).to(dtype)
+        # The reference's argmax need not take the first of equals: these have one largest each.
+        logits[torch.arange(rows), torch.tensor([0, 3, 5, 6, 2])] = 9
+        drafts = torch.tensor([0, 3, 1, 6, -1])
+        wanted = [
+            (logits, None, None, reference.verify_greedy(logits, drafts, starts)),
+            (target, None, draws, reference.verify_sampled(target, drafts, starts, draws)),
+            (target, offered, draws, reference.verify_sampled(target, drafts, starts, draws, offered)),
+        ]  # fmt: skip
+        calls = []
+        for scores, proposed, uniforms, _ in wanted:
+            for seed in SEEDS:
+                answers = (blank(rows, dtype=torch.int64), blank(3, dtype=torch.int64))
+                buffers = (scores, proposed, drafts, starts, uniforms, *answers)
+                calls.append(Call("verify", (CODES[dtype], rows, vocabulary, 3), buffers, seed))
+        run(program, calls)
+        for index, call in enumerate(calls):
+            choices, accepted = wanted[index // len(SEEDS)][3]
+            assert torch.equal(call.buffers[-2], choices)
+            assert torch.equal(call.buffers[-1], accepted)
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {
+    "norm": check_norm,
+    "exit_head": check_exit_head,
+    "draft_top": check_draft_top,
+    "route": check_route,
+    "row_copy": check_row_copy,
+    "verify": check_verify,
+}

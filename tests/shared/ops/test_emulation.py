@@ -1,0 +1,79 @@
+"""The real kernel source on the host, under AddressSanitizer and UBSan, and proof that mistakes in it would be seen."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.shared.ops.emulated_cases import CHECKS
+from tests.shared.ops.emulation import Bug, EmulationError, compiled
+
+# With the check that must catch it.
+BUGS = {
+    "exit_head": Bug(
+        "a missing bound", "include/exit_head.cuh", "if (row >= (gated ? rank : size)) return;", ""
+    ),
+    "norm": Bug(
+        "a barrier dropped: scratch is written while others still read it",
+        "include/device.cuh",
+        "  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) total += scratch[warp];\n  __syncthreads();\n",
+        "  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) total += scratch[warp];\n",
+    ),
+    "draft_top": Bug(
+        "a collective that some lanes do not reach",
+        "include/draft_top.cuh",
+        "if (warp >= tokens) return;",
+        "if (warp >= tokens || lane > count) return;",
+    ),
+    "route": Bug(
+        "no fence before the ticket",
+        "include/device.cuh",
+        "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) *scratch",
+        "  __syncthreads();\n  if (threadIdx.x == 0) *scratch",
+    ),
+    "route, again": Bug(
+        "tickets that are not zero after",
+        "include/device.cuh",
+        "atomicInc(ticket, count - 1)",
+        "atomicInc(ticket, 1000000u)",
+    ),
+    "row_copy": Bug(
+        "units wider than the rows' alignment",
+        "cuda/kernels.cu",
+        "if (steps % 16 == 0) {",
+        "if (steps % 2 == 0) {",
+    ),
+    "verify": Bug(
+        "a barrier dropped: the warps' firsts are read before they are written",
+        "include/batches.cuh",
+        "warp * kWarp + __ffs((int)passing) - 1 : kChoiceThreads;\n  __syncthreads();",
+        "warp * kWarp + __ffs((int)passing) - 1 : kChoiceThreads;",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "Future[Path]"]:
+    """The kernels as they are ("") and with each bug, compiled side by side."""
+    pool = ThreadPoolExecutor(2)
+    sound = pool.submit(compiled, tmp_path_factory.mktemp("sound"))
+    broken = {
+        name: pool.submit(compiled, tmp_path_factory.mktemp("bug"), bug, "address")
+        for name, bug in BUGS.items()
+    }
+    pool.shutdown(wait=False)
+    return {"": sound, **broken}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_kernel_computes_its_reference_in_any_order_of_warps(
+    name: str, programs: dict[str, "Future[Path]"]
+) -> None:
+    CHECKS[name](programs[""].result())
+
+
+@pytest.mark.parametrize("name", BUGS, ids=[bug.name for bug in BUGS.values()])
+def test_a_planted_bug_is_caught(name: str, programs: dict[str, "Future[Path]"]) -> None:
+    program = programs[name].result()
+    with pytest.raises((AssertionError, EmulationError)):
+        CHECKS[name.split(",")[0]](program)
