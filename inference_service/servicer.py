@@ -18,7 +18,7 @@ from inference_service.engine.request import GenerationRequest
 from inference_service.generate_call import GenerateCall
 from inference_service.metrics import WorkerMetrics
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
-from inference_service.served_request import with_router
+from inference_service.served_request import published_bound, with_router
 from inference_service.stream import EventStream
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from shared.rpc.callers import client_of
@@ -214,6 +214,8 @@ def _submit(
 def _started(
     request: GenerationRequest, engine: Engine, router: LoadedRouter | None
 ) -> inference_pb2.GenerateResponse:
+    risk = router.risk if router is not None else None
+    bound = published_bound(request, risk)
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
             request_id=request.request_id,
@@ -223,6 +225,8 @@ def _started(
             seed=request.sampling.seed,
             num_prompt_tokens=len(request.prompt_ids),
             policy=request.policy.name,
+            risk_bound=bound,
+            risk_bound_tokens=risk.num_tokens if risk is not None and bound is not None else None,
         )
     )
 

@@ -24,12 +24,16 @@ DROP_SHARE = 0.2
 
 @dataclass(frozen=True)
 class DecodeParams:
-    """`temperature` 0 is greedy. `max_new_tokens` per row; a token of `stop_ids` ends its row and belongs to it."""
+    """`temperature` 0 is greedy. `max_new_tokens` per row; a token of `stop_ids` ends its row and belongs to it.
+
+    `stop_loops`: what only repeats itself ends its row, too.
+    """
 
     max_new_tokens: int
     stop_ids: frozenset[int] = frozenset()
     temperature: float = 0.0
     top_p: float = 1.0
+    stop_loops: bool = True
 
 
 def _never() -> bool:
@@ -79,7 +83,7 @@ def decode_batch(
                 continue
             outputs[row].append(token)
             if token in params.stop_ids or (
-                step % LOOP_CHECK_INTERVAL == 0 and is_loop(outputs[row])
+                params.stop_loops and step % LOOP_CHECK_INTERVAL == 0 and is_loop(outputs[row])
             ):
                 ended.add(row)
         alive = [index for index, row in enumerate(rows) if row not in ended]

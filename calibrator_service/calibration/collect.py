@@ -124,7 +124,7 @@ class Collector:
     def _capture(self, sequences: list[TokenSequence], wants_states: bool) -> dict[str, Tensor]:
         parts: list[dict[str, Tensor]] = [{} for _ in sequences]
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i].tokens))
-        for batch in _batches(order, [len(s.tokens) for s in sequences]):
+        for batch in batches(order, [len(s.tokens) for s in sequences]):
             self._pass(batch, sequences, parts, wants_states)
         offset = 0
         for part in parts:
@@ -212,7 +212,7 @@ def _labelled(sequence: TokenSequence, choices: Array | None) -> LabelledSequenc
     return LabelledSequence(tokens[:size], full[:size], first)
 
 
-def _batches(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
+def batches(order: list[int], lengths: list[int]) -> Iterator[list[int]]:
     batch: list[int] = []
     for i in order:
         if batch and (len(batch) + 1) * lengths[i] > PASS_TOKENS:

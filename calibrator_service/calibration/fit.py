@@ -9,7 +9,7 @@ from torch import Tensor
 
 from calibrator_service.calibration.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.material import Material
-from calibrator_service.calibration.presets import COLLECTING_ENDS, HEADS_END, ROUTERS_END
+from calibrator_service.calibration.presets import HEADS_END, RISK_TEXT_ENDS, ROUTERS_END
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.shards import write_atomically
 from calibrator_service.calibration.tables import fit_table_routers
@@ -32,7 +32,7 @@ def fit_heads(run: Run, material: Material, vocabulary: DraftVocabulary) -> dict
 
     def on_step(done: float, losses: dict[str, float]) -> None:
         run.figures.update(losses)
-        run.tell("training_heads", COLLECTING_ENDS + (HEADS_END - COLLECTING_ENDS) * done)
+        run.tell("training_heads", RISK_TEXT_ENDS + (HEADS_END - RISK_TEXT_ENDS) * done)
 
     train_heads(
         heads,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from calibrator_service.calibration.collect import Collector, LabelledSequence
+from calibrator_service.calibration.held_out import set_apart
 from calibrator_service.calibration.presets import COLLECTING_ENDS, MAX_STATE_BYTES
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.selfgen import SelfgenConfig, SelfGenerator
@@ -28,7 +29,8 @@ class Material:
     """Empty until `gather`.
 
     judged: sequences of the routers and report splits, for the tables; builder: the successor table of the heads split;
-    num_tokens: learnt from, per split.
+    num_tokens: learnt from, per split; splitter: has dealt the sequences. `selfgen` is what the text is made from, None for given
+    text, and `risk_prompts` are those of the given prompts that are no part of it.
     """
 
     def __init__(self, run: Run, runner: DepthRunner) -> None:
@@ -43,6 +45,8 @@ class Material:
         self.judged: dict[Split, list[LabelledSequence]] = {"routers": [], "report": []}
         self.num_tokens: dict[Split, int] = dict.fromkeys(SPLITS, 0)
         self.builder = SuccessorBuilder()
+        self.splitter = Splitter()
+        self.selfgen, self.risk_prompts = self._prompts()
         self._frequencies = torch.zeros(run.loaded.vocabulary_size, dtype=torch.long)
 
     def chunks(self, split: Split) -> list[Path]:
@@ -61,14 +65,13 @@ class Material:
         Raises `InvalidInput` (TOO_LITTLE_TEXT), what the source raises, and `Cancelled`.
         """
         run = self._run
-        splitter = Splitter()
 
         def is_late() -> bool:
             return run.elapsed_s() > 0.85 * COLLECTING_ENDS * run.plan.budget_s
 
         num_queued = num_stale = 0
         for sequence in self._sequences(is_late):
-            split = splitter.deal(sequence)
+            split = self.splitter.deal(sequence)
             num_stale = 0 if split is not None else num_stale + 1
             if split is not None:
                 num_queued += len(sequence.tokens) - sequence.answer_start or len(sequence.tokens)
@@ -91,18 +94,25 @@ class Material:
         if not isinstance(source, SelfGenerated):
             yield from text_sequences(run.loaded, source)
             return
+        assert self.selfgen is not None
+        generator = SelfGenerator(run.loaded, self.selfgen, run.text_folder)
+        shards = generator.shards(
+            should_stop=run.should_stop, is_late=is_late, on_tokens=self._on_generated
+        )
+        for shard in shards:
+            yield from shard
+
+    def _prompts(self) -> tuple[SelfgenConfig | None, tuple[str, ...]]:
+        run, source = self._run, self._run.spec.source
+        if not isinstance(source, SelfGenerated):
+            return None, ()
         config = SelfgenConfig(
             seed=run.spec.seed,
             prompts=source.prompts,
             max_new_tokens=run.plan.max_new_tokens,
             rows=run.plan.rows,
         )
-        generator = SelfGenerator(run.loaded, config, run.text_folder)
-        shards = generator.shards(
-            should_stop=run.should_stop, is_late=is_late, on_tokens=self._on_generated
-        )
-        for shard in shards:
-            yield from shard
+        return set_apart(config)
 
     def _on_generated(self, num_tokens: int) -> None:
         figures = self._run.figures

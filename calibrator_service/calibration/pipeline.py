@@ -1,16 +1,18 @@
-"""The whole calibration: collect, train heads, train routers, measure. Streaming, bounded, resumable."""
+"""The whole calibration: collect, train heads, train routers, measure, certify. Streaming, bounded, resumable."""
 
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from calibrator_service.calibration.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.fit import fit_heads, fit_ladder
 from calibrator_service.calibration.material import Material
 from calibrator_service.calibration.presets import quick
 from calibrator_service.calibration.report import held_out_report
+from calibrator_service.calibration.risk_split import RiskSplit
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import CalibrationResult, CalibrationSpec, Progress
 from shared.model.load import LoadedModel
@@ -47,14 +49,23 @@ def run_phases(run: Run) -> CalibrationResult:
     run.tell("loading", 0.0)
     runner = DepthRunner(run.loaded)
     material = Material(run, runner)
-    run.timed("collecting", material.gather)
+    risk = RiskSplit(run, material)
+
+    def collect() -> None:
+        material.gather()
+        risk.gather()
+
+    run.timed("collecting", collect)
     tokens = material.frequent_choices(run.plan.draft_vocabulary_size)
     vocabulary = DraftVocabulary.of(run.loaded, tokens)
     heads = run.timed("training_heads", lambda: fit_heads(run, material, vocabulary))
     ladder = run.timed("training_routers", lambda: fit_ladder(run, material, vocabulary, heads))
-    report = run.timed(
-        "evaluating", lambda: held_out_report(run, runner, material, vocabulary, ladder)
-    )
+
+    def evaluate() -> dict[str, Any]:
+        report = held_out_report(run, runner, material, vocabulary, ladder)
+        return {**report, "risk": risk.certified(ladder, runner)}
+
+    report = run.timed("evaluating", evaluate)
     measured = tuple(
         replace(layer_exit, agreement=report["rungs"][layer_exit.name]["agreement"])
         for layer_exit in ladder.exits

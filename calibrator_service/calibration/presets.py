@@ -13,7 +13,9 @@ QUICK_BUDGET_S = 150.0
 THOROUGH_TOKENS = 700_000
 ARTEFACT_BYTES = 8_000_000
 # Shares of a time budget at which the phases end.
-COLLECTING_ENDS, HEADS_END, ROUTERS_END = 0.55, 0.82, 0.92
+COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
+# Prompts of the risk split where time does not decide: a risk of nothing is told from one in fifty then.
+RISK_PROMPTS = 400
 MAX_STATE_BYTES = 4 << 30
 MAX_DEFAULT_VOCABULARY = 8192
 

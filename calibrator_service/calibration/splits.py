@@ -1,7 +1,8 @@
 """Heads, routers and report learn and measure on different sequences: routers that had seen their heads' training data would
-believe them too much."""
+believe them too much. The fourth split, risk, is not dealt from what comes: see `held_out`."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -25,11 +26,18 @@ class Splitter:
 
     def deal(self, sequence: TokenSequence) -> Split | None:
         """The sequence's split; None for one that was there before."""
-        prompt = np.array(sequence.tokens[: sequence.answer_start], dtype=np.int64).tobytes()
-        key = hashlib.blake2b(prompt, digest_size=8).digest()
+        key = _key(sequence.tokens[: sequence.answer_start])
         if key in self._seen:
             return None
         self._seen.add(key)
         split = PATTERN[self._num_dealt % len(PATTERN)]
         self._num_dealt += 1
         return split
+
+    def has_dealt(self, prompt: Sequence[int]) -> bool:
+        """Whether a sequence with this prompt is in one of the splits."""
+        return _key(prompt) in self._seen
+
+
+def _key(prompt: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()

@@ -42,7 +42,8 @@ class GenerationRequest:
     """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds.
 
     `router_version` (0: none) is what its figures are counted under. `risk_bound`: the share of prompts, in (0, 1), on which its
-    router may differ from the full model under the policy relaxed; None: nobody has said.
+    router may differ from the full model under the policy relaxed; None: nobody has said. `risk_bound_tokens`: of the answer,
+    up to its first end of sequence; None: all of it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -54,6 +55,7 @@ class GenerationRequest:
     deadline_s: float = math.inf
     router_version: int = 0
     risk_bound: float | None = None
+    risk_bound_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -111,7 +111,18 @@ class Shadow:
         if len(self._waiting) >= MAX_WAITING or len(sequence.tokens) > max_slots:
             self._counts((request.router_version, request.risk_bound)).num_dropped += 1
             return
-        self._waiting.append((tuple(sequence.tokens), request))
+        self._waiting.append((self._judged(sequence), request))
+
+    def _judged(self, sequence: Sequence) -> tuple[int, ...]:
+        """Prompt and answer, as far as the bound speaks of it."""
+        limit = sequence.request.risk_bound_tokens
+        if limit is None:
+            return tuple(sequence.tokens)
+        prompt = sequence.num_prompt_tokens
+        answer = sequence.tokens[prompt : prompt + limit]
+        ends = self._runner.loaded.eos_token_ids
+        size = next((number for number, token in enumerate(answer, 1) if token in ends), limit)
+        return (*sequence.tokens[:prompt], *answer[:size])
 
     def make_room(self, num_slots: int) -> None:
         """Requests need the memory: a check that holds more positions begins anew some other time."""

@@ -13,6 +13,7 @@ from shared.cli.connection import connect
 from shared.cli.console import DEFAULT_WORKER, Worker, err, guarded, out
 from shared.cli.depth_view import DepthView
 from shared.cli.measure import statistics_line
+from shared.cli.risk_view import bound_line
 from shared.errors import InvalidInput
 from shared.rpc.client import NeapClient
 
@@ -98,9 +99,12 @@ def print_text(events: Iterator[pb.GenerateResponse], num_layers: int, *, colour
     """Stream the text to stdout; legend and statistics to stderr."""
     view = DepthView(out, num_layers, coloured)
     finished: pb.Finished | None = None
+    started: pb.Started | None = None
     for event in events:
         if event.HasField("chunk"):
             view.chunk(event.chunk)
+        elif event.HasField("started"):
+            started = event.started
         elif event.HasField("finished"):
             finished = event.finished
             view.text(finished.text)
@@ -109,6 +113,8 @@ def print_text(events: Iterator[pb.GenerateResponse], num_layers: int, *, colour
         err.print(view.legend())
     if finished is not None:
         err.print(statistics_line(finished), markup=False, style="dim")
+    if started is not None and started.policy == "relaxed":
+        err.print(bound_line(started), markup=False, style="dim")
 
 
 def print_json(events: Iterator[pb.GenerateResponse]) -> None:

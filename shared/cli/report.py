@@ -1,5 +1,6 @@
 """`neap report`: a PNG about a published router and what it does on a worker."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from shared.cli.console import (
 )
 from shared.cli.demo import compare
 from shared.cli.measure import policy_table
+from shared.cli.risk_view import print_risk
 from shared.cli.routers import selector
 
 
@@ -41,6 +43,7 @@ def report(
         num_layers = inference.get_model(model).num_layers
         figures = compare(inference, model, max_tokens, router=str(version.version))
     out.print(policy_table(figures))
+    print_risk(json.loads(version.manifest_json))
     picture = charts.write_report(
         output,
         title=f"{model}, router version {version.version}",

@@ -1,6 +1,7 @@
 """`neap routers`: what is published, and which version an alias names."""
 
 import getpass
+import json
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from shared.cli.alias_text import aliases_by_version, moved, share_of, share_per_mille
 from shared.cli.connection import connect
 from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, guarded, out
+from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
 
 app = typer.Typer(help="Published routers and their aliases.", no_args_is_help=True)
@@ -54,7 +56,7 @@ def show(
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
     manifest: Annotated[bool, typer.Option("--manifest", help="Print the manifest only.")] = False,
 ) -> None:
-    """Show one version with its held-out figures per rung."""
+    """Show one version with its held-out figures per rung, and what is certified of the policy relaxed."""
     with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
     if manifest:
@@ -76,6 +78,7 @@ def show(
             f"{rung.router_precision:.3f}",
         )
     out.print(table)
+    print_risk(json.loads(router.manifest_json))
 
 
 @app.command("promote")

@@ -41,7 +41,8 @@ def round_weights(module: nn.Module) -> None:
 def pack_ladder(
     ladder: Ladder, report: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(manifest, blobs). `report` is what `calibrate` returned: its "rungs" figures go to the rungs, the rest is "calibration".
+    """(manifest, blobs). `report` is what `calibrate` returned: its "rungs" figures go to the rungs, a "risk" with bounds is the
+    manifest's (see `shared.ladder.risk`), the rest is "calibration".
 
     Weights must be rounded already (`round_weights`): they are stored as float16.
     """
@@ -77,12 +78,16 @@ def pack_ladder(
         )
     if ladder.draft_vocabulary is not None:
         tensors["draft_vocabulary"] = ladder.draft_vocabulary.to(torch.int32).cpu()
+    risk: Mapping[str, Any] = report.get("risk", {})
+    published = {"risk": risk} if risk.get("bounds") else {}
+    elsewhere = {"rungs", *published}
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "model": _model_json(ladder.model),
         "rungs": rungs,
         "draft_vocabulary": 0 if ladder.draft_vocabulary is None else len(ladder.draft_vocabulary),
-        "calibration": {key: value for key, value in report.items() if key != "rungs"},
+        **published,
+        "calibration": {key: value for key, value in report.items() if key not in elsewhere},
     }
     return json.loads(json.dumps(manifest, allow_nan=False)), {BLOB: save(tensors)}
 

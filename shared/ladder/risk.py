@@ -2,9 +2,12 @@
 
 In the manifest, certified by Learn-then-Test over whole generations (loss 1 where any token differs, greedy):
 
-    "risk": {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "bounds": [{"threshold": 0.97, "epsilon": 0.05}, ..]}
+    "risk": {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "max_new_tokens": 128,
+             "bounds": [{"threshold": 0.97, "epsilon": 0.05}, ..], ..}
 
-Each bound holds with confidence 1 - delta for its router threshold and for all above it.
+Each bound holds for its router threshold and for all above it, all together with confidence 1 - delta. They speak of prompts like
+those the calibration drew, of greedy answers without a repetition penalty, and of an answer's first max_new_tokens up to its first
+end of sequence; without that field, of all of it.
 """
 
 import math
@@ -28,10 +31,11 @@ class RiskBound:
 
 @dataclass(frozen=True)
 class PublishedRisk:
-    """`delta`: with how much probability the certification itself was wrong."""
+    """`delta`: with how much probability the certification itself was wrong; `num_tokens`: of an answer, None: all."""
 
     delta: float
     bounds: tuple[RiskBound, ...]
+    num_tokens: int | None = None
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> "PublishedRisk | None":
@@ -46,11 +50,14 @@ class PublishedRisk:
             )
             delta = _share(record["delta"])
             is_known = record["loss"] == LOSS
-        except (KeyError, TypeError, ValueError) as error:
+            num_tokens = record.get("max_new_tokens")
+            if num_tokens is not None and (type(num_tokens) is not int or num_tokens < 1):
+                raise ValueError(f"{num_tokens!r} is no number of tokens")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Corrupt("the router's risk table lacks or garbles a field") from error
         if not is_known or not 1 <= len(bounds) <= MAX_BOUNDS:
             raise Corrupt("the router's risk table is of an unknown loss, or not of 1 to 16 bounds")
-        return cls(delta, bounds)
+        return cls(delta, bounds, num_tokens)
 
     def epsilon_at(self, threshold: float) -> float | None:
         """The best bound that holds for a request's threshold; None: it is bolder than anything that was certified."""

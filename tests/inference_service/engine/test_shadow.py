@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,21 @@ def test_a_penalty_is_judged_by_the_same_penalty(loaded, answer) -> None:
         assert checked(engine, 1).num_differing == 0
         run(engine, ScriptedLadder(script(answer)), sampling=sampling)
         assert checked(engine, 2).num_differing == 1
+
+
+@pytest.mark.parametrize(("limit", "differs"), [(None, True), (12, False), (13, True)])
+def test_a_bound_for_the_first_tokens_is_judged_by_those(loaded, answer, limit, differs) -> None:
+    with Engine(loaded, shadow_share=1.0) as engine:
+        wrong = ScriptedLadder(script(answer, wrong_at=12))
+        run(engine, wrong, risk_bound_tokens=limit)
+        assert checked(engine, 1).num_differing == differs
+
+
+def test_a_bound_says_nothing_of_what_follows_an_end(loaded, answer) -> None:
+    ends_early = replace(loaded, eos_token_ids=frozenset([answer[5]]))
+    with Engine(ends_early, shadow_share=1.0) as engine:
+        run(engine, ScriptedLadder(script(answer, wrong_at=12)), risk_bound_tokens=NUM_NEW)
+        assert checked(engine, 1).num_differing == 0
 
 
 def test_only_what_can_be_judged_is_sampled(loaded, answer) -> None:

@@ -119,6 +119,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.stable = 1
         self.canary: Any = None
         self.requests: list[Any] = []
+        self.manifest = MANIFEST
 
     def version(self, number: int) -> Any:
         rung = router_pb2.Rung(name="suffix", depth=0, agreement=0.5, router_auc=0.875)
@@ -128,7 +129,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
             manifest_digest=f"sha256:{number}",
             size_bytes=2_500_000,
             rungs=[rung],
-            manifest_json=MANIFEST,
+            manifest_json=self.manifest,
         )
 
     def ListVersions(self, request: Any, context: Any) -> Any:

@@ -1,3 +1,6 @@
+import json
+
+
 def test_list(service, neap):
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
     assert result.exit_code == 0, result.output
@@ -21,6 +24,19 @@ def test_show(service, neap):
     missing = neap(*base, "9")
     assert missing.exit_code == 1
     assert "VERSION_NOT_FOUND" in missing.stderr
+
+
+def test_show_says_what_is_certified(service, neap):
+    show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
+    assert "no certified bound\n" in neap(*show).stdout
+    service.routers.manifest = '{"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}'
+    bounds = [{"threshold": 0.99, "epsilon": 0.05}, {"threshold": 0.9, "epsilon": 0.2}]
+    risk = {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "bounds": bounds}
+    assert "no certified bound (GIVEN_TEXT)" in neap(*show).stdout
+    service.routers.manifest = json.dumps({"rungs": [], "risk": {**risk, "max_new_tokens": 128}})
+    shown = neap(*show).stdout
+    for part in (">= 0.99", "5.0%", ">= 0.9", "20.0%", "first 128 tokens", "400 prompts", "0.95"):
+        assert part in shown, part
 
 
 def test_promote_rollback_history(service, neap):

@@ -76,6 +76,16 @@ def test_figures_go_to_their_rungs() -> None:
     assert manifest["calibration"] == {"tokens": {"total": 7}}
 
 
+def test_only_a_risk_with_bounds_is_published_as_one() -> None:
+    bounds = {"bounds": [{"threshold": 0.9, "epsilon": 0.1}]}
+    manifest, _ = pack_ladder(ladder(), {"risk": bounds, "tokens": 7})
+    assert manifest["risk"] == bounds
+    assert manifest["calibration"] == {"tokens": 7}
+    manifest, _ = pack_ladder(ladder(), {"risk": {"bounds": [], "reason": "WHY"}})
+    assert "risk" not in manifest
+    assert manifest["calibration"]["risk"]["reason"] == "WHY"
+
+
 def test_a_ladder_without_exits() -> None:
     mine = Ladder(MODEL, ladder().suffix_router)
     again = unpack_ladder(*pack_ladder(mine, {}))

@@ -46,3 +46,11 @@ def test_a_table_that_is_not_one_is_refused(change: dict) -> None:
 def test_a_table_that_is_no_table_is_refused() -> None:
     with pytest.raises(Corrupt):
         PublishedRisk.of({"risk": 7})
+
+
+def test_the_tokens_it_speaks_of():
+    assert PublishedRisk.of({"risk": TABLE}).num_tokens is None
+    assert PublishedRisk.of({"risk": {**TABLE, "max_new_tokens": 128}}).num_tokens == 128
+    for damaged in (0, -1, 1.5, True, "128"):
+        with pytest.raises(Corrupt):
+            PublishedRisk.of({"risk": {**TABLE, "max_new_tokens": damaged}})

@@ -1,0 +1,39 @@
+"""What is certified of the policy relaxed, for people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from neap.inference.v1 import inference_pb2 as pb
+from rich.table import Table
+
+from shared.cli.console import out
+from shared.ladder.risk import PublishedRisk
+
+
+def print_risk(manifest: Mapping[str, Any]) -> None:
+    """The published bounds as a table, or that there are none and why. Raises Corrupt for a table that is none."""
+    risk = PublishedRisk.of(manifest)
+    if risk is None:
+        reason = manifest.get("calibration", {}).get("risk", {}).get("reason", "")
+        out.print(f"  relaxed   no certified bound{reason and f' ({reason})'}", markup=False)
+        return
+    tokens = f"the first {risk.num_tokens} tokens" if risk.num_tokens else "whole answers"
+    # Of a number that is no part of what holds, only of how it came about.
+    prompts = manifest["risk"].get("num_prompts", "unknown")
+    table = Table(
+        "relaxed with threshold",
+        "differs from full on at most",
+        caption=f"{tokens}, greedy, confidence {1 - risk.delta:g}, {prompts} prompts",
+    )
+    for bound in risk.bounds:
+        table.add_row(f">= {bound.threshold:g}", f"{bound.epsilon:.1%} of prompts")
+    out.print(table)
+
+
+def bound_line(started: pb.Started) -> str:
+    """What is certified of one relaxed request."""
+    if not started.HasField("risk_bound"):
+        return "relaxed: no bound is certified for this request"
+    tokens = started.risk_bound_tokens
+    part = f"in its first {tokens} tokens " if tokens else ""
+    return f"relaxed: differs from full {part}on at most {started.risk_bound:.1%} of prompts"

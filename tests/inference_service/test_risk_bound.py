@@ -1,0 +1,78 @@
+"""A certified bound, from the published manifest to the client that asks for relaxed."""
+
+from contextlib import closing
+
+import pytest
+from neap.inference.v1 import inference_pb2 as pb
+
+from inference_service.engine.engine import Engine
+from shared.ladder.artefact import pack_ladder
+from shared.registry.factory import open_registry
+from shared.rpc.client import NeapClient
+from tests.worker import build_ladder, serving
+
+RISK = {
+    "loss": "generation_differs",
+    "delta": 0.05,
+    "num_prompts": 400,
+    "max_new_tokens": 128,
+    "bounds": [{"threshold": 0.99, "epsilon": 0.05}, {"threshold": 0.9, "epsilon": 0.2}],
+}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory, loaded):
+    """Of a worker whose router, version 1, publishes RISK; version 2 publishes none."""
+    registry_folder = tmp_path_factory.mktemp("registry")
+    with closing(open_registry(str(registry_folder))) as registry:
+        for number, report in enumerate(({"risk": RISK}, {"risk": {"bounds": []}}), 1):
+            manifest, blobs = pack_ladder(build_ladder(loaded), report)
+            registry.publish("tiny", manifest, blobs, request_id=str(number), aliases=["latest"])
+        with (
+            Engine(loaded) as engine,
+            serving(engine, registry) as worker,
+            NeapClient(worker.target) as client,
+        ):
+            yield client
+
+
+def started(client, depth: pb.DepthPolicy, version: int = 1, **sampling: float) -> pb.Started:
+    request = pb.GenerateRequest(
+        model_id="tiny",
+        text="hello hello",
+        depth=depth,
+        sampling=pb.Sampling(**sampling),
+        router=pb.RouterSelector(version=version),
+        stopping=pb.Stopping(max_tokens=2),
+    )
+    first, *_ = client.generate(request)
+    return first.started
+
+
+def relaxed(threshold: float | None = None) -> pb.DepthPolicy:
+    return pb.DepthPolicy(relaxed=pb.Relaxed(threshold=threshold))
+
+
+@pytest.mark.parametrize(("threshold", "bound"), [(0.995, 0.05), (0.99, 0.05), (0.95, 0.2)])
+def test_the_bound_of_the_requests_threshold(client, threshold: float, bound: float) -> None:
+    said = started(client, relaxed(threshold))
+    assert (said.policy, said.risk_bound, said.risk_bound_tokens) == ("relaxed", bound, 128)
+
+
+@pytest.mark.parametrize(
+    ("depth", "version", "sampling"),
+    [
+        (relaxed(0.8), 1, {}),  # bolder than what is certified, and served all the same
+        (relaxed(), 1, {}),
+        (relaxed(0.99), 2, {}),
+        (relaxed(0.99), 1, {"temperature": 1.0}),
+        (relaxed(0.99), 1, {"repetition_penalty": 1.1}),
+        (pb.DepthPolicy(exact=pb.Exact()), 1, {}),
+        (pb.DepthPolicy(full=pb.Full()), 1, {}),
+    ],
+)
+def test_no_bound_where_none_is_certified(client, depth, version, sampling) -> None:
+    said = started(client, depth, version, **sampling)
+    assert said.policy == depth.WhichOneof("policy")
+    assert not said.HasField("risk_bound")
+    assert not said.HasField("risk_bound_tokens")
