@@ -1,0 +1,99 @@
+"""On how many prompts relaxed differs from full, beside what the router's certificate allows.
+
+    python -m bench.relaxed --model DIR --router FOLDER [--thresholds 0.99 0.95] [--per-task 6] [--drawn 40]
+
+Spec-Bench's first turns, and `--drawn` prompts drawn as the calibration draws its own, with another seed. Greedy, batch 1.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.prompts import DEFAULT_FILE, read_prompts
+from calibrator_service.calibration.certify import binomial_cdf
+from calibrator_service.calibration.held_out import HeldOutGenerator, Limits
+from calibrator_service.calibration.selfgen import SelfgenConfig
+from inference_service.engine.engine import Engine
+from inference_service.engine.prompt import encode_prompt
+from shared.ladder.folder import read_ladder
+from shared.ladder.policy import DepthPolicy
+from shared.ladder.risk import PublishedRisk
+from shared.model.load import LoadedModel, load_model
+from shared.model.own_thread import in_own_thread
+
+DRAWN_SEED = 1_000_003
+
+Ids = tuple[int, ...]
+
+
+def drawn(loaded: LoadedModel, count: int, num_tokens: int) -> list[Ids]:
+    """Prompts of the certificate's own distribution, seen by no calibration with another seed but for chance."""
+    config = SelfgenConfig(seed=DRAWN_SEED, max_new_tokens=num_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        generator = HeldOutGenerator(loaded, config, Path(folder), lambda _: False)
+        answers = generator.answers(Limits(count, 64, float("inf")), lambda: False)
+    return [answer.tokens[: answer.answer_start] for answer in answers]
+
+
+def differing(
+    engine: Engine, prompts: Sequence[Ids], thresholds: Sequence[float], num_tokens: int
+) -> dict[float, int]:
+    """Threshold -> prompts on which relaxed says anything else than full."""
+    counts = dict.fromkeys(thresholds, 0)
+    for prompt in prompts:
+        full = engine.generate(prompt, policy="full", max_tokens=num_tokens).token_ids
+        for threshold in thresholds:
+            policy = DepthPolicy("relaxed", threshold=threshold)
+            said = engine.generate(prompt, policy=policy, max_tokens=num_tokens).token_ids
+            counts[threshold] += said != full
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--router", type=Path, required=True)
+    parser.add_argument("--thresholds", type=float, nargs="*", help="default: the certified ones")
+    parser.add_argument("--per-task", type=int, default=6, help="of Spec-Bench; 0: none")
+    parser.add_argument("--drawn", type=int, default=0)
+    options = parser.parse_args()
+    manifest = json.loads((options.router / "manifest.json").read_text())
+    risk = PublishedRisk.of(manifest)
+    if risk is None:
+        parser.error("the router publishes no bound")
+    thresholds = options.thresholds or [bound.threshold for bound in risk.bounds]
+    num_tokens = risk.num_tokens or 128
+    loaded = load_model(options.model)
+    sources: dict[str, list[Ids]] = {}
+    if options.per_task:
+        turns = [prompt.turns[0] for prompt in read_prompts(DEFAULT_FILE, options.per_task)]
+        sources["Spec-Bench"] = [
+            encode_prompt(loaded, [{"role": "user", "content": turn}]) for turn in turns
+        ]
+    if options.drawn:
+        sources["drawn"] = in_own_thread(drawn, loaded, options.drawn, num_tokens)
+    print(
+        "| prompts | threshold | certified: differs on at most | differs on | P[so many or more] |"
+    )
+    print("|---|---|---|---|---|")
+    with Engine(loaded, read_ladder(options.router)) as engine:
+        engine.warm_up()
+        for name, prompts in sources.items():
+            start_s = time.perf_counter()
+            for threshold, count in differing(engine, prompts, thresholds, num_tokens).items():
+                bound = risk.epsilon_at(threshold)
+                share, chance = "nothing certified", ""
+                if bound is not None:
+                    share = f"{bound:.1%}"
+                    chance = f"{1 - binomial_cdf(count - 1, len(prompts), bound):.3f}"
+                print(
+                    f"| {name} | {threshold:g} | {share} | {count} of {len(prompts)} | {chance} |"
+                )
+            print(f"\n{name}: {time.perf_counter() - start_s:.0f} s\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
