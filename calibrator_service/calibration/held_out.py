@@ -74,14 +74,24 @@ class HeldOutGenerator(SelfGenerator):
         """What an answer has at most: fewer than configured where the context is short."""
         return self._max_new_tokens
 
-    def answers(self, limits: Limits, should_stop: Callable[[], bool]) -> list[TokenSequence]:
+    def answers(
+        self,
+        limits: Limits,
+        should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> list[TokenSequence]:
         """Whole greedy answers, loops and all; those that are in `folder` already, where there are. Raises `Cancelled`."""
         path = self._folder / "risk.safetensors"
         if not path.exists():
-            write_shard(path, self._write(limits, should_stop))
+            write_shard(path, self._write(limits, should_stop, on_tokens))
         return read_shard(path)
 
-    def _write(self, limits: Limits, should_stop: Callable[[], bool]) -> list[TokenSequence]:
+    def _write(
+        self,
+        limits: Limits,
+        should_stop: Callable[[], bool],
+        on_tokens: Callable[[int], None] | None,
+    ) -> list[TokenSequence]:
         end_s = time.monotonic() + limits.seconds
         found: list[TokenSequence] = []
         num_left = limits.num_prompts
@@ -101,6 +111,7 @@ class HeldOutGenerator(SelfGenerator):
                 generator=self._sampling,
                 should_stop=should_stop,
                 is_late=is_late,
+                on_tokens=on_tokens,
             )
 
         while num_left > 0 and not is_late():

@@ -8,7 +8,7 @@ exits the true state of the last token and the deep state of the last settled on
 generation differ. A worker builds some of these chains, so what is found here bounds from above what happens there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +64,13 @@ class Replayer:
             self._project = projection(*gather_rows(runner.loaded.parts.head, self._vocabulary))
 
     @torch.inference_mode()
-    def highest_differing(self, sequences: Sequence[TokenSequence], lowest: float) -> list[float]:
+    def highest_differing(
+        self,
+        sequences: Sequence[TokenSequence],
+        lowest: float,
+        *,
+        on_batch: Callable[[], object] = lambda: None,
+    ) -> list[float]:
         """Per sequence the highest threshold at which some timing of relaxed differs from its answer; what is below `lowest` is not exact.
 
         1 for an answer that is not what the runner's own passes choose greedily: what a worker's full model says is unknown then.
@@ -72,6 +78,7 @@ class Replayer:
         highest = [0.0] * len(sequences)
         lengths = [len(sequence.tokens) for sequence in sequences]
         for batch in batches(sorted(range(len(sequences)), key=lengths.__getitem__), lengths):
+            on_batch()
             states, deep = self._capture([sequences[i] for i in batch])
             replays = [
                 _Replay(sequences[i], {depth: states[depth][row] for depth in states}, deep[row])

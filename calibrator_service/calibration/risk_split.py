@@ -10,7 +10,7 @@ import torch
 from calibrator_service.calibration.certify import DELTA, THRESHOLDS, certify
 from calibrator_service.calibration.held_out import HeldOutGenerator, Limits
 from calibrator_service.calibration.material import Material
-from calibrator_service.calibration.presets import RISK_PROMPTS, RISK_TEXT_ENDS
+from calibrator_service.calibration.presets import COLLECTING_ENDS, RISK_PROMPTS, RISK_TEXT_ENDS
 from calibrator_service.calibration.replay import Replayer
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.shards import TokenSequence
@@ -48,7 +48,16 @@ class RiskSplit:
         has_dealt = self._material.splitter.has_dealt
         generator = HeldOutGenerator(run.loaded, config, run.folder, has_dealt)
         self._max_new_tokens = generator.max_new_tokens
-        self._answers = generator.answers(self._limits(), run.should_stop)
+        limits = self._limits()
+        planned = max(TOKENS_PER_PROMPT * self._max_new_tokens * limits.num_prompts, 1.0)
+
+        def on_tokens(count: int) -> None:
+            written = run.figures.get("risk_tokens", 0.0) + count
+            run.figures["risk_tokens"] = written
+            span = RISK_TEXT_ENDS - COLLECTING_ENDS
+            run.tell("collecting", COLLECTING_ENDS + span * min(written / planned, 1.0))
+
+        self._answers = generator.answers(limits, run.should_stop, on_tokens)
 
     def _limits(self) -> Limits:
         """How many prompts depends on time alone, never on what the answers hold."""
@@ -64,9 +73,11 @@ class RiskSplit:
         return Limits(count, rows, PATIENCE * seconds)
 
     def certified(self, ladder: Ladder, runner: DepthRunner) -> dict[str, Any]:
-        """The manifest's "risk" (see `shared.ladder.risk`), or, without bounds, why there is none: "reason"."""
+        """The manifest's "risk" (see `shared.ladder.risk`), or, without bounds, why there is none: "reason". Raises `Cancelled`."""
         answers = self._answers
-        highest = Replayer(ladder, runner).highest_differing(answers, THRESHOLDS[-1])
+        highest = Replayer(ladder, runner).highest_differing(
+            answers, THRESHOLDS[-1], on_batch=lambda: self._run.tell("evaluating", 0.99)
+        )
         certificate = certify(highest)
         model = self._run.loaded
         record = {

@@ -120,7 +120,7 @@ def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(
     monkeypatch.setattr(f"{module}.certify", lambda highest: Certificate((), 0.01, (9,) * 14))
     risk = split(base_model)
     monkeypatch.setattr(risk, "_answers", [None])
-    monkeypatch.setattr(f"{module}.Replayer.highest_differing", lambda *_: [1.0])
+    monkeypatch.setattr(f"{module}.Replayer.highest_differing", lambda *_, **__: [1.0])
     monkeypatch.setattr(f"{module}._digest", lambda answers: "")
     record = risk.certified(result.ladder, in_own_thread(DepthRunner, base_model))
     assert record["reason"] == "NO_THRESHOLD_PASSED"
