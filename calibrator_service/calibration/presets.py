@@ -15,7 +15,7 @@ ARTEFACT_BYTES = 8_000_000
 # Shares of a time budget at which the phases end.
 COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
 # Prompts of the risk split where time does not decide: a risk of nothing is told from one in fifty then.
-RISK_PROMPTS = 400
+RISK_PROMPTS = 300
 MAX_STATE_BYTES = 4 << 30
 MAX_DEFAULT_VOCABULARY = 8192
 

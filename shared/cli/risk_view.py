@@ -1,4 +1,4 @@
-"""What is certified of the policy relaxed, for people."""
+"""What is certified of the policy relaxed, for people. The manifest's form is that of `shared.ladder.risk`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,26 +7,24 @@ from neap.inference.v1 import inference_pb2 as pb
 from rich.table import Table
 
 from shared.cli.console import out
-from shared.ladder.risk import PublishedRisk
 
 
 def print_risk(manifest: Mapping[str, Any]) -> None:
-    """The published bounds as a table, or that there are none and why. Raises Corrupt for a table that is none."""
-    risk = PublishedRisk.of(manifest)
-    if risk is None:
+    """The published bounds as a table, or that there are none and why."""
+    risk: Mapping[str, Any] = manifest.get("risk", {})
+    if not risk.get("bounds"):
         reason = manifest.get("calibration", {}).get("risk", {}).get("reason", "")
         out.print(f"  relaxed   no certified bound{reason and f' ({reason})'}", markup=False)
         return
-    tokens = f"the first {risk.num_tokens} tokens" if risk.num_tokens else "whole answers"
-    # Of a number that is no part of what holds, only of how it came about.
-    prompts = manifest["risk"].get("num_prompts", "unknown")
+    num_tokens, num_prompts = risk.get("max_new_tokens"), risk.get("num_prompts", "unknown")
+    tokens = f"the first {num_tokens} tokens" if num_tokens else "whole answers"
     table = Table(
         "relaxed with threshold",
         "differs from full on at most",
-        caption=f"{tokens}, greedy, confidence {1 - risk.delta:g}, {prompts} prompts",
+        caption=f"{tokens}, greedy, confidence {1 - risk['delta']:g}, {num_prompts} prompts",
     )
-    for bound in risk.bounds:
-        table.add_row(f">= {bound.threshold:g}", f"{bound.epsilon:.1%} of prompts")
+    for bound in risk["bounds"]:
+        table.add_row(f">= {bound['threshold']:g}", f"{bound['epsilon']:.1%} of prompts")
     out.print(table)
 
 

@@ -51,7 +51,7 @@ def test_answers_are_greedy_and_whole(
 
 def test_loops_are_gone_through_to_their_end(counting: LoadedModel, tmp_path: Path) -> None:
     """What is learnt from ends where it repeats itself; what is judged may not: a worker goes on."""
-    config = SelfgenConfig(max_new_tokens=60, rows=16, prompts=tuple(WORDS))
+    config = SelfgenConfig(max_new_tokens=60, rows=24, prompts=tuple(WORDS))
     (learnt,) = SelfGenerator(counting, config, tmp_path).shards()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("calibrator_service.calibration.batch_decode.is_loop", lambda tokens: True)

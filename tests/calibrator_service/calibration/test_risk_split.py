@@ -23,8 +23,9 @@ from shared.model.own_thread import in_own_thread
 from shared.model.runner import DepthRunner
 
 NUM_NEW = 24
+PROMPTS = tuple(f"w{first} w{second}" for first in range(24) for second in range(24))
 SPEC = CalibrationSpec(
-    source=SelfGenerated(max_new_tokens=NUM_NEW),
+    source=SelfGenerated(PROMPTS, max_new_tokens=NUM_NEW),
     max_tokens=3000,
     rung_depths=(0, 2),
     router_width=16,
@@ -40,7 +41,7 @@ def result(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_a_calibration_says_what_was_certified_and_on_what(result: CalibrationResult) -> None:
     risk = result.report["risk"]
-    assert risk["num_prompts"] >= 50
+    assert risk["num_prompts"] == len(PROMPTS) // 5
     assert risk["max_new_tokens"] == NUM_NEW
     counts = [row["num_prompts"] for row in risk["differing"]]
     assert [row["threshold"] for row in risk["differing"]] == list(THRESHOLDS)
