@@ -47,7 +47,11 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.requests.append(request)
         exact = request.depth.WhichOneof("policy") != "full"
         response = inference_pb2.GenerateResponse
-        yield response(started=inference_pb2.Started(request_id="r", model_id="tiny"))
+        started = inference_pb2.Started(request_id="r", model_id="tiny")
+        started.policy = request.depth.WhichOneof("policy")
+        if request.depth.relaxed.threshold >= 0.9:
+            started.risk_bound, started.risk_bound_tokens = 0.2, 128
+        yield response(started=started)
         first = inference_pb2.Token(id=1, exit_depth=NUM_LAYERS, rung="full")
         second = inference_pb2.Token(
             id=2, exit_depth=0 if exact else NUM_LAYERS, rung="suffix" if exact else "full"

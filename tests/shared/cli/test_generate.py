@@ -35,6 +35,21 @@ def test_request_says_what_was_asked_for(service, neap):
     assert roles == [("system", "be brief"), ("user", "hi")]
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            ["--policy", "relaxed", "--threshold", "0.9"],
+            "first 128 tokens on at most 20.0% of prompts",
+        ),
+        (["--policy", "relaxed", "--threshold", "0.8"], "no bound is certified"),
+    ],
+)
+def test_relaxed_says_what_is_certified(service, neap, flags, line):
+    assert line in neap("generate", "hi", "--worker", service.address, *flags).stderr
+    assert "certified" not in neap("generate", "hi", "--worker", service.address).stderr
+
+
 def test_raw_prompt_from_standard_input(service, neap):
     result = neap("generate", "-", "--raw", "--worker", service.address, input="Once upon\n")
     assert result.exit_code == 0, result.output
