@@ -18,9 +18,7 @@ from calibrator_service.calibration.collect import batches
 from calibrator_service.calibration.labels import greedy_choices
 from calibrator_service.calibration.shards import TokenSequence
 from calibrator_service.calibration.tables import MAX_CHAIN
-from shared.ladder.head_rows import gather_rows, projection
-from shared.ladder.ladder import Ladder, SequenceDrafter
-from shared.ladder.routers import scalar_features
+from shared.ladder.ladder import Ladder
 from shared.model.runner import DepthRunner
 
 # Added to what exits say: one at a time, as they are served, they round differently than together.
@@ -57,11 +55,7 @@ class Replayer:
     """For a ladder and its model; `ladder` as it is published."""
 
     def __init__(self, ladder: Ladder, runner: DepthRunner) -> None:
-        self._ladder, self._runner = ladder, runner
-        self._depths = [layer_exit.depth for layer_exit in ladder.exits]
-        if ladder.draft_vocabulary is not None:
-            self._vocabulary = ladder.draft_vocabulary.to(runner.loaded.device)
-            self._project = projection(*gather_rows(runner.loaded.parts.head, self._vocabulary))
+        self._ladder, self._runner = ladder.bind(runner), runner
 
     @torch.inference_mode()
     def highest_differing(
@@ -100,9 +94,11 @@ class Replayer:
         tokens = torch.zeros(len(sequences), width, dtype=torch.long)
         for row, sequence in enumerate(sequences):
             tokens[row, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
-        depths = [*self._depths, runner.num_layers]
+        depths = [*self._ladder.depths, runner.num_layers]
         captured = runner.capture(tokens.to(runner.loaded.device), depths)
-        return {depth: captured[depth] for depth in self._depths}, captured[runner.num_layers]
+        return {depth: captured[depth] for depth in self._ladder.depths}, captured[
+            runner.num_layers
+        ]
 
     def _replay(self, replays: Sequence[_Replay], lowest: float) -> None:
         for replay in replays:
@@ -127,7 +123,7 @@ class Replayer:
 
     def _table_drafts(self, replay: _Replay, chained: int) -> list[Drafts]:
         tokens, end = replay.sequence.tokens, replay.sequence.answer_start
-        drafter, found = SequenceDrafter(self._ladder, tokens[:end]), []
+        drafter, found = self._ladder.new_sequence(tokens[:end]), []
         for settled in replay.reach:
             drafter.append(tokens[end : settled + 1])
             end = settled + 1
@@ -137,17 +133,13 @@ class Replayer:
 
     def _exit_drafts(self, places: Sequence[tuple[_Replay, int]], chained: int) -> list[Drafts]:
         found: list[Drafts] = [[] for _ in places]
-        if not self._depths:
+        if not self._ladder.depths:
             return found
         deep = torch.stack([replay.deep[settled - 1] for replay, settled in places])
-        offset = torch.full((len(places),), chained, dtype=torch.long, device=deep.device)
-        for layer_exit in self._ladder.exits:
-            depth = layer_exit.depth
+        for index, depth in enumerate(self._ladder.depths):
             states = torch.stack([r.states[depth][settled + chained] for r, settled in places])
-            adapted = layer_exit.head(states, deep, offset)
-            logits = self._project(adapted)
-            probabilities = layer_exit.router(adapted, scalar_features(logits, offset)) + ROUNDING
-            tokens = self._vocabulary[logits.argmax(-1)]
+            tokens, probabilities = self._ladder.exits(index, states, deep, chained + 1)
+            probabilities = probabilities + ROUNDING
             for drafts, *draft in zip(found, tokens.tolist(), probabilities.tolist(), strict=True):
                 drafts.append((draft[0], draft[1]))
         return found

@@ -140,17 +140,24 @@ class BoundLadder:
         `state` [D] of the token at that depth, `deep_state` [D] of the last settled token at depth L, `offset` >= 1: how many
         positions lie between the two (1: the token before this one is settled).
         """
+        tokens, probabilities = self.exits(index, state[None], deep_state[None], offset)
         layer_exit = self._exits[index]
-        ago = self._offsets[min(offset - 1, 63)]
+        return Draft(int(tokens), float(probabilities), layer_exit.name, layer_exit.depth)
+
+    @torch.inference_mode()
+    def exits(
+        self, index: int, states: Tensor, deep_states: Tensor, offset: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """`exit` of N tokens alike in `offset`: states [N, D] of both kinds -> tokens [N] int64, probabilities [N]."""
+        layer_exit = self._exits[index]
+        ago = self._offsets[min(offset - 1, 63)].repeat(len(states))
         if self._fused:
-            places, probabilities = self._fused[index](state[None], deep_state[None], ago[None])
-            token = self._vocabulary[places[0]]
-            return Draft(int(token), float(probabilities), layer_exit.name, layer_exit.depth)
-        adapted = layer_exit.head(state, deep_state, ago)
+            places, probabilities = self._fused[index](states, deep_states, ago)
+            return self._vocabulary[places], probabilities
+        adapted = layer_exit.head(states, deep_states, ago)
         logits = self._project(adapted)
-        probability = layer_exit.router(adapted, scalar_features(logits, ago))
-        token = self._vocabulary[logits.argmax()]
-        return Draft(int(token), float(probability), layer_exit.name, layer_exit.depth)
+        probabilities = layer_exit.router(adapted, scalar_features(logits, ago))
+        return self._vocabulary[logits.argmax(-1)], probabilities
 
 
 class SequenceDrafter:

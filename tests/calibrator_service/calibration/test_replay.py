@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from calibrator_service.calibration import replay
 from calibrator_service.calibration.replay import ROUNDING, Replayer
 from calibrator_service.calibration.shards import TokenSequence
 from calibrator_service.calibration.tables import MAX_CHAIN
@@ -59,7 +58,7 @@ def scripted(
             choice = sequence.tokens[settled + chained + 1]
             return Draft(choice if said[0] else choice + 1, said[1], "suffix", 0)
 
-    monkeypatch.setattr(replay, "SequenceDrafter", Scripted)
+    monkeypatch.setattr("shared.ladder.ladder.SequenceDrafter", Scripted)
     replayer = Replayer(Ladder(ModelIdentity.of(loaded)), DepthRunner(loaded))
     (found,) = replayer.highest_differing([sequence], LOWEST)
     return found
