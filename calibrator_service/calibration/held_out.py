@@ -7,7 +7,7 @@ a task about a passage brings its own. Where the caller gave the prompts, a shar
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,8 @@ from shared.model.load import LoadedModel
 # Of given prompts, every so manieth; fewer than LEAST_PROMPTS certify nothing, and all are learnt from.
 GIVEN_SHARE, LEAST_PROMPTS = 5, 20
 SEED, PASSAGE, MAGPIE = range(3)
+# Batches per round of drawing and answering; prompts up to so many tokens pad each other.
+ROUND_BATCHES, MIN_PADDED = 2, 96
 
 Prompt = tuple[int, ...]
 
@@ -44,9 +46,21 @@ def set_apart(config: SelfgenConfig) -> tuple[SelfgenConfig, tuple[str, ...]]:
     return replace(config, prompts=kept), tuple(apart)
 
 
+def alike(prompts: Sequence[Prompt], rows: int) -> Iterator[list[Prompt]]:
+    """Batches of at most `rows`, the shortest first; a prompt much longer than a batch's first would pad all the others."""
+    batch: list[Prompt] = []
+    for prompt in sorted(prompts, key=len):
+        if batch and (len(batch) == rows or len(prompt) > max(2 * len(batch[0]), MIN_PADDED)):
+            yield batch
+            batch = []
+        batch.append(prompt)
+    if batch:
+        yield batch
+
+
 @dataclass(frozen=True)
 class Limits:
-    """`seconds` to write answers in; a batch that is not whole by then is dropped, whatever it holds. `rows` are decoded together."""
+    """`seconds` to write answers in; a round that is not whole by then is dropped, whatever it holds. `rows` are decoded together."""
 
     num_prompts: int
     rows: int
@@ -115,25 +129,24 @@ class HeldOutGenerator(SelfGenerator):
             )
 
         while num_left > 0 and not is_late():
-            rows = min(num_left, limits.rows)
-            num_left -= rows
+            count = min(num_left, ROUND_BATCHES * limits.rows)
+            num_left -= count
             if self._config.prompts:
-                if not given:
-                    break
-                prompts = [tuple(self._encode([("user", text)])) for text in given[:rows]]
-                del given[:rows]
+                prompts = [tuple(self._encode([("user", text)])) for text in given[:count]]
+                del given[:count]
             else:
-                prompts = self._draw(rows, decode)
+                prompts = self._draw(count, decode)
             prompts = [prompt[-self._max_prompt :] for prompt in prompts]
             prompts = [prompt for prompt in prompts if not self._has_dealt(prompt)]
-            written = decode(prompts) if prompts and not is_late() else []
-            if is_late():
-                break
-            found += [
-                TokenSequence((*prompt, *new), len(prompt))
-                for prompt, new in zip(prompts, written, strict=True)
-                if new
-            ]
+            whole: list[TokenSequence] = []
+            for batch in alike(prompts, limits.rows):
+                whole += [
+                    TokenSequence((*prompt, *new), len(prompt))
+                    for prompt, new in zip(batch, decode(batch), strict=True)
+                ]
+                if is_late():
+                    return found
+            found += whole
         return found
 
     def _draw(self, count: int, decode: Callable[..., list[list[int]]]) -> list[Prompt]:
