@@ -44,15 +44,27 @@ class _Comparison:
     num_chosen: int = 0
 
 
+def _kind(company: Company) -> Company:
+    """Companies that are nearly as large learn together: sequences come and go within a few steps."""
+
+    def about(count: int) -> int:
+        step = max((1 << (count - 1).bit_length()) >> 2, 1) if count else 1
+        return -(-count // step) * step
+
+    num_open, num_decoding = company
+    return about(num_open), about(num_decoding)
+
+
 class DraftingWorth:
-    """Chooses between drafting and plain decoding, apart for each kind of company: (sequences that leave the choice, sequences)."""
+    """Chooses between drafting and plain decoding, apart for each kind of company: about (sequences that leave the choice,
+    sequences)."""
 
     def __init__(self) -> None:
         self._comparisons: defaultdict[Company, _Comparison] = defaultdict(_Comparison)
 
     def choose(self, company: Company) -> bool:
         """Whether this step is to draft."""
-        known = self._comparisons[company]
+        known = self._comparisons[_kind(company)]
         known.num_chosen += 1
         drafting, plain = known.drafting, known.plain
         if drafting.num_steps < MIN_STEPS:
@@ -67,5 +79,5 @@ class DraftingWorth:
 
     def record(self, company: Company, drafted: bool, tokens: int, seconds: float) -> None:
         """What such a step has yielded. Only of steps that read no prompt."""
-        known = self._comparisons[company]
+        known = self._comparisons[_kind(company)]
         (known.drafting if drafted else known.plain).record(tokens, seconds)

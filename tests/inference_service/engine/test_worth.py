@@ -62,3 +62,11 @@ def test_each_company_is_judged_by_itself() -> None:
     run(worth, {True: 8.0, False: 16.0}, seconds, 200, company=(16, 16))
     _, choices = run(worth, {True: 32.0, False: 16.0}, seconds, 200, company=(8, 16))
     assert sum(choices[100:]) > 90
+
+
+def test_companies_nearly_as_large_learn_together() -> None:
+    worth = DraftingWorth()
+    tokens, seconds = {True: 8.0, False: 16.0}, {True: 1.0, False: 1.0}
+    run(worth, tokens, seconds, 200, company=(16, 16))
+    _, choices = run(worth, tokens, seconds, 50, company=(13, 14))
+    assert sum(choices) < 5
