@@ -166,19 +166,19 @@ def test_a_model_that_comes_out_different_is_left_as_it_was(
 
 
 def test_the_rotary_function_comes_back_with_the_last_user() -> None:
-    from transformers.models.llama import modeling_llama
+    from transformers.models.mistral import modeling_mistral
 
     gc.collect()  # models of other tests may still use it
-    original = modeling_llama.apply_rotary_pos_emb
-    first, second = build_family("llama"), build_family("llama-tied")
+    original = modeling_mistral.apply_rotary_pos_emb
+    first, second = build_family("mistral"), build_family("mistral-sliding")
     accelerate(first)
     accelerate(second)
-    assert modeling_llama.apply_rotary_pos_emb is not original
+    assert modeling_mistral.apply_rotary_pos_emb is not original
     restore(first)
-    assert modeling_llama.apply_rotary_pos_emb is not original
+    assert modeling_mistral.apply_rotary_pos_emb is not original
     del second
     gc.collect()
-    assert modeling_llama.apply_rotary_pos_emb is original
+    assert modeling_mistral.apply_rotary_pos_emb is original
 
 
 class _Scaled(nn.Linear):
