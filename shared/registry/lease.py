@@ -54,13 +54,16 @@ class Lease:
     def _content(self) -> bytes:
         return seal({"lease_id": self._id, "beat": self._beat})
 
+    def _is_own(self) -> bool:
+        found = self._objects.get(PATH)
+        return found is not None and open_sealed(found, PATH)["lease_id"] == self._id
+
     def renew(self) -> None:
         """To be called before every removal, and every RENEW_S while waiting. Raises Conflict once it is another's, Unavailable."""
         now_s = time.monotonic()
         if self._beat and now_s - self._renewed_s < RENEW_S:
             return
-        found = self._objects.get(PATH)
-        if found is None or open_sealed(found, PATH)["lease_id"] != self._id:
+        if not self._is_own():
             raise Conflict("another sweep has taken over", reason="SWEEP_TAKEN_OVER")
         self._beat += 1
         self._objects.replace(PATH, self._content())
@@ -93,6 +96,5 @@ class Lease:
         finally:
             # Left behind, it keeps publishers waiting for a minute, no more.
             with suppress(Unavailable):
-                found = self._objects.get(PATH)
-                if found is not None and open_sealed(found, PATH)["lease_id"] == self._id:
+                if self._is_own():
                     self._objects.remove(PATH)
