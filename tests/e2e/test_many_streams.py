@@ -25,7 +25,7 @@ NUM_STREAMS = 1000
 NUM_PROMPTS = 40
 MAX_TOKENS = 8
 # Some reorder: those that share the worker's steps, and those whose prompts are tokenised side by side. Starving is hundreds.
-MAX_DISPLACEMENT = 128
+MAX_OVERTAKEN = 128
 MAX_GROWTH_BYTES = 12 << 20
 
 
@@ -139,15 +139,14 @@ async def test_none_of_a_thousand_streams_is_lost_starved_or_changed(folder, tmp
             assert all(stream.is_finished for stream in streams)
             for number, stream in enumerate(streams):
                 assert stream.token_ids == alone[number % NUM_PROMPTS]
-            displaced = max(abs(stream.order - number) for number, stream in enumerate(streams))
-            assert displaced <= MAX_DISPLACEMENT
+            # Being early harms nobody: a call that arrives while the worker takes one over may pass all that gRPC holds waiting.
+            late_by, number = max((stream.order - n, n) for n, stream in enumerate(streams))
+            assert late_by <= MAX_OVERTAKEN, f"stream {number} was overtaken by {late_by}"
             assert health.answers
             assert all(answer is True for answer in health.answers)
             assert health.slowest_s < 2
             resident.append(_resident_bytes(process.pid))
-            print(
-                f"displaced {displaced}, health {len(health.answers)} x, {health.slowest_s:.2f} s"
-            )
+            print(f"late by {late_by}, health {len(health.answers)} x, {health.slowest_s:.2f} s")
         print(f"resident {resident}, slowest {max(stream.took_s for stream in streams):.1f} s")
         assert resident[1] - resident[0] < MAX_GROWTH_BYTES
 
