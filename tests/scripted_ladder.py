@@ -52,8 +52,18 @@ class ScriptedLadder:
         proposal = self.table(self.context + self.drafted) if self.table else None
         return Draft(*proposal, rung="suffix", depth=0) if proposal else None
 
-    def exit(
-        self, index: int, state: torch.Tensor, deep_state: torch.Tensor, offset: int = 1
+    def ask(
+        self,
+        index: int,
+        states: torch.Tensor,
+        deep_states: torch.Tensor,
+        offsets: Sequence[int],
+    ) -> list[Draft]:
+        rows = zip(states, deep_states, offsets, strict=True)
+        return [self._exit(index, *row) for row in rows]
+
+    def _exit(
+        self, index: int, state: torch.Tensor, deep_state: torch.Tensor, offset: int
     ) -> Draft:
         depth = self.depths[index]
         if self.table is None:

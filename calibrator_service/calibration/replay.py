@@ -136,9 +136,10 @@ class Replayer:
         if not self._ladder.depths:
             return found
         deep = torch.stack([replay.deep[settled - 1] for replay, settled in places])
+        offsets = [chained + 1] * len(places)
         for index, depth in enumerate(self._ladder.depths):
             states = torch.stack([r.states[depth][settled + chained] for r, settled in places])
-            tokens, probabilities = self._ladder.exits(index, states, deep, chained + 1)
+            tokens, probabilities = self._ladder.exits(index, states, deep, offsets)
             probabilities = probabilities + ROUNDING
             for drafts, *draft in zip(found, tokens.tolist(), probabilities.tolist(), strict=True):
                 drafts.append((draft[0], draft[1]))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from inference_service.engine.chores import Slices
 from inference_service.engine.costs import exit_timings, measure_exits
 from inference_service.engine.drafting import Drafter
-from inference_service.engine.planner import ExitGains, PassCosts
+from inference_service.engine.planner import ExitCost, ExitGains, PassCosts
 from inference_service.engine.self_test import check_draft, self_test
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.model.runner import DepthRunner
@@ -25,7 +25,7 @@ class Bindings:
         self._runner = runner
         self._bound: OrderedDict[int, tuple[Ladder, Binding]] = OrderedDict()
         # Of exits, by the ladder's layout: versions of a router rarely differ in it, and measuring takes many passes.
-        self._seconds: dict[object, tuple[float, ...]] = {}
+        self._exit_costs: dict[object, tuple[ExitCost, ...]] = {}
 
     def get(self, ladder: Ladder | None, costs: PassCosts) -> Binding:
         """Binds the ladder now, unless it is: while requests run they wait for its exits to be measured."""
@@ -47,19 +47,20 @@ class Bindings:
             return
         bound = ladder.bind(self._runner)
         yield
-        seconds = self._known(bound)
-        if seconds is None:
+        exits = self._known(bound)
+        if exits is None:
             timings = exit_timings(self._runner, bound)
-            while seconds is None:
+            while exits is None:
                 try:
-                    check_draft(next(timings), self._runner.loaded.vocabulary_size)
+                    for draft in next(timings):
+                        check_draft(draft, self._runner.loaded.vocabulary_size)
                 except StopIteration as stop:
-                    seconds = stop.value
+                    exits = stop.value
                 else:
                     yield
-            self._seconds[bound.layout] = seconds
-        yield from self_test(self._runner, bound, replace(costs, exits=seconds))
-        self._keep(ladder, bound, costs, seconds)
+            self._exit_costs[bound.layout] = exits
+        yield from self_test(self._runner, bound, replace(costs, exits=exits))
+        self._keep(ladder, bound, costs, exits)
 
     def fit(self, in_use: Collection[int]) -> None:
         """Drops the least recently used beyond MAX_BOUND_LADDERS, but none whose id() is `in_use`."""
@@ -68,16 +69,16 @@ class Bindings:
             del self._bound[key]
 
     def _keep(
-        self, ladder: Ladder, bound: BoundLadder, costs: PassCosts, seconds: tuple[float, ...]
+        self, ladder: Ladder, bound: BoundLadder, costs: PassCosts, exits: tuple[ExitCost, ...]
     ) -> Binding:
-        drafter = Drafter(self._runner, replace(costs, exits=seconds), ExitGains(bound.agreements))
+        drafter = Drafter(self._runner, replace(costs, exits=exits), ExitGains(bound.agreements))
         # The ladder stays referenced as long as its id is a key.
         self._bound[id(ladder)] = (ladder, (bound, drafter))
         return bound, drafter
 
-    def _known(self, bound: BoundLadder) -> tuple[float, ...] | None:
-        return self._seconds.get(bound.layout)
+    def _known(self, bound: BoundLadder) -> tuple[ExitCost, ...] | None:
+        return self._exit_costs.get(bound.layout)
 
-    def _measured(self, bound: BoundLadder) -> tuple[float, ...]:
-        seconds = self._seconds[bound.layout] = measure_exits(self._runner, bound)
-        return seconds
+    def _measured(self, bound: BoundLadder) -> tuple[ExitCost, ...]:
+        exits = self._exit_costs[bound.layout] = measure_exits(self._runner, bound)
+        return exits

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from inference_service.engine.planner import ExitCost
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.model.cache import SlotCache
@@ -18,6 +19,8 @@ REPEATS = 8
 # Passes of many sequences.
 WIDE_PASS_TOKENS = (16, 32, 64)
 WIDE_REPEATS = 3
+# Tokens that an exit's cost in company is measured with.
+EXIT_COMPANY = 8
 
 
 def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
@@ -76,51 +79,58 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
     return min(seconds[0], first), *line
 
 
-def measure_exits(runner: DepthRunner, ladder: BoundLadder) -> tuple[float, ...]:
-    """Seconds of taking one token from the embedding to each layer exit and through its head and router."""
+def measure_exits(runner: DepthRunner, ladder: BoundLadder) -> tuple[ExitCost, ...]:
+    """What taking tokens from the embedding to each layer exit and through its head and router costs."""
     timings = exit_timings(runner, ladder)
     while True:
         try:
             next(timings)
         except StopIteration as stop:
-            seconds: tuple[float, ...] = stop.value
-            return seconds
+            costs: tuple[ExitCost, ...] = stop.value
+            return costs
 
 
 def exit_timings(
     runner: DepthRunner, ladder: BoundLadder
-) -> Generator[Draft, None, tuple[float, ...]]:
-    """Returns what `measure_exits` does; yields each timed draft, so that other work may come between.
+) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+    """Returns what `measure_exits` does; yields what each timed exit said, so that other work may come between.
 
     Before each a deep pass drives heads and tables out of the caches, as it does while serving: warm, they seem half as dear.
     """
-    context = min(CONTEXT_TOKENS, runner.loaded.context_length - 1)
-    cache = runner.new_cache(context + 1)
-    token = torch.ones(1, 1, dtype=torch.long, device=runner.loaded.device)
-    deep_state = torch.randn(
-        runner.loaded.hidden_size, device=runner.loaded.device, dtype=runner.loaded.model.dtype
+    loaded = runner.loaded
+    context = min(CONTEXT_TOKENS, loaded.context_length - 1)
+    company = min(EXIT_COMPANY, loaded.context_length - context)
+    cache = runner.new_cache(context + company)
+    tokens = torch.ones(1, company, dtype=torch.long, device=loaded.device)
+    deep_states = torch.randn(
+        company, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype
     )
 
-    def leave(index: int, depth: int) -> Draft:
+    def leave(index: int, depth: int, count: int) -> list[Draft]:
+        own = tokens[:, :count]
         if depth:
-            state = runner.run(token, cache, first=0, last=depth, base=context)
+            states = runner.run(own, cache, first=0, last=depth, base=context)
         else:
-            state = runner.embed(token, context)
-        return ladder.exit(index, state[0, 0], deep_state, offset=1)
+            states = runner.embed(own, context)
+        return ladder.ask(index, states[0], deep_states[:count], [1] * count)
 
-    medians: list[float] = []
+    costs: list[ExitCost] = []
     for index, depth in enumerate(ladder.depths):
-        seconds: list[float] = []
+        seconds: dict[int, list[float]] = {1: [], company: []}
         for _ in range(REPEATS + 1):
-            runner.logits(
-                runner.run(token, cache, first=0, last=runner.num_layers, base=context)[0]
-            )
-            start = time.perf_counter()
-            draft = leave(index, depth)
-            seconds.append(time.perf_counter() - start)
-            yield draft
-        medians.append(statistics.median(seconds[1:]))
-    return tuple(medians)
+            for count, taken in seconds.items():
+                own = tokens[:, :1]
+                runner.logits(
+                    runner.run(own, cache, first=0, last=runner.num_layers, base=context)[0]
+                )
+                start = time.perf_counter()
+                drafts = leave(index, depth, count)
+                taken.append(time.perf_counter() - start)
+                yield drafts
+        alone_s, together_s = (statistics.median(seconds[n][1:]) for n in (1, company))
+        each_more_s = max(together_s - alone_s, 0.0) / max(company - 1, 1)
+        costs.append(ExitCost(alone_s, each_more_s))
+    return tuple(costs)
 
 
 def _seconds(work: Callable[[], None]) -> float:

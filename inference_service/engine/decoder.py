@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference_service.engine.admission import num_slots
 from inference_service.engine.chain import Chain, settle
-from inference_service.engine.drafting import Drafter
+from inference_service.engine.drafting import Drafter, draft_chains
 from inference_service.engine.planner import PassCosts, Reliability, best_lengths
 from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
@@ -97,11 +97,12 @@ class Decoder:
         num_open = sum(s.num_generated > 0 and s.leaves_drafting_open for s, _ in batch)
         drafts = num_open == 0 or self._worth.choose((num_open, num_decoding))
         room = PREFILL_TOKENS_IN_COMPANY if num_decoding else PREFILL_TOKENS
-        for index, (sequence, drafter) in enumerate(batch):
-            if sequence.num_generated:
-                chain = drafter.build(sequence, num_decoding, drafts=drafts)
-                turns[index] = _Turn(sequence, chain, [], 1, False)
-            elif room:
+        decoding = [index for index, (sequence, _) in enumerate(batch) if sequence.num_generated]
+        chains = draft_chains((batch[i] for i in decoding), num_decoding, drafts=drafts)
+        for index, chain in zip(decoding, chains, strict=True):
+            turns[index] = _Turn(batch[index][0], chain, [], 1, False)
+        for index, (sequence, _) in enumerate(batch):
+            if not sequence.num_generated and room:
                 self.prefixes.lend(sequence, (other for other, _ in company))
                 if self.prefixes.is_being_read(sequence, reading):
                     continue  # in the next step it is there for the taking

@@ -1,4 +1,8 @@
-"""The shallow half of a step: tokens that leave early."""
+"""The shallow half of a step: tokens that leave early, for all sequences of a batch side by side."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -10,21 +14,23 @@ from inference_service.engine.planner import (
     ExitGains,
     PassCosts,
     Reliability,
-    exit_pays,
+    exit_gain_s,
     least_survival,
+    worth_asking,
 )
 from inference_service.engine.request import GenerationRequest
 from inference_service.engine.sequence import Sequence
+from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.model.runner import DepthRunner
 
 
 class Drafter:
-    """Builds chains for one model with a ladder's rungs."""
+    """Asks a ladder's rungs for one model."""
 
     def __init__(self, runner: DepthRunner, costs: PassCosts, gains: ExitGains) -> None:
+        self.costs = costs
         self._runner = runner
-        self._costs = costs
         self._gains = gains
         # Sampled tokens agree with greedy drafts less often, so they must not spoil what greedy requests teach.
         self._served = {is_greedy: Reliability(SERVED_WEIGHT) for is_greedy in (True, False)}
@@ -33,74 +39,145 @@ class Drafter:
         """How the ladder's drafts have fared in requests like this one."""
         return self._served[request.sampling.is_greedy]
 
-    def build(self, sequence: Sequence, num_sequences: int = 1, *, drafts: bool = True) -> Chain:
-        """The last final token and all drafts worth a thought; how many of them to settle is the planner's choice.
-
-        `num_sequences` will share the deep pass. Without `drafts` only a request drafts that does not leave the choice.
-        """
-        policy = sequence.request.policy
-        chain = Chain(len(sequence.tokens) - 1, [sequence.tokens[-1]], sequence.cache)
-        if policy.name == "full" or sequence.ladder is None:
-            return chain
-        if not drafts and sequence.leaves_drafting_open:
-            return chain
-        # One token of the answer comes from the deep pass itself.
-        room = min(sequence.num_left - 1, self._costs.max_drafts)
-        if policy.max_drafts:
-            room = min(room, policy.max_drafts)
-        survival = 1.0
-        # A fixed number is what the caller asked for, worth it or not.
-        least = MIN_SURVIVAL if policy.max_drafts else least_survival(self._costs, num_sequences)
-        while len(chain.drafts) < room and survival >= least:
-            draft = self._next(sequence, chain, survival, num_sequences)
-            if draft is None:
-                break
-            probability = sequence.reliability.adjusted(draft)
-            all_final = chain.num_final == len(chain.drafts)
-            if policy.name == "relaxed" and all_final and draft.probability >= policy.threshold:
-                chain.num_final += 1
-                probability = 1.0
-            chain.append(draft, probability)
-            survival *= probability
-        return chain
-
-    def _next(
-        self, sequence: Sequence, chain: Chain, survival: float, num_sequences: int
-    ) -> Draft | None:
-        """The most probable token at the chain's end among the rungs that are worth asking."""
-        ladder, drafter, reliability = sequence.ladder, sequence.drafter, sequence.reliability
-        assert ladder is not None
-        assert drafter is not None
-        best: Draft | None = None
-        known = 0.0
-        if sequence.request.policy.min_layers == 0:
-            best = drafter.table_draft([draft.token for draft in chain.drafts])
-            known = reliability.adjusted(best) if best else 0.0
+    def ask_exits(
+        self, ladder: BoundLadder, growing: Rows["GrowingChain"], num_sequences: int
+    ) -> None:
+        """Takes the chains' last tokens to the layer exits that are worth it, shallowest first; those at one exit go together."""
         for index, depth in enumerate(ladder.depths):
-            if depth < sequence.request.policy.min_layers:
+            able = [chain for chain in growing if depth >= chain.min_layers]
+            expected = [self._gains.expected(index, chain.known) for chain in able]
+            gains_s = [
+                exit_gain_s(chain.survival, gain, self.costs, num_sequences)
+                for chain, gain in zip(able, expected, strict=True)
+            ]
+            asked = [able[i] for i in worth_asking(gains_s, self.costs.exits[index])]
+            if not asked:
                 continue
-            gain = self._gains.expected(index, known)
-            if exit_pays(survival, gain, index, self._costs, num_sequences):
-                candidate = self._exit(sequence, chain, index, depth)
-                probability = reliability.adjusted(candidate)
-                self._gains.record(index, known, probability)
-                if probability > known:
-                    best, known = candidate, probability
-        return best
+            states = last_states_at(depth, [one.chain for one in asked], self._runner)
+            deep_states = torch.stack([one.deep_state for one in asked])
+            offsets = [len(one.chain.tokens) for one in asked]
+            drafts = ladder.ask(index, states, deep_states, offsets)
+            for one, draft in zip(asked, drafts, strict=True):
+                known = one.known
+                self._gains.record(index, known, one.consider(draft))
 
-    def _exit(self, sequence: Sequence, chain: Chain, index: int, depth: int) -> Draft:
-        """The `index`-th layer exit's token after the chain's last one."""
-        assert sequence.ladder is not None
-        assert sequence.deep_state is not None
-        state = self._last_state_at(chain, depth)
-        return sequence.ladder.exit(index, state, sequence.deep_state, offset=len(chain.drafts) + 1)
 
-    def _last_state_at(self, chain: Chain, depth: int) -> Tensor:
-        """State at `depth` [D] of the chain's last token. Exits are asked shallowest first, so it is never deeper already."""
-        if depth == 0:
-            ids = torch.tensor([[chain.tokens[-1]]], device=self._runner.loaded.device)
-            return self._runner.embed(ids, chain.base + len(chain.drafts))[0, 0]
-        bring_to(depth, [chain], self._runner)
-        state = chain.states[-1]
+class GrowingChain:
+    """A sequence's last final token and what is drafted after it, draft by draft; how many of them to settle is the planner's choice.
+
+    `best` is the most probable next token so far, `known` its probability as trusted for this request; `survival` is how
+    likely all drafts of the chain are right.
+    """
+
+    def __init__(
+        self, sequence: Sequence, costs: PassCosts, num_sequences: int, *, drafts: bool
+    ) -> None:
+        policy = sequence.request.policy
+        self.sequence = sequence
+        self.chain = Chain(len(sequence.tokens) - 1, [sequence.tokens[-1]], sequence.cache)
+        self.min_layers = policy.min_layers
+        self.survival = 1.0
+        self.best: Draft | None = None
+        self.known = 0.0
+        # One token of the answer comes from the deep pass itself.
+        self._room = min(sequence.num_left - 1, costs.max_drafts)
+        if policy.max_drafts:
+            self._room = min(self._room, policy.max_drafts)
+        if (
+            policy.name == "full"
+            or sequence.ladder is None
+            or (not drafts and sequence.leaves_drafting_open)
+        ):
+            self._room = 0
+        # A fixed number is what the caller asked for, worth it or not.
+        fixed = bool(policy.max_drafts)
+        self._least = MIN_SURVIVAL if fixed else least_survival(costs, num_sequences)
+
+    @property
+    def wants_more(self) -> bool:
+        return len(self.chain.drafts) < self._room and self.survival >= self._least
+
+    @property
+    def deep_state(self) -> Tensor:
+        state = self.sequence.deep_state
         assert state is not None
         return state
+
+    def look_up(self) -> None:
+        """What rung 0 says comes next; no layer runs."""
+        self.best, self.known = None, 0.0
+        assert self.sequence.drafter is not None
+        if self.min_layers == 0:
+            draft = self.sequence.drafter.table_draft([draft.token for draft in self.chain.drafts])
+            if draft is not None:
+                self.consider(draft)
+
+    def consider(self, draft: Draft) -> float:
+        """Takes the draft if it is more probable than the best so far; its probability as trusted for this request."""
+        probability = self.sequence.reliability.adjusted(draft)
+        if probability > self.known:
+            self.best, self.known = draft, probability
+        return probability
+
+    def extend(self) -> bool:
+        """Appends the best draft; False if there is none."""
+        draft, policy, chain = self.best, self.sequence.request.policy, self.chain
+        if draft is None:
+            return False
+        probability = self.known
+        all_final = chain.num_final == len(chain.drafts)
+        if policy.name == "relaxed" and all_final and draft.probability >= policy.threshold:
+            chain.num_final += 1
+            probability = 1.0
+        chain.append(draft, probability)
+        self.survival *= probability
+        return True
+
+
+def draft_chains(
+    members: Iterable[tuple[Sequence, Drafter]], num_sequences: int, *, drafts: bool = True
+) -> list[Chain]:
+    """Each member's last final token and all drafts worth a thought. `num_sequences` will share the deep pass.
+
+    In rounds of one draft each, so that all that want the same exit share one shallow pass, one launch and one read-back.
+    Without `drafts` only requests draft that do not leave the choice. Several members only where the runner can pack.
+    """
+    growing = [
+        (GrowingChain(sequence, drafter.costs, num_sequences, drafts=drafts), drafter)
+        for sequence, drafter in members
+    ]
+    going = [(one, drafter) for one, drafter in growing if one.wants_more]
+    while going:
+        for one, _ in going:
+            one.look_up()
+        for drafter, ladder, own in _by_ladder(going):
+            drafter.ask_exits(ladder, own, num_sequences)
+        going = [(one, drafter) for one, drafter in going if one.extend() and one.wants_more]
+    return [one.chain for one, _ in growing]
+
+
+def _by_ladder(
+    going: Rows[tuple[GrowingChain, Drafter]],
+) -> Iterable[tuple[Drafter, BoundLadder, list[GrowingChain]]]:
+    """Versions of a router may run side by side."""
+
+    def key(member: tuple[GrowingChain, Drafter]) -> tuple[int, int]:
+        return id(member[1]), id(member[0].sequence.ladder)
+
+    for _, group in groupby(sorted(going, key=key), key):
+        own = list(group)
+        one, drafter = own[0]
+        assert one.sequence.ladder is not None
+        yield drafter, one.sequence.ladder, [one for one, _ in own]
+
+
+def last_states_at(depth: int, chains: Rows[Chain], runner: DepthRunner) -> Tensor:
+    """States at `depth` [N, D] of the chains' last tokens. Exits are asked shallowest first, so none is deeper already."""
+    if depth == 0:
+        return runner.embed_tokens(
+            [chain.tokens[-1] for chain in chains],
+            [chain.base + len(chain.drafts) for chain in chains],
+        )
+    bring_to(depth, chains, runner)
+    states = [chain.states[-1] for chain in chains]
+    return torch.stack([state for state in states if state is not None])

@@ -22,12 +22,23 @@ SERVED_WINDOW = 1000.0
 
 
 @dataclass(frozen=True)
+class ExitCost:
+    """Seconds, measured, of taking tokens to a layer exit and through its head and router: one alone, and each that comes along."""
+
+    alone_s: float
+    each_more_s: float
+
+    def of(self, num_tokens: int) -> float:
+        return self.alone_s + (num_tokens - 1) * self.each_more_s
+
+
+@dataclass(frozen=True)
 class PassCosts:
     """Seconds, measured: `deep[n - 1]` of a pass over n tokens through all layers and the head, `wide` of passes over more, as
-    (tokens, seconds), ascending; `exits[i]` of taking one token to the ladder's i-th layer exit and through its head and router."""
+    (tokens, seconds), ascending; `exits` of the ladder's layer exits."""
 
     deep: tuple[float, ...]
-    exits: tuple[float, ...] = ()
+    exits: tuple[ExitCost, ...] = ()
     wide: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -167,14 +178,26 @@ class ExitGains:
         return min(int(known * self.NUM_BINS), self.NUM_BINS - 1)
 
 
-def exit_pays(
-    survival: float, gain: float, index: int, costs: PassCosts, num_sequences: int = 1
-) -> bool:
-    """Whether taking the next token to the `index`-th layer exit is expected to gain more time than it takes.
+def exit_gain_s(survival: float, gain: float, costs: PassCosts, num_sequences: int) -> float:
+    """Seconds that asking a layer exit for one sequence's next draft is expected to save, what asking takes left aside.
 
     `gain` is by how much it is expected to raise the draft's probability. A draft accepted in place of none saves about the
     sequence's share of a deep pass, less what the pass grows by one token.
     """
     growth = costs.of_pass(num_sequences + 1) - costs.of_pass(num_sequences)
     share = costs.of_pass(num_sequences) / num_sequences
-    return survival * gain * (share - growth) > costs.exits[index]
+    return survival * gain * (share - growth)
+
+
+def worth_asking(gains_s: Sequence[float], cost: ExitCost) -> list[int]:
+    """Which sequences to take to a layer exit together, by what each expects to gain: those whose sum exceeds the cost by most.
+
+    Together a token costs less than alone, so sequences may be worth asking that would not be by themselves.
+    """
+    ordered = sorted(range(len(gains_s)), key=lambda index: -gains_s[index])
+    best, best_s, sum_s = 0, 0.0, 0.0
+    for count, index in enumerate(ordered, start=1):
+        sum_s += gains_s[index]
+        if sum_s - cost.of(count) > best_s:
+            best, best_s = count, sum_s - cost.of(count)
+    return sorted(ordered[:best])

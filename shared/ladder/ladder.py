@@ -122,7 +122,6 @@ class BoundLadder:
                 layer_exit.head.to(device).requires_grad_(False)
                 layer_exit.router.to(device).requires_grad_(False)
             rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
-            self._offsets = torch.arange(64, device=device)
             self._fused: list[FusedExit] = []
             if is_supported(device, len(self._vocabulary)):
                 drafts = DraftRows.of(rows, bias)
@@ -134,23 +133,29 @@ class BoundLadder:
         return SequenceDrafter(self.ladder, prompt)
 
     @torch.inference_mode()
-    def exit(self, index: int, state: Tensor, deep_state: Tensor, offset: int = 1) -> Draft:
-        """Head and router of `exits[index]` on one token.
+    def ask(
+        self, index: int, states: Tensor, deep_states: Tensor, offsets: Sequence[int]
+    ) -> list[Draft]:
+        """What `exits[index]` says of N tokens: head, router, and one read-back for all.
 
-        `state` [D] of the token at that depth, `deep_state` [D] of the last settled token at depth L, `offset` >= 1: how many
-        positions lie between the two (1: the token before this one is settled).
+        `states` [N, D] of the tokens at that depth, `deep_states` [N, D] of the last settled token of each one's sequence at depth
+        L, `offsets` >= 1: how many positions lie between the two (1: the token before this one is settled).
         """
-        tokens, probabilities = self.exits(index, state[None], deep_state[None], offset)
+        tokens, probabilities = self.exits(index, states, deep_states, offsets)
         layer_exit = self._exits[index]
-        return Draft(int(tokens), float(probabilities), layer_exit.name, layer_exit.depth)
+        answer = torch.stack([tokens.double(), probabilities.double()]).tolist()
+        return [
+            Draft(int(token), probability, layer_exit.name, layer_exit.depth)
+            for token, probability in zip(*answer, strict=True)
+        ]
 
     @torch.inference_mode()
     def exits(
-        self, index: int, states: Tensor, deep_states: Tensor, offset: int = 1
+        self, index: int, states: Tensor, deep_states: Tensor, offsets: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """`exit` of N tokens alike in `offset`: states [N, D] of both kinds -> tokens [N] int64, probabilities [N]."""
+        """As `ask`, left on the device: tokens [N] int64, probabilities [N]."""
         layer_exit = self._exits[index]
-        ago = self._offsets[min(offset - 1, 63)].repeat(len(states))
+        ago = torch.tensor([offset - 1 for offset in offsets], device=self._vocabulary.device)
         if self._fused:
             places, probabilities = self._fused[index](states, deep_states, ago)
             return self._vocabulary[places], probabilities

@@ -129,6 +129,16 @@ class DepthRunner:
             0, 0, None, input_ids=token_ids, past_key_values=cache, use_cache=True
         )
 
+    def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """The states at depth 0 [N, D] of tokens of several sequences, each at its position; runs no layer."""
+        if self._embedding_is_direct:
+            return self.embed(torch.tensor([tokens], device=self.loaded.device))[0]
+        alone = [
+            self.embed(torch.tensor([[token]], device=self.loaded.device), position)[0]
+            for token, position in zip(tokens, positions, strict=True)
+        ]
+        return torch.cat(alone)
+
     @torch.inference_mode()
     def normed(self, state: Tensor) -> Tensor:
         """The final norm of states [..., D]; the state itself where the model has none."""

@@ -156,7 +156,7 @@ def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) ->
             deep = states[runner.num_layers][0, settled - 1]
             drafts = [drafter.table_draft(tokens[settled + 1 : at + 1])]
             for index, depth in enumerate(bound.depths):
-                drafts.append(bound.exit(index, states[depth][0, at], deep, offset=chained + 1))
+                drafts += bound.ask(index, states[depth][:, at], deep[None], [chained + 1])
             said = [d for d in drafts if d is not None]
             wrong = [d.probability for d in said if d.token != tokens[at + 1]]
             right = [d.probability for d in said if d.token == tokens[at + 1]]

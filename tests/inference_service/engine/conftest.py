@@ -1,6 +1,7 @@
 import pytest
 
 from inference_service.engine import bindings, engine
+from inference_service.engine.planner import ExitCost
 
 
 @pytest.fixture(autouse=True)
@@ -11,5 +12,7 @@ def _fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(engine, "measure_wide", lambda runner, deep: ())
     monkeypatch.setattr(
-        bindings, "measure_exits", lambda runner, ladder: (0.001,) * len(ladder.depths)
+        bindings,
+        "measure_exits",
+        lambda runner, ladder: (ExitCost(0.001, 0.0001),) * len(ladder.depths),
     )

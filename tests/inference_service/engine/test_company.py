@@ -9,7 +9,7 @@ import torch
 from inference_service.engine import decoder as decoder_module
 from inference_service.engine.decoder import Decoder
 from inference_service.engine.drafting import Drafter
-from inference_service.engine.planner import ExitGains, PassCosts
+from inference_service.engine.planner import ExitCost, ExitGains, PassCosts
 from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GenerationRequest, StoppingParams
 from inference_service.engine.sequence import Sequence
@@ -25,7 +25,9 @@ SCHEDULES_PER_FAMILY = 60
 DEPTH = 2
 STEM = tuple(random.Random(7).choices(range(2, VOCABULARY_SIZE), k=40))
 # Drafting, exits and mixed lengths all happen: a pass grows a little with every token.
-COSTS = PassCosts(tuple(1.0 + 0.05 * n for n in range(7)), exits=(0.01,), wide=((32, 4.0),))
+COSTS = PassCosts(
+    tuple(1.0 + 0.05 * n for n in range(7)), exits=(ExitCost(0.01, 0.002),), wide=((32, 4.0),)
+)
 
 
 class _Drafts:
@@ -52,21 +54,27 @@ class _Ladder:
     """Stands in for a bound ladder; what its exit says is drawn from the state, so it is mostly wrong."""
 
     depths = (DEPTH,)
-    agreements = (0.5,)
+    agreements = (0.9,)
 
     def __init__(self, right: dict[tuple[int, ...], int], seed: int) -> None:
         self._right, self._seed = right, seed
+        self.num_shared = 0
 
     def new_sequence(self, prompt: Rows[int]) -> _Drafts:
         return _Drafts(self._right, prompt, self._seed)
 
-    def exit(
-        self, index: int, state: torch.Tensor, deep_state: torch.Tensor, offset: int = 1
-    ) -> Draft:
-        assert torch.isfinite(state).all()
-        assert torch.isfinite(deep_state).all()
-        number = int(state.abs().sum() * 1000)
-        return Draft(number % VOCABULARY_SIZE, (number % 10) / 10, f"depth-{DEPTH}", DEPTH)
+    def ask(
+        self, index: int, states: torch.Tensor, deep_states: torch.Tensor, offsets: Rows[int]
+    ) -> list[Draft]:
+        assert states.shape == deep_states.shape == (len(offsets), states.shape[1])
+        assert torch.isfinite(states).all()
+        assert torch.isfinite(deep_states).all()
+        self.num_shared += len(offsets) > 1
+        numbers = (states.abs().sum(-1) * 1000).long().tolist()
+        return [
+            Draft(number % VOCABULARY_SIZE, (number % 10) / 10, f"depth-{DEPTH}", DEPTH)
+            for number in numbers
+        ]
 
 
 def draw_request(draw: random.Random) -> GenerationRequest:
@@ -106,7 +114,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 12)
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS_IN_COMPANY", 5)
-    drafted = shared_passes = cancelled = lent = 0
+    drafted = shared_passes = shared_exits = cancelled = lent = 0
     alone = Decoder(decoder.runner)
     for schedule in range(SCHEDULES_PER_FAMILY):
         draw = random.Random(schedule)
@@ -143,7 +151,9 @@ def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPa
                     assert answers[index] == expected[index], (schedule, index)
                 else:  # a cancelled one stops here, so far right, too
                     assert answers[index] == expected[index][: len(answers[index])]
+        shared_exits += ladder.num_shared
     assert drafted > SCHEDULES_PER_FAMILY
+    assert shared_exits > 30
     assert shared_passes > 3 * SCHEDULES_PER_FAMILY
     assert cancelled > 0
     assert lent > 10 * SCHEDULES_PER_FAMILY

@@ -1,5 +1,5 @@
 import random
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -7,18 +7,20 @@ from inference_service.engine.costs import smoothed
 from inference_service.engine.planner import (
     REQUEST_WEIGHT,
     SERVED_WEIGHT,
+    ExitCost,
     ExitGains,
     PassCosts,
     Reliability,
     best_lengths,
-    exit_pays,
+    exit_gain_s,
     least_survival,
+    worth_asking,
 )
 from shared.ladder.rungs import Draft
 
-FLAT = PassCosts(deep=(1.0,) * 9, exits=(0.01,))
-STEEP = PassCosts(deep=tuple(float(n) for n in range(1, 10)), exits=(0.01,))
-STEP = PassCosts(deep=(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0), exits=(0.2,))
+FLAT = PassCosts(deep=(1.0,) * 9, exits=(ExitCost(0.01, 0.001),))
+STEEP = PassCosts(deep=tuple(float(n) for n in range(1, 10)), exits=(ExitCost(0.01, 0.001),))
+STEP = PassCosts(deep=(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0), exits=(ExitCost(0.2, 0.05),))
 
 
 def rate(probabilities: list[float], costs: PassCosts, count: int) -> float:
@@ -80,11 +82,38 @@ def test_a_step_in_the_cost_does_not_hide_what_lies_behind_it() -> None:
     assert least_survival(PassCosts((1.0,)), 1) >= 0.0
 
 
+def asks(costs: PassCosts, *wishes: tuple[float, float]) -> bool:
+    """Whether sequences of these survivals and gains, asked together, pay for the first exit."""
+    gains_s = [exit_gain_s(survival, gain, costs, len(wishes)) for survival, gain in wishes]
+    return bool(worth_asking(gains_s, costs.exits[0]))
+
+
 def test_an_exit_is_asked_when_it_gains_more_than_it_costs() -> None:
-    assert exit_pays(1.0, 0.4, 0, STEP)
-    assert not exit_pays(1.0, 0.1, 0, STEP)
-    assert not exit_pays(0.2, 0.4, 0, STEP)
-    assert exit_pays(1.0, 0.1, 0, FLAT)
+    assert asks(STEP, (1.0, 0.4))
+    assert not asks(STEP, (1.0, 0.1))
+    assert not asks(STEP, (0.2, 0.4))
+    assert asks(FLAT, (1.0, 0.1))
+
+
+def test_together_sequences_ask_an_exit_that_none_would_ask_alone() -> None:
+    cost = ExitCost(alone_s=1.0, each_more_s=0.1)
+    assert worth_asking([0.5], cost) == []
+    assert worth_asking([0.5, 0.7, 0.5, 0.05], cost) == [0, 1, 2]
+    assert worth_asking([], cost) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_choice_of_sequences_gains_more(seed: int) -> None:
+    draw = random.Random(seed)
+    gains_s = [draw.random() for _ in range(draw.randint(1, 7))]
+    cost = ExitCost(draw.random(), draw.random() / 2)
+
+    def profit(chosen: tuple[int, ...]) -> float:
+        return sum(gains_s[i] for i in chosen) - cost.of(len(chosen)) if chosen else 0.0
+
+    every = [c for n in range(len(gains_s) + 1) for c in combinations(range(len(gains_s)), n)]
+    chosen = worth_asking(gains_s, cost)
+    assert profit(tuple(chosen)) == pytest.approx(max(map(profit, every)))
 
 
 def test_an_exits_worth_is_learnt_apart_for_sure_and_unsure_tables() -> None:
