@@ -11,7 +11,7 @@ import structlog
 import torch
 from neap.inference.v1 import inference_pb2_grpc
 
-from inference_service.engine.engine import MAX_RUNNING, Engine
+from inference_service.engine.engine import Engine
 from inference_service.metrics import WorkerMetrics
 from inference_service.metrics_server import metrics_served
 from inference_service.router_watch import RouterWatch
@@ -99,7 +99,7 @@ async def serve(settings: WorkerSettings) -> int:
             watches.append(RouterWatch(registry, source.model_id, changed))
             servicer.add_model(
                 engine,
-                max_active=settings.max_queue + MAX_RUNNING,
+                max_active=settings.max_queue + settings.max_running,
                 max_active_per_client=settings.max_active_per_client,
             )
         servicer.set_ready()
@@ -138,6 +138,7 @@ def _load_engine(
     kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(
         loaded,
+        max_running=settings.max_running,
         max_queue=settings.max_queue,
         max_queue_tokens=settings.max_queue_tokens,
         kv_budget_bytes=budget,

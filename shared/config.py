@@ -106,7 +106,7 @@ class ServiceSettings(SecuritySettings):
 
 
 class WorkerSettings(ServiceSettings):
-    """`max_queue` and `max_queue_tokens`: requests waiting per model and tokens of their prompts; beyond they are refused.
+    """`max_running`: requests of a model that share each step. `max_queue` and `max_queue_tokens`: requests waiting per model and tokens of their prompts; beyond they are refused.
     `max_active_per_client`: waiting and running requests of one caller, by name or else by address; None: no limit. `kv_budget_mb`: for keys and values of all requests of a
     model, in MiB; None: half of what is free once it is loaded. `prefix_cache_mb`: of these, what ended requests may keep for
     others that start alike; None: a quarter; 0: nothing is shared. `stall_timeout_s`: how long a client may not read.
@@ -116,6 +116,7 @@ class WorkerSettings(ServiceSettings):
 
     listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
     health_listen: str = Field(default="", validation_alias="NEAP_WORKER_HEALTH_LISTEN")
+    max_running: int = Field(default=16, ge=1)
     max_queue: int = Field(default=64, ge=1)
     max_queue_tokens: int = Field(default=1 << 18, ge=1)
     max_active_per_client: int | None = Field(default=None, ge=1)
@@ -168,6 +169,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     add("--log-level", choices=("debug", "info", "warning", "error"))
     add_security_flags(parser)
     if issubclass(kind, WorkerSettings):
+        add("--max-running", metavar="N", help="requests of a model that share each step")
         add("--max-queue", metavar="N", help="requests waiting per model at most")
         add("--max-queue-tokens", metavar="N", help="tokens of their prompts at most")
         add("--max-active-per-client", metavar="N", help="requests of one caller at most")

@@ -44,7 +44,7 @@ from shared.model.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# Requests that are stepped together, each with its own KV cache; more wait.
+# Unless told otherwise, requests that are stepped together, each with its own KV cache; more wait.
 MAX_RUNNING = 16
 # Of the budget for keys and values, what ended requests may keep for later ones that start alike.
 PREFIX_SHARE = 0.25
@@ -76,7 +76,7 @@ class _Job:
 
 
 class Engine:
-    """Generates for one model. All methods are thread-safe; up to MAX_RUNNING requests share each step, taken in the order they came.
+    """Generates for one model. All methods are thread-safe; up to `max_running` requests share each step, taken in the order they came.
 
     `ladder` is used for requests that bring none of their own. `kv_budget_bytes` bounds the keys and values of all running
     requests together; None: half of what is free. A request takes its share, its prompt and its longest answer, before it
@@ -92,6 +92,7 @@ class Engine:
         loaded: LoadedModel,
         ladder: Ladder | None = None,
         *,
+        max_running: int = MAX_RUNNING,
         max_queue: int = 64,
         max_queue_tokens: int = 1 << 18,
         kv_budget_bytes: int | None = None,
@@ -103,6 +104,7 @@ class Engine:
             ladder.check_model(loaded)
         self.loaded = loaded
         self._ladder = ladder
+        self._max_running = max_running
         self._max_queue, self._max_queue_tokens = max_queue, max_queue_tokens
         self._on_failure = on_failure
         runner = in_own_thread(DepthRunner, loaded)
@@ -361,7 +363,7 @@ class Engine:
 
         A paused request keeps its cache but not its turn: clients that stop reading must not stop the others.
         """
-        if sum(not job.handle.is_paused for job in self._running) >= MAX_RUNNING:
+        if sum(not job.handle.is_paused for job in self._running) >= self._max_running:
             return False
         wanted = self._admission.kv_bytes(self._waiting[0].handle.request)
         return self._kv_taken() + wanted <= self._admission.kv_budget_bytes

@@ -58,6 +58,7 @@ def test_environment_then_flags_win(monkeypatch):
         {"grace_s": "nan"},
         {"grace_s": -1},
         {"threads": 0},
+        {"max_running": 0},
         {"max_queue": 0},
         {"stall_timeout_s": 0},
         {"metrics_listen": "9090"},

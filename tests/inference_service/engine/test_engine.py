@@ -6,7 +6,7 @@ import time
 import pytest
 
 from inference_service.engine import engine as engine_module
-from inference_service.engine.engine import MAX_RUNNING, Engine
+from inference_service.engine.engine import Engine
 from inference_service.engine.request import (
     Finished,
     GenerationRequest,
@@ -218,12 +218,24 @@ def test_requests_wait_for_room_in_the_kv_budget(loaded: LoadedModel) -> None:
 
 
 def test_paused_requests_do_not_keep_others_out(loaded: LoadedModel) -> None:
-    with Engine(loaded) as engine:
-        stalled = [engine.submit(request(100)) for _ in range(MAX_RUNNING)]
+    with Engine(loaded, max_running=3) as engine:
+        stalled = [engine.submit(request(100)) for _ in range(3)]
         for handle in stalled:
             handle.next_event(30)
             handle.pause()
         assert len(engine.generate(PROMPT, policy="full", max_tokens=5).tokens) == 5
+
+
+def test_no_more_run_at_once_than_asked(loaded: LoadedModel) -> None:
+    with Engine(loaded, max_running=2) as engine:
+        handles = [engine.submit(request(60)) for _ in range(4)]
+        seen = set()
+        while not all(isinstance(h.next_event(30), Finished) for h in handles[:1]):
+            seen.add((engine.num_running, engine.num_waiting))
+        for handle in handles[1:]:
+            list(handle.events())
+    assert (2, 2) in seen
+    assert max(running for running, _ in seen) == 2
 
 
 def test_a_failure_of_the_engine_itself_is_told(loaded: LoadedModel) -> None:
