@@ -1,0 +1,263 @@
+"""What a GPU gives: full depth against the card's bandwidth, exact against full depth, the router op alone.
+
+    python -m bench.gpu [--shape llama-3.1-8b] [--depth 2 4] [--batch 1 8 32] [--rounds 3] [--share 0.8] [--json FILE]
+
+The model has the shape's sizes, random weights in bfloat16, and exits whose agreement is imposed (`bench.imposed`): the figures say
+what depth execution makes of a given acceptance, not what acceptance a trained router reaches. Rates are of decoding alone, from
+the moment every request has its first token until the first ends; policies take turns within a round; medians of the rounds.
+`floor`: the bytes of the weights that a pass reads, at the rate of a copy within the device's memory measured in the same run
+(a byte copied counts twice). `--device cpu --shape tiny` tries the program, not the machine.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+from bench.imposed import SHAPES, Imposed, impose
+from inference_service.engine.engine import Engine
+from inference_service.engine.handle import EngineEvent
+from inference_service.engine.request import Finished, GenerationRequest, StoppingParams, TokenChunk
+from shared.errors import NeapError
+from shared.ladder.fused_exit import router_weights
+from shared.ladder.policy import DepthPolicy
+from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
+from shared.model.load import LoadedModel
+from shared.ops.exits import new_tickets, route
+
+PROMPT_TOKENS = 32
+MAX_TOKENS = 192
+COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
+ROUTER_WIDTH, ROUTER_TOKENS = 4096, (1, 2, 4, 8, 16, 32, 64)
+CALLS_PER_GRAPH = 50
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Tokens per second of decoding; `identical`: every answer by exact was that by full."""
+
+    depth: int
+    batch: int
+    full: float
+    exact: float
+    tokens_per_pass: float
+    identical: bool
+
+
+def copy_bytes_per_s(device: str, rounds: int = 9) -> float:
+    """Bytes read and written per second by a copy within the device's memory, the median of several."""
+    source = torch.ones(COPIED_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(rounds + 2):
+        _wait(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * source.numel() / statistics.median(seconds[2:])
+
+
+def bytes_per_pass(loaded: LoadedModel) -> int:
+    """Of the weights that a pass over one token reads: all but the embedding's other rows."""
+    embedding = loaded.model.get_input_embeddings()
+    parameters = {id(p): p for p in loaded.model.parameters() if p is not embedding.weight}
+    return sum(p.numel() * p.element_size() for p in parameters.values())
+
+
+class _Answer:
+    """What the engine hands out, with its moments, taken on the engine's thread; waiting threads would cost it time."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.arrivals: list[tuple[float, int]] = []
+        self.tokens_per_pass = 0.0
+        self._ended = threading.Event()
+        self._error: NeapError | None = None
+
+    def take(self, event: EngineEvent) -> None:
+        if isinstance(event, TokenChunk):
+            self.arrivals.append((time.perf_counter(), len(event.tokens)))
+            self.tokens += [token.token_id for token in event.tokens]
+        elif isinstance(event, Finished):
+            self.tokens_per_pass = event.depth.num_tokens / max(event.depth.num_deep_passes, 1)
+        elif event is None:
+            self._ended.set()
+        else:
+            self._error = event
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def decode(
+    engine: Engine, policy: DepthPolicy, prompts: list[list[int]]
+) -> tuple[float, float, list[list[int]]]:
+    """(tokens per second while all decode, tokens per deep pass, answers)."""
+    answers = [_Answer() for _ in prompts]
+    stopping = StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    for answer, prompt in zip(answers, prompts, strict=True):
+        request = GenerationRequest(tuple(prompt), policy=policy, stopping=stopping)
+        engine.submit(request, on_event=answer.take)
+    for answer in answers:
+        answer.wait()
+    start = max(answer.arrivals[0][0] for answer in answers)
+    end = min(answer.arrivals[-1][0] for answer in answers)
+    count = sum(n for answer in answers for moment, n in answer.arrivals if start < moment <= end)
+    per_pass = statistics.fmean(answer.tokens_per_pass for answer in answers)
+    return count / (end - start), per_pass, [answer.tokens for answer in answers]
+
+
+def compare(imposed: Imposed, depth: int, batches: list[int], rounds: int) -> list[Rates]:
+    """Exact and full in turns, at each number of requests at once."""
+    found = []
+    most = max(batches)
+    with Engine(imposed.loaded, imposed.ladder, max_running=most, max_queue=most) as engine:
+        engine.warm_up()
+        for batch in batches:
+            rates: dict[str, list[float]] = {"full": [], "exact": []}
+            per_pass, identical = [], True
+            for index in range(rounds + 1):  # the first warms up
+                # Other prompts each time: none finds its keys and values from the time before.
+                first = 1000 * index + 7 * batch
+                prompts = [imposed.prompt(first + 50 * i, PROMPT_TOKENS) for i in range(batch)]
+                full, _, expected = decode(engine, DepthPolicy("full"), prompts)
+                exact, tokens_per_pass, answers = decode(engine, DepthPolicy("exact"), prompts)
+                identical &= answers == expected
+                if index:
+                    rates["full"].append(full)
+                    rates["exact"].append(exact)
+                    per_pass.append(tokens_per_pass)
+            full, exact = (statistics.median(rates[name]) for name in ("full", "exact"))
+            line = Rates(depth, batch, full, exact, statistics.fmean(per_pass), identical)
+            print(
+                f"| {depth} | {batch} | {full:.1f} | {exact:.1f} | {exact / full:.2f} | {line.tokens_per_pass:.2f} "
+                f"| {'yes' if identical else 'NO'} |",
+                flush=True,
+            )
+            found.append(line)
+    return found
+
+
+def router_us(device: str, dtype: torch.dtype) -> dict[int, dict[str, float]]:
+    """Microseconds of norm, router, threshold and partition of N tokens, in a CUDA graph; PyTorch's way eager and compiled."""
+    router = DepthRouter(ROUTER_WIDTH).to(device).requires_grad_(False)
+    weights = router_weights(router)
+    found: dict[int, dict[str, float]] = {}
+    for tokens in ROUTER_TOKENS:
+        adapted = torch.randn(tokens, ROUTER_WIDTH, device=device, dtype=dtype)
+        logits = torch.randn(tokens, 64, device=device)
+        top = logits.topk(2).values.contiguous()
+        log_mass, ago = logits.logsumexp(-1), torch.zeros(tokens, dtype=torch.int64, device=device)
+        tickets = new_tickets(tokens, torch.device(device))
+
+        def plain(adapted: Tensor, logits: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
+            leaves = router(adapted, scalar_features(logits, ago)) >= 0.5
+            return leaves.int().argsort(stable=True), (~leaves).sum()
+
+        eager = partial(plain, adapted, logits, ago)
+        compiled = partial(torch.compile(plain, dynamic=False), adapted, logits, ago)
+        own = partial(route, adapted, weights, top, log_mass, ago, 0.5, LOWEST, HIGHEST, tickets)
+        found[tokens] = {
+            "neap": _graph_us(own),
+            "PyTorch": _graph_us(eager),
+            "PyTorch compiled": _graph_us(compiled),
+        }
+        print(
+            f"| {tokens} | " + " | ".join(f"{us:.1f}" for us in found[tokens].values()) + " |",
+            flush=True,
+        )
+    return found
+
+
+def _graph_us(run: Callable[[], object]) -> float:
+    """Microseconds of one call among many in a CUDA graph, the median of several replays."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS_PER_GRAPH):
+            run()
+    taken = []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end) * 1000 / CALLS_PER_GRAPH)
+    return float(statistics.median(taken[2:]))
+
+
+def _wait(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--depth", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--share", type=float, default=0.8, help="of tokens that the exit says")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    on_gpu = torch.device(options.device).type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("there is no CUDA device; --device cpu --shape tiny tries the program")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    name = torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu"
+    print(
+        f"{date.today()} {name}, torch {torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}"
+    )
+    speed = copy_bytes_per_s(options.device)
+    print(f"a copy within memory: {speed / 1e9:.0f} GB/s, read and written")
+    figures: dict[str, object] = {"device": name, "copy_bytes_per_s": speed}
+    if on_gpu:
+        print(f"\nrouter, D {ROUTER_WIDTH}, us in a CUDA graph\n| N | neap | PyTorch | compiled |")
+        print("|---|---|---|---|")
+        figures["router_us"] = router_us(options.device, dtype)
+    print(f"\n{options.shape}, {dtype}, an exit that is right at {options.share:.0%} of tokens")
+    print("| exit at | requests | full tokens/s | exact | exact / full | tokens per pass | same |")
+    print("|---|---|---|---|---|---|---|")
+    rates: list[Rates] = []
+    for depth in options.depth:
+        imposed = impose(SHAPES[options.shape], depth, options.share, device=options.device, dtype=dtype)  # fmt: skip
+        num_bytes = bytes_per_pass(imposed.loaded)
+        rates += compare(imposed, depth, options.batch, options.rounds)
+        del imposed
+    least_s = num_bytes / speed
+    alone = [line.full for line in rates if line.batch == 1]
+    if alone:
+        share = statistics.median(alone) * least_s
+        print(
+            f"\nfull depth alone: {num_bytes / 1e9:.2f} GB a pass, floor {least_s * 1000:.2f} ms, {share:.0%} of it reached"
+        )
+    figures |= {"floor_s": least_s, "rates": [asdict(line) for line in rates]}
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The model whose agreement is imposed has that agreement, or the GPU benchmark would measure something else."""
+
+import pytest
+import torch
+
+from bench.imposed import SHAPES, Imposed, impose
+from inference_service.engine.engine import Engine
+from shared.ladder.policy import DepthPolicy
+from shared.model.runner import DepthRunner
+
+DEPTH, SHARE = 2, 0.8
+
+
+@pytest.fixture(scope="module")
+def imposed() -> Imposed:
+    return impose(SHAPES["tiny"], DEPTH, SHARE)
+
+
+def test_each_token_is_followed_by_the_next_of_the_cycle(imposed: Imposed) -> None:
+    with Engine(imposed.loaded) as engine:
+        answer = engine.generate(imposed.prompt(3, 12), policy="full", max_tokens=200)
+    assert list(answer.token_ids) == imposed.prompt(15, 200)
+
+
+def test_the_exit_is_right_at_the_share_asked_for(imposed: Imposed) -> None:
+    runner = DepthRunner(imposed.loaded)
+    bound = imposed.ladder.bind(runner)
+    size = min(len(imposed.cycle), imposed.loaded.context_length)
+    tokens = imposed.prompt(0, size)
+    state = runner.capture(torch.tensor([tokens]), [DEPTH])[DEPTH][0]
+    drafts = bound.ask(0, state, torch.randn_like(state), [1] * size)
+    wanted = imposed.prompt(1, size)
+    right = sum(draft.token == token for draft, token in zip(drafts, wanted, strict=True)) / size
+    assert right == pytest.approx(SHARE, abs=0.04)
+    assert drafts[0].probability == pytest.approx(SHARE, abs=1e-3)
+
+
+def test_exact_answers_as_full_and_drafts_by_the_exit(imposed: Imposed) -> None:
+    prompt = imposed.prompt(100, 5)
+    with Engine(imposed.loaded, imposed.ladder) as engine:
+        full = engine.generate(prompt, policy="full", max_tokens=120)
+        exact = engine.generate(prompt, policy=DepthPolicy("exact", max_drafts=3), max_tokens=120)
+    assert exact.token_ids == full.token_ids
+    accepted = exact.stats.num_accepted / exact.stats.num_deep_passes
+    # 0.8 + 0.8^2 + 0.8^3 of three drafts.
+    assert accepted == pytest.approx(1.95, abs=0.5)
