@@ -69,6 +69,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
         Object("attention", "attention.cpp", binding),
         Object("exits", "exits.cpp", binding),
         Object("batches", "batches.cpp", binding),
+        Object("paged", "paged.cpp", binding),
         *(
             [
                 Object(

@@ -132,6 +132,15 @@ def _verify_sampled(
     return _verify_greedy(probabilities, drafts, starts)
 
 
+def _paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *others: Any
+) -> Tensor:
+    _check(k.shape[2] == q.shape[2])
+    _check(keys.shape[3] == k.shape[2])
+    _check(values.shape[3] == v.shape[2])
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
 def register() -> None:
     """Ties the fakes to the ops, which must be loaded."""
     fakes: dict[str, Callable[..., Any]] = {
@@ -149,6 +158,7 @@ def register() -> None:
         "scatter_rows": _scatter_rows,
         "verify_greedy": _verify_greedy,
         "verify_sampled": _verify_sampled,
+        "paged_attention": _paged_attention,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"neap::{name}", fake)

@@ -124,6 +124,43 @@ def packed_slot_attention(
     return torch.cat(out, 1)
 
 
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    scaling: float,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """Tokens written to pages, then attention -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
+    tokens, slots, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
+    places = list(zip(range(tokens), rows.tolist(), positions.tolist(), strict=True))
+    for token, row, position in places:
+        if position >= 0:
+            page, slot = int(pages[row, position // slots]), position % slots
+            keys[page, :, slot], values[page, :, slot] = k[token], v[token]
+    out = q.new_zeros(tokens, q.shape[1], v.shape[2])
+    for token, row, position in places:
+        if position < 0:
+            continue
+        seen = torch.arange(
+            max(0, position - window + 1) if window else 0, position + 1, device=q.device
+        )
+        page, slot = pages[row, seen // slots], seen % slots
+        key = keys[page, :, slot].float().repeat_interleave(group, 1)  # [S, Hq, D]
+        value = values[page, :, slot].float().repeat_interleave(group, 1)
+        scores = torch.einsum("hd,shd->hs", q[token].float(), key) * scaling
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        out[token] = torch.einsum("hs,shd->hd", scores.softmax(-1), value).to(q.dtype)
+    return out
+
+
 def norm(x: Tensor, eps: float, centred: bool = False) -> Tensor:
     """x [..., D] / rms(x) in float32; of x less its mean where `centred`. No gain."""
     x = x.float()

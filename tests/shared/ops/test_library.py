@@ -26,6 +26,7 @@ OPS = [
     "scatter_rows",
     "verify_greedy",
     "verify_sampled",
+    "paged_attention",
 ]
 
 
@@ -89,6 +90,17 @@ def _calls() -> dict[str, tuple]:
             torch.tensor([0, 2, 3]),
             torch.rand(3, dtype=torch.float64),
             torch.rand(3, 9),
+        ),
+        "paged_attention": (
+            torch.randn(4, 3, 8).transpose(0, 1),
+            torch.randn(3, 2, 8),
+            torch.randn(3, 2, 5),
+            torch.zeros(6, 2, 4, 8),
+            torch.zeros(6, 2, 4, 5),
+            torch.tensor([[5, 0], [2, 3]]),
+            torch.tensor([1, 0, 0]),
+            torch.tensor([5, 0, -1]),
+            *(0.3, 4.0, 3),
         ),
     }
 

@@ -1,0 +1,172 @@
+// Attention over a cache of pages: the binding, and the CPU's kernel, which is there to be right more than to be fast.
+#include "include/paged.h"
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "device.h"
+
+namespace neap::binding {
+
+namespace {
+
+constexpr int64_t kLanes = 16;  // sums of a dot product that run side by side
+
+// The index of a position's slot among the [page, kv head, slot] of a pool.
+int64_t slot_of(const PagedArgs& args, int64_t row, int64_t position, int64_t head) {
+  const int64_t page = args.pages[row * args.row_pages + position / args.page_slots];
+  return (page * args.kv_heads + head) * args.page_slots + position % args.page_slots;
+}
+
+void check_places(const PagedArgs& args) {
+  for (int64_t t = 0; t < args.tokens; ++t) {
+    const int64_t row = args.rows[t], position = args.positions[t];
+    if (position < 0) continue;
+    NEAP_CHECK(row >= 0 && row < args.num_rows, "paged_attention: token ", t, " is of row ", row, " of ", args.num_rows);
+    NEAP_CHECK(position < args.row_pages * args.page_slots, "paged_attention: token ", t, " is at position ", position, ", past its row's ",
+               args.row_pages, " pages of ", args.page_slots);
+    for (int64_t i = first_seen(args, position) / args.page_slots; i <= position / args.page_slots; ++i) {
+      const int64_t page = args.pages[row * args.row_pages + i];
+      NEAP_CHECK(page >= 0 && page < args.num_pages, "paged_attention: page ", i, " of row ", row, " is ", page, " of ", args.num_pages);
+    }
+  }
+}
+
+template <class E>
+void write(const PagedArgs& args) {
+  const E *k = static_cast<const E*>(args.k), *v = static_cast<const E*>(args.v);
+  E *keys = static_cast<E*>(args.keys), *values = static_cast<E*>(args.values);
+  for (int64_t t = 0; t < args.tokens; ++t) {
+    if (args.positions[t] < 0) continue;
+    for (int64_t h = 0; h < args.kv_heads; ++h) {
+      const int64_t slot = slot_of(args, args.rows[t], args.positions[t], h);
+      std::memcpy(keys + slot * args.width, k + t * args.k_token + h * args.k_head, args.width * sizeof(E));
+      std::memcpy(values + slot * args.value_width, v + t * args.v_token + h * args.v_head, args.value_width * sizeof(E));
+    }
+  }
+}
+
+template <class E>
+float dot(const float* query, const E* key, int64_t width) {
+  float sums[kLanes] = {}, total = 0.f;
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += query[i + lane] * (float)key[i + lane];
+  for (; i < width; ++i) total += query[i] * (float)key[i];
+  for (float sum : sums) total += sum;
+  return total;
+}
+
+// Items: (token, query head). `scratch`: a query, an output row and as many scores as there may be keys.
+template <class E>
+void attend(const PagedArgs& args, float* scratch, int64_t begin, int64_t end) {
+  const E *keys = static_cast<const E*>(args.keys), *values = static_cast<const E*>(args.values);
+  float *query = scratch, *sums = query + args.width, *weights = sums + args.value_width;
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t t = item / args.heads, head = item % args.heads, own = head / (args.heads / args.kv_heads), position = args.positions[t];
+    E* out = static_cast<E*>(args.out) + item * args.value_width;
+    std::fill_n(sums, args.value_width, 0.f);
+    if (position < 0) {
+      std::fill_n(out, args.value_width, E(0.f));
+      continue;
+    }
+    const E* q = static_cast<const E*>(args.q) + t * args.q_token + head * args.q_head;
+    std::copy_n(q, args.width, query);
+    const int64_t first = first_seen(args, position), count = position - first + 1;
+    float largest = -INFINITY, total = 0.f;
+    for (int64_t i = 0; i < count; ++i) {
+      float score = args.scaling * dot(query, keys + slot_of(args, args.rows[t], first + i, own) * args.width, args.width);
+      if (args.softcap > 0) score = args.softcap * std::tanh(score / args.softcap);
+      weights[i] = score, largest = std::max(largest, score);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const float weight = std::exp(weights[i] - largest);
+      const E* value = values + slot_of(args, args.rows[t], first + i, own) * args.value_width;
+      total += weight;
+      for (int64_t c = 0; c < args.value_width; ++c) sums[c] += weight * (float)value[c];
+    }
+    for (int64_t c = 0; c < args.value_width; ++c) out[c] = E(sums[c] / total);
+  }
+}
+
+template <class E>
+void run_on_cpu(const PagedArgs& args) {
+  write<E>(args);
+  int64_t longest = 0;
+  double pairs = 0;
+  for (int64_t t = 0; t < args.tokens; ++t) {
+    const int64_t count = args.positions[t] < 0 ? 0 : args.positions[t] - first_seen(args, args.positions[t]) + 1;
+    longest = std::max(longest, count), pairs += (double)count * args.heads;
+  }
+  parallel(args.tokens * args.heads, pairs * (args.width + args.value_width),
+           [&](int64_t b, int64_t e) { attend<E>(args, thread_scratch(args.width + args.value_width + longest), b, e); });
+}
+
+// The strides of a token and of a head; the numbers of a head lie side by side.
+void strided(const Call& call, const char* name, const Tensor& t, const Sizes& sizes, Dtype dtype, int64_t& token, int64_t& head) {
+  call.shape(name, t, sizes);
+  NEAP_CHECK(call.dtype(name, t) == dtype, "paged_attention: ", name, " is of another dtype than q");
+  NEAP_CHECK(t.numel() == 0 || t.size(2) == 1 || t.stride(2) == 1, "paged_attention: the last dimension of ", name, " must be contiguous");
+  token = t.stride(0), head = t.stride(1);
+}
+
+void* pool(const Call& call, const char* name, Tensor& t, const Sizes& sizes, Dtype dtype) {
+  call.contiguous(name, t, sizes);
+  NEAP_CHECK(call.dtype(name, t) == dtype, "paged_attention: ", name, " is of another dtype than q");
+  return t.mutable_data_ptr();
+}
+
+Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor pages, Tensor rows, Tensor positions, double scaling,
+                       double softcap, int64_t window) {
+  const Call call("paged_attention", q);
+  PagedArgs args{};
+  args.dtype = call.dtype("q", q);
+  strided(call, "q", q, {-1, -1, -1}, args.dtype, args.q_token, args.q_head);
+  args.tokens = q.size(0), args.heads = q.size(1), args.width = q.size(2);
+  strided(call, "k", k, {args.tokens, -1, args.width}, args.dtype, args.k_token, args.k_head);
+  args.kv_heads = k.size(1);
+  strided(call, "v", v, {args.tokens, args.kv_heads, -1}, args.dtype, args.v_token, args.v_head);
+  args.value_width = v.size(2);
+  NEAP_CHECK(args.kv_heads > 0 && args.heads > 0 && args.heads % args.kv_heads == 0, "paged_attention: ", args.heads, " query heads on ", args.kv_heads,
+             " key heads");
+  NEAP_CHECK(args.width > 0 && args.value_width > 0, "paged_attention: heads have no width");
+  args.keys = pool(call, "keys", keys, {-1, args.kv_heads, -1, args.width}, args.dtype);
+  args.num_pages = keys.size(0), args.page_slots = keys.size(2);
+  args.values = pool(call, "values", values, {args.num_pages, args.kv_heads, args.page_slots, args.value_width}, args.dtype);
+  args.pages = call.integers("pages", pages, {-1, -1});
+  args.num_rows = pages.size(0), args.row_pages = pages.size(1);
+  NEAP_CHECK(args.page_slots > 0 && args.page_slots * args.row_pages < INT32_MAX, "paged_attention: a row of ", args.row_pages, " pages of ",
+             args.page_slots, " slots");
+  args.rows = call.integers("rows", rows, {args.tokens}), args.positions = call.integers("positions", positions, {args.tokens});
+  NEAP_CHECK(softcap >= 0 && window >= 0, "paged_attention: softcap and window are at least 0, which is none");
+  args.scaling = (float)scaling, args.softcap = (float)softcap, args.window = window;
+  args.q = q.const_data_ptr(), args.k = k.const_data_ptr(), args.v = v.const_data_ptr();
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
+  Tensor out = call.empty({args.tokens, args.heads, args.value_width}, dtype);
+  args.out = out.mutable_data_ptr();
+  if (args.tokens == 0) return out;
+  check_places(args);
+  switch (args.dtype) {
+    case kFloat32: run_on_cpu<float>(args); break;
+    case kFloat16: run_on_cpu<torch::headeronly::Half>(args); break;
+    case kBfloat16: run_on_cpu<torch::headeronly::BFloat16>(args); break;
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace neap::binding
+
+STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
+  m.def(
+      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor pages, Tensor rows, Tensor positions, "
+      "float scaling, float softcap=0., int window=0) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
+  m.impl("paged_attention", TORCH_BOX(&neap::binding::paged_attention));
+}

@@ -1,0 +1,220 @@
+"""Attention over pages: the CPU's kernel against its reference, over what hypothesis draws."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shared.ops import reference
+from shared.ops.paged import paged_attention
+
+DRAWN = settings(max_examples=60, deadline=None)
+CLOSE = {
+    torch.float32: {"atol": 2e-5, "rtol": 2e-4},
+    torch.float16: {"atol": 2e-3, "rtol": 2e-3},
+    torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},
+}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The arguments of one call. `pages` are in no order, and rows share none."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    keys: Tensor
+    values: Tensor
+    pages: Tensor
+    rows: Tensor
+    positions: Tensor
+    scaling: float = 0.3
+    softcap: float = 0.0
+    window: int = 0
+
+    def run(self) -> Tensor:
+        return paged_attention(**vars(self))
+
+    def copied(self) -> "Pass":
+        """With pools of its own, as each call changes them."""
+        return replace(self, keys=self.keys.clone(), values=self.values.clone())
+
+    def alone(self, tokens: Tensor) -> "Pass":
+        """The pass of some of its tokens [N] int64."""
+        q, k, v = (t[tokens] for t in (self.q, self.k, self.v))
+        return replace(
+            self, q=q, k=k, v=v, rows=self.rows[tokens], positions=self.positions[tokens]
+        )
+
+
+def drawn_pass(
+    counts: list[int],
+    lengths: list[int],
+    padding: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    slots: int,
+    dtype: torch.dtype,
+    transposed: bool = False,
+    **options: float,
+) -> Pass:
+    """Per row its number of tokens and how many positions stand before them; then `padding` tokens. Slots past the end hold NaN."""
+    (group, kv_heads), (width, value_width) = heads, widths
+    needed = [(count + length + slots - 1) // slots for count, length in zip(counts, lengths, strict=True)]  # fmt: skip
+    num_pages = sum(needed) + 2
+    order = torch.randperm(num_pages)
+    pages = torch.full((len(counts), max(needed) + 1), -1)
+    rows, positions, taken = [], [], 0
+    keys = torch.full((num_pages, kv_heads, slots, width), float("nan"))
+    values = torch.full((num_pages, kv_heads, slots, value_width), float("nan"))
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        pages[row, : needed[row]] = order[taken : taken + needed[row]]
+        taken += needed[row]
+        held = torch.arange(length)
+        page, slot = pages[row, held // slots], held % slots
+        keys[page, :, slot] = torch.randn(length, kv_heads, width)
+        values[page, :, slot] = torch.randn(length, kv_heads, value_width)
+        rows += [row] * count
+        positions += range(length, length + count)
+    rows = torch.tensor(rows + [-7] * padding, dtype=torch.int64)
+    positions = torch.tensor(positions + [-1] * padding, dtype=torch.int64)
+    mixed = torch.randperm(len(rows))
+
+    def made(num_heads: int, size: int) -> Tensor:
+        if transposed:  # [1, H, T, D], as transformers hands it
+            return torch.randn(1, num_heads, len(rows), size + 3).to(dtype)[0, :, :, :size].transpose(0, 1)  # fmt: skip
+        return torch.randn(len(rows), num_heads, size).to(dtype)
+
+    tokens = (made(group * kv_heads, width), made(kv_heads, width), made(kv_heads, value_width))
+    pools = (keys.to(dtype), values.to(dtype))
+    return Pass(*tokens, *pools, pages, rows[mixed], positions[mixed], **options)
+
+
+@DRAWN
+@given(
+    shape=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0, 1, 5, 30, 140])), min_size=1, max_size=4),
+    padding=st.integers(0, 2),
+    heads=st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(1, 3)),
+    widths=st.tuples(st.sampled_from([1, 8, 20, 64]), st.sampled_from([1, 8, 20, 64])),
+    slots=st.sampled_from([1, 3, 16]),
+    dtype=st.sampled_from(list(CLOSE)),
+    transposed=st.booleans(),
+    softcap=st.sampled_from([0.0, 2.0]),
+    window=st.sampled_from([0, 1, 7, 100]),
+)  # fmt: skip
+def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
+    shape: list[tuple[int, int]],
+    padding: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    slots: int,
+    dtype: torch.dtype,
+    transposed: bool,
+    softcap: float,
+    window: int,
+) -> None:
+    counts, lengths = zip(*shape, strict=True)
+    made = drawn_pass(
+        list(counts), list(lengths), padding, heads, widths, slots, dtype, transposed, softcap=softcap, window=window
+    )  # fmt: skip
+    own, other = made.copied(), made.copied()
+    out = own.run()
+    expected = reference.paged_attention(**vars(other))
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, expected, **CLOSE[dtype])
+    for pool, same in ((own.keys, other.keys), (own.values, other.values)):
+        assert torch.equal(pool.view(torch.uint8), same.view(torch.uint8))
+    # Token by token, the earlier ones of a row first: the same bits.
+    one_by_one = made.copied()
+    for token in made.positions.argsort():
+        assert torch.equal(one_by_one.alone(token[None]).run()[0], out[token])
+
+
+def test_any_order_of_pages_and_tokens_gives_the_same_bits() -> None:
+    made = drawn_pass([3, 1], [40, 9], 1, (2, 2), (16, 16), 8, torch.float32)
+    out = made.copied().run()
+    order = torch.randperm(len(made.rows))
+    assert torch.equal(made.copied().alone(order).run(), out[order])
+    moved = torch.randperm(len(made.keys))
+    keys, values = torch.empty_like(made.keys), torch.empty_like(made.values)
+    keys[moved], values[moved] = made.keys, made.values
+    elsewhere = torch.where(made.pages < 0, -1, moved[made.pages])
+    assert torch.equal(replace(made, keys=keys, values=values, pages=elsewhere).run(), out)
+
+
+def test_the_same_bits_for_any_number_of_threads() -> None:
+    made = drawn_pass([2, 2, 1], [700, 3, 250], 0, (3, 3), (64, 64), 16, torch.float16)
+    results = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        results.append(made.copied().run())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_padding_writes_nothing_and_gets_zeros() -> None:
+    made = drawn_pass([1], [4], 3, (2, 1), (8, 8), 4, torch.float32)
+    before = made.keys.clone()
+    out = made.run()
+    padding = made.positions < 0
+    assert not out[padding].any()
+    assert out[~padding].all()
+    changed = (made.keys.nan_to_num(9.0) != before.nan_to_num(9.0)).flatten(2).any(-1).sum()
+    assert int(changed) == 1  # the one token's slot
+
+
+def test_no_tokens_are_no_error() -> None:
+    made = drawn_pass([1], [4], 0, (2, 1), (8, 8), 4, torch.float32)
+    assert made.alone(torch.arange(0)).run().shape == (0, 2, 8)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    made = drawn_pass([1], [9], 0, (1, 1), (4, 4), 4, torch.float32)
+    out = replace(made.copied(), scaling=1e4).run()
+    expected = reference.paged_attention(**vars(replace(made, scaling=1e4)))
+    torch.testing.assert_close(out, expected, **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("q", torch.randn(2, 3, 8), "3 query heads on 2 key heads"),
+        ("q", torch.randn(2, 4, 8).double(), "q must be float32, float16 or bfloat16"),
+        ("q", torch.randn(2, 4, 16)[:, :, ::2], "last dimension of q"),
+        ("k", torch.randn(2, 2, 9), r"k has shape \[2, 2, 9\], want \[2, any, 8\]"),
+        ("v", torch.randn(2, 2, 8).half(), "v is of another dtype than q"),
+        ("keys", torch.randn(3, 2, 8, 4).transpose(2, 3), "keys must be contiguous"),
+        ("values", torch.randn(2, 2, 4, 8), "values has shape"),
+        ("pages", torch.zeros(1, 3, dtype=torch.int32), "pages must be int64"),
+        ("rows", torch.zeros(1, dtype=torch.int64), "rows has shape"),
+        ("rows", torch.tensor([0, 1]), "token 1 is of row 1 of 1"),
+        ("positions", torch.tensor([0, 12]), "token 1 is at position 12, past its row's 3 pages of 4"),
+        ("pages", torch.tensor([[0, 3, 1]]), "page 1 of row 0 is 3 of 3"),
+        ("window", -1, "at least 0"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(name: str, value: Tensor | int, message: str) -> None:
+    made = Pass(
+        q=torch.randn(2, 4, 8),
+        k=torch.randn(2, 2, 8),
+        v=torch.randn(2, 2, 8),
+        keys=torch.zeros(3, 2, 4, 8),
+        values=torch.zeros(3, 2, 4, 8),
+        pages=torch.tensor([[2, 0, 1]]),
+        rows=torch.tensor([0, 0]),
+        positions=torch.tensor([3, 4]),
+    )
+    made.run()
+    with pytest.raises(RuntimeError, match=message):
+        replace(made, **{name: value}).run()
+
+
+def test_pages_that_a_window_has_left_behind_may_be_anywhere() -> None:
+    made = drawn_pass([1], [30], 0, (1, 1), (4, 4), 4, torch.float32, window=6)
+    out = made.copied().run()
+    made.pages[0, :6] = -1
+    assert torch.equal(made.run(), out)
