@@ -149,6 +149,15 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
   Tensor out = call.empty({args.tokens, args.heads, args.value_width}, dtype);
   args.out = out.mutable_data_ptr();
   if (args.tokens == 0) return out;
+  if (!call.on_cpu()) {
+    const PagedPlan plan = paged_plan(args);
+    NEAP_CHECK(args.width <= kQueryFloats && plan.tiles <= UINT16_MAX, "paged_attention: heads of ", args.width, " numbers, or too many of them, for a GPU");
+    Tensor partials = call.empty({plan.num_partials(args.tokens)}, aoti_torch_dtype_float32());
+    Tensor tickets = call.empty({plan.num_tickets(args.tokens)}, aoti_torch_dtype_int32());
+    args.partials = static_cast<float*>(partials.mutable_data_ptr()), args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
+    call.on_gpu([&](void* stream) { return launch_paged_attention(args, plan, stream); });
+    return out;
+  }
   check_places(args);
   switch (args.dtype) {
     case kFloat32: run_on_cpu<float>(args); break;
@@ -167,6 +176,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
       "float scaling, float softcap=0., int window=0) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
-  m.impl("paged_attention", TORCH_BOX(&neap::binding::paged_attention));
-}
+#define NEAP_REGISTER(device)                                              \
+  STABLE_TORCH_LIBRARY_IMPL(neap, device, m) {                             \
+    m.impl("paged_attention", TORCH_BOX(&neap::binding::paged_attention)); \
+  }
+NEAP_REGISTER(CPU)
+#if defined(NEAP_WITH_CUDA)
+NEAP_REGISTER(CUDA)
+#endif

@@ -1,4 +1,4 @@
-// The launches. One translation unit: the compiler reads CUDA's headers once per architecture, which is most of its time.
+// The launches. One translation unit for all but attention: the compiler reads CUDA's headers once per architecture, which is most of its time.
 #include <type_traits>
 
 #include "../include/batches.cuh"

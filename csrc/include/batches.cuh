@@ -7,10 +7,6 @@ namespace neap::gpu {
 
 constexpr int kChoiceThreads = 256, kChoiceWarps = kChoiceThreads / kWarp;
 
-struct alignas(16) Sixteen {
-  uint32_t v[4];
-};
-
 // A block per row, in units of the largest type that addresses and sizes allow.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) row_copy_kernel(RowCopyArgs args) {

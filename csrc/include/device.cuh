@@ -2,6 +2,8 @@
 #pragma once
 #include <stdint.h>
 
+#include <type_traits>
+
 #if defined(NEAP_EMULATED)
 #include "emulator.h"
 #else
@@ -31,6 +33,46 @@ __device__ __forceinline__ float to_float(Half value) {
 #endif
 }
 
+// Rounded to the nearest, of two as near to the even one.
+template <class E>
+__device__ __forceinline__ E from_float(float value) {
+  if constexpr (sizeof(E) == 4) {
+    return value;
+  } else if constexpr (std::is_same_v<E, Bfloat>) {
+    const uint32_t bits = __float_as_uint(value);
+    if (value != value) return {(uint16_t)(bits >> 16 | 0x40u)};
+    return {(uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+  } else {
+#if defined(NEAP_EMULATED)
+    return {emulator::half_of_float(value)};
+#else
+    E out;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+    return out;
+#endif
+  }
+}
+
+struct alignas(16) Sixteen {
+  uint32_t v[4];
+};
+
+// kSize numbers side by side: one, or 16 bytes of them, p being aligned to these.
+template <int kSize, class E>
+__device__ __forceinline__ void load_chunk(const E* p, float (&out)[kSize]) {
+  if constexpr (kSize == 1) {
+    out[0] = to_float(*p);
+  } else {
+    static_assert(kSize * sizeof(E) == 16);
+    const Sixteen raw = *reinterpret_cast<const Sixteen*>(p);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if constexpr (sizeof(E) == 4) out[i] = __uint_as_float(raw.v[i]);
+      else out[i] = to_float(E{(uint16_t)(raw.v[i / 2] >> 16 * (i % 2))});
+    }
+  }
+}
+
 struct Four {
   float v[4];
 };
@@ -56,6 +98,12 @@ template <class T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAll, value, step);
+  return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kAll, value, step));
   return value;
 }
 

@@ -2,6 +2,12 @@
 #pragma once
 #include <cstdint>
 
+#if defined(__CUDACC__)
+#define NEAP_ANYWHERE __host__ __device__
+#else
+#define NEAP_ANYWHERE
+#endif
+
 namespace neap {
 
 enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
@@ -9,6 +15,6 @@ enum Dtype : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 struct Half { uint16_t bits; };
 struct Bfloat { uint16_t bits; };
 
-constexpr int64_t element_bytes(Dtype dtype) { return dtype == kFloat32 ? 4 : 2; }
+NEAP_ANYWHERE constexpr int64_t element_bytes(Dtype dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 }  // namespace neap

@@ -5,6 +5,8 @@
 //
 // p runs from first_seen(positions[t]) to positions[t] of the token's own row; query head h reads key head h / (heads / kv_heads).
 #pragma once
+#include <algorithm>
+
 #include "elements.h"
 
 namespace neap {
@@ -21,10 +23,57 @@ struct PagedArgs {
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in elements
   int64_t window;                    // the last positions that a query sees, or 0: all
   float scaling, softcap;            // softcap 0: none
+  float* partials;                   // GPU: what pieces gave, PagedPlan::num_partials of them; null where that is 0
+  uint32_t* tickets;                 // GPU: PagedPlan::num_tickets, of any content
 };
 
-constexpr int64_t first_seen(const PagedArgs& args, int64_t position) {
+NEAP_ANYWHERE constexpr int64_t first_seen(const PagedArgs& args, int64_t position) {
   return args.window > 0 && position >= args.window ? position - args.window + 1 : 0;
 }
+
+// How the GPU goes about it. A token's keys are cut into at most kPieces pieces, by its own position alone; `shares` blocks take
+// them in turns, and what the pieces gave is joined in their order. So the number of blocks, which depends on the pass, does not
+// change a bit of the result.
+constexpr int64_t kPieces = 32;
+constexpr int64_t kPieceKeys = 128;        // a piece's number of keys is a multiple of this
+constexpr int64_t kQueryFloats = 2048;     // of the queries that share a block
+constexpr int64_t kWantedBlocks = 512;     // enough for the largest GPU to have work on every multiprocessor
+
+struct PagedPlan {
+  bool wide;              // keys and values are read 16 bytes at a time
+  int64_t heads;          // query heads of a block, one of 1, 2, 4, 8
+  int64_t columns;        // output numbers of a head that a block makes
+  int64_t tiles;          // blocks that a token needs: key heads x tiles of their query heads x tiles of columns
+  int64_t shares;         // blocks among which a tile's pieces are shared out, at most
+
+  int64_t num_tickets(int64_t tokens) const { return shares > 1 ? tokens * tiles : 0; }
+  int64_t num_partials(int64_t tokens) const { return shares > 1 ? tokens * tiles * kPieces * heads * (columns + 2) : 0; }
+};
+
+inline bool is_wide(const PagedArgs& args) {
+  const uint64_t together = (uint64_t)args.keys | (uint64_t)args.values | (uint64_t)(args.width * element_bytes(args.dtype)) |
+                            (uint64_t)(args.value_width * element_bytes(args.dtype));
+  return together % 16 == 0;
+}
+
+// From shapes and addresses alone, never from positions: a captured graph is replayed with others.
+inline PagedPlan paged_plan(const PagedArgs& args) {
+  PagedPlan plan{};
+  plan.wide = is_wide(args);
+  const int64_t group = args.heads / args.kv_heads, most = plan.wide && args.dtype != kFloat32 ? 8 : 4;
+  plan.heads = std::min<int64_t>(most, group <= 1 ? 1 : group <= 2 ? 2 : group <= 4 ? 4 : 8);
+  if (plan.heads == 2 && most == 4) plan.heads = 4;  // not compiled for two
+  while (plan.heads > 1 && plan.heads * args.width > kQueryFloats) plan.heads = plan.heads == 4 && most == 4 ? 1 : plan.heads / 2;
+  const int64_t widest = 32 * (plan.wide ? 16 / element_bytes(args.dtype) : 1);
+  plan.columns = std::min(widest, args.value_width);
+  plan.tiles = args.kv_heads * ((group + plan.heads - 1) / plan.heads) * ((args.value_width + widest - 1) / widest);
+  const int64_t capacity = std::max<int64_t>(1, args.row_pages * args.page_slots);
+  const int64_t useful = std::min(kPieces, (capacity + kPieceKeys - 1) / kPieceKeys);
+  plan.shares = std::max<int64_t>(1, std::min(useful, kWantedBlocks / std::max<int64_t>(1, args.tokens * plan.tiles)));
+  return plan;
+}
+
+// On `stream`; 0 or a CUDA error.
+int launch_paged_attention(const PagedArgs& args, const PagedPlan& plan, void* stream);
 
 }  // namespace neap

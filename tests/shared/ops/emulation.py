@@ -62,22 +62,28 @@ def blank(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return out
 
 
-def compiled(folder: Path, bug: Bug | None = None, sanitizers: str = "address,undefined") -> Path:
+def compiled(
+    folder: Path,
+    bug: Bug | None = None,
+    sanitizers: str = "address,undefined",
+    harness: str = "emulated",
+    flags: str = "",
+) -> Path:
     """The harness with the kernels of csrc, or of a copy with `bug` in it."""
     root = ROOT
     if bug is not None:
         root = folder / "tree"
         shutil.copytree(ROOT / "csrc", root / "csrc")
         (root / HARNESS).mkdir(parents=True)
-        for name in ("emulator.h", "emulated.cpp"):
+        for name in ("emulator.h", "emulated_main.h", "fake_cudart.h", f"{harness}.cpp"):
             shutil.copy(ROOT / HARNESS / name, root / HARNESS / name)
         path = root / "csrc" / bug.file
         source = path.read_text()
         assert source.count(bug.right) == 1, f"{bug.name}: not exactly one place in {bug.file}"
         path.write_text(source.replace(bug.right, bug.wrong))
-    program = folder / "emulated"
-    command = [find_compiler(), *FLAGS.split(), f"-fsanitize={sanitizers}", f"-I{root / HARNESS}",
-               f"-I{root / 'csrc' / 'include'}", str(root / HARNESS / "emulated.cpp"), "-o", str(program)]  # fmt: skip
+    program = folder / harness
+    command = [find_compiler(), *FLAGS.split(), *flags.split(), *([f"-fsanitize={sanitizers}"] if sanitizers else []), f"-I{root / HARNESS}",
+               f"-I{root / 'csrc' / 'include'}", str(root / HARNESS / f"{harness}.cpp"), "-o", str(program)]  # fmt: skip
     subprocess.run(command, check=True)
     return program
 

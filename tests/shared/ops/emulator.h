@@ -238,6 +238,19 @@ inline float float_of_half(uint16_t bits) {
   return bits >> 15 ? -magnitude : magnitude;
 }
 
+inline uint16_t half_of_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000u);
+  if (value != value) return sign | 0x7e00u;
+  const float magnitude = std::fabs(value);
+  if (magnitude >= 65520.f) return sign | 0x7c00u;
+  // Halves are whole multiples of 2^-24 or of their own last place, whichever is the larger.
+  const int exponent = magnitude > 0 ? std::max(std::ilogb(magnitude), -14) : -14;
+  const long steps = std::lrint(std::ldexp(magnitude, 10 - exponent));
+  return sign | (uint16_t)(((exponent + 14) << 10) + steps);
+}
+
 }  // namespace emulator
 
 #define __global__
@@ -254,6 +267,8 @@ inline float float_of_half(uint16_t bits) {
 
 inline void __syncthreads() { ::emulator::barrier(); }
 inline void __threadfence() { ::emulator::flush(&::emulator::self()); }
+inline void __syncwarp() { ::emulator::collect(0xffffffffu, 0, "warp barrier"); }
+template <class T> T __shfl_sync(unsigned mask, T value, int source) { return ::emulator::from_lane(mask, value, (unsigned)source, "shuffle from"); }
 template <class T> T __shfl_xor_sync(unsigned mask, T value, int step) { return ::emulator::from_lane(mask, value, ::emulator::lane() ^ step, "shuffle"); }
 template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned step) {
   return ::emulator::from_lane(mask, value, ::emulator::lane() < step ? ::emulator::lane() : ::emulator::lane() - step, "shuffle up");
@@ -275,6 +290,8 @@ inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 template <class T> T __ldcg(const T* p) { return *p; }
 inline float __uint_as_float(uint32_t bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+inline uint32_t __float_as_uint(float value) { uint32_t bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 inline int cudaGetLastError() { return 0; }
