@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shared import ops
@@ -27,10 +28,13 @@ from shared.ladder.heads import ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 from shared.ops.batches import gather_rows, scatter_rows, verify_greedy, verify_sampled
 from shared.ops.exits import draft_top, exit_head, new_tickets, route
+from shared.ops.paged import paged_attention
 
 SIZES = {576: (288, 4587, 49152), 4096: (512, 8192, 128256)}
 TOKENS = (1, 2, 4, 8)
 SWEPT_FLOATS = 16 << 20
+HEADS = {576: (9, 3, 64), 4096: (32, 8, 128)}  # query heads, key heads, width of one
+CONTEXT, PAGE_SLOTS = 1024, 16
 Contenders = Mapping[str, Callable[[], object]]
 
 
@@ -48,7 +52,7 @@ class Line:
     def printed(self) -> str:
         figures = " ".join(f"{name} {value:8.0f}" for name, value in self.quartiles_us.items())
         return (
-            f"{self.op:>14} D={self.width:<5} N={self.tokens:<3} {self.megabytes:8.2f} MB"
+            f"{self.op:>15} D={self.width:<5} N={self.tokens:<3} {self.megabytes:8.2f} MB"
             f" {self.gflop:7.4f} GFLOP  {figures}"
         )
 
@@ -173,6 +177,31 @@ def bench_batch(bench: Bench, width: int) -> None:
                    {"PyTorch": partial(states.index_copy_, 0, order, taken), "neap": partial(scatter_rows, states, taken, order)})  # fmt: skip
 
 
+def bench_paged(bench: Bench, width: int) -> None:
+    """A token of each of N rows, every one CONTEXT positions long, its pages anywhere in the pool."""
+    heads, kv_heads, size = HEADS[width]
+    row_pages = CONTEXT // PAGE_SLOTS
+    for tokens in TOKENS:
+        q, (k, v) = (
+            torch.randn(tokens, heads, size),
+            torch.randn(2, tokens, kv_heads, size).unbind(),
+        )
+        keys, values = torch.randn(2, tokens * row_pages, kv_heads, PAGE_SLOTS, size).unbind()
+        pages = torch.randperm(tokens * row_pages).view(tokens, row_pages)
+        rows, positions = torch.arange(tokens), torch.full((tokens,), CONTEXT - 1)
+        arguments = (q, k, v, keys, values, pages, rows, positions)
+
+        def plain(
+            q: Tensor = q, keys: Tensor = keys, values: Tensor = values, pages: Tensor = pages
+        ) -> object:
+            k, v = (t[pages].transpose(1, 2).flatten(2, 3) for t in (keys, values))
+            return F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
+
+        moved = 2 * tokens * CONTEXT * kv_heads * size
+        bench.line("paged_attention", width, tokens, 4 * moved, 4 * tokens * CONTEXT * heads * size,
+                   {"PyTorch": plain, "neap": partial(paged_attention, *arguments)})  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -188,6 +217,7 @@ def main() -> None:
         for width in SIZES:
             bench_exit(bench, width)
             bench_batch(bench, width)
+            bench_paged(bench, width)
     if arguments.json:
         arguments.json.write_text(json.dumps([vars(line) for line in bench.lines], indent=1))
 

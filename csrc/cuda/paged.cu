@@ -22,18 +22,22 @@ void launch_paged_write(const PagedArgs& args, const PagedPlan& plan, cudaStream
 template <class E, int kSize>
 int launch_paged_of(const PagedArgs& args, const PagedPlan& plan, void* stream) {
   const dim3 grid((unsigned)args.tokens, (unsigned)plan.tiles, (unsigned)plan.shares);
-  constexpr bool kMany = kSize == 8;  // see paged_plan
   if (plan.heads == 1) {
     NEAP_LAUNCH((paged_attention_kernel<E, 1, kSize>), grid, kThreads, stream, args);
-  } else if (plan.heads == 4) {
-    NEAP_LAUNCH((paged_attention_kernel<E, 4, kSize>), grid, kThreads, stream, args);
-  } else if constexpr (kMany) {
-    if (plan.heads == 2) NEAP_LAUNCH((paged_attention_kernel<E, 2, kSize>), grid, kThreads, stream, args);
-    else NEAP_LAUNCH((paged_attention_kernel<E, 8, kSize>), grid, kThreads, stream, args);
-  } else {
-    return (int)cudaErrorInvalidValue;
+    return (int)cudaGetLastError();
   }
-  return (int)cudaGetLastError();
+  // See paged_plan: what it never asks for is not compiled.
+  if constexpr (kSize > 1)
+    if (plan.heads == 4) {
+      NEAP_LAUNCH((paged_attention_kernel<E, 4, kSize>), grid, kThreads, stream, args);
+      return (int)cudaGetLastError();
+    }
+  if constexpr (kSize == 8)
+    if (plan.heads == 8) {
+      NEAP_LAUNCH((paged_attention_kernel<E, 8, kSize>), grid, kThreads, stream, args);
+      return (int)cudaGetLastError();
+    }
+  return (int)cudaErrorInvalidValue;
 }
 
 }  // namespace

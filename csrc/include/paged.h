@@ -41,7 +41,7 @@ constexpr int64_t kWantedBlocks = 512;     // enough for the largest GPU to have
 
 struct PagedPlan {
   bool wide;              // keys and values are read 16 bytes at a time
-  int64_t heads;          // query heads of a block, one of 1, 2, 4, 8
+  int64_t heads;          // query heads of a block, one of 1, 4, 8
   int64_t columns;        // output numbers of a head that a block makes
   int64_t tiles;          // blocks that a token needs: key heads x tiles of their query heads x tiles of columns
   int64_t shares;         // blocks among which a tile's pieces are shared out, at most
@@ -60,10 +60,10 @@ inline bool is_wide(const PagedArgs& args) {
 inline PagedPlan paged_plan(const PagedArgs& args) {
   PagedPlan plan{};
   plan.wide = is_wide(args);
-  const int64_t group = args.heads / args.kv_heads, most = plan.wide && args.dtype != kFloat32 ? 8 : 4;
-  plan.heads = std::min<int64_t>(most, group <= 1 ? 1 : group <= 2 ? 2 : group <= 4 ? 4 : 8);
-  if (plan.heads == 2 && most == 4) plan.heads = 4;  // not compiled for two
-  while (plan.heads > 1 && plan.heads * args.width > kQueryFloats) plan.heads = plan.heads == 4 && most == 4 ? 1 : plan.heads / 2;
+  const int64_t group = args.heads / args.kv_heads;
+  // Tiles of 4, and of 8 where 16 bytes are many numbers; one head at a time where the cache is read number by number, which is rare.
+  plan.heads = group == 1 || !plan.wide ? 1 : group <= 4 || args.dtype == kFloat32 ? 4 : 8;
+  while (plan.heads > 1 && plan.heads * args.width > kQueryFloats) plan.heads = plan.heads == 8 ? 4 : 1;
   const int64_t widest = 32 * (plan.wide ? 16 / element_bytes(args.dtype) : 1);
   plan.columns = std::min(widest, args.value_width);
   plan.tiles = args.kv_heads * ((group + plan.heads - 1) / plan.heads) * ((args.value_width + widest - 1) / widest);

@@ -139,18 +139,18 @@ def paged_attention(
 ) -> Tensor:
     """Tokens written to pages, then attention -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
     tokens, slots, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
-    places = list(zip(range(tokens), rows.tolist(), positions.tolist(), strict=True))
+    places = [
+        (token, row, position)
+        for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
+        if position >= 0
+    ]
     for token, row, position in places:
-        if position >= 0:
-            page, slot = int(pages[row, position // slots]), position % slots
-            keys[page, :, slot], values[page, :, slot] = k[token], v[token]
+        own = pages[row, position // slots]
+        keys[own, :, position % slots], values[own, :, position % slots] = k[token], v[token]
     out = q.new_zeros(tokens, q.shape[1], v.shape[2])
     for token, row, position in places:
-        if position < 0:
-            continue
-        seen = torch.arange(
-            max(0, position - window + 1) if window else 0, position + 1, device=q.device
-        )
+        first = max(0, position - window + 1) if window else 0
+        seen = torch.arange(first, position + 1, device=q.device)
         page, slot = pages[row, seen // slots], seen % slots
         key = keys[page, :, slot].float().repeat_interleave(group, 1)  # [S, Hq, D]
         value = values[page, :, slot].float().repeat_interleave(group, 1)

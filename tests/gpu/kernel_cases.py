@@ -1,0 +1,209 @@
+"""What every op is asked on a GPU: inputs on the CPU, the op, and its reference. Two seeds give inputs of the same shapes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared.ops import reference
+from shared.ops.batches import gather_rows, scatter_rows, verify_greedy, verify_sampled
+from shared.ops.exits import RouterWeights, draft_top, exit_head, new_tickets, route
+from shared.ops.paged import paged_attention
+from tests.shared.ops.paged_passes import CLOSE, drawn_pass
+
+Inputs = list[Tensor | None]
+Outputs = tuple[Tensor, ...]
+EXACT = {"atol": 0.0, "rtol": 0.0}
+SUMMED = {"atol": 1e-4, "rtol": 1e-3}  # float32 sums in another order
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run` and `expected` give the outputs and what they change of the inputs; floats must agree within `close`."""
+
+    name: str
+    inputs: Callable[[], Inputs]
+    run: Callable[..., Outputs]
+    expected: Callable[..., Outputs]
+    close: dict[str, float]
+
+    def seeded(self, seed: int) -> Inputs:
+        torch.manual_seed(seed)
+        return self.inputs()
+
+
+def copied(inputs: Inputs, device: str) -> Inputs:
+    """Dense views keep their strides."""
+    return [None if t is None else t.clone().to(device) for t in inputs]
+
+
+def _exit_head(tokens: int, width: int, form: str, dtype: torch.dtype, centred: bool) -> Case:
+    rank = 2 * (width // 2 + 1)
+
+    def inputs() -> Inputs:
+        gated = form == "gated"
+        inner = rank if gated else width
+        return [
+            torch.randn(tokens, width).to(dtype),
+            torch.randn(tokens, width).to(dtype),
+            torch.randint(0, 6, (tokens,)),
+            (torch.randn(inner, 2 * width) / width**0.5).to(dtype),
+            torch.randn(4, inner),
+            torch.randn(width, rank // 2).to(dtype) if gated else None,
+            torch.randn(2, width) if gated else None,
+            torch.randn(width),
+        ]
+
+    def run(*tensors: Tensor) -> Outputs:
+        return (exit_head(*tensors, 1e-3, centred),)
+
+    def expected(*tensors: Tensor) -> Outputs:
+        return (reference.exit_head(*tensors, 1e-3, centred),)
+
+    return Case(f"exit_head {form} {tokens}x{width} {dtype}", inputs, run, expected, SUMMED)
+
+
+def _draft_top(tokens: int, width: int, size: int, k: int, dtype: torch.dtype) -> Case:
+    def inputs() -> Inputs:
+        # Whole numbers, whose sums have no rounding, and a bias of its own per row: no order hangs on the last bit.
+        x = torch.randint(-2, 3, (tokens, width)).float()
+        return [x, torch.randint(-2, 3, (size, width)).to(dtype), torch.randn(size)]
+
+    def run(*tensors: Tensor) -> Outputs:
+        return draft_top(*tensors, k)
+
+    def expected(*tensors: Tensor) -> Outputs:
+        return reference.draft_top(*tensors, k)
+
+    return Case(f"draft_top {tokens}x{width}x{size} {dtype}", inputs, run, expected, SUMMED)
+
+
+def _route(tokens: int, width: int, size: int, dtype: torch.dtype, mixed: bool) -> Case:
+    limits = (0.5, 0.01, 0.99)
+
+    def inputs() -> Inputs:
+        x = torch.randn(tokens, width).to(torch.float32 if mixed else dtype)
+        hidden = (torch.randn(size, width) / width**0.5).to(dtype)
+        vectors = (torch.randn(size), torch.randn(size), torch.randn(3, size), torch.randn(3))
+        evidence = (torch.randn(tokens, 2), torch.randn(tokens) + 4, torch.randint(0, 5, (tokens,)))
+        return [x, hidden, *vectors, *evidence, new_tickets(tokens)]
+
+    def run(x: Tensor, hidden: Tensor, *others: Tensor) -> Outputs:
+        *vectors, top, log_mass, ago, tickets = others
+        weights = RouterWeights(hidden, *vectors, shift=0.1, eps=1e-3)
+        return (*route(x, weights, top, log_mass, ago, *limits, tickets), tickets)
+
+    def expected(*tensors: Tensor) -> Outputs:
+        *others, tickets = tensors
+        return (*reference.route(*others, 0.1, 1e-3, False, *limits), torch.zeros_like(tickets))
+
+    return Case(f"route {tokens}x{width}x{size} {dtype}", inputs, run, expected, SUMMED)
+
+
+def _rows(rows: int, width: int, dtype: torch.dtype) -> list[Case]:
+    def inputs() -> Inputs:
+        index = torch.randperm(rows + 2)[:rows] - 1
+        return [torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype), index, torch.tensor([rows - 1])]  # fmt: skip
+
+    def gathered(gather: Callable[..., Tensor]) -> Callable[..., Outputs]:
+        return lambda x, _, index, count: (gather(x, index, count),)
+
+    def scattered(scatter: Callable[..., None]) -> Callable[..., Outputs]:
+        def run(out: Tensor, source: Tensor, index: Tensor, count: Tensor) -> Outputs:
+            scatter(out, source, index, count)
+            return (out,)
+
+        return run
+
+    name = f"{rows}x{width} {dtype}"
+    return [
+        Case(f"gather_rows {name}", inputs, gathered(gather_rows), gathered(reference.gather_rows), EXACT),
+        Case(f"scatter_rows {name}", inputs, scattered(scatter_rows), scattered(reference.scatter_rows), EXACT),
+    ]  # fmt: skip
+
+
+def _verify(rows: int, vocabulary: int, dtype: torch.dtype, proposes: bool) -> list[Case]:
+    def drafts() -> tuple[Tensor, Tensor]:
+        return torch.randint(-1, vocabulary, (rows,)), torch.tensor([0, rows // 2, rows])
+
+    def greedy_inputs() -> Inputs:
+        logits = torch.randn(rows, vocabulary)
+        logits[torch.arange(rows), torch.randint(0, vocabulary, (rows,))] = (
+            9  # of equals, the reference takes any
+        )
+        return [logits.to(dtype), *drafts()]
+
+    def sampled_inputs() -> Inputs:
+        target, proposed = torch.randn(2, rows, vocabulary).mul(2).softmax(-1).to(dtype).unbind()
+        uniforms = torch.rand(rows, dtype=torch.float64)
+        return [
+            target.contiguous(),
+            *drafts(),
+            uniforms,
+            proposed.contiguous() if proposes else None,
+        ]
+
+    name = f"{rows}x{vocabulary} {dtype}"
+    return [
+        Case(f"verify_greedy {name}", greedy_inputs, verify_greedy, reference.verify_greedy, EXACT),
+        Case(f"verify_sampled {name}", sampled_inputs, verify_sampled, reference.verify_sampled, EXACT),
+    ]  # fmt: skip
+
+
+def _paged(
+    lengths: list[int],
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> Case:
+    def inputs() -> Inputs:
+        order = torch.randperm(len(lengths))  # the second time, other rows are the long ones
+        shuffled = [lengths[i] for i in order]
+        made = drawn_pass(
+            [2] * len(lengths), shuffled, 1, heads, widths, 16, dtype, transposed=True
+        )
+        return [*list(vars(made).values())[:8]]
+
+    def run(*tensors: Tensor) -> Outputs:
+        out = paged_attention(*tensors, 0.2, softcap, window)
+        return out, tensors[3].nan_to_num(), tensors[4].nan_to_num()
+
+    def expected(*tensors: Tensor) -> Outputs:
+        out = reference.paged_attention(*tensors, 0.2, softcap, window)
+        return out, tensors[3].nan_to_num(), tensors[4].nan_to_num()
+
+    name = f"paged_attention {len(lengths)} rows to {max(lengths)}, {heads}x{widths} {dtype} {softcap} {window}"
+    return Case(name, inputs, run, expected, CLOSE[dtype])
+
+
+SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+CASES: list[Case] = [
+    _exit_head(1, 576, "gated", HALF, False),
+    _exit_head(9, 65, "gated", SINGLE, True),
+    _exit_head(3, 128, "affine", BRAIN, False),
+    _draft_top(1, 64, 4587, 2, HALF),
+    _draft_top(9, 33, 130, 8, SINGLE),
+    _draft_top(4, 128, 1000, 3, BRAIN),
+    _route(1, 576, 128, HALF, True),
+    _route(70, 100, 33, SINGLE, False),
+    _route(300, 64, 16, BRAIN, False),
+    *(case for shape in ((7, 64, SINGLE), (5, 33, HALF), (9, 6, BRAIN)) for case in _rows(*shape)),
+    *_verify(6, 49152, SINGLE, True),
+    *_verify(5, 1000, torch.float64, False),
+    *_verify(4, 513, HALF, False),
+    *_verify(4, 300, BRAIN, False),
+    *(
+        _paged([3, 700, 140, 0], heads, (width, width), dtype)
+        for width in (64, 80, 96, 128, 256)
+        for heads, dtype in (((1, 2), HALF), ((3, 2), BRAIN), ((8, 1), HALF))
+    ),
+    _paged([5000, 17], (4, 2), (128, 128), BRAIN),
+    _paged([1, 300], (7, 2), (64, 64), HALF, 20.0, 128),
+    _paged([40, 300], (2, 2), (20, 33), HALF),
+    _paged([40, 300], (4, 2), (256, 256), SINGLE),
+    _paged([40, 300], (71, 1), (64, 64), BRAIN, 0.0, 100),
+    _paged([90] * 40, (4, 8), (128, 128), HALF),  # so many tokens that no piece is shared out
+]

@@ -1,0 +1,188 @@
+"""Every op on a GPU: against its reference, captured in a CUDA graph and replayed with other contents, run again and again.
+
+The parity of each case is also checked on the CPU's kernels: so the cases themselves are known to be sound where there is no GPU.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.ops.build import build
+from shared.ops.conditional import compose
+from shared.ops.exits import RouterWeights, new_tickets, route
+from shared.ops.library import runs_on
+from tests.gpu.kernel_cases import CASES, Case, Inputs, Outputs, copied
+from tests.shared.ops.paged_passes import drawn_pass
+
+REPEATS = 100
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built() -> None:
+    build()
+
+
+@pytest.fixture(autouse=True)
+def _inference(request: pytest.FixtureRequest) -> Iterator[None]:
+    wanted = (
+        request.node.callspec.params.get("device") if hasattr(request.node, "callspec") else None
+    )
+    if wanted == "cuda" and not runs_on("cuda"):
+        pytest.fail("there is a GPU, but neap's kernels were built without CUDA")
+    with torch.no_grad():
+        yield
+
+
+def agree(case: Case, outputs: Outputs, expected: Outputs) -> None:
+    for found, wanted in zip(outputs, expected, strict=True):
+        if wanted.is_floating_point():
+            torch.testing.assert_close(found.cpu(), wanted, **case.close)
+        else:
+            assert torch.equal(found.cpu(), wanted)
+
+
+def captured(run: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    """The graph of a run and the tensors that its replays write."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # what is made once only is made now
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    return graph, outputs
+
+
+def overwrite(inputs: Inputs, contents: Inputs) -> None:
+    for target, source in zip(inputs, contents, strict=True):
+        if target is not None and source is not None:
+            target.copy_(source)
+
+
+@every_case
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_an_op_agrees_with_its_reference(case: Case, device: str) -> None:
+    inputs = case.seeded(1)
+    outputs = case.run(*copied(inputs, device))
+    agree(case, outputs, case.expected(*copied(inputs, "cpu")))
+
+
+@every_case
+@on_gpu
+def test_a_captured_op_computes_what_its_inputs_then_hold(case: Case, device: str) -> None:
+    inputs = copied(case.seeded(1), device)
+    graph, outputs = captured(lambda: case.run(*inputs))
+    for seed in (2, 3):
+        contents = case.seeded(seed)
+        overwrite(inputs, contents)
+        graph.replay()
+        torch.cuda.synchronize()
+        agree(case, outputs, case.expected(*copied(contents, "cpu")))
+
+
+@every_case
+@on_gpu
+def test_a_hundred_runs_give_the_same_bits(case: Case, device: str) -> None:
+    inputs = copied(case.seeded(1), device)
+    first = [output.clone() for output in case.run(*copied(inputs, device))]
+    for _ in range(REPEATS):
+        for output, expected in zip(case.run(*copied(inputs, device)), first, strict=True):
+            assert torch.equal(output, expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, width: int, group: int) -> None:  # fmt: skip
+    """Alone, a token's pieces are shared out among many blocks; among hundreds, one block takes them all."""
+    made = drawn_pass([1] * 300, [500, 3, 129] * 100, 0, (group, 2), (width, width), 16, torch.float16)  # fmt: skip
+    tensors = copied(list(vars(made).values())[:8], device)
+    q, k, v, keys, values, pages, rows, positions = tensors
+    run = torch.ops.neap.paged_attention.default
+    together = run(q, k, v, keys, values, pages, rows, positions, 0.2)
+    for token in range(0, 300, 37):
+        own = slice(token, token + 1)
+        alone = run(q[own], k[own], v[own], keys, values, pages, rows[own], positions[own], 0.2)
+        assert torch.equal(alone[0], together[token])
+
+
+@on_gpu
+def test_places_that_do_not_exist_give_nan_and_harm_nobody(device: str) -> None:
+    made = drawn_pass([1, 1, 1, 1], [9, 9, 9, 9], 0, (2, 1), (8, 8), 4, torch.float32)
+    sound = made.copied().run()
+    made.pages[0, 1], made.pages[1, 2] = -5, len(made.keys)
+    lost = made.rows < 3
+    made.rows[made.rows == 2] = 4
+    out = torch.ops.neap.paged_attention.default(*copied(list(vars(made).values())[:8], device), 0.3).cpu()  # fmt: skip
+    assert out[lost].isnan().all()
+    torch.testing.assert_close(out[~lost], sound[~lost], atol=1e-4, rtol=1e-3)
+
+
+def segment(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+@on_gpu
+def test_a_composed_graph_passes_over_what_no_token_needs(device: str) -> None:
+    runs = torch.zeros(3, dtype=torch.int64, device=device)
+    wanted = torch.zeros(2, dtype=torch.int64, device=device)
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
+
+    def work(index: int) -> Callable[[], object]:
+        def run() -> None:
+            runs[index] += 1
+            if index < 2:
+                counts[index].copy_(wanted[index : index + 1])
+
+        return run
+
+    for index in range(3):
+        work(index)()
+    runs.zero_()
+    with compose([segment(work(index)) for index in range(3)], counts) as graph:
+        total = torch.zeros(3, dtype=torch.int64)
+        for first, second in ((1, 1), (0, 1), (5, 0), (0, 0), (2, 7)):
+            wanted.copy_(torch.tensor([first, second]))
+            graph.replay()
+            torch.cuda.synchronize()
+            total += torch.tensor([1, int(first > 0), int(first > 0 and second > 0)])
+            assert runs.tolist() == total.tolist()
+
+
+@on_gpu
+def test_the_router_itself_decides_whether_the_deeper_segment_runs(device: str) -> None:
+    x = torch.randn(4, 16, device=device)
+    shift = RouterWeights(
+        torch.zeros(8, 16, device=device), torch.zeros(8, device=device), torch.zeros(8, device=device),
+        torch.zeros(3, 8, device=device), torch.zeros(3, device=device), shift=0.0, eps=1e-3,
+    )  # fmt: skip
+    top, log_mass = torch.zeros(4, 2, device=device), torch.zeros(4, device=device)
+    ago, tickets = torch.zeros(4, dtype=torch.int64, device=device), new_tickets(4, device)
+    shift.skip[0] = 1.0  # the probability is sigmoid(top - log_mass)
+    found: list[Tensor] = []
+    deeper = torch.zeros(1, device=device)
+
+    def shallow() -> None:
+        found[:] = route(x, shift, top, log_mass, ago, 0.5, 0.0, 1.0, tickets)
+
+    shallow()
+    first = segment(shallow)
+    with compose([first, segment(lambda: deeper.add_(1))], [found[3]]) as graph:
+        for level, runs in ((-3.0, 1), (3.0, 1), (-3.0, 2)):
+            top.fill_(level)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert int(deeper) == runs
