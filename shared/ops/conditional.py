@@ -90,7 +90,8 @@ class ComposedGraph:
 def compose(segments: Sequence[Segment], counts: Sequence[Tensor]) -> ComposedGraph:
     """N >= 2 captured segments and N - 1 counts, each [1] int64 on one GPU, written by the segment before.
 
-    Segments may not draw random numbers: torch moves its generators only in its own replays. Raises `PreconditionFailed` as
+    Segments may not draw random numbers: torch moves its generators only in its own replays. All but the first may hold kernels,
+    copies and fills of the GPU's memory and nothing else, which is CUDA's rule for what depends on a condition. Raises `PreconditionFailed` as
     `check_support`, `InvalidInput` for wrong counts, `RuntimeError` with the name of the CUDA call that failed.
     """
     check_support()
