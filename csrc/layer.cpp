@@ -126,14 +126,15 @@ void Layer::run(const Team& team) const {
 }
 
 // A packed matrix and its bias as a step's arguments; an empty bias is none. x and out are set by `lay_out`.
-LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor& bias, int64_t rows, int64_t in_features, int64_t out_features, bool gated,
+LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* bias, int64_t rows, int64_t in_features, int64_t out_features, bool gated,
                        Activation activation) {
   check_float(kOp, name, packed, 3);
   const int64_t factor = gated ? 2 : 1, panels = factor * ((out_features + kPanel - 1) / kPanel);
   NEAP_CHECK(packed.is_contiguous() && packed.size(0) == panels && packed.size(1) == in_features && packed.size(2) == kPanel, kOp, ": ", name, " has shape ",
              text(packed), ", but ", out_features, " outputs of ", in_features, " inputs want contiguous [", panels, ", ", in_features, ", ", kPanel, "]");
-  if (bias.numel() > 0) check_vector(kOp, name, bias, factor * out_features);
-  return {nullptr, floats(packed), bias.numel() > 0 ? floats(bias) : nullptr, nullptr, rows, in_features, out_features, in_features, gated, activation, nullptr};
+  if (bias && bias->numel() == 0) bias = nullptr;
+  if (bias) check_vector(kOp, name, *bias, factor * out_features);
+  return {nullptr, floats(packed), bias ? floats(*bias) : nullptr, nullptr, rows, in_features, out_features, in_features, gated, activation, nullptr};
 }
 
 // Tokens [from, from + count) of one sequence: where they are kept, and what they attend over.
@@ -172,8 +173,8 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
              values.size(), " of values, ", bases.size(), " bases and ", counts.size(), " counts");
   NEAP_CHECK(masks.empty() || masks.size() == sequences, kOp, ": ", masks.size(), " masks for ", sequences, " sequences");
   NEAP_CHECK(norms.size() == 2 || norms.size() == 4, kOp, ": ", norms.size(), " norms, want 2, or 4 with those of heads");
-  NEAP_CHECK((packed.size() == 4 || packed.size() == 6) && biases.size() == packed.size(), kOp, ": ", packed.size(), " matrices and ", biases.size(),
-             " biases, want 6 of each, or 4 where queries, keys and values are one");
+  NEAP_CHECK((packed.size() == 4 || packed.size() == 6) && (biases.empty() || biases.size() == packed.size()), kOp, ": ", packed.size(), " matrices and ", biases.size(),
+             " biases, want 6 of each, or 4 where queries, keys and values are one; or no biases");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
   check_float(kOp, "a store of keys", keys[0], 4);
@@ -210,12 +211,13 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
   layer.mlp_norm = {nullptr, floats(norms[1]), nullptr, width, width, (float)eps, (float)weight_offset};
   const int64_t q = heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
   const Sizes parts = packed.size() == 6 ? Sizes{q, k, v} : Sizes{q + k + v};
+  const auto bias = [&](size_t i) { return biases.empty() ? nullptr : &biases[i]; };
   for (size_t i = 0; i < parts.size(); ++i)
-    layer.projections.push_back(linear_args("a projection", packed[i], biases[i], tokens, width, parts[i], false, kIdentity));
+    layer.projections.push_back(linear_args("a projection", packed[i], bias(i), tokens, width, parts[i], false, kIdentity));
   const size_t next = parts.size();
-  layer.out = linear_args("out", packed[next], biases[next], tokens, heads * place.value_width, width, false, kIdentity);
-  layer.gated = linear_args("gate and up", packed[next + 1], biases[next + 1], tokens, width, intermediate, true, gate_activation(kOp, activation));
-  layer.down = linear_args("down", packed[next + 2], biases[next + 2], tokens, intermediate, width, false, kIdentity);
+  layer.out = linear_args("out", packed[next], bias(next), tokens, heads * place.value_width, width, false, kIdentity);
+  layer.gated = linear_args("gate and up", packed[next + 1], bias(next + 1), tokens, width, intermediate, true, gate_activation(kOp, activation));
+  layer.down = linear_args("down", packed[next + 2], bias(next + 2), tokens, intermediate, width, false, kIdentity);
   layer.out.residual = floats(x), layer.down.out = mutable_floats(result);
 
   double products = 0;

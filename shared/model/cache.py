@@ -79,7 +79,7 @@ class SlotCache(LengthlessCache):
     def slots(self, keys: Tensor, values: Tensor, layer_idx: int) -> Slots:
         """The stores of a layer, row by row, and where in them the pass' tokens belong: see `SlottedCache`."""
         all_keys, all_values = self.stores(keys, values, layer_idx)
-        rows = len(all_keys)
+        rows = keys.shape[0]
         if rows == 1:
             return Slots([all_keys], [all_values], self._bases, self._counts)
         return Slots(

@@ -118,10 +118,11 @@ def plan(layer: nn.Module, events: Sequence[_Event]) -> LayerPlan:
     linears = [*projections, out]
     nothing = torch.empty(0)
     biases = [*(linear.bias for linear in linears), mlp.bias, mlp.down.bias]
+    any_bias = any(bias is not None for bias in biases)
     weights = LayerWeights(
         [norm.weight for norm in norms],
         [*(linear.packed for linear in linears), mlp.pairs, mlp.down.packed],
-        [nothing if bias is None else bias for bias in biases],
+        [nothing if bias is None else bias for bias in biases] if any_bias else [],
         attention.num_heads,
         mlp.width,
         mlp.activation,
@@ -152,7 +153,9 @@ class FusedLayer:
         self.layer_idx = plan.layer_idx
         self._own = layer.forward
         self._plan: LayerPlan | None = plan
-        self._inside = [module for module in layer.modules() if module is not layer]
+        inside = [module for module in layer.modules() if module is not layer]
+        # What hooks are registered in. The op would pass them by.
+        self._hooks = [m._forward_hooks for m in inside] + [m._forward_pre_hooks for m in inside]
         self._op = torch.ops.neap.decoder_layer.default
         weights = plan.weights
         self._matrices = (weights.norms, weights.packed, weights.biases)
@@ -177,10 +180,7 @@ class FusedLayer:
         angles = kwargs.get("position_embeddings")
         if plan is None or slots is None or type(angles) is not tuple or len(args) > 1:
             return None
-        for name in kwargs.keys() - _KNOWN:
-            if kwargs[name] is not None and kwargs[name] is not False:
-                return None
-        if any(module._forward_hooks or module._forward_pre_hooks for module in self._inside):
+        if any(self._hooks) or not (_KNOWN.issuperset(kwargs) or _says_nothing_else(kwargs)):
             return None
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
@@ -196,6 +196,11 @@ class FusedLayer:
         places = slots(keys, values, plan.layer_idx)
         out: Tensor = self._op(hidden, *angles, *self._matrices, *places, masks, *self._numbers)
         return out
+
+
+def _says_nothing_else(kwargs: dict[str, Any]) -> bool:
+    others = (kwargs[name] for name in kwargs.keys() - _KNOWN)
+    return all(value is None or value is False for value in others)
 
 
 def _masks(mask: object, rows: int) -> Sequence[Tensor] | None:

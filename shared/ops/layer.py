@@ -13,7 +13,8 @@ from shared.ops.packing import Slots
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What a layer is made of. Matrices are packed (`shared.ops.pack_linear`); a bias of no elements is none.
+    """What a layer is made of. Matrices are packed (`shared.ops.pack_linear`); a bias of no elements is none,
+    no biases at all are none of any.
 
     `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are any.
     `packed` and `biases`: queries, keys and values (or all three in one), out, gate and up (`pack_gated_linear`), down.

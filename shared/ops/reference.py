@@ -147,6 +147,7 @@ def decoder_layer(
     """h = x + attention(norm(x)), then h + mlp(norm(h)): see `shared.ops.layer.decoder_layer`."""
     batch, queries, width = x.shape
     kv_heads, head_width, value_width = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
+    biases = list(biases) or [torch.empty(0)] * len(packed)
     sizes = [heads * head_width, kv_heads * head_width, kv_heads * value_width]
 
     def project(inner: Tensor, index: int, out_features: int) -> Tensor:

@@ -39,7 +39,7 @@ def layers(draw: st.DrawFn) -> dict:
         "intermediate": draw(st.sampled_from([7, 64])),
         "together": draw(st.booleans()),
         "head_norms": draw(st.booleans()),
-        "biased": draw(st.booleans()),
+        "biased": draw(st.sampled_from(["all", "some", "no"])),
         "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
         "softcap": draw(st.sampled_from([None, 2.0])),
     }
@@ -61,7 +61,11 @@ def _weights(p: dict) -> LayerWeights:
     norms = [torch.randn(width), torch.randn(width)]
     if p["head_norms"]:
         norms += [torch.randn(p["head"]), torch.randn(p["head"])]
-    biases = [torch.randn(size) if p["biased"] else NOTHING for size in sizes]
+    biases = {
+        "all": [torch.randn(size) for size in sizes],
+        "some": [torch.randn(sizes[0]), *(NOTHING for _ in sizes[1:])],
+        "no": [],
+    }[p["biased"]]
     return LayerWeights(
         *(norms, packed, biases, kv * p["group"], inner, p["activation"]),
         *(1e-5, 1.0, 0.3, p["softcap"]),
@@ -153,7 +157,7 @@ SMALL = {
     "rotated": 8,
     "intermediate": 16,
     "together": False,
-    "biased": False,
+    "biased": "no",
     "head_norms": False,
     "activation": "silu",
     "softcap": None,
