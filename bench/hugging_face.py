@@ -87,6 +87,16 @@ def _many(model: Any, prompts: list[list[int]], max_tokens: int, batch: int) -> 
     return tokens / (time.perf_counter() - start)
 
 
+def _token_s(model: Any, context: int) -> float:
+    """Seconds of one forward over one token after `context` others, logits included."""
+    ids = torch.randint(model.config.vocab_size, (1, context + 1))
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :context], use_cache=True).past_key_values
+        start = time.perf_counter()
+        model(input_ids=ids[:, context:], past_key_values=cache)
+    return time.perf_counter() - start
+
+
 def _serve(
     source: str, work: Callable[..., object], options: dict[str, int], pipe: Connection
 ) -> None:
@@ -128,4 +138,11 @@ def hugging_face_batch(
 ) -> Iterator[Callable[[Sequence[list[int]]], float]]:
     """Answers prompts in left-padded batches of `batch`; tells tokens per second."""
     with _process(source, _many, max_tokens=max_tokens, batch=batch) as run:
+        yield run
+
+
+@contextmanager
+def hugging_face_token(source: str) -> Iterator[Callable[[int], float]]:
+    """Seconds of one token's forward after so many others, without what `generate` adds."""
+    with _process(source, _token_s) as run:
         yield run

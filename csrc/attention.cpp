@@ -1,40 +1,19 @@
 // The attention ops: one sequence batch over one cache, and several sequences packed in a row over a cache each.
 #include <cstring>
 
-#include "binding.h"
+#include "attention_problem.h"
 
 namespace neap::binding {
 
 namespace {
 
-void check_mask(const char* op, const Tensor& mask, int64_t batch, int64_t queries, int64_t keys) {
-  NEAP_CHECK(mask.is_cpu() && mask.scalar_type() == ScalarType::Bool, op, ": mask must be a bool tensor on the CPU");
-  NEAP_CHECK(mask.dim() == 4 && (mask.size(0) == batch || mask.size(0) == 1) && mask.size(1) == 1 && mask.size(2) == queries && mask.size(3) == keys, op,
-             ": mask has shape ", text(mask), ", want [", batch, " or 1, 1, ", queries, ", ", keys, "]");
-}
-
-// `k` and `v` [B, Hkv, >= keys, D]; `q` and `out` start at the first query of this problem.
-AttentionArgs attention_args(const Tensor& q, const float* queries_begin, int64_t queries, const Tensor& k, const Tensor& v, int64_t keys, const Tensor* mask,
-                             bool causal, double scaling, const std::optional<double>& softcap, float* out) {
+// `q` [B, Hq, Q, D] and `out` start at the first query of this problem.
+AttentionArgs attention_args(const Tensor& q, const float* queries_begin, int64_t queries, float* out) {
   AttentionArgs args{};
-  args.q = queries_begin, args.k = floats(k), args.v = floats(v), args.out = out;
-  args.batch = q.size(0), args.heads = q.size(1), args.kv_heads = k.size(1), args.queries = queries;
-  args.keys = keys, args.width = q.size(3), args.value_width = v.size(3);
+  args.q = queries_begin, args.out = out, args.batch = q.size(0), args.heads = q.size(1), args.queries = queries;
   args.q_batch = q.stride(0), args.q_head = q.stride(1), args.q_row = q.stride(2), args.q_column = q.stride(3);
-  args.k_batch = k.stride(0), args.k_head = k.stride(1), args.k_row = k.stride(2);
-  args.v_batch = v.stride(0), args.v_head = v.stride(1), args.v_row = v.stride(2);
-  if (mask) {
-    args.mask = static_cast<const uint8_t*>(mask->const_data_ptr());
-    args.mask_batch = mask->size(0) == 1 ? 0 : mask->stride(0), args.mask_row = mask->stride(2), args.mask_column = mask->stride(3);
-  }
-  args.causal = causal, args.scaling = (float)scaling, args.softcap = softcap ? (float)*softcap : 0.f;
   return args;
 }
-
-int64_t tile_queries(const AttentionArgs& a) { return std::max<int64_t>(1, kQueryRows / (a.heads / a.kv_heads)); }
-int64_t num_items(const AttentionArgs& a) { return a.batch * a.kv_heads * ((a.queries + tile_queries(a) - 1) / tile_queries(a)); }
-int64_t num_blocks(const AttentionArgs& a) { return (a.keys + kKeyBlock - 1) / kKeyBlock; }
-double num_flops(const AttentionArgs& a) { return (double)a.batch * a.heads * a.queries * a.keys * (a.width + a.value_width); }
 
 // A few items with many keys: the keys are split so that every thread has work.
 void attend_split(AttentionArgs args) {
@@ -59,12 +38,7 @@ void attend_together(const std::vector<AttentionArgs>& problems) {
     flops += num_flops(problem);
   }
   parallel(items, flops, [&](int64_t begin, int64_t end) {
-    size_t at = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
-    while (begin < end) {
-      const int64_t start = at ? ends[at - 1] : 0, stop = std::min(end, ends[at]);
-      kernels.attention(problems[at], thread_scratch(scratch), begin - start, stop - start);
-      begin = stop, ++at;
-    }
+    each_loop(ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernels.attention(problems[at], thread_scratch(scratch), b, e); });
   });
 }
 
@@ -94,8 +68,9 @@ Tensor slot_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::opti
   if (mask) check_mask(op, *mask, batch, queries, kv_length);
   Tensor out = empty({batch, queries, heads, v.size(3)});
   if (out.numel() == 0) return out;
-  const AttentionArgs args = attention_args(q, floats(q), queries, k, v, kv_length, mask ? &*mask : nullptr, causal, scaling, softcap, mutable_floats(out));
-  if (num_items(args) >= 4 * (int64_t)torch::stable::get_num_threads() || num_blocks(args) < 2)
+  AttentionArgs args = attention_args(q, floats(q), queries, mutable_floats(out));
+  attend_over(&args, k, v, kv_length, mask ? &*mask : nullptr, causal, scaling, softcap);
+  if (keeps_threads_busy(num_items(args), num_blocks(args), torch::stable::get_num_threads()))
     attend_together({args});
   else
     attend_split(args);
@@ -141,11 +116,11 @@ Tensor packed_slot_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> k
     write_slots(k, from, counts[s], keys[s], bases[s]);
     write_slots(v, from, counts[s], values[s], bases[s]);
     const bool masked = masks[s].numel() > 0;
-    problems.push_back(attention_args(q, floats(q) + from * q.stride(2), counts[s], keys[s], values[s], bases[s] + counts[s], masked ? &masks[s] : nullptr,
-                                      !masked, scaling, softcap, mutable_floats(out) + from * heads * value_width));
+    problems.push_back(attention_args(q, floats(q) + from * q.stride(2), counts[s], mutable_floats(out) + from * heads * value_width));
+    attend_over(&problems.back(), keys[s], values[s], bases[s] + counts[s], masked ? &masks[s] : nullptr, !masked, scaling, softcap);
     from += counts[s], items += num_items(problems.back()), blocks = std::max(blocks, num_blocks(problems.back()));
   }
-  if (items >= 4 * (int64_t)torch::stable::get_num_threads() || blocks < 2)
+  if (keeps_threads_busy(items, blocks, torch::stable::get_num_threads()))
     attend_together(problems);
   else
     for (const AttentionArgs& problem : problems) attend_split(problem);

@@ -46,7 +46,7 @@ Tensor run_linear(const char* op, Tensor x, const Tensor& packed, int64_t out_fe
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
   shape.back() = out_features;
   Tensor out = empty(shape);
-  const neap::LinearArgs args{floats(x), floats(packed), bias ? floats(*bias) : nullptr, mutable_floats(out), rows, k, out_features, k, gated, activation};
+  const neap::LinearArgs args{floats(x), floats(packed), bias ? floats(*bias) : nullptr, mutable_floats(out), rows, k, out_features, k, gated, activation, nullptr};
   const neap::Kernels& kernels = neap::kernels();
   const int64_t items = kernels.linear_items(args, torch::stable::get_num_threads());
   parallel(items, (double)rows * k * panels * neap::kPanel, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
@@ -58,8 +58,7 @@ Tensor packed_linear(Tensor x, Tensor packed, int64_t out_features, std::optiona
 }
 
 Tensor packed_gated_linear(Tensor x, Tensor packed, int64_t out_features, std::string activation, std::optional<Tensor> bias) {
-  NEAP_CHECK(activation == "silu" || activation == "gelu_tanh", "packed_gated_linear: activation is '", activation, "', want 'silu' or 'gelu_tanh'");
-  return run_linear("packed_gated_linear", x, packed, out_features, bias, true, activation == "silu" ? neap::kSilu : neap::kGeluTanh);
+  return run_linear("packed_gated_linear", x, packed, out_features, bias, true, gate_activation("packed_gated_linear", activation));
 }
 
 Tensor rms_norm(Tensor x, Tensor weight, double eps, double weight_offset) {
@@ -120,6 +119,10 @@ STABLE_TORCH_LIBRARY(neap, m) {
   m.def(
       "packed_slot_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, "
       "SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
+  m.def(
+      "decoder_layer(Tensor x, Tensor cos, Tensor sin, Tensor[] norms, Tensor[] packed, Tensor[] biases, Tensor(a!)[] keys, "
+      "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt heads, SymInt intermediate, str activation, "
+      "float eps, float weight_offset, float scaling, float? softcap=None) -> Tensor");
   m.def("cpu_isa() -> str");
   m.def("set_cpu_isa(str name) -> ()");
 }
@@ -133,6 +136,7 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
   m.impl("rotary", TORCH_BOX(&rotary));
   m.impl("slot_attention", TORCH_BOX(&slot_attention));
   m.impl("packed_slot_attention", TORCH_BOX(&packed_slot_attention));
+  m.impl("decoder_layer", TORCH_BOX(&decoder_layer));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(neap, CompositeExplicitAutograd, m) {

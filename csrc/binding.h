@@ -55,6 +55,11 @@ inline Tensor empty(const Sizes& sizes) {
   return Tensor(handle);
 }
 
+inline neap::Activation gate_activation(const char* op, const std::string& name) {
+  NEAP_CHECK(name == "silu" || name == "gelu_tanh", op, ": activation is '", name, "', want 'silu' or 'gelu_tanh'");
+  return name == "silu" ? neap::kSilu : neap::kGeluTanh;
+}
+
 inline Sizes sizes_of(const Tensor& t) {
   const auto sizes = t.sizes();
   return Sizes(sizes.begin(), sizes.end());
@@ -90,5 +95,11 @@ inline float* thread_scratch(int64_t count) {
 Tensor slot_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling, std::optional<double> softcap);
 Tensor packed_slot_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
                              std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling, std::optional<double> softcap);
+
+// layer.cpp
+Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms, std::vector<Tensor> packed, std::vector<Tensor> biases,
+                     std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
+                     std::vector<Tensor> masks, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset,
+                     double scaling, std::optional<double> softcap);
 
 }  // namespace neap::binding

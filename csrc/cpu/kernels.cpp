@@ -3,6 +3,7 @@
 #include "../include/draft_top.h"
 #include "../include/exit_head.h"
 #include "../include/linear.h"
+#include "../include/place.h"
 #include "../include/route.h"
 #include "../include/rowwise.h"
 #include "../include/verify.h"
@@ -11,7 +12,7 @@ namespace neap::NEAP_ISA {
 
 const Kernels& table() {
   static constexpr Kernels kernels = {
-      NEAP_STRINGIFY(NEAP_ISA), pack, linear_items, linear, rms_norm, rotary,
+      NEAP_STRINGIFY(NEAP_ISA), pack, linear_items, linear, rms_norm, rotary, place,
       attention_scratch, attention, attention_split, attention_join,
       kDotRows, row_dots, norm, exit_gate, exit_finish, draft_blocks, draft_join, route_finish, verify,
   };

@@ -28,6 +28,7 @@ struct LinearArgs {
   int64_t rows, in_features, out_features, x_stride;
   bool gated;           // out = activation(gate) * up
   Activation activation;
+  const float* residual;  // [rows, out_features] contiguous, added last, or null
 };
 
 struct RmsNormArgs {
@@ -43,6 +44,24 @@ struct RotaryArgs {
   int64_t heads, length, width;
   int64_t x_batch, x_head, x_row;
   int64_t angle_batch, angle_row;  // strides of cos and sin, which share them; angle_batch is 0 to broadcast
+};
+
+// Where a token's key and value of head 0 belong, and how far it is to the next head's.
+struct Slot {
+  float *key, *value;
+  int64_t key_head, value_head;
+};
+
+// What a layer does between its projections and attention: head norms, rotary positions, and keys and values into slots.
+struct PlaceArgs {
+  float* q;                     // [tokens, heads, width] rows `q_row` apart; changed in place
+  const float *k, *v;           // [tokens, kv_heads, width or value_width], rows `k_row` and `v_row` apart
+  const float *q_norm, *k_norm; // [width] or null
+  const float *cos, *sin;       // [angles, rotated]; token t has row t % angles
+  const Slot* slots;            // [tokens]
+  int64_t q_row, k_row, v_row;
+  int64_t heads, kv_heads, width, value_width, rotated, angles;
+  float eps, weight_offset;
 };
 
 struct AttentionArgs {
@@ -67,6 +86,7 @@ struct Kernels {
   void (*linear)(const LinearArgs&, int64_t items, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);  // item: a row
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);     // item: (batch, head)
+  void (*place)(const PlaceArgs&, int64_t begin, int64_t end);       // item: (token, head of q, then k, then v)
   int64_t (*attention_scratch)(const AttentionArgs&);                // floats one thread needs
   void (*attention)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);        // (batch, kv head, query tile)
   void (*attention_split)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);  // the same x key block

@@ -46,15 +46,17 @@ inline void finish_panel(const LinearArgs& args, const float* c, int64_t c_strid
     }
   for (int64_t r = 0; r < rows; ++r, c += c_stride) {
     float* out = args.out + (row + r) * args.out_features + first;
+    const float* residual = args.residual ? args.residual + (row + r) * args.out_features + first : nullptr;
     alignas(64) float line[kPanel];
     for (int v = 0; v < kPanelVecs; ++v) {
       Vec value = load(c + v * kLanes) + load(bias + v * kLanes);
       if (args.gated)
         value = activate(args.activation, value) * (load(c + kPanel + v * kLanes) + load(bias + kPanel + v * kLanes));
+      if (residual && width == kPanel) value = load(residual + v * kLanes) + value;
       store((width == kPanel ? out : line) + v * kLanes, value);
     }
     if (width < kPanel)
-      for (int64_t i = 0; i < width; ++i) out[i] = line[i];
+      for (int64_t i = 0; i < width; ++i) out[i] = residual ? residual[i] + line[i] : line[i];
   }
 }
 

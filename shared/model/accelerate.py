@@ -2,6 +2,7 @@
 
 *Verified substitution*: no module is replaced because of its name or its family. Each candidate is run beside its kernel
 on random input and replaced only if they agree to 1e-5; what does not agree stays as it is and is named in the report.
+Decoder layers made of such modules then become one op each where that has the very same bits (`shared.model.fused_layers`).
 At the end the whole model is compared with its former self. Modules keep their place: only their `forward` changes.
 """
 
@@ -17,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shared import ops
 from shared.errors import UnsupportedModel
+from shared.model.fused_layers import substitute_layers
 from shared.model.substitutions import Substitutions
 from shared.ops import hf_attention, hf_rotary, substitute
 from shared.ops.substitute import Unsuitable
@@ -37,6 +39,7 @@ class AccelerationReport:
     norms: int
     rotary: tuple[str, ...]  # Python modules whose `apply_rotary_pos_emb` runs the kernel
     attention: bool  # whether the model attends through `slot_attention`
+    layers: int  # decoder layers that run as one op in passes over slots
     packed_bytes: int
     freed_bytes: int
     batch_invariant: bool  # whether eight tokens in one pass gave the bits of eight passes
@@ -71,6 +74,7 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
             files = tuple(_substitute_rotary(run))
             error = substitute.relative_error(_probe(model), expected)
             attends = _substitute_attention(run, expected)
+            layers = substitute_layers(run, _random_ids(model, 1, 9)) if attends else 0
             invariant = error <= MODEL_TOLERANCE and _is_batch_invariant(model)
         except BaseException:
             run.step_back()
@@ -88,6 +92,7 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
         norms=run.counts["rms_norm"],
         rotary=files,
         attention=attends,
+        layers=layers,
         packed_bytes=run.packed_bytes,
         freed_bytes=run.freed_bytes,
         batch_invariant=invariant,

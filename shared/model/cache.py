@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from shared.errors import InvalidInput
+from shared.ops.packing import Slots
 
 
 class LengthlessCache(Cache):
@@ -42,6 +43,8 @@ class SlotCache(LengthlessCache):
         self.values: dict[int, Tensor] = {}
         self._base = 0
         self._end = 0
+        self._bases: list[int] = []  # the same per row, as a fused layer wants it
+        self._counts: list[int] = []
 
     def begin(self, base: int, num_tokens: int) -> None:
         """States that the next pass holds positions [base, base + num_tokens). Raises `InvalidInput` past the capacity."""
@@ -51,6 +54,7 @@ class SlotCache(LengthlessCache):
                 reason="CACHE_CAPACITY",
             )
         self._base, self._end = base, base + num_tokens
+        self._bases, self._counts = [base], [num_tokens]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -71,6 +75,19 @@ class SlotCache(LengthlessCache):
             keys = self.keys[layer_idx] = self._allocate(key_states)
             self.values[layer_idx] = self._allocate(value_states)
         return keys, self.values[layer_idx]
+
+    def slots(self, keys: Tensor, values: Tensor, layer_idx: int) -> Slots:
+        """The stores of a layer, row by row, and where in them the pass' tokens belong: see `SlottedCache`."""
+        all_keys, all_values = self.stores(keys, values, layer_idx)
+        rows = keys.shape[0]
+        if rows == 1:
+            return Slots([all_keys], [all_values], self._bases, self._counts)
+        return Slots(
+            list(all_keys.split(1)),
+            list(all_values.split(1)),
+            self._bases * rows,
+            self._counts * rows,
+        )
 
     @torch.inference_mode()
     def copy(self, other: "SlotCache", start: int, end: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from shared.model.cache import LengthlessCache, SlotCache
-from shared.ops.packing import PackedOffset, PackedStates, Span
+from shared.ops.packing import PackedOffset, PackedStates, Slots, Span
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,9 @@ class PackedCache(LengthlessCache):
         self._caches = tuple(segment.cache for segment in segments)
         self._spans = tuple(Span(segment.base, segment.num_tokens) for segment in segments)
         self._offset = PackedOffset(self._spans)
-        self._num_tokens = sum(span.num_tokens for span in self._spans)
+        self._bases = [span.base for span in self._spans]
+        self._counts = [span.num_tokens for span in self._spans]
+        self._num_tokens = sum(self._counts)
 
     def update(  # type: ignore[override]  # our attention takes what transformers only hands on
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -46,6 +48,16 @@ class PackedCache(LengthlessCache):
         return (
             PackedStates(key_states, tuple(keys for keys, _ in stores), self._spans),
             PackedStates(value_states, tuple(values for _, values in stores), self._spans),
+        )
+
+    def slots(self, keys: Tensor, values: Tensor, layer_idx: int) -> Slots:
+        """The segments' stores of a layer and where in them their tokens belong: see `SlottedCache`."""
+        stores = [cache.stores(keys, values, layer_idx) for cache in self._caches]
+        return Slots(
+            [keys for keys, _ in stores],
+            [values for _, values in stores],
+            self._bases,
+            self._counts,
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -36,7 +36,7 @@ def probe(model: PreTrainedModel) -> ModelParts:
     if not num_layers:
         raise _unsupported(architecture, "its config has no num_hidden_layers")
     _refuse_shared_or_recurrent_layers(model, config, architecture)
-    path, layers = _find_layers(model, num_layers, architecture)
+    path, layers = find_layers(model, num_layers)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or not hasattr(embedding, "weight"):
         raise _unsupported(architecture, "get_input_embeddings() found no embedding with a weight")
@@ -74,15 +74,15 @@ def _refuse_shared_or_recurrent_layers(
         )
 
 
-def _find_layers(
-    model: PreTrainedModel, num_layers: int, architecture: str
-) -> tuple[str, nn.ModuleList]:
+def find_layers(model: PreTrainedModel, num_layers: int) -> tuple[str, nn.ModuleList]:
+    """The decoder layers and their list's name. Raises `UnsupportedModel` where no list has that many modules."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     fitting = [(name, module) for name, module in lists if len(module) == num_layers]
     if not fitting:
         seen = ", ".join(f"{name} ({len(module)})" for name, module in lists) or "none at all"
         raise _unsupported(
-            architecture, f"no ModuleList of num_hidden_layers = {num_layers} modules; found {seen}"
+            type(model).__name__,
+            f"no ModuleList of num_hidden_layers = {num_layers} modules; found {seen}",
         )
     return min(fitting, key=lambda item: item[0].count("."))
 

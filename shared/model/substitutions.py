@@ -22,6 +22,7 @@ class Substitutions:
         self.undo: list[Callable[[], object]] = []
         self.left_alone: dict[str, str] = {}
         self.consumed: set[nn.Module] = set()
+        self.found: dict[nn.Module, Substitute] = {}
         self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0}
         self.packed_bytes = self.freed_bytes = 0
         owners: dict[int, int] = {}
@@ -42,6 +43,7 @@ class Substitutions:
         self.left_alone.pop(name, None)
         module.forward = found.forward
         self.undo.append(partial(_own_forward, module))
+        self.found[module] = found
         self.counts[kind] += 1
         self.consumed.add(module)
         self.packed_bytes += sum(t.nbytes for t in found.packed)

@@ -67,6 +67,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
     return [
         Object("binding", "binding.cpp", binding),
         Object("attention", "attention.cpp", binding),
+        Object("layer", "layer.cpp", binding),
         Object("exits", "exits.cpp", binding),
         Object("batches", "batches.cpp", binding),
         Object("paged", "paged.cpp", binding),

@@ -3,7 +3,8 @@
 Works with any cache whose `update` returns views [B, Hkv, S, D] of what the layer may see, preallocated or not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -161,6 +162,21 @@ def _packed_attention(
         scaling,
         softcap,
     )
+
+
+@contextmanager
+def observed(see: Callable[..., None]) -> Iterator[None]:
+    """Within, every attention of a model that uses ours is first told to `see`, with the arguments of `attention`."""
+
+    def told(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        see(*args, **kwargs)
+        return attention(*args, **kwargs)
+
+    AttentionInterface.register(NAME, told)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(NAME, attention)
 
 
 def register() -> None:

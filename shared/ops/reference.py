@@ -161,6 +161,64 @@ def paged_attention(
     return out
 
 
+def decoder_layer(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: Sequence[Tensor],
+    packed: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    bases: Sequence[int],
+    counts: Sequence[int],
+    masks: Sequence[Tensor],
+    heads: int,
+    intermediate: int,
+    activation: str,
+    eps: float,
+    weight_offset: float,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """h = x + attention(norm(x)), then h + mlp(norm(h)): see `shared.ops.layer.decoder_layer`."""
+    batch, queries, width = x.shape
+    kv_heads, head_width, value_width = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
+    biases = list(biases) or [torch.empty(0)] * len(packed)
+    sizes = [heads * head_width, kv_heads * head_width, kv_heads * value_width]
+
+    def project(inner: Tensor, index: int, out_features: int) -> Tensor:
+        bias = biases[index] if biases[index].numel() else None
+        return packed_linear(inner, packed[index], out_features, bias)
+
+    inner = rms_norm(x, norms[0], eps, weight_offset)
+    if len(packed) == 6:
+        parts = [project(inner, index, size) for index, size in enumerate(sizes)]
+    else:
+        parts = list(project(inner, 0, sum(sizes)).split(sizes, -1))
+    q, k, v = (
+        part.unflatten(-1, (-1, each)).transpose(1, 2)
+        for part, each in zip(parts, (head_width, head_width, value_width), strict=True)
+    )
+    if len(norms) == 4:
+        q, k = (
+            rms_norm(x, weight, eps, weight_offset)
+            for x, weight in zip((q, k), norms[2:], strict=True)
+        )
+    rotated = cos.shape[-1]
+    turned = rotary(q[..., :rotated], k[..., :rotated], cos, sin)
+    q, k = (torch.cat([part, x[..., rotated:]], -1) for part, x in zip(turned, (q, k), strict=True))
+    # One row of tokens, sequence after sequence, as `packed_slot_attention` has it.
+    q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
+    masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
+    attended = packed_slot_attention(q, k, v, keys, values, bases, counts, masks, scaling, softcap)
+    h = x + project(attended.reshape(batch, queries, -1), -3, width)
+    gate_bias = biases[-2] if biases[-2].numel() else None
+    inner = rms_norm(h, norms[1], eps, weight_offset)
+    acted = packed_gated_linear(inner, packed[-2], intermediate, activation, gate_bias)
+    return h + project(acted, -1, width)
+
+
 def norm(x: Tensor, eps: float, centred: bool = False) -> Tensor:
     """x [..., D] / rms(x) in float32; of x less its mean where `centred`. No gain."""
     x = x.float()

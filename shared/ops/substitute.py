@@ -26,10 +26,40 @@ class Unsuitable(Exception):
 
 
 @dataclass(frozen=True)
+class PackedLinear:
+    """x @ weight.T + bias: the panels, N, and bias [N]."""
+
+    packed: Tensor
+    out_features: int
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """x / rms(x) * (weight [D] + offset)."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)); `bias` is gate's, then up's."""
+
+    pairs: Tensor
+    width: int
+    activation: str
+    bias: Tensor | None
+    down: PackedLinear
+
+
+@dataclass(frozen=True)
 class Substitute:
     """`forward` [..., K] -> [..., N] does what the module does, from `packed` instead of `weights`."""
 
     forward: Forward
+    recipe: PackedLinear | RmsNorm | GatedMlp  # the same as numbers, for who fuses several modules
     packed: tuple[Tensor, ...] = ()
     sources: tuple[nn.Module, ...] = ()  # modules whose `weight` is not read any more
     unpack: Callable[[], list[Tensor]] = list  # their weights again, in the same order
@@ -102,7 +132,9 @@ def linear(module: nn.Module, *, transposed: bool = False) -> Substitute:
         restored = reference.unpack_linear(packed, out_features)
         return [restored.T.contiguous() if transposed else restored]
 
-    return Substitute(forward, (packed,), (module,), unpack)
+    return Substitute(
+        forward, PackedLinear(packed, out_features, bias), (packed,), (module,), unpack
+    )
 
 
 def rms_norm(module: nn.Module) -> Substitute:
@@ -122,7 +154,7 @@ def rms_norm(module: nn.Module) -> Substitute:
         for offset in (0.0, 1.0):
             forward = _guarded(lambda x, eps=eps, offset=offset: op(x, frozen, eps, offset))  # type: ignore[misc]
             if _agrees(forward, module, *probes):
-                return Substitute(forward)
+                return Substitute(forward, RmsNorm(frozen, eps, offset))
     raise Unsuitable("is not an RMS norm")
 
 
@@ -203,4 +235,5 @@ def gated_mlp(module: nn.Module) -> Substitute:
     forward = _guarded(run)
     if not _agrees(forward, module, probe):
         raise Unsuitable("its fused form differs by more than the tolerance")
-    return Substitute(forward, (pairs, down), layers, unpack)
+    recipe = GatedMlp(pairs, width, activation, bias, PackedLinear(down, hidden, down_bias))
+    return Substitute(forward, recipe, (pairs, down), layers, unpack)

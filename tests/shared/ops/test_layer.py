@@ -1,0 +1,211 @@
+"""The layer op against its reference, against the single ops bit for bit, and token by token."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shared import ops
+from shared.ops import reference
+from shared.ops.layer import LayerWeights, decoder_layer
+from shared.ops.packing import Slots
+
+DRAWN = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+NOTHING = torch.empty(0)
+PLAIN = torch.empty(0, dtype=torch.bool)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> dict:
+    head = draw(st.sampled_from([8, 12, 64]))
+    spans = st.tuples(
+        st.sampled_from([0, 1, 20, 255, 300, 600]), st.sampled_from([1, 2, 5, 50]), st.booleans()
+    )
+    return {
+        "spans": draw(st.lists(spans, min_size=1, max_size=4)),
+        "width": draw(st.sampled_from([5, 48, 300])),
+        "kv_heads": draw(st.integers(1, 3)),
+        "group": draw(st.sampled_from([1, 3])),
+        "head": head,
+        "value_head": draw(st.sampled_from([8, 20])),
+        "rotated": draw(st.sampled_from([head, head // 2 // 2 * 2])),
+        "intermediate": draw(st.sampled_from([7, 64])),
+        "together": draw(st.booleans()),
+        "head_norms": draw(st.booleans()),
+        "biased": draw(st.sampled_from(["all", "some", "no"])),
+        "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
+        "softcap": draw(st.sampled_from([None, 2.0])),
+    }
+
+
+def _weights(p: dict) -> LayerWeights:
+    width, kv, inner = p["width"], p["kv_heads"], p["intermediate"]
+    q, k, v = kv * p["group"] * p["head"], kv * p["head"], kv * p["value_head"]
+    shapes = [(q + k + v, width)] if p["together"] else [(q, width), (k, width), (v, width)]
+    shapes.append((width, kv * p["group"] * p["value_head"]))
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return ops.pack_linear(torch.randn(rows, columns) / columns**0.5)
+
+    gate, up = torch.randn(2, inner, width).div(width**0.5).unbind()
+    packed = [matrix(*shape) for shape in shapes]
+    packed += [ops.pack_gated_linear(gate, up), matrix(width, inner)]
+    sizes = [rows for rows, _ in shapes] + [2 * inner, width]
+    norms = [torch.randn(width), torch.randn(width)]
+    if p["head_norms"]:
+        norms += [torch.randn(p["head"]), torch.randn(p["head"])]
+    biases = {
+        "all": [torch.randn(size) for size in sizes],
+        "some": [torch.randn(sizes[0]), *(NOTHING for _ in sizes[1:])],
+        "no": [],
+    }[p["biased"]]
+    return LayerWeights(
+        *(norms, packed, biases, kv * p["group"], inner, p["activation"]),
+        *(1e-5, 1.0, 0.3, p["softcap"]),
+    )
+
+
+def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, Slots, list[Tensor]]:
+    bases, counts, masked = (list(column) for column in zip(*p["spans"], strict=True))
+    tokens, kv = sum(counts), p["kv_heads"]
+    sizes = [base + count + 3 for base, count in zip(bases, counts, strict=True)]
+    slots = Slots(
+        [torch.randn(1, kv, size, p["head"]) for size in sizes],
+        [torch.randn(1, kv, size, p["value_head"]) for size in sizes],
+        *(bases, counts),
+    )
+    masks = [
+        torch.rand(1, 1, count, base + count) < 0.6 if hide else PLAIN
+        for base, count, hide in zip(bases, counts, masked, strict=True)
+    ]
+    cos, sin = torch.randn(2, 1, tokens, p["rotated"]).unbind()
+    return torch.randn(1, tokens, p["width"]), cos, sin, slots, masks
+
+
+def _copy(slots: Slots) -> Slots:
+    keys, values = ([t.clone() for t in stores] for stores in slots[:2])
+    return Slots(keys, values, slots.bases, slots.counts)
+
+
+def _flat(weights: LayerWeights, slots: Slots, masks: list[Tensor]) -> tuple:
+    w = weights
+    return (
+        *(w.norms, w.packed, w.biases, *slots, masks, w.num_heads, w.intermediate),
+        *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap),
+    )
+
+
+def _step_by_step(
+    x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, slots: Slots, masks: list[Tensor]
+) -> Tensor:
+    """The reference's own steps, with the single ops in place of PyTorch."""
+    names = ("packed_linear", "packed_gated_linear", "rms_norm", "rotary", "packed_slot_attention")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(reference, name, getattr(ops, name))
+        return reference.decoder_layer(x, cos, sin, *_flat(w, slots, masks))
+
+
+@DRAWN
+@given(p=layers(), threads=st.sampled_from([1, 2, 3]))
+def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None:
+    weights, (x, cos, sin, slots, masks) = _weights(p), _inputs(p)
+    expected_slots, spec_slots = _copy(slots), _copy(slots)
+    torch.set_num_threads(threads)
+    out = decoder_layer(x, cos, sin, weights, slots, masks)
+    torch.set_num_threads(1)
+    assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_slots, masks))
+    for kept, expected in zip(slots[:2], expected_slots[:2], strict=True):
+        assert all(map(torch.equal, kept, expected))
+    spec = reference.decoder_layer(x, cos, sin, *_flat(weights, spec_slots, masks))
+    torch.testing.assert_close(out, spec, atol=1e-4 * float(spec.abs().max()), rtol=1e-3)
+
+
+@DRAWN
+@given(p=layers())
+def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
+    p = {**p, "spans": [(base, min(count, 5), False) for base, count, _ in p["spans"]]}
+    weights, (x, cos, sin, slots, _) = _weights(p), _inputs(p)
+    alone_slots = _copy(slots)
+    out = decoder_layer(x, cos, sin, weights, slots)
+    token = 0
+    for index, (base, count, _) in enumerate(p["spans"]):
+        for step in range(count):
+            own = slice(token, token + 1)
+            places = Slots(
+                [alone_slots.keys[index]], [alone_slots.values[index]], [base + step], [1]
+            )
+            alone = decoder_layer(x[:, own], cos[:, own], sin[:, own], weights, places)
+            assert torch.equal(alone, out[:, own])
+            token += 1
+
+
+SMALL = {
+    "spans": [(3, 2, False)],
+    "width": 12,
+    "kv_heads": 2,
+    "group": 2,
+    "head": 8,
+    "value_head": 8,
+    "rotated": 8,
+    "intermediate": 16,
+    "together": False,
+    "biased": "no",
+    "head_norms": False,
+    "activation": "silu",
+    "softcap": None,
+}
+
+
+def test_rows_of_a_batch_share_positions_or_have_their_own() -> None:
+    weights = _weights(SMALL)
+    x, (cos, sin) = torch.randn(2, 3, 12), torch.randn(2, 2, 3, 8).unbind()
+    stores = [torch.zeros(1, 2, 7, 8) for _ in range(4)]
+    for angles in ((cos, sin), (cos[:1], sin[:1])):
+        out = decoder_layer(x, *angles, weights, Slots(stores[:2], stores[2:], [4, 1], [3, 3]))
+        for row, base in enumerate((4, 1)):
+            own = [angle[row : row + 1] if len(angle) > 1 else angle for angle in angles]
+            places = Slots(stores[row : row + 1], stores[2 + row : 3 + row], [base], [3])
+            assert torch.equal(decoder_layer(x[row : row + 1], *own, weights, places)[0], out[row])
+
+
+def test_no_tokens_are_no_work() -> None:
+    weights, (x, cos, sin, slots, _) = _weights(SMALL), _inputs(SMALL)
+    out = decoder_layer(x[:, :0], cos[:, :0], sin[:, :0], weights, slots)
+    assert out.shape == (1, 0, 12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 3}, "3 query heads cannot share 2 key heads"),
+        ({"num_heads": 6}, "a projection has shape"),
+        ({"intermediate": 17}, "gate and up has shape"),
+        ({"activation": "relu"}, "activation is 'relu'"),
+        ({"norms": [torch.ones(12)]}, "1 norms, want 2"),
+        ({"norms": [torch.ones(12), torch.ones(11)]}, "a norm must be contiguous with shape"),
+        ({"biases": [NOTHING] * 5}, "6 matrices and 5 biases"),
+        ({"biases": [torch.ones(3)] + [NOTHING] * 5}, "a projection must be contiguous"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"eps": -1.0}, "eps is negative"),
+        ({"slots": {"bases": [7]}}, "cannot take 2 tokens at 7"),
+        ({"slots": {"counts": [1]}}, "hold 1 tokens of 2"),
+        ({"slots": {"keys": []}}, "0 stores of keys"),
+        ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
+        ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
+        ({"masks": [PLAIN, PLAIN]}, "2 masks for 1 sequences"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict, message: str) -> None:
+    weights, (x, cos, sin, slots, masks) = _weights(SMALL), _inputs(SMALL)
+    slots = slots._replace(**change.pop("slots", {}))
+    x, masks = change.pop("x", x), change.pop("masks", masks)
+    with pytest.raises(RuntimeError, match=message):
+        decoder_layer(x, cos, sin, replace(weights, **change), slots, masks)
