@@ -60,6 +60,11 @@ class _Trace(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        with self:
+            whole = func.namespace != "aten"
+            parts = NotImplemented if whole else func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
         name = func._overloadpacket.__name__
         idle = name == "dropout" and not args[2]  # of a model that does not train
         if (_FORBIDDEN | _RANDOM) & set(func.tags) and not (idle or name.startswith("index")):

@@ -27,6 +27,11 @@ class HostSyncs(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        with self:  # what is made of other operators is judged by these
+            whole = func.namespace != "aten"
+            parts = NotImplemented if whole else func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
         out = func(*args, **(kwargs or {}))
         if self._is_sync(func, tree_leaves((args, kwargs)), out):
             self.found.append(str(func))
