@@ -21,6 +21,7 @@ from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.errors import InvalidInput, NeapError
 from shared.model.load import LoadedModel, load_model
+from shared.model.runners import make_runner
 from shared.registry.blob_cache import BlobCache
 from shared.registry.factory import open_registry
 from shared.registry.shared import SharedRegistry
@@ -30,6 +31,9 @@ from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
 
 log = structlog.get_logger("neap.worker")
+
+# What a setting of three values says.
+SWITCH = {"auto": None, "on": True, "off": False}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,6 +149,11 @@ def _load_engine(
         prefix_cache_bytes=kept,
         shadow_share=settings.shadow_share,
         on_failure=on_failure,
+        runner_of=partial(
+            make_runner,
+            record=SWITCH[settings.record_passes],
+            compile_layers=SWITCH[settings.compile_layers],
+        ),
     )
     engine.warm_up()
     log.info("model warm", model_id=source.model_id)

@@ -20,10 +20,14 @@ def num_slots(request: GenerationRequest, context_length: int) -> int:
 class Admission:
     """Checks requests against model, router, memory and clock. `slot_bytes`: keys and values of one position, all layers.
 
-    `kv_budget_bytes` is for all running requests together. `costs` None: not measured yet.
+    `kv_budget_bytes` is for all running requests together, given out `page_slots` positions at a time. `costs` None: not measured
+    yet.
     """
 
-    def __init__(self, loaded: LoadedModel, slot_bytes: int, kv_budget_bytes: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, slot_bytes: int, kv_budget_bytes: int, page_slots: int = 1
+    ) -> None:
+        self._page_slots = page_slots
         self.slot_bytes = slot_bytes
         self.kv_budget_bytes = kv_budget_bytes
         self.costs: PassCosts | None = None
@@ -31,7 +35,8 @@ class Admission:
 
     def kv_bytes(self, request: GenerationRequest) -> int:
         """What the request's keys and values may come to take."""
-        return num_slots(request, self._loaded.context_length) * self.slot_bytes
+        slots = num_slots(request, self._loaded.context_length)
+        return -(-slots // self._page_slots) * self._page_slots * self.slot_bytes
 
     def check(
         self, request: GenerationRequest, ladder: Ladder | None, num_known: Callable[[], int]

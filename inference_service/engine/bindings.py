@@ -34,12 +34,14 @@ class Bindings:
         found = self._bound.get(id(ladder))
         if found is None:
             bound = ladder.bind(self._runner)
+            for _ in self._runner.prepare(bound.depths):
+                pass
             return self._keep(ladder, bound, costs, self._known(bound) or self._measured(bound))
         self._bound.move_to_end(id(ladder))
         return found[1]
 
     def prepare(self, ladder: Ladder, costs: PassCosts) -> Slices:
-        """Binds and tests the ladder in slices, none longer than the binding itself or a pass or two.
+        """Binds and tests the ladder in slices, none longer than the binding itself, a pass or two, or recording one.
 
         Raises RouterMismatch, Corrupt (SELF_TEST_FAILED).
         """
@@ -47,6 +49,7 @@ class Bindings:
             return
         bound = ladder.bind(self._runner)
         yield
+        yield from self._runner.prepare(bound.depths)
         exits = self._known(bound)
         if exits is None:
             timings = exit_timings(self._runner, bound)

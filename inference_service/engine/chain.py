@@ -84,7 +84,7 @@ def settle(chains: Sequence[Chain], runner: DepthRunner) -> list[Tensor]:
 
 def _run(members: list[tuple[Chain, int]], first: int, last: int, runner: DepthRunner) -> None:
     tokens = [token for chain, start in members for token in chain.tokens[start:]]
-    ids = torch.tensor([tokens], device=runner.loaded.device)
+    ids = runner.ids(tokens)
     hidden = None
     if first:
         entering = [s for chain, start in members for s in chain.states[start:] if s is not None]

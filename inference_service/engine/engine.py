@@ -40,6 +40,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread
 from shared.model.runner import DepthRunner
+from shared.model.runners import make_runner
 from shared.model.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ class Engine:
     have computed for others that start alike, as long as nobody needs the room; 0: nothing is shared. `max_queue` bounds the
     requests that wait, `max_queue_tokens` their prompts. `shadow_share` of the answers by policy relaxed are checked in idle time:
     see `Shadow`. `on_failure` is called by the engine's thread should it ever end by
-    itself; every later request is refused with `Unavailable`.
+    itself; every later request is refused with `Unavailable`. `runner_of` makes what runs the model, given its bytes for keys and
+    values.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Engine:
         prefix_cache_bytes: int | None = None,
         shadow_share: float = 0.0,
         on_failure: Callable[[], object] = lambda: None,
+        runner_of: Callable[[LoadedModel, int], DepthRunner] = make_runner,
     ) -> None:
         if ladder is not None:
             ladder.check_model(loaded)
@@ -107,13 +110,14 @@ class Engine:
         self._max_running = max_running
         self._max_queue, self._max_queue_tokens = max_queue, max_queue_tokens
         self._on_failure = on_failure
-        runner = in_own_thread(DepthRunner, loaded)
         if kv_budget_bytes is None:
             kv_budget_bytes = default_budget(loaded.device)
+        runner = in_own_thread(runner_of, loaded, kv_budget_bytes)
+        kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
         if prefix_cache_bytes is None:
             prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
         bytes_per_slot = in_own_thread(slot_bytes, runner)
-        self._admission = Admission(loaded, bytes_per_slot, kv_budget_bytes)
+        self._admission = Admission(loaded, bytes_per_slot, kv_budget_bytes, runner.page_slots)
         self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // bytes_per_slot))
         self.statistics = self._decoder.statistics
         self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
@@ -251,6 +255,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            for _ in self._decoder.runner.prepare(()):
+                pass
             deep = measure_deep(self._decoder.runner)
             self._costs = PassCosts(deep, wide=measure_wide(self._decoder.runner, deep))
             self._admission.costs = self._costs

@@ -18,7 +18,7 @@ def slot_bytes(runner: DepthRunner) -> int:
     token = torch.zeros(1, 1, dtype=torch.long, device=runner.loaded.device)
     runner.run(token, cache, first=0, last=runner.num_layers, base=0)
     runner.counters.reset()
-    return cache.kv_bytes
+    return cache.kv_bytes // cache.capacity
 
 
 def default_budget(device: torch.device) -> int:

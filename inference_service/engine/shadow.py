@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-import torch
-
 from inference_service.engine.disagreement import exceeds, lower_limit
 from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GenerationRequest
@@ -150,6 +148,9 @@ class Shadow:
         if len(tokens) > max_slots:
             self._drop()
             return None
+        # What is kept for later makes room for this, too.
+        page = self._runner.page_slots
+        self._prefixes.fit(max_slots - -(-len(tokens) // page) * page)
         check = self._check = _Check(
             tokens,
             len(request.prompt_ids),
@@ -171,10 +172,9 @@ class Shadow:
         start = check.num_settled
         # The last token is judged by the one before it, and followed by nothing.
         piece = list(check.tokens[start : min(start + SLICE_TOKENS, len(check.tokens) - 1)])
-        ids = torch.tensor([piece], device=self._runner.loaded.device)
-        states = self._runner.run(
-            ids, check.cache, first=0, last=self._runner.num_layers, base=start
-        )[0]
+        runner = self._runner
+        ids = runner.ids(piece)
+        states = runner.run(ids, check.cache, first=0, last=runner.num_layers, base=start)[0]
         check.num_settled += len(piece)
         skipped = max(check.num_prompt_tokens - 1 - start, 0)
         if skipped >= len(piece):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from shared.errors import UnsupportedModel
 
 LayerOutput = Tensor | tuple[Any, ...]
+Forward = Callable[..., LayerOutput]
 
 
 class LayerCounters:
@@ -36,6 +37,12 @@ class LayerCounters:
         """(layer executions, token layers) so far."""
         return self.layer_executions, self.token_layers
 
+    def add(self, first: int, last: int, num_tokens: int) -> None:
+        """A pass over so many tokens through layers [first, last)."""
+        for index in range(first, last):
+            self.per_layer[index] += 1
+        self.token_layers += num_tokens * (last - first)
+
 
 class Gates:
     """The gates of one model. Not re-entrant: one thread runs the model."""
@@ -50,20 +57,22 @@ class Gates:
         self._captured: dict[int, Tensor] | None = None
         # 0: layers return a tensor; n: a tuple of n. Learnt from the first call.
         self._tuple_length: int | None = None
+        # Each layer's own forward, bound; and what the pass at hand runs in their place.
+        self.forwards: tuple[Forward, ...] = tuple(layer.forward for layer in layers)
+        self._running = self.forwards
         for index, layer in enumerate(layers):
-            layer.forward = self._gated(index, layer.forward)
+            layer.forward = self._gated(index)
         self._learn_output_form()
 
-    def _gated(self, index: int, forward: Callable[..., LayerOutput]) -> Callable[..., LayerOutput]:
+    def _gated(self, index: int) -> Forward:
         def gate(*args: Any, **kwargs: Any) -> LayerOutput:
-            return self._pass(index, forward, args, kwargs)
+            return self._pass(index, args, kwargs)
 
         return gate
 
     def _pass(
         self,
         index: int,
-        forward: Callable[..., LayerOutput],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> LayerOutput:
@@ -85,7 +94,7 @@ class Gates:
                 kwargs["hidden_states"] = self._entering
         if self._captured is not None and index in self._captured:
             self._captured[index] = args[0] if args else kwargs["hidden_states"]
-        output = forward(*args, **kwargs)
+        output = self._running[index](*args, **kwargs)
         hidden = output[0] if isinstance(output, tuple) else output
         if self._tuple_length is None:
             self._tuple_length = len(output) if isinstance(output, tuple) else 0
@@ -106,12 +115,21 @@ class Gates:
             )
         self.counters = LayerCounters(self.num_layers)
 
-    def run(self, first: int, last: int, entering: Tensor | None, **inputs: Any) -> Tensor:
+    def run(
+        self,
+        first: int,
+        last: int,
+        entering: Tensor | None,
+        *,
+        forwards: tuple[Forward, ...] | None = None,
+        **inputs: Any,
+    ) -> Tensor:
         """Runs layers [first, last); returns the state at depth `last` [B, Q, D]. `entering` is the state at depth `first`.
 
-        [0, 0) runs no layer and returns what enters the first.
+        [0, 0) runs no layer and returns what enters the first. `forwards`, one per layer, run in place of the layers' own.
         """
         self._open(first, last, entering)
+        self._running = forwards or self.forwards
         try:
             self._model.base_model(**inputs)
             assert self._leaving is not None
@@ -149,3 +167,4 @@ class Gates:
     def _reset(self) -> None:
         self._open(0, self.num_layers, None)
         self._captured = None
+        self._running = self.forwards

@@ -25,7 +25,8 @@ def in_own_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         except BaseException as error:  # handed to the caller, whatever it is
             errors.append(error)
 
-    thread = threading.Thread(target=run, name=f"neap-{work.__name__}", daemon=True)
+    name = getattr(work, "__name__", "work")  # a partial has none
+    thread = threading.Thread(target=run, name=f"neap-{name}", daemon=True)
     thread.start()
     thread.join()
     if errors:

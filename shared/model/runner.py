@@ -1,6 +1,6 @@
 """The executor: parts of the model, run on demand, with what ran counted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,23 @@ class DepthRunner:
     @property
     def counters(self) -> LayerCounters:
         return self._gates.counters
+
+    @property
+    def page_slots(self) -> int:
+        """Positions by which a cache's memory grows."""
+        return 1
+
+    def usable_bytes(self, wanted: int) -> int:
+        """Of `wanted` bytes for all caches, what they can really have."""
+        return wanted
+
+    def prepare(self, depths: Sequence[int]) -> Iterator[None]:
+        """Whatever makes later passes between `depths` as fast as they can be; yields where other work may come between."""
+        return iter(())
+
+    def ids(self, tokens: Sequence[int]) -> Tensor:
+        """[1, T] of one pass, where it wants them."""
+        return torch.tensor([list(tokens)], device=self.loaded.device)
 
     def new_cache(self, capacity: int) -> SlotCache:
         return SlotCache(capacity)

@@ -1,0 +1,96 @@
+"""On a GPU: CUDA graphs over pages give what the model's own forward gives, and exact is full."""
+
+import pytest
+import torch
+
+from inference_service.engine.engine import Engine
+from shared.ladder.policy import DepthPolicy
+from shared.model.compiled import LayerCompiler
+from shared.model.load import LoadedModel, wrap_model
+from shared.model.packed import Segment
+from shared.model.paged_runner import PagedRunner
+from shared.model.recorder import CudaRecorder
+from shared.ops import library
+from tests.families import VOCABULARY_SIZE, build_family
+from tests.scripted_ladder import ScriptedLadder
+
+NUM_NEW = 20
+PROMPTS = [(5, 17, 3, 44, 8), tuple(range(2, 40)), (9,)]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(params=["llama", "mistral-sliding", "gemma3-sliding"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    if not library.runs_on("cuda"):
+        pytest.skip("the kernels are not built for CUDA")
+    return wrap_model(build_family(request.param).to("cuda", torch.bfloat16))
+
+
+def captured(loaded: LoadedModel, *, compiled: bool = False) -> PagedRunner:
+    runner = PagedRunner(
+        loaded,
+        kv_budget_bytes=1 << 24,
+        recorder=CudaRecorder(loaded.device),
+        transform=LayerCompiler() if compiled else None,
+    )
+    assert runner.records
+    assert runner.compiles == compiled
+    return runner
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_passes_are_the_models_own(loaded: LoadedModel, compiled: bool) -> None:
+    runner = captured(loaded, compiled=compiled)
+    ids = torch.randint(2, VOCABULARY_SIZE, (1, 60), device="cuda")
+    with torch.no_grad():
+        expected = loaded.model(input_ids=ids, use_cache=False).logits.float()
+    cache, at = runner.new_cache(60), 0
+    for size in (9, 1, 30, 20):
+        piece = ids[:, at : at + size]
+        runner.run(piece.flip(1), cache, first=0, last=runner.num_layers, base=at)
+        shallow = runner.run(piece, cache, first=0, last=2, base=at)
+        deep = runner.run(piece, cache, first=2, last=runner.num_layers, base=at, hidden=shallow)
+        logits, own = runner.logits(deep), expected[:, at : at + size]
+        assert (logits - own).abs().max() < 0.1 * own.abs().max()
+        at += size
+
+
+def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded: LoadedModel) -> None:
+    runner = captured(loaded)
+    ids = [torch.tensor([prompt[:7]]) for prompt in PROMPTS]
+    alone = [
+        runner.run(row, runner.new_cache(9), first=0, last=runner.num_layers, base=0)
+        for row in ids
+    ]
+    segments = [Segment(runner.new_cache(9), 0, row.shape[1]) for row in ids]
+    together = runner.run_packed(torch.cat(ids, 1), segments, first=0, last=runner.num_layers)
+    assert torch.equal(together, torch.cat(alone, 1))
+
+
+def test_exact_is_full_alone_and_in_company(loaded: LoadedModel) -> None:
+    with Engine(loaded, kv_budget_bytes=1 << 24) as engine:
+        assert isinstance(engine._decoder.runner, PagedRunner)
+        full = {
+            prompt: engine.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids
+            for prompt in PROMPTS
+        }
+
+    def right(context: list[int]) -> tuple[int, float] | None:
+        for prompt, answer in full.items():
+            if tuple(context[: len(prompt)]) == prompt and len(context) % 4:
+                place = len(context) - len(prompt)
+                return ((*answer, 0)[min(place, NUM_NEW)] if len(context) % 4 < 3 else 3, 0.9)
+        return None
+
+    ladder = ScriptedLadder(right, lambda _: (4, 0.1), depths=(0, 2))
+    with Engine(loaded, ladder, kv_budget_bytes=1 << 24) as engine:  # type: ignore[arg-type]
+        for prompt, answer in full.items():
+            exact = engine.generate(
+                prompt, policy=DepthPolicy("exact", max_drafts=3), max_tokens=NUM_NEW
+            )
+            assert exact.token_ids == answer
+            assert exact.stats.num_accepted > 0

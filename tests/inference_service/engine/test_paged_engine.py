@@ -1,0 +1,189 @@
+"""The engine on pages and recorded passes, as on a GPU: the same answers as ever, and every page back in the end."""
+
+import gc
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inference_service.engine.engine import Engine
+from inference_service.engine.prefixes import Prefixes
+from inference_service.engine.request import (
+    Finished,
+    GenerationRequest,
+    StoppingParams,
+    TokenChunk,
+)
+from inference_service.engine.shadow import Shadow
+from shared.errors import Cancelled, Exhausted
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import LoadedModel
+from shared.model.paged_kv import PAGE_SLOTS
+from shared.model.paged_runner import PagedRunner
+from tests.families import VOCABULARY_SIZE
+from tests.paged import load_family, make_runner
+from tests.scripted_ladder import ScriptedLadder
+
+NUM_NEW = 14
+EXACT = DepthPolicy("exact", max_drafts=4)
+STEM = tuple(random.Random(3).choices(range(2, VOCABULARY_SIZE), k=40))
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3-sliding"])
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    torch.manual_seed(0)
+    return load_family(request.param)
+
+
+@pytest.fixture(scope="module")
+def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Answers of the engine as it is without pages. One engine at a time: it owns the model."""
+    with Engine(loaded) as plain:
+        return {
+            prompt: plain.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids
+            for prompt in prompts(3)
+        }
+
+
+@pytest.fixture
+def engine(loaded: LoadedModel, own: object) -> Iterator[Engine]:
+    """Room for about three of these requests at once, prefixes included."""
+    budget = 3 * 5 * make_runner(loaded).pool.page_bytes
+    with Engine(
+        loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget // 3, runner_of=make_runner
+    ) as made:
+        yield made
+
+
+def prompts(count: int) -> list[tuple[int, ...]]:
+    draw = random.Random(5)
+    lengths = [draw.choice([3, 9, 30]) for _ in range(count)]
+    return [tuple(draw.choices(range(2, VOCABULARY_SIZE), k=length)) for length in lengths]
+
+
+def request(prompt: tuple[int, ...], policy: DepthPolicy, max_tokens: int = NUM_NEW):
+    stopping = StoppingParams(max_tokens=max_tokens)
+    return GenerationRequest(prompt, policy=policy, stopping=stopping)
+
+
+def all_tokens(handle) -> tuple[int, ...]:
+    chunks = [event for event in handle.events() if isinstance(event, TokenChunk)]
+    return tuple(token.token_id for chunk in chunks for token in chunk.tokens)
+
+
+def pages_taken(engine: Engine) -> int:
+    gc.collect()
+    runner = engine._decoder.runner
+    assert isinstance(runner, PagedRunner)
+    assert runner.records
+    return runner.pool.num_pages - runner.pool.num_free
+
+
+def ladder_over(answers: dict[tuple[int, ...], tuple[int, ...]]) -> ScriptedLadder:
+    """Drafts two right tokens, then a wrong one; its exits at layers are wrong at other places."""
+
+    def right(context: list[int]) -> int:
+        for prompt, answer in answers.items():
+            if tuple(context[: len(prompt)]) == prompt:
+                return (*answer, 0)[min(len(context) - len(prompt), len(answer))]
+        raise AssertionError
+
+    def table(context: list[int]) -> tuple[int, float] | None:
+        step = len(context) % 4
+        return None if step == 0 else (right(context) if step < 3 else 3, 0.9)
+
+    def exits(context: list[int]) -> tuple[int, float]:
+        return (right(context) if len(context) % 3 else 4, 0.95)
+
+    return ScriptedLadder(table, exits, depths=(0, 2, 4))
+
+
+def test_exact_is_full_is_the_models_own(
+    own: dict[tuple[int, ...], tuple[int, ...]], engine: Engine
+) -> None:
+    for prompt, answer in own.items():
+        assert all_tokens(engine.submit(request(prompt, DepthPolicy("full")))) == answer
+        handle = engine.submit(request(prompt, EXACT), ladder_over(own))  # type: ignore[arg-type]
+        events = list(handle.events())
+        tokens = [t.token_id for e in events if isinstance(e, TokenChunk) for t in e.tokens]
+        assert tuple(tokens) == answer
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert 0 < finished.depth.num_accepted < finished.depth.num_drafted
+
+
+def test_company_waiting_and_cancels_change_no_token_and_leave_no_page(engine: Engine) -> None:
+    """More requests than there is room for, two of each kind at a time, some cancelled in the middle."""
+    rows = prompts(10)
+    full = DepthPolicy("full")
+    alone = {prompt: all_tokens(engine.submit(request(prompt, full))) for prompt in rows}
+    handles = [
+        engine.submit(request(p, EXACT), ladder_over(alone))  # type: ignore[arg-type]
+        if number % 2
+        else engine.submit(request(p, full))
+        for number, p in enumerate(rows)
+    ]
+    for handle in handles[::4]:
+        handle.next_event(30)
+        handle.cancel()
+    for number, (prompt, handle) in enumerate(zip(rows, handles, strict=True)):
+        if number % 4:
+            assert all_tokens(handle) == alone[prompt]
+        else:
+            while (event := handle.next_event(30)) is not None:
+                last = event
+            assert isinstance(last, Cancelled | Finished)
+    prefixes = engine._decoder.prefixes
+    assert pages_taken(engine) == sum(len(kept.cache.pages) for kept in prefixes._kept)
+    prefixes.fit(0)
+    assert pages_taken(engine) == 0
+
+
+def test_a_prompt_that_starts_alike_takes_over_pages(engine: Engine) -> None:
+    question = (*STEM, 5, 6)
+    other = (*STEM, 7, 8, 9)
+    expected = all_tokens(engine.submit(request(other, DepthPolicy("full"))))
+    engine._decoder.prefixes.fit(0)
+    all_tokens(engine.submit(request(question, DepthPolicy("full"))))
+    events = list(engine.submit(request(other, DepthPolicy("full"))).events())
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    assert finished.num_cached_tokens == len(STEM)
+    tokens = [t.token_id for e in events if isinstance(e, TokenChunk) for t in e.tokens]
+    assert tuple(tokens) == expected
+
+
+def test_a_request_counts_by_whole_pages(engine: Engine) -> None:
+    admission = engine._admission
+    assert admission.kv_budget_bytes == 15 * PAGE_SLOTS * admission.slot_bytes
+    asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six pages
+    admission.kv_budget_bytes = 6 * PAGE_SLOTS * admission.slot_bytes - 1
+    with pytest.raises(Exhausted) as refused:
+        engine.submit(asked)
+    assert refused.value.reason == "KV_BUDGET"
+    admission.kv_budget_bytes += 1
+    assert len(all_tokens(engine.submit(asked))) == 41
+
+
+def test_a_check_in_idle_time_takes_pages_from_what_is_kept(loaded: LoadedModel) -> None:
+    runner = make_runner(loaded, 4 * make_runner(loaded).pool.page_bytes)
+    prefixes = Prefixes(4 * PAGE_SLOTS)
+    for start in (0, 1):  # kept, and all there is but the reserve
+        kept = runner.new_cache(2 * PAGE_SLOTS)
+        prefixes.keep(SimpleNamespace(tokens=STEM[start:], num_settled=30, cache=kept))  # type: ignore[arg-type]
+    del kept
+    reserve = []
+    while runner.pool.num_free:
+        reserve.append(runner.new_cache(PAGE_SLOTS))
+    shadow = Shadow(runner, prefixes, share=1.0)
+    asked = request(STEM[:20], DepthPolicy("relaxed", threshold=0.5))
+    shadow.offer(
+        SimpleNamespace(request=asked, tokens=STEM, num_prompt_tokens=20),  # type: ignore[arg-type]
+        4 * PAGE_SLOTS,
+    )
+    while not shadow.is_idle:
+        shadow.slice(4 * PAGE_SLOTS)
+    (counts,) = shadow.counts.values()
+    assert (counts.num_checked, counts.num_dropped) == (1, 0)

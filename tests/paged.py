@@ -1,0 +1,36 @@
+"""Runners over pages, as on a GPU, on a CPU."""
+
+import torch
+
+from shared.model.load import LoadedModel, wrap_model
+from shared.model.paged_pass import LayerTransform
+from shared.model.paged_runner import PagedRunner
+from shared.model.recorder import Recorder
+from tests.families import FAMILIES, build_family
+from tests.recorders import TracingRecorder
+
+# Falcon does not use transformers' AttentionInterface.
+NOT_PAGED = {"falcon", "falcon-alibi"}
+PAGED = sorted(set(FAMILIES) - NOT_PAGED)
+
+
+def load_family(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    model = build_family(name).to(dtype)
+    # Transformers would look for padding among a GPT-2's tokens, on the host; no real one has such a token.
+    model.config.pad_token_id = None
+    return wrap_model(model)
+
+
+def make_runner(
+    loaded: LoadedModel,
+    kv_budget_bytes: int = 1 << 20,
+    *,
+    recorder: Recorder | None = None,
+    transform: LayerTransform | None = None,
+) -> PagedRunner:
+    recorder = recorder or TracingRecorder()
+    runner = PagedRunner(
+        loaded, kv_budget_bytes=kv_budget_bytes, recorder=recorder, transform=transform
+    )
+    assert runner.records == recorder.records
+    return runner

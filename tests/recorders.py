@@ -1,0 +1,131 @@
+"""A recorder for tests that is as strict on a CPU as a CUDA graph is on a GPU."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_FORBIDDEN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_RANDOM = {torch.Tag.nondeterministic_seeded}
+
+
+class NotRecordable(RuntimeError):
+    """What a CUDA graph could not hold."""
+
+
+class TracingRecorder:
+    """Runs the work once, keeps its operators with their arguments, and replays these without any of its Python.
+
+    Tensors that were there before keep their places; those that arise come anew in each replay, and what the recording itself
+    made of them is wrecked: so a number that Python computed, a tensor that it made, a result that was not written to its place
+    is the wrong number ever after. Reading a number on the host, sizes that depend on numbers and random draws are refused.
+    `executed` counts the operators of all replays.
+    """
+
+    records = True
+
+    def __init__(self) -> None:
+        self.executed: Counter[str] = Counter()
+        self.num_recorded = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_recorded += 1
+        with _Trace() as trace:
+            assert work() is None
+        trace.wreck()
+
+        def replay() -> None:
+            with torch.inference_mode():
+                self.executed.update(trace.replay())
+
+        return replay
+
+
+class _Trace(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        # Operators with their inputs: places of results made here, or what was there before.
+        self._steps: list[tuple[Any, list[Any], Any, list[int]]] = []
+        self._places: dict[int, int] = {}  # id of a result -> its place
+        self._results: list[Tensor] = []  # kept, so that no id comes twice
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with self:
+            whole = func.namespace != "aten"
+            parts = NotImplemented if whole else func.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
+        name = func._overloadpacket.__name__
+        idle = name == "dropout" and not args[2]  # of a model that does not train
+        if (_FORBIDDEN | _RANDOM) & set(func.tags) and not (idle or name.startswith("index")):
+            raise NotRecordable(f"{func} cannot be recorded")
+        if name in ("lift_fresh", "lift_fresh_copy", "lift"):
+            raise NotRecordable("a tensor was made of the host's numbers")
+        leaves, spec = tree_flatten((args, kwargs or {}))
+        inputs = [
+            _Place(self._places[id(leaf)])
+            if isinstance(leaf, Tensor) and id(leaf) in self._places
+            else leaf
+            for leaf in leaves
+        ]
+        if name.startswith(("index", "_index_put")):
+            masks = [leaf for leaf in leaves[1:] if isinstance(leaf, Tensor)]
+            if any(leaf.dtype in (torch.bool, torch.uint8) for leaf in masks):
+                raise NotRecordable(f"{func} by a mask cannot be recorded")
+        out = func(*args, **(kwargs or {}))
+        produced = []
+        given = {id(leaf) for leaf in leaves}
+        for result in tree_flatten(out)[0]:
+            if isinstance(result, Tensor) and id(result) not in given:
+                self._places[id(result)] = len(self._results)
+                self._results.append(result)
+            if isinstance(result, Tensor):
+                produced.append(self._places.get(id(result), -1))
+        self._steps.append((func, inputs, spec, produced))
+        return out
+
+    def wreck(self) -> None:
+        """Nobody may read what the recording made: its storages that were not there before are filled with nonsense."""
+        outer = {
+            leaf.untyped_storage().data_ptr()
+            for _, inputs, _, _ in self._steps
+            for leaf in inputs
+            if isinstance(leaf, Tensor)
+        }
+        with torch.inference_mode():
+            for result in self._results:
+                if result.untyped_storage().data_ptr() in outer:
+                    continue  # a view of what was there before
+                result.fill_(float("nan") if result.is_floating_point() else 1)
+        self._results = self._results[:0] + [torch.empty(0)] * len(self._results)
+        self._places.clear()
+
+    def replay(self) -> Counter[str]:
+        results: dict[int, Tensor] = {}
+        executed: Counter[str] = Counter()
+        for func, inputs, spec, produced in self._steps:
+            leaves = [results[x.number] if isinstance(x, _Place) else x for x in inputs]
+            args, kwargs = tree_unflatten(leaves, spec)
+            out = [r for r in tree_flatten(func(*args, **kwargs))[0] if isinstance(r, Tensor)]
+            for place, result in zip(produced, out, strict=True):
+                if place >= 0:
+                    results[place] = result
+            executed[func._overloadpacket.__name__] += 1
+        return executed
+
+
+class _Place:
+    """A result of an earlier operator."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number

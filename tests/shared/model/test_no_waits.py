@@ -1,0 +1,33 @@
+"""A pass waits for nothing: asked of a device whose tensors hold no numbers, where whoever reads one fails."""
+
+import pytest
+import torch
+
+from shared.model.gates import Gates
+from shared.model.host_syncs import host_syncs
+from shared.model.paged_kv import LayerShape, PagePool
+from shared.model.paged_pass import PagedForward, PassTokens
+from tests.paged import PAGED, load_family
+
+META = torch.device("meta")
+NUM_TOKENS = 16
+
+
+@pytest.mark.parametrize("family", PAGED)
+def test_no_pass_reads_a_number_or_moves_one(family: str) -> None:
+    # As on a GPU; experts are multiplied in it only.
+    loaded = load_family(family, torch.bfloat16)
+    gates = Gates(loaded.model, loaded.parts.layers)
+    loaded.model.to(META)
+    head_dim = getattr(loaded.model.config, "head_dim", None) or 8
+    num_heads = getattr(loaded.model.config, "num_key_value_heads", None) or 4
+    shape = LayerShape(num_heads, head_dim, head_dim, torch.bfloat16)
+    pool = PagePool([shape] * loaded.num_layers, 4, 128, META)
+    forward = PagedForward(loaded, gates, pool)
+    tokens = PassTokens(NUM_TOKENS, META)
+    with torch.inference_mode():
+        leaving = torch.empty(NUM_TOKENS, loaded.hidden_size, dtype=torch.bfloat16, device=META)
+        first = host_syncs(lambda: leaving.copy_(forward.run(tokens, None, 0, 2)))
+        last = loaded.num_layers
+        rest = host_syncs(lambda: leaving.copy_(forward.run(tokens, leaving, 2, last)))
+    assert first == rest == []

@@ -1,0 +1,213 @@
+"""Passes over pages, recorded, compute what the model itself computes: for every family, alone and in company."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from shared.errors import UnsupportedModel
+from shared.model import paged_check
+from shared.model.packed import Segment
+from shared.model.paged_runner import BUCKETS, PagedRunner
+from shared.model.recorder import NoRecorder
+from shared.ops import hf_paged
+from tests.families import VOCABULARY_SIZE
+from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
+from tests.recorders import TracingRecorder
+
+TOLERANCE = 1e-4
+# Experts are multiplied group by group, and what a group holds depends on all tokens of a pass.
+INEXACT = {"mixtral"}
+SPLIT = 2
+
+
+@pytest.fixture(params=PAGED)
+def runner(request: pytest.FixtureRequest) -> PagedRunner:
+    return make_runner(load_family(request.param))
+
+
+@pytest.fixture
+def llama() -> PagedRunner:
+    return make_runner(load_family("llama"))
+
+
+def random_ids(length: int) -> Tensor:
+    return torch.randint(2, VOCABULARY_SIZE, (1, length))
+
+
+def own_logits(runner: PagedRunner, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return runner.loaded.model(input_ids=ids, use_cache=False).logits.float()
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    assert actual.shape == expected.shape
+    assert torch.isfinite(actual).all()
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def test_pieces_splits_and_rollback_give_the_models_own_logits(runner: PagedRunner) -> None:
+    """Past every window of the families, in pieces of many sizes, each first read wrongly."""
+    ids = random_ids(60)
+    expected = own_logits(runner, ids)
+    cache, depth = runner.new_cache(60), runner.num_layers
+    start = 0
+    for size in (9, 1, 5, 20, 3, 1, 21):
+        span = slice(start, start + size)
+        runner.run(random_ids(size), cache, first=0, last=depth, base=start)
+        shallow = [
+            runner.run(ids[:, at : at + 1], cache, first=0, last=SPLIT, base=at)
+            for at in range(start, start + size)
+        ]
+        hidden = torch.cat(shallow, 1)
+        deep = runner.run(ids[:, span], cache, first=SPLIT, last=depth, base=start, hidden=hidden)
+        assert distance(runner.logits(deep), expected[:, span]) < TOLERANCE
+        start += size
+    assert distance(runner.embed(ids, base=0), runner.capture(ids, [0])[0]) < 1e-6
+
+
+def test_company_changes_no_bit_up_to_the_smallest_bucket(
+    request: pytest.FixtureRequest, runner: PagedRunner
+) -> None:
+    held, new = (37, 1, 9), (1, 6, 3)
+    ids = [random_ids(h + n) for h, n in zip(held, new, strict=True)]
+    depth = runner.num_layers
+    alone, together = ([runner.new_cache(40) for _ in ids] for _ in range(2))
+    for caches in (alone, together):
+        for tokens, cache, length in zip(ids, caches, held, strict=True):
+            runner.run(tokens[:, :length], cache, first=0, last=depth, base=0)
+    expected = torch.cat(
+        [
+            runner.run(tokens[:, length:], cache, first=0, last=depth, base=length)
+            for tokens, cache, length in zip(ids, alone, held, strict=True)
+        ],
+        1,
+    )
+    segments = [Segment(c, h, n) for c, h, n in zip(together, held, new, strict=True)]
+    fresh = torch.cat([tokens[:, h:] for tokens, h in zip(ids, held, strict=True)], 1)
+    shallow = runner.run_packed(fresh, segments, first=0, last=SPLIT)
+    deep = runner.run_packed(fresh, segments, first=SPLIT, last=depth, hidden=shallow)
+    if request.node.callspec.params["runner"] in INEXACT:
+        assert distance(deep, expected) < TOLERANCE
+        return
+    assert torch.equal(deep, expected)
+    assert torch.equal(runner.logits(deep)[0, :1], runner.logits(expected[:, :1])[0])
+
+
+def test_a_pass_after_a_larger_one_writes_only_its_own_positions(llama: PagedRunner) -> None:
+    """Padding of a bucket must not repeat what the pass before it held there."""
+    ids, other = random_ids(14), random_ids(2)
+    caches = [llama.new_cache(16), llama.new_cache(16)]
+    llama.run(ids, caches[0], first=0, last=llama.num_layers, base=0)
+    held = [store[list(caches[0].pages)].clone() for store in llama.pool.keys]
+    llama.run(other, caches[1], first=0, last=llama.num_layers, base=0)
+    for store, before in zip(llama.pool.keys, held, strict=True):
+        assert torch.equal(store[list(caches[0].pages)], before)
+
+
+def test_passes_beyond_the_largest_bucket_go_piece_by_piece() -> None:
+    runner = make_runner(load_family("opt"))  # its positions and its embedding are no plain rows
+    lengths = (100, 90, 125)
+    ids = [random_ids(length) for length in lengths]
+    assert sum(lengths) > BUCKETS[-1]
+    segments = [Segment(runner.new_cache(length), 0, length) for length in lengths]
+    states = runner.run_packed(torch.cat(ids, 1), segments, first=0, last=runner.num_layers)
+    counted = runner.counters.snapshot()
+    expected = torch.cat([own_logits(runner, tokens) for tokens in ids], 1)
+    assert distance(runner.logits(states), expected) < TOLERANCE
+    assert counted == (2 * runner.num_layers, sum(lengths) * runner.num_layers)
+
+
+def test_counters_count_what_the_replays_ran() -> None:
+    recorder = TracingRecorder()
+    runner = make_runner(load_family("llama"), recorder=recorder)
+    cache, ids = runner.new_cache(32), random_ids(7)
+    recorder.executed.clear()
+    shallow = runner.run(ids, cache, first=0, last=SPLIT, base=0)
+    runner.run(ids, cache, first=SPLIT, last=runner.num_layers, base=0, hidden=shallow)
+    runner.run(ids[:, :3], cache, first=0, last=1, base=7)
+    layers = runner.num_layers
+    assert recorder.executed["paged_attention"] == layers + 1
+    assert runner.counters.snapshot() == (layers + 1, 7 * layers + 3)
+    assert runner.counters.per_layer == [2] + [1] * (layers - 1)
+
+
+def test_what_was_prepared_is_not_recorded_again() -> None:
+    recorder = TracingRecorder()
+    runner = make_runner(load_family("opt"), recorder=recorder)
+    for _ in runner.prepare((0, SPLIT)):
+        pass
+    prepared = recorder.num_recorded
+    cache = runner.new_cache(64)
+    hidden = runner.run(random_ids(3), cache, first=0, last=SPLIT, base=0)
+    runner.run(random_ids(3), cache, first=SPLIT, last=runner.num_layers, base=0, hidden=hidden)
+    runner.logits(runner.run(random_ids(60), cache, first=0, last=runner.num_layers, base=0))
+    runner.embed(random_ids(1), base=5)
+    assert recorder.num_recorded == prepared
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3-sliding"])
+def test_half_precision_stays_near_the_models_own(family: str) -> None:
+    runner = make_runner(load_family(family, torch.bfloat16))
+    ids = random_ids(30)
+    cache = runner.new_cache(30)
+    states = [
+        runner.run(ids[:, at : at + 6], cache, first=0, last=runner.num_layers, base=at)
+        for at in range(0, 30, 6)
+    ]
+    logits = runner.logits(torch.cat(states, 1))
+    assert logits.dtype == torch.float32
+    assert distance(logits, own_logits(runner, ids)) < 0.1
+
+
+@pytest.mark.parametrize("family", sorted(NOT_PAGED))
+def test_attention_that_cannot_be_reached_is_refused(family: str) -> None:
+    loaded = load_family(family)
+    with pytest.raises(UnsupportedModel, match="paged attention") as refused:
+        make_runner(loaded)
+    assert refused.value.reason == "PAGES_NOT_SUPPORTED"
+
+
+def test_a_window_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks look like windows by their size, and agree with them as long as nothing is longer."""
+    loaded = load_family("mistral-sliding")
+    loaded.model.config.sliding_window = 400
+    monkeypatch.setattr(paged_check, "LONGEST", 32)
+    make_runner(loaded)
+
+    def chunks(window: int):
+        return lambda batch, head, q, kv: (kv <= q) & (kv // window == q // window)
+
+    monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", chunks)
+    with pytest.raises(UnsupportedModel, match="causal masks and sliding windows only"):
+        make_runner(loaded)
+
+
+def test_other_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_paged.PagedMask, "at", lambda mask, layer: hf_paged.PagedMask(6, layer))
+    with pytest.raises(UnsupportedModel, match="states differ"):
+        make_runner(load_family("mistral-sliding"))
+
+
+def test_a_model_that_waits_for_the_device_is_served_unrecorded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loaded = load_family("llama")
+    mlp = loaded.parts.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) if x.abs().sum().item() >= 0 else x
+    runner = PagedRunner(loaded, kv_budget_bytes=1 << 20, recorder=TracingRecorder())
+    assert not runner.records
+    assert "wait for the device: aten._local_scalar_dense" in caplog.text
+    ids = random_ids(5)
+    states = runner.run(ids, runner.new_cache(5), first=0, last=runner.num_layers, base=0)
+    assert distance(runner.logits(states), own_logits(runner, ids)) < TOLERANCE
+
+
+def test_unrecorded_passes_are_the_recorded_ones(llama: PagedRunner) -> None:
+    plain = make_runner(llama.loaded, recorder=NoRecorder())
+    ids = random_ids(20)
+    states = [
+        r.run(ids, r.new_cache(20), first=0, last=r.num_layers, base=0) for r in (llama, plain)
+    ]
+    assert torch.equal(*states)

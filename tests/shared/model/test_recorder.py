@@ -1,0 +1,98 @@
+"""The tests' recorder must fail on what a CUDA graph would get wrong, and host waits must be found, on a device there is not, too."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shared.model.host_syncs import host_syncs
+from shared.model.paged_pass import PassTokens
+from tests.recorders import NotRecordable, TracingRecorder
+
+
+def recorded(work: Callable[[], None]) -> Callable[[], None]:
+    with torch.inference_mode():
+        return TracingRecorder().record(work)
+
+
+def test_a_replay_computes_anew_over_tensors_that_stay() -> None:
+    source, target = torch.ones(4), torch.zeros(4)
+
+    def work() -> None:
+        middle = source * 2
+        middle[1:] += 1
+        target.copy_(middle.flip(0))
+
+    replay = recorded(work)
+    source.copy_(torch.arange(4.0))
+    replay()
+    assert target.tolist() == [7, 5, 3, 0]
+
+
+def test_what_python_decided_stays_as_it_was() -> None:
+    source, target, state = torch.ones(4), torch.zeros(4), {"at": 1}
+
+    def work() -> None:
+        target.fill_(0)
+        target[state["at"]].copy_(source[0])
+
+    replay = recorded(work)
+    state["at"] = 3
+    replay()
+    assert target.tolist() == [0, 1, 0, 0]
+
+
+def test_a_result_that_was_not_written_to_its_place_is_nonsense() -> None:
+    source, kept = torch.ones(3), []
+    replay = recorded(lambda: kept.append(source + 1))
+    replay()
+    assert torch.isnan(kept[0]).all()
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x[0] > 0),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
+        lambda x: torch.rand(3) + x,
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(work: Callable[[Tensor], object]) -> None:
+    x = torch.ones(3)
+
+    def once() -> None:
+        work(x)
+
+    with pytest.raises(NotRecordable):
+        recorded(once)
+
+
+def test_waits_are_found_without_a_gpu() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(3, device="cuda")
+        y = torch.empty(3, dtype=torch.int64, device="cuda")
+        assert host_syncs(lambda: x.add_(1).mul(x.index_select(0, y)).softmax(-1)) == []
+        assert host_syncs(lambda: (x + 1).cpu()) == ["aten._to_copy.default"]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [lambda x: bool(x[0] > 0), lambda x: x[x > 0], lambda x: torch.where(x > 0)],
+)
+def test_waits_are_found_on_a_cpu(work: Callable[[Tensor], object]) -> None:
+    with torch.inference_mode():
+        assert len(host_syncs(lambda: work(torch.ones(3)))) >= 1
+
+
+def test_inputs_are_padded_and_leave_nothing_of_the_pass_before() -> None:
+    tokens = PassTokens(4, torch.device("cpu"))
+    assert tokens.positions.tolist() == [-1] * 4
+    tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], [1, 1, 2])
+    assert tokens.packed.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0]]
+    tokens.fill(torch.tensor([3]), [2], [5])
+    assert tokens.packed.tolist() == [[3, 0, 0, 0], [2, -1, -1, -1], [5, 0, 0, 0]]
