@@ -63,8 +63,7 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded: LoadedModel) -
     runner = captured(loaded)
     ids = [torch.tensor([prompt[:7]]) for prompt in PROMPTS]
     alone = [
-        runner.run(row, runner.new_cache(9), first=0, last=runner.num_layers, base=0)
-        for row in ids
+        runner.run(row, runner.new_cache(9), first=0, last=runner.num_layers, base=0) for row in ids
     ]
     segments = [Segment(runner.new_cache(9), 0, row.shape[1]) for row in ids]
     together = runner.run_packed(torch.cat(ids, 1), segments, first=0, last=runner.num_layers)
