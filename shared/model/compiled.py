@@ -1,11 +1,11 @@
 """Decoder layers compiled by torch.compile, one by one: the gates outside, everything in a layer in one graph.
 
-All layers of a model run the same code over other weights, so one compilation per kind of layer and size of pass serves them all. It
-would not by itself: a layer's number, which it hands to the cache, is compiled in. The caches of paged passes ignore it, so the guard on
-it is dropped; a model that makes another use of the number then gives wrong states, which the check before serving finds.
+All layers of a model run the same code over other weights, so one compilation per kind of layer and size of pass serves them all: the
+caches of paged passes ignore a layer's number, so nothing that is compiled depends on it. A model that uses the number otherwise
+compiles once per layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from shared.model.gates import Forward, LayerOutput
 
 # Kinds of layers times sizes of passes; beyond this torch would run uncompiled.
 MAX_COMPILATIONS = 64
-_LAYER_NUMBERS = (".layer_idx", ".layer_id", ".layer_index", ".block_idx")
 
 
 class LayerCompiler:
@@ -40,7 +39,6 @@ class LayerCompiler:
                 fullgraph=True,
                 dynamic=False,
                 backend=self._backend,
-                options={"guard_filter_fn": _all_but_layer_numbers},
             )
         compiled = partial(self._by_class[kind], layer)
 
@@ -49,7 +47,3 @@ class LayerCompiler:
                 return compiled(*args, **kwargs)
 
         return run
-
-
-def _all_but_layer_numbers(guards: Sequence[Any]) -> list[bool]:
-    return [not guard.name.endswith(_LAYER_NUMBERS) for guard in guards]

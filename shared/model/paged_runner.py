@@ -254,8 +254,8 @@ class PagedRunner(DepthRunner):
 
     def _agrees(self, probe: Probe, transform: LayerTransform | None, what: str) -> bool:
         """Whether passes are right with `transform` and the recorder there is; they stay so set up."""
-        self._use(transform)
         try:
+            self._use(transform)
             probe.compare(self.run_packed, self.new_cache, what)
         except UnsupportedModel as error:
             logger.warning("%s is served without %s: %s", self.loaded.model_id, what, error.message)
