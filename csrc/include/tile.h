@@ -16,6 +16,14 @@ constexpr int panels_for(int rows) {
   return panels < 1 ? 1 : panels;
 }
 
+// Tiles of at most so many rows walk enough panels for the machine to follow; 0: none do.
+constexpr int low_tile_rows() {
+  int rows = kMaxTileRows;
+  while (rows > 0 && panels_for(rows) < kFollowedPanels) --rows;
+  return rows;
+}
+constexpr int kLowTileRows = low_tile_rows();
+
 struct TileArgs {
   const float* a;        // [rows, depth], rows `a_stride` apart
   int64_t a_stride;
@@ -46,7 +54,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
 #pragma GCC unroll 4
       for (int v = 0; v < kPanelVecs; ++v)
         column[p * kPanelVecs + v] = load(b + p * panel_stride + v * kLanes);
-      if (kStride) __builtin_prefetch(ahead + p * panel_stride);
+      if (kStride && kRows > kLowTileRows) __builtin_prefetch(ahead + p * panel_stride);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
@@ -83,11 +91,12 @@ TileFn pick_tile(int rows, int panels) {
   return TilePicker<kStride, kMaxTileRows, panels_for(kMaxTileRows)>::pick(rows, panels);
 }
 
-// Rows are cut into tiles of nearly equal height: 8 rows are 4 + 4 rather than 6 + 2, which would starve the chains.
+// Rows are cut into tiles of nearly equal height: 8 rows are 4 + 4 rather than 6 + 2, which would starve the chains. What fits two
+// low tiles is cut so: the first reads more panels at once from memory, and the second finds them in the cache.
 struct RowTiles {
   int64_t count, height, taller;  // the first `taller` tiles have `height` rows, the others one less
   explicit RowTiles(int64_t rows) {
-    count = ceil_div(rows, kMaxTileRows);
+    count = ceil_div(rows, rows <= 2 * kLowTileRows ? kLowTileRows : kMaxTileRows);
     height = count ? ceil_div(rows, count) : 0;
     taller = count ? rows - (height - 1) * count : 0;
   }
