@@ -24,6 +24,9 @@ from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.model.runner import DepthRunner
 
+# Belief in what a deep pass yields of a sequence that has had none, and its weight in passes.
+USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
+
 
 class Drafter:
     """Asks a ladder's rungs for one model."""
@@ -47,7 +50,7 @@ class Drafter:
             able = [chain for chain in growing if depth >= chain.min_layers]
             expected = [self._gains.expected(index, chain.known) for chain in able]
             gains_s = [
-                exit_gain_s(chain.survival, gain, self.costs, num_sequences)
+                exit_gain_s(chain.survival, gain, self.costs, num_sequences, chain.tokens_per_pass)
                 for chain, gain in zip(able, expected, strict=True)
             ]
             asked = [able[i] for i in worth_asking(gains_s, self.costs.exits[index])]
@@ -96,6 +99,13 @@ class GrowingChain:
     @property
     def wants_more(self) -> bool:
         return len(self.chain.drafts) < self._room and self.survival >= self._least
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """What a deep pass has yielded of this sequence, starting from a belief."""
+        passes = self.sequence.num_deep_passes
+        tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
+        return tokens / (PASS_WEIGHT + passes)
 
     @property
     def deep_state(self) -> Tensor:

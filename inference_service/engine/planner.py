@@ -178,15 +178,18 @@ class ExitGains:
         return min(int(known * self.NUM_BINS), self.NUM_BINS - 1)
 
 
-def exit_gain_s(survival: float, gain: float, costs: PassCosts, num_sequences: int) -> float:
+def exit_gain_s(
+    survival: float, gain: float, costs: PassCosts, num_sequences: int, tokens_per_pass: float = 1.0
+) -> float:
     """Seconds that asking a layer exit for one sequence's next draft is expected to save, what asking takes left aside.
 
-    `gain` is by how much it is expected to raise the draft's probability. A draft accepted in place of none saves about the
-    sequence's share of a deep pass, less what the pass grows by one token.
+    `gain` is by how much it is expected to raise the draft's probability. A draft accepted in place of none saves what a token
+    takes, which is the sequence's share of a deep pass over the `tokens_per_pass` that it yields anyway, less what the pass grows
+    by one token.
     """
     growth = costs.of_pass(num_sequences + 1) - costs.of_pass(num_sequences)
     share = costs.of_pass(num_sequences) / num_sequences
-    return survival * gain * (share - growth)
+    return survival * gain * (share / tokens_per_pass - growth)
 
 
 def worth_asking(gains_s: Sequence[float], cost: ExitCost) -> list[int]:

@@ -95,6 +95,12 @@ def test_an_exit_is_asked_when_it_gains_more_than_it_costs() -> None:
     assert asks(FLAT, (1.0, 0.1))
 
 
+def test_what_passes_yield_anyway_makes_a_draft_worth_less() -> None:
+    assert exit_gain_s(0.5, 0.4, FLAT, 1, 2.0) == pytest.approx(0.5 * 0.4 * 0.5)
+    assert exit_gain_s(1.0, 0.4, STEEP, 1, 1.5) < 0
+    assert exit_gain_s(1.0, 0.4, STEP, 1) == pytest.approx(0.4)
+
+
 def test_together_sequences_ask_an_exit_that_none_would_ask_alone() -> None:
     cost = ExitCost(alone_s=1.0, each_more_s=0.1)
     assert worth_asking([0.5], cost) == []
