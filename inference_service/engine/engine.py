@@ -20,9 +20,9 @@ from inference_service.engine.planner import PassCosts
 from inference_service.engine.prefixes import Prefixes, common_prefix
 from inference_service.engine.prompt import Prompt, encode_prompt
 from inference_service.engine.request import (
-    DepthStatistics,
     Finished,
     GeneratedToken,
+    Generation,
     GenerationRequest,
     StoppingParams,
 )
@@ -50,23 +50,6 @@ MAX_RUNNING = 16
 # Of the budget for keys and values, what ended requests may keep for later ones that start alike.
 PREFIX_SHARE = 0.25
 RETRY_AFTER_S = 1.0
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A whole answer. `stats.summary()` says what depth execution did."""
-
-    text: str
-    tokens: tuple[GeneratedToken, ...]
-    finished: Finished
-
-    @property
-    def stats(self) -> DepthStatistics:
-        return self.finished.depth
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token.token_id for token in self.tokens)
 
 
 @dataclass

@@ -148,4 +148,21 @@ class Finished:
     depth: DepthStatistics
 
 
+@dataclass(frozen=True)
+class Generation:
+    """A whole answer. `stats.summary()` says what depth execution did."""
+
+    text: str
+    tokens: tuple[GeneratedToken, ...]
+    finished: Finished
+
+    @property
+    def stats(self) -> DepthStatistics:
+        return self.finished.depth
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token.token_id for token in self.tokens)
+
+
 GenerationEvent = TokenChunk | Finished
