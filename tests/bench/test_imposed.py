@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from bench.imposed import SHAPES, Imposed, impose
-from inference_service.engine import bindings
-from inference_service.engine import engine as engine_module
 from inference_service.engine.engine import Engine
-from inference_service.engine.planner import ExitCost
 from shared.ladder.policy import DepthPolicy
 from shared.model.runner import DepthRunner
+from tests.fixed_costs import fix_costs
 
 DEPTH, SHARE = 2, 0.8
 
@@ -42,10 +40,7 @@ def test_exact_answers_as_full_and_drafts_by_the_exit(
     imposed: Imposed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whether drafting pays on this machine today is not the question.
-    deep = tuple(1.0 + 0.001 * n for n in range(9))
-    monkeypatch.setattr(engine_module, "measure_deep", lambda runner: deep)
-    monkeypatch.setattr(engine_module, "measure_wide", lambda runner, deep: ())
-    monkeypatch.setattr(bindings, "measure_exits", lambda *_: (ExitCost(0.001, 0.0001),))
+    fix_costs(monkeypatch)
     prompt = imposed.prompt(100, 5)
     with Engine(imposed.loaded, imposed.ladder) as engine:
         full = engine.generate(prompt, policy="full", max_tokens=120)

@@ -1,18 +1,9 @@
 import pytest
 
-from inference_service.engine import bindings, engine
-from inference_service.engine.planner import ExitCost
+from tests.fixed_costs import fix_costs
 
 
 @pytest.fixture(autouse=True)
 def _fixed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the planner decides must not depend on how fast this machine is today: here drafting always pays."""
-    monkeypatch.setattr(
-        engine, "measure_deep", lambda runner: tuple(1.0 + 0.001 * n for n in range(9))
-    )
-    monkeypatch.setattr(engine, "measure_wide", lambda runner, deep: ())
-    monkeypatch.setattr(
-        bindings,
-        "measure_exits",
-        lambda runner, ladder: (ExitCost(0.001, 0.0001),) * len(ladder.depths),
-    )
+    """What the planner decides must not depend on how fast this machine is today."""
+    fix_costs(monkeypatch)

@@ -35,5 +35,14 @@ def open_again(
 
 
 @pytest.fixture
+def url(start_redis, s3) -> str:
+    """A shared registry over the first of the servers, empty."""
+    server = start_redis(SERVERS[0])
+    with server.client() as client:
+        client.flushall()
+    return shared_url(server, s3)
+
+
+@pytest.fixture
 def registry(open_again: Callable[[], Registry]) -> Registry:
     return open_again()

@@ -13,19 +13,11 @@ from shared.registry.journal import Entry, Journal, VersionRecord
 from shared.registry.object_store import ObjectStore
 from shared.registry.shared import SharedRegistry
 from shared.registry.sweep import sweep
-from tests.registry_servers import SERVERS, shared_registry, shared_url
+from tests.registry_servers import SERVERS, shared_registry
 
 MODEL = "acme/tiny"
 NUM_VERSIONS = 500
 HOUR_S = 3600.0
-
-
-@pytest.fixture
-def url(start_redis, s3) -> str:
-    server = start_redis(SERVERS[0])
-    with server.client() as client:
-        client.flushall()
-    return shared_url(server, s3)
 
 
 @pytest.fixture

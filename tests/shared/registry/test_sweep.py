@@ -15,17 +15,9 @@ from shared.registry.lease import PATH, Lease, LeaseWatch
 from shared.registry.object_store import ObjectStore
 from shared.registry.shared import SharedRegistry
 from shared.registry.sweep import Sweep, sweep
-from tests.registry_servers import SERVERS, shared_registry, shared_url
+from tests.registry_servers import shared_registry
 
 WEIGHTS = b"weights" * 100
-
-
-@pytest.fixture
-def url(start_redis, s3) -> str:
-    server = start_redis(SERVERS[0])
-    with server.client() as client:
-        client.flushall()
-    return shared_url(server, s3)
 
 
 @pytest.fixture
