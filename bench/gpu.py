@@ -25,6 +25,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from bench.floor import weight_bytes
 from bench.imposed import SHAPES, Imposed, impose
 from inference_service.engine.engine import Engine
 from inference_service.engine.handle import EngineEvent
@@ -33,7 +34,6 @@ from shared.errors import NeapError
 from shared.ladder.fused_exit import router_weights
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
-from shared.model.load import LoadedModel
 from shared.ops.exits import new_tickets, route
 
 PROMPT_TOKENS = 32
@@ -67,13 +67,6 @@ def copy_bytes_per_s(device: str, rounds: int = 9) -> float:
         _wait(device)
         seconds.append(time.perf_counter() - start)
     return 2 * source.numel() / statistics.median(seconds[2:])
-
-
-def bytes_per_pass(loaded: LoadedModel) -> int:
-    """Of the weights that a pass over one token reads: all but the embedding's other rows."""
-    embedding = loaded.model.get_input_embeddings()
-    parameters = {id(p): p for p in loaded.model.parameters() if p is not embedding.weight}
-    return sum(p.numel() * p.element_size() for p in parameters.values())
 
 
 class _Answer:
@@ -244,7 +237,7 @@ def main() -> None:
     rates: list[Rates] = []
     for depth in options.depth:
         imposed = impose(SHAPES[options.shape], depth, options.share, device=options.device, dtype=dtype)  # fmt: skip
-        num_bytes = bytes_per_pass(imposed.loaded)
+        num_bytes = weight_bytes(imposed.loaded)
         rates += compare(imposed, depth, options.batch, options.rounds)
         del imposed
     least_s = num_bytes / speed

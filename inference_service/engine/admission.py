@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from inference_service.engine.memory import whole_pages
 from inference_service.engine.planner import PassCosts
 from inference_service.engine.prompt import check_prompt_ids
 from inference_service.engine.request import DEFAULT_MAX_TOKENS, GenerationRequest
@@ -36,7 +37,7 @@ class Admission:
     def kv_bytes(self, request: GenerationRequest) -> int:
         """What the request's keys and values may come to take."""
         slots = num_slots(request, self._loaded.context_length)
-        return -(-slots // self._page_slots) * self._page_slots * self.slot_bytes
+        return whole_pages(slots, self._page_slots) * self.slot_bytes
 
     def check(
         self, request: GenerationRequest, ladder: Ladder | None, num_known: Callable[[], int]

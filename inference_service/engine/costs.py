@@ -114,14 +114,14 @@ def exit_timings(
             states = runner.embed(own, context)
         return ladder.ask(index, states[0], deep_states[:count], [1] * count)
 
+    one = tokens[:, :1]
     costs: list[ExitCost] = []
     for index, depth in enumerate(ladder.depths):
         seconds: dict[int, list[float]] = {1: [], company: []}
         for _ in range(REPEATS + 1):
             for count, taken in seconds.items():
-                own = tokens[:, :1]
                 runner.logits(
-                    runner.run(own, cache, first=0, last=runner.num_layers, base=context)[0]
+                    runner.run(one, cache, first=0, last=runner.num_layers, base=context)[0]
                 )
                 start = time.perf_counter()
                 drafts = leave(index, depth, count)

@@ -93,8 +93,9 @@ class GrowingChain:
         ):
             self._room = 0
         # A fixed number is what the caller asked for, worth it or not.
-        fixed = bool(policy.max_drafts)
-        self._least = MIN_SURVIVAL if fixed else least_survival(costs, num_sequences)
+        self._least = MIN_SURVIVAL
+        if self._room > 0 and not policy.max_drafts:
+            self._least = least_survival(costs, num_sequences)
 
     @property
     def wants_more(self) -> bool:

@@ -21,6 +21,11 @@ def slot_bytes(runner: DepthRunner) -> int:
     return cache.kv_bytes // cache.capacity
 
 
+def whole_pages(num_slots: int, page_slots: int) -> int:
+    """Positions that so many take up where they are given out `page_slots` at a time."""
+    return -(-num_slots // page_slots) * page_slots
+
+
 def default_budget(device: torch.device) -> int:
     """Bytes for all sequences together."""
     return int(BUDGET_SHARE * available_bytes(device))

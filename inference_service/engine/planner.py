@@ -187,9 +187,9 @@ def exit_gain_s(
     takes, which is the sequence's share of a deep pass over the `tokens_per_pass` that it yields anyway, less what the pass grows
     by one token.
     """
-    growth = costs.of_pass(num_sequences + 1) - costs.of_pass(num_sequences)
-    share = costs.of_pass(num_sequences) / num_sequences
-    return survival * gain * (share / tokens_per_pass - growth)
+    cost = costs.of_pass(num_sequences)
+    growth = costs.of_pass(num_sequences + 1) - cost
+    return survival * gain * (cost / num_sequences / tokens_per_pass - growth)
 
 
 def worth_asking(gains_s: Sequence[float], cost: ExitCost) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from inference_service.engine.disagreement import exceeds, lower_limit
+from inference_service.engine.memory import whole_pages
 from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GenerationRequest
 from inference_service.engine.sequence import Sequence
@@ -149,8 +150,7 @@ class Shadow:
             self._drop()
             return None
         # What is kept for later makes room for this, too.
-        page = self._runner.page_slots
-        self._prefixes.fit(max_slots - -(-len(tokens) // page) * page)
+        self._prefixes.fit(max_slots - whole_pages(len(tokens), self._runner.page_slots))
         check = self._check = _Check(
             tokens,
             len(request.prompt_ids),

@@ -149,9 +149,9 @@ class DepthRunner:
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """The states at depth 0 [N, D] of tokens of several sequences, each at its position; runs no layer."""
         if self._embedding_is_direct:
-            return self.embed(torch.tensor([tokens], device=self.loaded.device))[0]
+            return self.embed(self.ids(tokens))[0]
         alone = [
-            self.embed(torch.tensor([[token]], device=self.loaded.device), position)[0]
+            self.embed(self.ids([token]), position)[0]
             for token, position in zip(tokens, positions, strict=True)
         ]
         return torch.cat(alone)

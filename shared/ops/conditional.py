@@ -7,7 +7,6 @@ deeper layers are passed over and the host has asked nothing. Needs CUDA's condi
 """
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -78,12 +77,7 @@ class ComposedGraph:
     def __enter__(self) -> "ComposedGraph":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -3,7 +3,7 @@
 Works with any cache whose `update` returns views [B, Hkv, S, D] of what the layer may see, preallocated or not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,6 +97,17 @@ def _as_bool(mask: Tensor) -> Tensor:
     return visible
 
 
+def refuse_unserved(name: str, dropout: float, kwargs: Mapping[str, Any]) -> None:
+    """Raises `NotImplementedError` for what an attention of ours, `name`, was asked and does not compute."""
+    refused = [asked for asked in _REFUSED if kwargs.get(asked) is not None]
+    if dropout:
+        refused.append("dropout")
+    if kwargs.get("output_attentions"):
+        refused.append("output_attentions")
+    if refused:
+        raise NotImplementedError(f"attention {name!r} does not support {', '.join(refused)}")
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -113,13 +124,7 @@ def attention(
 
     Raises `NotImplementedError` for attention sinks, biases, dropout and requests for the weights.
     """
-    refused = [name for name in _REFUSED if kwargs.get(name) is not None]
-    if dropout:
-        refused.append("dropout")
-    if kwargs.get("output_attentions"):
-        refused.append("output_attentions")
-    if refused:
-        raise NotImplementedError(f"attention 'neap' does not support {', '.join(refused)}")
+    refuse_unserved(NAME, dropout, kwargs)
     if isinstance(key, PackedStates) or isinstance(value, PackedStates):
         assert isinstance(key, PackedStates)
         assert isinstance(value, PackedStates)

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from shared.ops import hf_attention
 from shared.ops.layer import LayerWeights
 from shared.ops.packing import PackedMask
-from shared.ops.substitute import GatedMlp, PackedLinear, RmsNorm, Substitute, Unsuitable
+from shared.ops.substitute import (
+    GatedMlp,
+    PackedLinear,
+    RmsNorm,
+    Substitute,
+    Unsuitable,
+    refuse_gradient,
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -186,10 +193,7 @@ class FusedLayer:
         masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
         if masks is None:
             return None
-        if hidden.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "an accelerated model has no gradient: call it under torch.no_grad()"
-            )
+        refuse_gradient(hidden)
         keys, values = plan.keys_like, plan.values_like
         if hidden.shape[0] > 1:
             keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))

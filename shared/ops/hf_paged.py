@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
+from shared.ops.hf_attention import refuse_unserved
 from shared.ops.library import load
 
 NAME = "neap_paged"
-
-# What would change the result and is not implemented. A value other than None is refused.
-_REFUSED = ("s_aux", "position_bias", "head_mask", "cache")
 
 
 class PagedOffset(int):
@@ -101,13 +99,7 @@ def attention(
 
     Raises `NotImplementedError` for attention sinks, biases, dropout, requests for the weights, and passes without pages.
     """
-    refused = [name for name in _REFUSED if kwargs.get(name) is not None]
-    if dropout:
-        refused.append("dropout")
-    if kwargs.get("output_attentions"):
-        refused.append("output_attentions")
-    if refused:
-        raise NotImplementedError(f"attention {NAME!r} does not support {', '.join(refused)}")
+    refuse_unserved(NAME, dropout, kwargs)
     layer = attention_mask.layer if isinstance(attention_mask, PagedMask) else None
     if layer is None:
         raise NotImplementedError(f"attention {NAME!r} was given another mask than its own")

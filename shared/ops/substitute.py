@@ -93,12 +93,15 @@ def _agrees(actual: Forward, expected: Forward, *probes: Tensor) -> bool:
     return True
 
 
+def refuse_gradient(x: Tensor) -> None:
+    """Raises `RuntimeError` if what a substituted module makes of `x` would silently be cut off from the graph."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("an accelerated model has no gradient: call it under torch.no_grad()")
+
+
 def _guarded(run: Forward) -> Forward:
     def forward(x: Tensor) -> Tensor:
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "an accelerated model has no gradient: call it under torch.no_grad()"
-            )
+        refuse_gradient(x)
         return run(x)
 
     return forward
