@@ -156,6 +156,7 @@ def router_us(device: str, dtype: torch.dtype) -> dict[int, dict[str, float]]:
         top = logits.topk(2).values.contiguous()
         log_mass, ago = logits.logsumexp(-1), torch.zeros(tokens, dtype=torch.int64, device=device)
         tickets = new_tickets(tokens, torch.device(device))
+        thresholds = torch.full((tokens,), 0.5, device=device)
 
         def plain(adapted: Tensor, logits: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
             leaves = router(adapted, scalar_features(logits, ago)) >= 0.5
@@ -163,7 +164,9 @@ def router_us(device: str, dtype: torch.dtype) -> dict[int, dict[str, float]]:
 
         eager = partial(plain, adapted, logits, ago)
         compiled = partial(torch.compile(plain, dynamic=False), adapted, logits, ago)
-        own = partial(route, adapted, weights, top, log_mass, ago, 0.5, LOWEST, HIGHEST, tickets)
+        own = partial(
+            route, adapted, weights, top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets
+        )
         found[tokens] = {
             "neap": _graph_us(own),
             "PyTorch": _graph_us(eager),

@@ -106,7 +106,8 @@ def bench_exit(bench: Bench, width: int) -> None:
         ago, tickets = torch.zeros(tokens, dtype=torch.int64), new_tickets(tokens)
         adapted = head(state, deep, ago)
         top, _, log_mass = draft_top(adapted, small, None, 2)
-        others = (top, log_mass, ago, 0.5, LOWEST, HIGHEST, tickets)
+        thresholds = torch.full((tokens,), 0.5)
+        others = (top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets)
 
         def plain(state: Tensor = state, deep: Tensor = deep, ago: Tensor = ago) -> object:
             adapted = head(state, deep, ago)

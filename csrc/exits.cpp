@@ -105,7 +105,7 @@ void partition(const RouteArgs& args) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top,
-                                                 Tensor log_mass, Tensor ago, double shift, double eps, bool centred, double threshold, double lowest,
+                                                 Tensor log_mass, Tensor ago, Tensor thresholds, double shift, double eps, bool centred, double lowest,
                                                  double highest, Tensor tickets) {
   const Call call("route", x);
   call.rows("x", x, {-1, -1});
@@ -122,7 +122,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor x, Tensor hidden, Tensor
   NEAP_CHECK(top.size(1) >= 1, "route: top has no columns");
   args.k = (int)top.size(1);
   args.log_mass = call.floats("log_mass", log_mass, {tokens}), args.ago = call.integers("ago", ago, {tokens});
-  args.shift = (float)shift, args.eps = (float)eps, args.threshold = (float)threshold, args.lowest = (float)lowest, args.highest = (float)highest;
+  args.thresholds = call.floats("thresholds", thresholds, {tokens});
+  args.shift = (float)shift, args.eps = (float)eps, args.lowest = (float)lowest, args.highest = (float)highest;
   args.centred = centred;
   call.contiguous("tickets", tickets, {-1});
   NEAP_CHECK(tickets.scalar_type() == ScalarType::Int && tickets.size(0) >= 1 + route_tiles(tokens), "route: tickets must be int32 zeros, at least ",
@@ -157,7 +158,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def("draft_top(Tensor x, Tensor rows, Tensor? bias, int k) -> (Tensor, Tensor, Tensor)");
   m.def(
       "route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor ago, "
-      "float shift, float eps, bool centred, float threshold, float lowest, float highest, Tensor(a!) tickets) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor thresholds, float shift, float eps, bool centred, float lowest, float highest, Tensor(a!) tickets) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 #define NEAP_REGISTER(device)                                  \

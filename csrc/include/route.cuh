@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool
       for (int f = 0; f < kFeatures; ++f) score += args.skip[f] * features.v[f];
       const float probability = fminf(fmaxf(1.f / (1.f + expf(-score)), args.lowest), args.highest);
       args.probability[token] = probability;
-      publish(reinterpret_cast<uint8_t*>(args.leaves) + token, (uint8_t)(probability >= args.threshold));
+      publish(reinterpret_cast<uint8_t*>(args.leaves) + token, (uint8_t)(probability >= args.thresholds[token]));
     }
   }
   if (is_last_block(args.tickets, gridDim.y, arrived)) partition(args, counts);

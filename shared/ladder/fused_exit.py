@@ -47,6 +47,17 @@ def router_weights(router: DepthRouter) -> RouterWeights:
     )
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What an exit says of N tokens: `places` [N] int64 in the draft vocabulary and their `probabilities` [N], and who goes on:
+    `order` [N] int64 has those below their threshold first, `num_stays` [1] int64 of them."""
+
+    places: Tensor
+    probabilities: Tensor
+    order: Tensor
+    num_stays: Tensor
+
+
 class FusedExit:
     """One exit. Its weights are copies, on the device of the originals."""
 
@@ -59,22 +70,32 @@ class FusedExit:
         self._gain = head.gain.detach().contiguous()
         self._drafts = drafts
         self.router = router_weights(router)
-        self._max_tokens = 8
-        self._tickets = new_tickets(self._max_tokens, self._mix.device)
+        self._make_room(8)
 
     def __call__(self, state: Tensor, deep_state: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
         """state and deep state [N, D], ago [N] int64 (as in `ExitHead`) -> places in the draft vocabulary [N], probabilities [N]."""
+        if len(state) > len(self._thresholds):
+            self._make_room(len(state))
+        thresholds = self._thresholds[: len(state)]
+        decision = self.decide(state, deep_state, ago, thresholds, self._tickets)
+        return decision.places, decision.probabilities
+
+    def decide(
+        self, state: Tensor, deep_state: Tensor, ago: Tensor, thresholds: Tensor, tickets: Tensor
+    ) -> Decision:
+        """As above, against thresholds [N] float32; `tickets` as `route` needs them."""
         adapted = exit_head(
             state, deep_state, ago, self._mix, self._offset, self._out, self._scale, self._gain, EPSILON
         )  # fmt: skip
         top, indices, log_mass = draft_top(adapted, self._drafts.rows, self._drafts.bias, 2)
-        if len(adapted) > self._max_tokens:
-            self._max_tokens = len(adapted)
-            self._tickets = new_tickets(len(adapted), adapted.device)
-        probability, *_ = route(
-            adapted, self.router, top, log_mass, ago, HIGHEST, LOWEST, HIGHEST, self._tickets
+        probabilities, _, order, num_stays = route(
+            adapted, self.router, top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets
         )
-        return indices[:, 0], probability
+        return Decision(indices[:, 0], probabilities, order, num_stays)
+
+    def _make_room(self, num_tokens: int) -> None:
+        self._tickets = new_tickets(num_tokens, self._mix.device)
+        self._thresholds = torch.zeros(num_tokens, device=self._mix.device)
 
 
 def is_supported(device: torch.device, vocabulary_size: int) -> bool:

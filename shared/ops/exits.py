@@ -87,15 +87,15 @@ def route(
     top: Tensor,
     log_mass: Tensor,
     ago: Tensor,
-    threshold: float,
+    thresholds: Tensor,
     lowest: float,
     highest: float,
     tickets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Which tokens leave: norm, router, threshold and stable partition, on a GPU in one launch.
 
-    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] as `draft_top` gives them, ago [N] int64; `tickets` from `new_tickets`.
-    -> probability [N] float32 in [lowest, highest], leaves [N] bool (probability >= threshold), order [N] int64 (those that stay,
+    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] as `draft_top` gives them, ago [N] int64; thresholds [N] float32; `tickets` from `new_tickets`.
+    -> probability [N] float32 in [lowest, highest], leaves [N] bool (probability >= its threshold), order [N] int64 (those that stay,
     then those that leave, each in their order), num_stays [1] int64.
     """
     load()
@@ -110,10 +110,10 @@ def route(
         top,
         log_mass,
         ago,
+        thresholds,
         weights.shift,
         weights.eps,
         weights.centred,
-        threshold,
         lowest,
         highest,
         tickets,

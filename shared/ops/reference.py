@@ -271,10 +271,10 @@ def route(
     top: Tensor,
     log_mass: Tensor,
     ago: Tensor,
+    thresholds: Tensor,
     shift: float,
     eps: float,
     centred: bool,
-    threshold: float,
     lowest: float,
     highest: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -285,7 +285,7 @@ def route(
     inner = F.linear(norm(x, eps, centred), hidden.float(), bias) + scalars @ features
     score = F.silu(inner) @ output + scalars @ skip + shift
     probability = score.sigmoid().clamp(lowest, highest)
-    leaves = probability >= threshold
+    leaves = probability >= thresholds
     order = leaves.int().argsort(stable=True)
     return probability, leaves, order, (~leaves).sum()[None]
 

@@ -80,19 +80,21 @@ def _draft_top(tokens: int, width: int, size: int, k: int, dtype: torch.dtype) -
 
 
 def _route(tokens: int, width: int, size: int, dtype: torch.dtype, mixed: bool) -> Case:
-    limits = (0.5, 0.01, 0.99)
+    limits = (0.01, 0.99)
 
     def inputs() -> Inputs:
         x = torch.randn(tokens, width).to(torch.float32 if mixed else dtype)
         hidden = (torch.randn(size, width) / width**0.5).to(dtype)
         vectors = (torch.randn(size), torch.randn(size), torch.randn(3, size), torch.randn(3))
         evidence = (torch.randn(tokens, 2), torch.randn(tokens) + 4, torch.randint(0, 5, (tokens,)))
-        return [x, hidden, *vectors, *evidence, new_tickets(tokens)]
+        # Far from any probability, or rounding would decide.
+        thresholds = torch.randint(0, 2, (tokens,)).float()
+        return [x, hidden, *vectors, *evidence, thresholds, new_tickets(tokens)]
 
     def run(x: Tensor, hidden: Tensor, *others: Tensor) -> Outputs:
-        *vectors, top, log_mass, ago, tickets = others
+        *vectors, top, log_mass, ago, thresholds, tickets = others
         weights = RouterWeights(hidden, *vectors, shift=0.1, eps=1e-3)
-        return (*route(x, weights, top, log_mass, ago, *limits, tickets), tickets)
+        return (*route(x, weights, top, log_mass, ago, thresholds, *limits, tickets), tickets)
 
     def expected(*tensors: Tensor) -> Outputs:
         *others, tickets = tensors

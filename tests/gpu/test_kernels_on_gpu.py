@@ -171,12 +171,13 @@ def test_the_router_itself_decides_whether_the_deeper_segment_runs(device: str) 
     )  # fmt: skip
     top, log_mass = torch.zeros(4, 2, device=device), torch.zeros(4, device=device)
     ago, tickets = torch.zeros(4, dtype=torch.int64, device=device), new_tickets(4, device)
+    thresholds = torch.full((4,), 0.5, device=device)
     shift.skip[0] = 1.0  # the probability is sigmoid(top - log_mass)
     found: list[Tensor] = []
     deeper = torch.zeros(1, device=device)
 
     def shallow() -> None:
-        found[:] = route(x, shift, top, log_mass, ago, 0.5, 0.0, 1.0, tickets)
+        found[:] = route(x, shift, top, log_mass, ago, thresholds, 0.0, 1.0, tickets)
 
     shallow()
     first = segment(shallow)

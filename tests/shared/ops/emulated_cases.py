@@ -91,20 +91,21 @@ def check_route(program: Path) -> None:
         bias, output, skip = torch.randn(width), torch.randn(width), torch.randn(3)
         features, top = torch.randn(3, width), torch.randn(tokens, k)
         log_mass, ago = torch.randn(tokens) + 4, torch.randint(0, 4, (tokens,))
+        thresholds = torch.rand(tokens)
         weights = (hidden, bias, output, features, skip)
-        expected, *_ = reference.route(x, *weights, top, log_mass, ago, 0.1, EPS, centred, 0.5, 0.01, 0.99)  # fmt: skip
+        expected, *_ = reference.route(x, *weights, top, log_mass, ago, thresholds, 0.1, EPS, centred, 0.01, 0.99)  # fmt: skip
         tickets = torch.zeros(1 + (tokens + 7) // 8, dtype=torch.int32)
         calls = []
         for seed in SEEDS:
-            numbers = (tokens, CODES[x.dtype], columns, CODES[dtype], width, columns, k, 0.1, EPS, centred, 0.5, 0.01, 0.99)  # fmt: skip
+            numbers = (tokens, CODES[x.dtype], columns, CODES[dtype], width, columns, k, 0.1, EPS, centred, 0.01, 0.99)  # fmt: skip
             answers = (blank(tokens), blank(tokens, dtype=torch.bool), blank(tokens, dtype=torch.int64), blank(1, dtype=torch.int64))  # fmt: skip
             partial = blank(tokens, (width + 3) // 4)
-            calls.append(Call("route", numbers, (x, *weights, top, log_mass, ago, partial, tickets.clone(), *answers), seed))  # fmt: skip
+            calls.append(Call("route", numbers, (x, *weights, top, log_mass, ago, thresholds, partial, tickets.clone(), *answers), seed))  # fmt: skip
         run(program, calls)
         for call in calls:
             left, probability, leaves, order, num_stays = call.buffers[-5:]
             torch.testing.assert_close(probability, expected, **CLOSE)
-            assert torch.equal(leaves, probability >= 0.5)
+            assert torch.equal(leaves, probability >= thresholds)
             assert torch.equal(order, leaves.int().argsort(stable=True))
             assert num_stays.tolist() == [int((~leaves).sum())]
             assert not left.any()
