@@ -79,6 +79,7 @@ def impose(
     *,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    accelerate: bool = True,
     seed: int = 0,
 ) -> Imposed:
     """A model with an exit at `depth` (1 <= depth < L) that is right at a share of tokens in (0, 1]."""
@@ -96,7 +97,7 @@ def impose(
     cycle = FIRST_TOKEN + torch.randperm(shape.vocabulary_size - FIRST_TOKEN)[:size]
     with torch.no_grad():
         _shape_weights(model, depth, cycle.to(device))
-    loaded = wrap_model(model, model_id="imposed", accelerate=True)
+    loaded = wrap_model(model, model_id="imposed", accelerate=accelerate)
     kept = torch.randperm(size)[: shape.draft_tokens]
     vocabulary = cycle[kept].sort().values
     return Imposed(loaded, _ladder(loaded, depth, share, vocabulary), cycle)

@@ -49,61 +49,76 @@ class Chain:
         del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
         del self.states[num_drafts + 1 :]
 
-    def below(self, depth: int) -> tuple[int, int]:
-        """(start, first): the tokens from `start` on have not been to `depth` yet; all of them have been to `first`.
+    def below(self, depth: int, end: int) -> tuple[slice, int]:
+        """(tokens, first): those before the `end`-th that have not been to `depth` yet; all of them have been to `first`.
 
         Drafting takes later tokens no deeper than earlier ones, and all that go deeper go together, hence one group.
         """
-        start = next((i for i, d in enumerate(self.reached) if d < depth), len(self.tokens))
-        firsts = set(self.reached[start:])
+        start = next((i for i, d in enumerate(self.reached[:end]) if d < depth), end)
+        firsts = set(self.reached[start:end])
         assert len(firsts) <= 1
-        return start, firsts.pop() if firsts else depth
+        return slice(start, end), firsts.pop() if firsts else depth
 
 
-def bring_to(depth: int, chains: Sequence[Chain], runner: DepthRunner) -> None:
-    """Takes every token that has not been to `depth` there; chains of several sequences only where the runner can pack.
+# A chain and which of its tokens.
+_Part = tuple[Chain, slice]
 
-    Tokens at different depths first go to the deepest of these, so each layer runs once for all.
+
+def bring_to(
+    depth: int, chains: Sequence[Chain], runner: DepthRunner, *, but_last: bool = False
+) -> Tensor | None:
+    """Takes every token that has not been to `depth` there, but the chains' last ones if so asked; chains of several sequences only
+    where the runner can pack.
+
+    Tokens at different depths first go to the deepest of these, so each layer runs once for all. Returns the states [T, D] that the
+    last pass gave, token after token; None if nothing had to run.
     """
+    states = None
     depths = {d for chain in chains for d in chain.reached if 0 < d < depth}
     for last in (*sorted(depths), depth):
-        by_first: dict[int, list[tuple[Chain, int]]] = {}
+        by_first: dict[int, list[_Part]] = {}
         for chain in chains:
-            start, first = chain.below(last)
+            part, first = chain.below(last, len(chain.tokens) - but_last)
             if first < last:
-                by_first.setdefault(first, []).append((chain, start))
-        for first, members in by_first.items():
-            _run(members, first, last, runner)
+                by_first.setdefault(first, []).append((chain, part))
+        for first, parts in by_first.items():
+            states = _run(parts, first, last, runner)
+    return states
 
 
-def settle(chains: Sequence[Chain], runner: DepthRunner) -> list[Tensor]:
-    """Takes all tokens through the remaining layers; per chain their states at depth L [Q, D]."""
-    bring_to(runner.num_layers, chains, runner)
-    return [torch.stack([s for s in chain.states if s is not None]) for chain in chains]
+def settle(chains: Sequence[Chain], runner: DepthRunner) -> Tensor:
+    """Takes all tokens through the remaining layers: their states at depth L [T, D], chain after chain.
+
+    None has been there, and all have been brought to where the deepest has: so the last pass is one of all.
+    """
+    states = bring_to(runner.num_layers, chains, runner)
+    assert states is not None
+    assert len(states) == sum(len(chain.tokens) for chain in chains)
+    return states
 
 
-def _run(members: list[tuple[Chain, int]], first: int, last: int, runner: DepthRunner) -> None:
-    tokens = [token for chain, start in members for token in chain.tokens[start:]]
-    ids = runner.ids(tokens)
+def _run(parts: Sequence[_Part], first: int, last: int, runner: DepthRunner) -> Tensor:
+    ids = runner.ids([token for chain, part in parts for token in chain.tokens[part]])
     hidden = None
     if first:
-        entering = [s for chain, start in members for s in chain.states[start:] if s is not None]
+        entering = [s for chain, part in parts for s in chain.states[part] if s is not None]
         hidden = torch.stack(entering)[None]
-    if len(members) == 1:
-        chain, start = members[0]
+    if len(parts) == 1:
+        [(chain, part)] = parts
         states = runner.run(
-            ids, chain.cache, first=first, last=last, base=chain.base + start, hidden=hidden
-        )
+            ids, chain.cache, first=first, last=last, base=chain.base + part.start, hidden=hidden
+        )[0]
     else:
         segments = [
-            Segment(chain.cache, chain.base + start, len(chain.tokens) - start)
-            for chain, start in members
+            Segment(chain.cache, chain.base + part.start, part.stop - part.start)
+            for chain, part in parts
         ]
-        states = runner.run_packed(ids, segments, first=first, last=last, hidden=hidden)
-    rows = iter(states[0].unbind(0))
-    for chain, start in members:
-        count = len(chain.tokens) - start
-        chain.reached[start:] = [last] * count
-        chain.states[start:] = [next(rows) for _ in range(count)]
+        states = runner.run_packed(ids, segments, first=first, last=last, hidden=hidden)[0]
+    rows = iter(states.unbind(0))
+    for chain, part in parts:
+        count = part.stop - part.start
+        chain.reached[part] = [last] * count
+        chain.states[part] = [next(rows) for _ in range(count)]
         chain.num_layer_executions += last - first
         chain.num_token_layers += count * (last - first)
+    return states

@@ -162,12 +162,14 @@ class Decoder:
     def _settle(self, turns: list[_Turn]) -> None:
         if not turns:
             return
-        settled = settle([turn.chain for turn in turns], self.runner)
+        states = settle([turn.chain for turn in turns], self.runner)
+        settled = states.split([len(turn.chain.tokens) for turn in turns])
         wanted = [
             states[len(states) - turn.num_answers :]
             for turn, states in zip(turns, settled, strict=True)
+            if turn.num_answers
         ]
-        logits = self.runner.logits(torch.cat(wanted)) if any(map(len, wanted)) else None
+        logits = self.runner.logits(torch.cat(wanted)) if wanted else None
         answered = [turn for turn in turns if turn.num_answers]
         greedy: Iterator[list[int]] = iter(())
         if logits is not None:

@@ -8,24 +8,20 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.chain import Chain, bring_to
+from inference_service.engine.growing import GrowingChain
 from inference_service.engine.planner import (
-    MIN_SURVIVAL,
     SERVED_WEIGHT,
     ExitGains,
     PassCosts,
     Reliability,
     exit_gain_s,
-    least_survival,
     worth_asking,
 )
 from inference_service.engine.request import GenerationRequest
 from inference_service.engine.sequence import Sequence
+from inference_service.engine.walking import ask_by_walk
 from shared.ladder.ladder import BoundLadder
-from shared.ladder.rungs import Draft
 from shared.model.runner import DepthRunner
-
-# Belief in what a deep pass yields of a sequence that has had none, and its weight in passes.
-USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
 
 class Drafter:
@@ -43,9 +39,14 @@ class Drafter:
         return self._served[request.sampling.is_greedy]
 
     def ask_exits(
-        self, ladder: BoundLadder, growing: Rows["GrowingChain"], num_sequences: int
+        self, ladder: BoundLadder, growing: Rows[GrowingChain], num_sequences: int
     ) -> None:
         """Takes the chains' last tokens to the layer exits that are worth it, shallowest first; those at one exit go together."""
+        if ladder.walk is not None:
+            ask_by_walk(
+                ladder.walk, ladder, growing, num_sequences, self._runner, self.costs, self._gains
+            )
+            return
         for index, depth in enumerate(ladder.depths):
             able = [chain for chain in growing if depth >= chain.min_layers]
             expected = [self._gains.expected(index, chain.known) for chain in able]
@@ -63,86 +64,6 @@ class Drafter:
             for one, draft in zip(asked, drafts, strict=True):
                 known = one.known
                 self._gains.record(index, known, one.consider(draft))
-
-
-class GrowingChain:
-    """A sequence's last final token and what is drafted after it, draft by draft; how many of them to settle is the planner's choice.
-
-    `best` is the most probable next token so far, `known` its probability as trusted for this request; `survival` is how
-    likely all drafts of the chain are right.
-    """
-
-    def __init__(
-        self, sequence: Sequence, costs: PassCosts, num_sequences: int, *, drafts: bool
-    ) -> None:
-        policy = sequence.request.policy
-        self.sequence = sequence
-        self.chain = Chain(len(sequence.tokens) - 1, [sequence.tokens[-1]], sequence.cache)
-        self.min_layers = policy.min_layers
-        self.survival = 1.0
-        self.best: Draft | None = None
-        self.known = 0.0
-        # One token of the answer comes from the deep pass itself.
-        self._room = min(sequence.num_left - 1, costs.max_drafts)
-        if policy.max_drafts:
-            self._room = min(self._room, policy.max_drafts)
-        if (
-            policy.name == "full"
-            or sequence.ladder is None
-            or (not drafts and sequence.leaves_drafting_open)
-        ):
-            self._room = 0
-        # A fixed number is what the caller asked for, worth it or not.
-        self._least = MIN_SURVIVAL
-        if self._room > 0 and not policy.max_drafts:
-            self._least = least_survival(costs, num_sequences)
-
-    @property
-    def wants_more(self) -> bool:
-        return len(self.chain.drafts) < self._room and self.survival >= self._least
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """What a deep pass has yielded of this sequence, starting from a belief."""
-        passes = self.sequence.num_deep_passes
-        tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
-        return tokens / (PASS_WEIGHT + passes)
-
-    @property
-    def deep_state(self) -> Tensor:
-        state = self.sequence.deep_state
-        assert state is not None
-        return state
-
-    def look_up(self) -> None:
-        """What rung 0 says comes next; no layer runs."""
-        self.best, self.known = None, 0.0
-        assert self.sequence.drafter is not None
-        if self.min_layers == 0:
-            draft = self.sequence.drafter.table_draft([draft.token for draft in self.chain.drafts])
-            if draft is not None:
-                self.consider(draft)
-
-    def consider(self, draft: Draft) -> float:
-        """Takes the draft if it is more probable than the best so far; its probability as trusted for this request."""
-        probability = self.sequence.reliability.adjusted(draft)
-        if probability > self.known:
-            self.best, self.known = draft, probability
-        return probability
-
-    def extend(self) -> bool:
-        """Appends the best draft; False if there is none."""
-        draft, policy, chain = self.best, self.sequence.request.policy, self.chain
-        if draft is None:
-            return False
-        probability = self.known
-        all_final = chain.num_final == len(chain.drafts)
-        if policy.name == "relaxed" and all_final and draft.probability >= policy.threshold:
-            chain.num_final += 1
-            probability = 1.0
-        chain.append(draft, probability)
-        self.survival *= probability
-        return True
 
 
 def draft_chains(

@@ -23,13 +23,20 @@ LayerTransform = Callable[[int, Forward], Forward]
 
 
 class PassTokens:
-    """The inputs of passes over `num_tokens` tokens: `ids`, `positions` and `rows` [T] int64, views of `packed` [3, T]."""
+    """A pass' tokens: `ids`, their `positions` (negative: padding) and their `rows` of the page table, each [T] int64 contiguous."""
+
+    def __init__(self, ids: Tensor, positions: Tensor, rows: Tensor) -> None:
+        self.ids, self.positions, self.rows = ids, positions, rows
+        self.num_tokens = len(ids)
+
+
+class TokenBuffer(PassTokens):
+    """Tokens of passes to come, `num_tokens` each time, in a place that stays: views of `packed` [3, T]."""
 
     @torch.inference_mode()
     def __init__(self, num_tokens: int, device: torch.device) -> None:
-        self.num_tokens = num_tokens
         self.packed = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
-        self.ids, self.positions, self.rows = self.packed.unbind()
+        super().__init__(*self.packed.unbind())
         self.clear()
 
     @torch.inference_mode()

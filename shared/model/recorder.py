@@ -1,17 +1,22 @@
 """Recording a pass once and running it again without its Python."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
+
+from shared.ops.conditional import check_support, compose
 
 Work = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """`records`: whether replaying runs the work's device operations alone, so that whatever the host decides is decided once."""
+    """`records`: whether replaying runs the work's device operations alone, so that whatever the host decides is decided once.
+    `composes`: whether recordings can be joined by conditions that the device decides."""
 
     records: bool
+    composes: bool
 
     def record(self, work: Work) -> Work:
         """What does again what `work` did, over the same tensors. `work` itself may run none or several times by now.
@@ -19,28 +24,48 @@ class Recorder(Protocol):
         `work` reads and writes tensors that stay, and returns nothing; it must not wait for the device.
         """
 
+    def compose(self, recordings: Sequence[Work], counts: Sequence[Tensor]) -> Work:
+        """`recordings`, two or more that `record` has made: each but the first runs only if the count [1] int64 that stands before it is
+        positive by then, and with it all behind it. Only where `composes`."""
+
 
 class NoRecorder:
     """Every replay is the work itself."""
 
     records = False
+    composes = False
 
     def record(self, work: Work) -> Work:
         return work
+
+    def compose(self, recordings: Sequence[Work], counts: Sequence[Tensor]) -> Work:
+        raise NotImplementedError("nothing is recorded")
+
+
+class Recording:
+    """A captured graph: calling it replays it."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph = graph
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 class CudaRecorder:
     """CUDA graphs that share one pool of memory: they are replayed one after another, on one stream, as one engine does.
 
-    With `keep_graph` a graph can still be composed with others after it was captured.
+    With `composes` they can be composed by conditional nodes: raises `PreconditionFailed`, as `shared.ops.conditional` does, where
+    driver, torch or library are too old for that.
     """
 
     records = True
 
-    def __init__(self, device: torch.device, *, keep_graph: bool = False) -> None:
-        self.graphs: list[torch.cuda.CUDAGraph] = []
+    def __init__(self, device: torch.device, *, composes: bool = False) -> None:
+        if composes:
+            check_support()
+        self.composes = composes
         self._device = device
-        self._keep_graph = keep_graph
         with torch.cuda.device(device):
             self._memory = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()
@@ -52,13 +77,20 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 work()  # libraries make their handles, compiled layers compile: neither may happen while a graph is captured
             current.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph(keep_graph=self._keep_graph)
+            graph = torch.cuda.CUDAGraph(keep_graph=self.composes)
             # Other threads may use the device meanwhile, for a router say.
             with torch.cuda.graph(
                 graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
             ):
                 work()
-            if self._keep_graph:
+            if self.composes:
                 graph.instantiate()
-        self.graphs.append(graph)
-        return graph.replay
+        return Recording(graph)
+
+    def compose(self, recordings: Sequence[Work], counts: Sequence[Tensor]) -> Work:
+        graphs = []
+        for recording in recordings:
+            assert isinstance(recording, Recording)
+            graphs.append(recording.graph)
+        with torch.cuda.device(self._device):
+            return compose(graphs, counts).replay

@@ -6,6 +6,7 @@ A count is the `num_stays` that `shared.ops.exits.route` writes at the end of th
 deeper layers are passed over and the host has asked nothing. Needs CUDA's conditional nodes (12.4) and torch's `raw_cuda_graph`.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -50,29 +51,33 @@ def check_support() -> None:
         )
 
 
+def _free(handle: int) -> None:
+    torch.ops.neap.free_graph(handle)
+
+
 class ComposedGraph:
-    """Segments composed by `compose`; holds them and their memory until `close`. For one thread at a time."""
+    """Segments composed by `compose`; holds them and their memory until `close`, or until it is dropped. For one thread at a time."""
 
     def __init__(
         self, handle: int, segments: Sequence[Segment], counts: Sequence[Tensor], device_index: int
     ) -> None:
-        self._handle: int | None = handle
+        self._handle = handle
+        self._free = weakref.finalize(self, _free, handle)
+        self._free.atexit = False
         self._device_index = device_index
         # The nodes are copies, but what they read and write belongs to the segments' memory pools.
         self._held: tuple[object, ...] = (*segments, *counts)
 
     def replay(self) -> None:
         """Launches on torch's current stream. Raises `PreconditionFailed` once closed, `RuntimeError` for what CUDA says."""
-        if self._handle is None:
+        if not self._free.alive:
             raise PreconditionFailed("this composed graph is closed", reason="GRAPH_CLOSED")
         torch.ops.neap.replay_graph(self._handle, self._device_index)
 
     def close(self) -> None:
         """Destroys the graph; the caller has waited for its last replay. A second call does nothing."""
-        handle, self._handle = self._handle, None
         self._held = ()
-        if handle is not None:
-            torch.ops.neap.free_graph(handle)
+        self._free()
 
     def __enter__(self) -> "ComposedGraph":
         return self

@@ -11,14 +11,13 @@ from inference_service.engine.drafting import Drafter, draft_chains
 from inference_service.engine.planner import ExitCost, ExitGains, PassCosts
 from inference_service.engine.request import GenerationRequest, StoppingParams
 from inference_service.engine.sequence import Sequence
-from shared.ladder.heads import ExitHead
-from shared.ladder.ladder import BoundLadder, Ladder, LayerExit, ModelIdentity
+from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import Draft
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.load import wrap_model
 from shared.model.runner import DepthRunner
 from tests.families import build_family
+from tests.random_ladder import random_ladder
 
 DEPTHS = (0, 2)
 COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
@@ -35,17 +34,6 @@ class _Eager(ExitGains):
 def runner() -> DepthRunner:
     torch.manual_seed(0)
     return DepthRunner(wrap_model(build_family("llama"), accelerate=True))
-
-
-def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
-    torch.manual_seed(seed)
-    width = loaded.hidden_size
-    exits = [LayerExit(d, ExitHead("gated", width, width, 8), DepthRouter(width, 8)) for d in DEPTHS]  # fmt: skip
-    for layer_exit in exits:
-        for parameter in layer_exit.router.parameters():
-            torch.nn.init.normal_(parameter)
-    vocabulary = torch.arange(0, loaded.vocabulary_size, 2)
-    return Ladder(ModelIdentity.of(loaded), exits=tuple(exits), draft_vocabulary=vocabulary)
 
 
 def members(

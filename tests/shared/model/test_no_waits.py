@@ -6,7 +6,7 @@ import torch
 from shared.model.gates import Gates
 from shared.model.host_syncs import host_syncs
 from shared.model.paged_kv import LayerShape, PagePool
-from shared.model.paged_pass import PagedForward, PassTokens
+from shared.model.paged_pass import PagedForward, TokenBuffer
 from tests.paged import PAGED, load_family
 
 META = torch.device("meta")
@@ -24,7 +24,7 @@ def test_no_pass_reads_a_number_or_moves_one(family: str) -> None:
     shape = LayerShape(num_heads, head_dim, head_dim, torch.bfloat16)
     pool = PagePool([shape] * loaded.num_layers, 4, 128, META)
     forward = PagedForward(loaded, gates, pool)
-    tokens = PassTokens(NUM_TOKENS, META)
+    tokens = TokenBuffer(NUM_TOKENS, META)
     with torch.inference_mode():
         leaving = torch.empty(NUM_TOKENS, loaded.hidden_size, dtype=torch.bfloat16, device=META)
         first = host_syncs(lambda: leaving.copy_(forward.run(tokens, None, 0, 2)))

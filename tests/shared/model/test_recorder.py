@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shared.model.host_syncs import host_syncs
-from shared.model.paged_pass import PassTokens
+from shared.model.paged_pass import TokenBuffer
 from tests.recorders import NotRecordable, TracingRecorder
 
 
@@ -90,7 +90,7 @@ def test_waits_are_found_on_a_cpu(work: Callable[[Tensor], object]) -> None:
 
 
 def test_inputs_are_padded_and_leave_nothing_of_the_pass_before() -> None:
-    tokens = PassTokens(4, torch.device("cpu"))
+    tokens = TokenBuffer(4, torch.device("cpu"))
     assert tokens.positions.tolist() == [-1] * 4
     tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], [1, 1, 2])
     assert tokens.packed.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0]]

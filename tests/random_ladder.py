@@ -1,0 +1,22 @@
+"""Ladders of random weights: they say something at every exit, right by chance only."""
+
+from collections.abc import Sequence
+
+import torch
+
+from shared.ladder.heads import ExitHead
+from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.routers import DepthRouter
+from shared.model.load import LoadedModel
+
+
+def random_ladder(loaded: LoadedModel, seed: int, depths: Sequence[int] = (0, 2)) -> Ladder:
+    """Routers are unsure of this and sure of that; every second token of the vocabulary can be drafted."""
+    torch.manual_seed(seed)
+    width = loaded.hidden_size
+    exits = [LayerExit(d, ExitHead("gated", width, width, 8), DepthRouter(width, 8)) for d in depths]  # fmt: skip
+    for layer_exit in exits:
+        for parameter in layer_exit.router.parameters():
+            torch.nn.init.normal_(parameter)
+    vocabulary = torch.arange(0, loaded.vocabulary_size, 2)
+    return Ladder(ModelIdentity.of(loaded), exits=tuple(exits), draft_vocabulary=vocabulary)
