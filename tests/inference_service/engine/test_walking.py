@@ -99,15 +99,21 @@ def growing_of(batch: list[tuple[Sequence, Drafter]], costs: PassCosts) -> list[
 
 
 def thresholds_of(
-    runner: PagedRunner, gains: ExitGains, costs: PassCosts, *, known: float = 0.0
+    runner: PagedRunner,
+    gains: ExitGains,
+    costs: PassCosts,
+    *,
+    known: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    min_layers: int = 0,
 ) -> list[tuple[float, ...]]:
-    """Of three chains that walk together."""
+    """Of three chains that walk together, their next tokens already known so well."""
     ladder = random_ladder(runner.loaded, 4, DEPTHS).bind(runner)
     drafter = Drafter(runner, CHEAP, _Eager((1.0,) * len(DEPTHS)))
-    batch = started(runner, ladder, drafter, 3, DepthPolicy("exact", max_drafts=3))
+    policy = DepthPolicy("exact", max_drafts=3, min_layers=min_layers)
+    batch = started(runner, ladder, drafter, 3, policy)
     growing = growing_of(batch, costs)
-    for one in growing:
-        one.known = known
+    for one, probability in zip(growing, known, strict=True):
+        one.known = probability
     seen: list[Walker] = []
 
     def noted(walkers: Rows[Walker]) -> list[Walked]:
@@ -133,17 +139,41 @@ def test_the_deepest_exit_worth_it_ends_the_walk(runner: PagedRunner) -> None:
 
 
 class _Graded(ExitGains):
-    """Exits bring something only to those that know little."""
+    """Exits bring much only to those that know little."""
+
+    def __init__(self, rest: float = 0.0) -> None:
+        super().__init__((1.0,) * len(DEPTHS))
+        self._rest = rest
 
     def expected(self, index: int, known: float) -> float:
-        return 0.5 if known < 0.6 else 0.0
+        return 0.5 if known < 0.6 else self._rest
 
 
 def test_who_is_sure_enough_for_all_deeper_exits_leaves(runner: PagedRunner) -> None:
-    gains = _Graded((1.0,) * 3)
-    for thresholds in thresholds_of(runner, gains, CHEAP):
+    for thresholds in thresholds_of(runner, _Graded(), CHEAP):
         assert thresholds == (pytest.approx(0.6), pytest.approx(0.6), 0.0)
-    assert thresholds_of(runner, gains, CHEAP, known=0.7) == []
+    for thresholds in thresholds_of(runner, _Graded(), CHEAP, min_layers=1):
+        assert thresholds == (math.inf, pytest.approx(0.6), 0.0)
+    assert thresholds_of(runner, _Graded(), CHEAP, known=(0.7, 0.7, 0.7)) == []
+
+
+def test_who_only_comes_along_leaves_at_once(runner: PagedRunner) -> None:
+    """In company an exit is cheap for one more, who would not go deeper for a share of the cost."""
+    costs = PassCosts((1.0,) * 7, exits=(ExitCost(0.15, 0.001),) * len(DEPTHS))
+    first, second, third = thresholds_of(runner, _Graded(0.01), costs, known=(0.0, 0.7, 0.0))
+    assert first == third == (pytest.approx(0.6), pytest.approx(0.6), 0.0)
+    assert second == (0.0, 0.0, 0.0)
+
+
+def test_what_exits_bring_is_learnt(runner: PagedRunner) -> None:
+    gains = ExitGains((0.9,) * len(DEPTHS))
+
+    def expected() -> list[list[float]]:
+        return [[gains.expected(i, known / 10) for known in range(10)] for i in range(len(DEPTHS))]
+
+    before = expected()
+    thresholds_of(runner, gains, CHEAP)
+    assert before[0] != expected()[0]
 
 
 def test_a_threshold_is_what_the_router_must_say_as_far_as_it_is_trusted(
@@ -151,7 +181,7 @@ def test_a_threshold_is_what_the_router_must_say_as_far_as_it_is_trusted(
 ) -> None:
     trusted = {exit_name(DEPTHS[0]): 0.5, exit_name(DEPTHS[1]): 1.5}
     monkeypatch.setattr(Reliability, "factor", lambda self, rung: trusted.get(rung, 1.0))
-    for thresholds in thresholds_of(runner, _Graded((1.0,) * 3), CHEAP):
+    for thresholds in thresholds_of(runner, _Graded(), CHEAP):
         assert thresholds == (pytest.approx(1.2), pytest.approx(0.4), 0.0)
 
 

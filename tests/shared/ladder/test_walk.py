@@ -132,6 +132,9 @@ def test_nobody_elses_pages_are_written(runner: PagedRunner) -> None:
     page = {number for cache in other for number in cache.pages}
     held = [keys[sorted(page)].clone() for keys in runner.pool.keys]
     ladder.walk(going)
+    for walker in going:  # by now something else stands where they walked
+        ids = torch.tensor([[3]])
+        runner.run(ids, walker.cache, first=0, last=runner.num_layers, base=HELD)
     before = [keys.clone() for keys in runner.pool.keys]
     for _ in ladder.prepare():
         pass
@@ -171,6 +174,26 @@ def test_layers_behind_an_exit_where_all_left_do_not_run(runner: PagedRunner) ->
     assert recorder.executed["paged_attention"] == 0
     ladder.walk([Walker(**{**vars(one), "thresholds": (math.inf, 0.0, 0.0)}) for one in going])
     assert recorder.executed["paged_attention"] == 2
+
+
+def test_where_the_host_decides_stages_shrink_to_those_that_stay() -> None:
+    torch.manual_seed(0)
+    runner = make_runner(load_family("llama"), 1 << 22)
+    ladder = bind(runner)
+    assert ladder.walk is not None
+    going = [
+        Walker(**{**vars(one), "thresholds": (math.inf if number < 3 else 0.0, 0.0, 0.0)})
+        for number, one in enumerate(walkers(runner, 40))
+    ]
+    ladder.walk(going)
+    ran: list[tuple[int, int]] = []
+    for index, stage in enumerate(ladder.walk._stages):
+        for bucket, replay in stage.recordings.items():
+            stage.recordings[bucket] = lambda at=(index, bucket), own=replay: (
+                ran.append(at) or own()
+            )  # type: ignore[misc]
+    ladder.walk(going)
+    assert ran == [(0, 64), (1, 16)]
 
 
 def test_unrecorded_it_walks_as_well() -> None:
