@@ -1,0 +1,42 @@
+"""What a run ran on, in one line, as bench/RESULTS.md has it beside every table."""
+
+import platform
+import shutil
+import subprocess
+from datetime import date
+
+import torch
+import transformers
+
+
+def described(device: str | torch.device) -> str:
+    """Date, device, driver and versions. What a driver does not tell is named as not known."""
+    kind = torch.device(device)
+    parts = [str(date.today())]
+    if kind.type == "cuda":
+        parts += [
+            torch.cuda.get_device_name(kind),
+            f"driver {_driver(torch.cuda._get_device_index(kind, optional=True))}",
+            f"CUDA {torch.version.cuda}",
+        ]
+    else:
+        name = platform.processor() or platform.machine()
+        parts.append(f"{name} {torch.get_num_threads()} threads")
+    return ", ".join(
+        [*parts, f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
+    )
+
+
+def _driver(index: int) -> str:
+    """The driver's version, the clock that its multiprocessors may reach and the power it may take, as nvidia-smi tells them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "not known (no nvidia-smi)"
+    fields = "driver_version,clocks.max.sm,power.limit"
+    answer = subprocess.run(
+        [tool, f"--id={index}", f"--query-gpu={fields}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return answer.stdout.strip() if answer.returncode == 0 else "not known (nvidia-smi failed)"

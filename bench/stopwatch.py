@@ -1,0 +1,110 @@
+"""How long ops take that find nothing in a cache, as in a deep pass: on a CPU by the clock, on a GPU in CUDA graphs.
+
+Contenders take turns within each round, so that a busy machine slows all of them alike.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+Contenders = Mapping[str, Callable[[], object]]
+SWEPT_FLOATS = 16 << 20
+# Calls in one graph, each after a sweep.
+CALLS_PER_GRAPH = 20
+
+
+class Stopwatch(Protocol):
+    def floor(self, num_bytes: float) -> Callable[[], object]:
+        """What moves so many bytes and does nothing else."""
+        ...
+
+    def times_us(self, runs: Contenders) -> dict[str, float]:
+        """Microseconds of each."""
+        ...
+
+
+def stopwatch(device: torch.device, rounds: int) -> Stopwatch:
+    return GraphStopwatch(rounds) if device.type == "cuda" else ClockStopwatch(rounds)
+
+
+class ClockStopwatch:
+    """Lower quartiles (others may be using the machine); before every call 64 MB of other memory are read."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self._swept = torch.ones(SWEPT_FLOATS)
+
+    def floor(self, num_bytes: float) -> Callable[[], object]:
+        """All threads read so many bytes."""
+        return torch.ones(max(int(num_bytes) // 4, 1)).sum
+
+    def times_us(self, runs: Contenders) -> dict[str, float]:
+        samples: dict[str, list[float]] = {name: [] for name in runs}
+        for index in range(self._rounds + 2):
+            for name, run in runs.items():
+                seconds = self._timed_s(run)
+                if index >= 2:
+                    samples[name].append(seconds * 1e6)
+        return {name: statistics.quantiles(values, n=4)[0] for name, values in samples.items()}
+
+    def _timed_s(self, run: Callable[[], object]) -> float:
+        self._swept.sum()
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+
+class GraphStopwatch:
+    """Medians of what a graph of calls, each after reading twice the L2 cache's size, takes longer than one of the reading alone.
+
+    A contender that waits for the device cannot be captured and raises, as torch does.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        size = torch.cuda.get_device_properties().L2_cache_size
+        # Read, not written: lines to be written back would be the next op's burden.
+        self._swept = torch.ones(max(2 * size // 4, SWEPT_FLOATS), device="cuda")
+        self._sweep = self._captured(lambda: None)
+
+    def floor(self, num_bytes: float) -> Callable[[], object]:
+        """A copy that reads half as many bytes and writes the other half."""
+        source = torch.ones(max(int(num_bytes) // 2, 1), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    def times_us(self, runs: Contenders) -> dict[str, float]:
+        graphs = {name: self._captured(run) for name, run in runs.items()}
+        samples: dict[str, list[float]] = {name: [] for name in runs}
+        for index in range(self._rounds + 2):
+            for name, graph in graphs.items():
+                taken = self._replayed_us(graph) - self._replayed_us(self._sweep)
+                if index >= 2:
+                    samples[name].append(taken / CALLS_PER_GRAPH)
+        return {name: statistics.median(values) for name, values in samples.items()}
+
+    def _captured(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # libraries make their plans and workspaces now
+                self._swept.sum()
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS_PER_GRAPH):
+                self._swept.sum()
+                run()
+        return graph
+
+    def _replayed_us(self, graph: torch.cuda.CUDAGraph) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1000
