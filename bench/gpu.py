@@ -1,6 +1,6 @@
 """What a GPU gives: full depth against the card's bandwidth, exact against full depth, the router op alone.
 
-    python -m bench.gpu [--shape llama-3.1-8b] [--depth 2 4] [--batch 1 8 32] [--rounds 3] [--share 0.8] [--json FILE]
+    python -m bench.gpu [--shape llama-3.1-8b] [--depth 2 4] [--batch 1 8 32] [--rounds 3] [--share 0.8] [--tide FOLDER] [--json FILE]
 
 The model has the shape's sizes, random weights in bfloat16, and exits whose agreement is imposed (`bench.imposed`): the figures say
 what depth execution makes of a given acceptance, not what acceptance a trained router reaches. Rates are of decoding alone, from
@@ -11,22 +11,21 @@ the moment every request has its first token until the first ends; policies take
 
 import argparse
 import json
-import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor
 
 from bench.floor import weight_bytes
 from bench.imposed import SHAPES, Imposed, impose
+from bench.machine import described
+from bench.tide import LEGEND, TideTimes, tide_router
 from inference_service.engine.engine import Engine
 from inference_service.engine.handle import EngineEvent
 from inference_service.engine.request import Finished, GenerationRequest, StoppingParams, TokenChunk
@@ -145,13 +144,14 @@ def compare(imposed: Imposed, depth: int, batches: list[int], rounds: int) -> li
     return found
 
 
-def router_us(device: str, dtype: torch.dtype) -> dict[int, dict[str, float]]:
+def router_us(device: str, tide: Mapping[int, TideTimes]) -> dict[int, dict[str, float]]:
     """Microseconds of norm, router, threshold and partition of N tokens, in a CUDA graph; PyTorch's way eager and compiled."""
     router = DepthRouter(ROUTER_WIDTH).to(device).requires_grad_(False)
     weights = router_weights(router)
     found: dict[int, dict[str, float]] = {}
     for tokens in ROUTER_TOKENS:
-        adapted = torch.randn(tokens, ROUTER_WIDTH, device=device, dtype=dtype)
+        # As the exit's head hands it over.
+        adapted = torch.randn(tokens, ROUTER_WIDTH, device=device)
         logits = torch.randn(tokens, 64, device=device)
         top = logits.topk(2).values.contiguous()
         log_mass, ago = logits.logsumexp(-1), torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -172,10 +172,11 @@ def router_us(device: str, dtype: torch.dtype) -> dict[int, dict[str, float]]:
             "PyTorch": _graph_us(eager),
             "PyTorch compiled": _graph_us(compiled),
         }
-        print(
-            f"| {tokens} | " + " | ".join(f"{us:.1f}" for us in found[tokens].values()) + " |",
-            flush=True,
-        )
+        cells = [f"{us:.1f}" for us in found[tokens].values()]
+        if tokens in tide:
+            cells.append(tide[tokens].printed())
+            found[tokens] |= {"TIDE": tide[tokens].us, "TIDE kernel": tide[tokens].kernel_us}
+        print(f"| {tokens} | {' | '.join(cells)} |", flush=True)
     return found
 
 
@@ -217,23 +218,40 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--share", type=float, default=0.8, help="of tokens that the exit says")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tide", type=Path, help="TIDE's unpacked package: see bench.tide")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     on_gpu = torch.device(options.device).type == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu --shape tiny tries the program")
+    if options.tide and not on_gpu:
+        parser.error("--tide wants a GPU: TIDE's kernels run on nothing else")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    name = torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu"
-    print(
-        f"{date.today()} {name}, torch {torch.__version__}, CUDA {torch.version.cuda}, transformers {transformers.__version__}"
-    )
+    machine = described(options.device)
+    print(machine)
+    try:
+        # First, as it takes a minute to fail.
+        tide = tide_router(options.tide, ROUTER_WIDTH, ROUTER_TOKENS) if options.tide else {}
+    except NeapError as error:
+        parser.error(error.message)
     speed = copy_bytes_per_s(options.device)
     print(f"a copy within memory: {speed / 1e9:.0f} GB/s, read and written")
-    figures: dict[str, object] = {"device": name, "copy_bytes_per_s": speed}
+    figures: dict[str, object] = {"machine": machine, "copy_bytes_per_s": speed}
     if on_gpu:
-        print(f"\nrouter, D {ROUTER_WIDTH}, us in a CUDA graph\n| N | neap | PyTorch | compiled |")
-        print("|---|---|---|---|")
-        figures["router_us"] = router_us(options.device, dtype)
+        columns = [
+            "N",
+            "neap",
+            "PyTorch",
+            "compiled",
+            *(["TIDE", "its kernel alone"] if tide else []),
+        ]
+        print(f"\nrouter, D {ROUTER_WIDTH}, us in a CUDA graph; (loop): by events, see bench.tide")
+        if tide:
+            print(
+                f"{LEGEND}\nscores of TIDE's kernel are off by {max(t.error for t in tide.values()):.1e} at most"
+            )
+        print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+        figures["router_us"] = router_us(options.device, tide)
     print(f"\n{options.shape}, {dtype}, an exit that is right at {options.share:.0%} of tokens")
     print("| exit at | requests | full tokens/s | exact | exact / full | tokens per pass | same |")
     print("|---|---|---|---|---|---|---|")

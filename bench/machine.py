@@ -16,7 +16,7 @@ def described(device: str | torch.device) -> str:
     if kind.type == "cuda":
         parts += [
             torch.cuda.get_device_name(kind),
-            f"driver {_driver(torch.cuda._get_device_index(kind, optional=True))}",
+            f"driver {_driver(str(torch.cuda.get_device_properties(kind).uuid))}",
             f"CUDA {torch.version.cuda}",
         ]
     else:
@@ -27,14 +27,15 @@ def described(device: str | torch.device) -> str:
     )
 
 
-def _driver(index: int) -> str:
+def _driver(uuid: str) -> str:
     """The driver's version, the clock that its multiprocessors may reach and the power it may take, as nvidia-smi tells them."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "not known (no nvidia-smi)"
-    fields = "driver_version,clocks.max.sm,power.limit"
+    # By its UUID: numbers differ where CUDA_VISIBLE_DEVICES hides some.
+    device, fields = f"GPU-{uuid}", "driver_version,clocks.max.sm,power.limit"
     answer = subprocess.run(
-        [tool, f"--id={index}", f"--query-gpu={fields}", "--format=csv,noheader"],
+        [tool, f"--id={device}", f"--query-gpu={fields}", "--format=csv,noheader"],
         capture_output=True,
         text=True,
         check=False,

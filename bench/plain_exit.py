@@ -24,13 +24,13 @@ class PlainExit:
     precision: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def halved(self, rows: Tensor) -> "PlainExit":
-        """With float16 copies of the weights, `rows` [Vd, W] among them, and products in float16; for a GPU."""
+        """With float16 copies of the weights, `rows` [Vd, W] among them, and products in float16: what a GPU would do."""
         small = rows.half()
         return PlainExit(
             deepcopy(self.head).half(),
             deepcopy(self.router).half(),
             lambda states: F.linear(states.half(), small),
-            partial(torch.autocast, "cuda", torch.float16, cache_enabled=False),
+            partial(torch.autocast, rows.device.type, torch.float16, cache_enabled=False),
         )
 
     def exit(self, state: Tensor, deep: Tensor, ago: Tensor) -> object:

@@ -1,18 +1,17 @@
 """Times the ops of exits and batches against what PyTorch does in their place, beside the least that their bytes allow.
 
-    python -m bench.roofline [--threads 2] [--rounds 40] [--json FILE]
+    python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40] [--json FILE]
 
 SmolLM2's sizes (D 576, rank 288, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, rank 512, 8,192, V 128,256).
-Lower quartiles in microseconds (others may be using the machine); before every call 64 MB of other memory are read, as a deep pass would, so weights come from memory.
-The contenders of a line take turns within each round. `floor`: all threads read as many bytes as the op must read and write.
-`GFLOP`: of the products, two each.
+Microseconds (`bench.stopwatch`): on a CPU lower quartiles (others may be using the machine), and before every call 64 MB of other memory are read, as a deep pass would, so weights come from memory;
+on a GPU medians, of calls in a CUDA graph, the L2 cache swept before each. The contenders of a line take turns within each round.
+`floor`: all threads read as many bytes as the op must read and write; on a GPU a copy moves them. `GFLOP`: of the products, two each.
+`PyTorch`: what the engine ran before, eager (on a GPU its kernels without their launches); `PyTorch half`: the same with float16 weights.
 """
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,72 +20,92 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gpu import copy_bytes_per_s
+from bench.machine import described
+from bench.plain_exit import PlainExit
+from bench.stopwatch import Contenders, stopwatch
 from shared import ops
 from shared.ladder.fused_exit import DraftRows, FusedExit
 from shared.ladder.head_rows import projection
 from shared.ladder.heads import ExitHead
-from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
+from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
 from shared.ops.batches import gather_rows, scatter_rows, verify_greedy, verify_sampled
 from shared.ops.exits import draft_top, exit_head, new_tickets, route
+from shared.ops.library import runs_on
 from shared.ops.paged import paged_attention
 
 SIZES = {576: (288, 4587, 49152), 4096: (512, 8192, 128256)}
-TOKENS = (1, 2, 4, 8)
-SWEPT_FLOATS = 16 << 20
+TOKENS = {"cpu": (1, 2, 4, 8), "cuda": (1, 8, 32, 64)}
+# Of states, keys and values, as the engine has them there.
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 HEADS = {576: (9, 3, 64), 4096: (32, 8, 128)}  # query heads, key heads, width of one
 CONTEXT, PAGE_SLOTS = 1024, 16
-Contenders = Mapping[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Line:
-    """One op at one size: bytes read and written, floating-point operations, and the lower quartile in us per contender."""
+    """One op at one size: bytes read and written, floating-point operations, and its time in us per contender."""
 
     op: str
     width: int
     tokens: int
     megabytes: float
     gflop: float
-    quartiles_us: dict[str, float]
+    times_us: dict[str, float]
 
     def printed(self) -> str:
-        figures = " ".join(f"{name} {value:8.0f}" for name, value in self.quartiles_us.items())
+        figures = " ".join(
+            f"{name} {value:8.{self._places}f}" for name, value in self.times_us.items()
+        )
         return (
             f"{self.op:>15} D={self.width:<5} N={self.tokens:<3} {self.megabytes:8.2f} MB"
             f" {self.gflop:7.4f} GFLOP  {figures}"
         )
 
+    def row(self) -> str:
+        """As bench/RESULTS.md has it; ratios are of the best of PyTorch's times to ours, and of ours to the floor."""
+        times = self.times_us
+        plain = min(times[name] for name in ("PyTorch", "PyTorch half") if name in times)
+        cells = [
+            self.op,
+            self.width,
+            self.tokens,
+            f"{self.megabytes:.2f}",
+            f"{1000 * self.gflop:.1f}",
+        ]
+        cells += [f"{times[name]:.{self._places}f}" for name in ("floor", "PyTorch")]
+        cells += [f"{times['PyTorch half']:.1f}" if "PyTorch half" in times else ""]
+        cells += [
+            f"{times['neap']:.{self._places}f}",
+            f"{plain / times['neap']:.1f}",
+            f"{times['neap'] / times['floor']:.1f}",
+        ]
+        return f"| {' | '.join(map(str, cells))} |"
 
-def _lower_quartile(values: list[float]) -> float:
-    return statistics.quantiles(values, n=4)[0]
+    @property
+    def _places(self) -> int:
+        return 1 if max(self.times_us.values()) < 100 else 0
 
 
 class Bench:
-    """Times contenders that run cold, in turns."""
+    """Times contenders that run cold, in turns. `tokens`: the numbers of them to ask for."""
 
-    def __init__(self, rounds: int) -> None:
-        self._rounds = rounds
-        self._swept = torch.ones(SWEPT_FLOATS)
+    def __init__(self, device: torch.device, rounds: int, tokens: Sequence[int]) -> None:
+        self.device, self.tokens = device, tuple(tokens)
+        self.dtype = DTYPE[device.type]
         self.lines: list[Line] = []
+        self._stopwatch = stopwatch(device, rounds)
 
-    def _timed(self, run: Callable[[], object]) -> float:
-        self._swept.sum()
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def line(
         self, op: str, width: int, tokens: int, num_bytes: float, flop: float, runs: Contenders
     ) -> None:
-        runs = {"floor": torch.ones(max(int(num_bytes) // 4, 1)).sum, **runs}
-        samples: dict[str, list[float]] = {name: [] for name in runs}
-        for index in range(self._rounds + 2):
-            for name, run in runs.items():
-                seconds = self._timed(run)
-                if index >= 2:
-                    samples[name].append(seconds * 1e6)
-        quartiles = {name: _lower_quartile(values) for name, values in samples.items()}
-        found = Line(op, width, tokens, num_bytes / 1e6, flop / 1e9, quartiles)
+        runs = {"floor": self._stopwatch.floor(num_bytes), **runs}
+        times = self._stopwatch.times_us(runs)
+        found = Line(op, width, tokens, num_bytes / 1e6, flop / 1e9, times)
         self.lines.append(found)
         print(found.printed(), flush=True)
 
@@ -97,56 +116,46 @@ def bench_exit(bench: Bench, width: int) -> None:
     head = ExitHead("gated", width, width, rank).requires_grad_(False)
     router = DepthRouter(width).requires_grad_(False)
     rows = torch.randn(size, width) / width**0.5
-    project, fused = projection(rows, None), FusedExit(head, router, DraftRows.of(rows, None))
+    fused = FusedExit(head, router, DraftRows.of(rows, None))
+    ways = {"PyTorch": PlainExit(head, router, projection(rows, None))}
+    if bench.on_gpu:
+        ways["PyTorch half"] = ways["PyTorch"].halved(rows)
     mix, out, small = head.mix.half(), head.out.half(), rows.half()
     weights = fused.router
     mix_size, out_size, hidden_size = mix.numel(), out.numel(), weights.hidden.numel()
-    for tokens in TOKENS:
-        state, deep = torch.randn(2, tokens, width).unbind()
-        ago, tickets = torch.zeros(tokens, dtype=torch.int64), new_tickets(tokens)
+    for tokens in bench.tokens:
+        state, deep = torch.randn(2, tokens, width).to(bench.dtype).unbind()
+        ago, tickets = torch.zeros(tokens, dtype=torch.int64), new_tickets(tokens, bench.device)
         adapted = head(state, deep, ago)
         top, _, log_mass = draft_top(adapted, small, None, 2)
         thresholds = torch.full((tokens,), 0.5)
         others = (top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets)
-
-        def plain(state: Tensor = state, deep: Tensor = deep, ago: Tensor = ago) -> object:
-            adapted = head(state, deep, ago)
-            logits = project(adapted)
-            probability = router(adapted, scalar_features(logits, ago))
-            return logits.argmax(-1), probability
-
-        def plain_top(adapted: Tensor = adapted) -> object:
-            logits = project(adapted)
-            return logits.argmax(-1), torch.topk(logits, 2), logits.logsumexp(-1)
-
-        def plain_route(
-            adapted: Tensor = adapted, ago: Tensor = ago, logits: Tensor = top
-        ) -> object:
-            leaves = router(adapted, scalar_features(logits, ago)) >= 0.5
-            return leaves.int().argsort(stable=True), (~leaves).sum()
-
         whole = mix_size + out_size + small.numel() + hidden_size
         each = bench.line
-        each("exit", width, tokens, 2 * whole, 2 * whole * tokens,
-             {"PyTorch": plain, "neap": partial(fused, state, deep, ago)})  # fmt: skip
+        each("exit", width, tokens, 2 * whole, 2 * whole * tokens, {
+            **{name: partial(way.exit, state, deep, ago) for name, way in ways.items()},
+            "neap": partial(fused, state, deep, ago),
+        })  # fmt: skip
         each("exit_head", width, tokens, 2 * (mix_size + out_size), 2 * (mix_size + out_size) * tokens, {
-            "PyTorch": partial(head, state, deep, ago),
+            **{name: partial(way.exit_head, state, deep, ago) for name, way in ways.items()},
             "neap": partial(exit_head, state, deep, ago, mix, head.offset, out, head.scale, head.gain, 1e-6),
             "neap float32": partial(exit_head, state, deep, ago, head.mix, head.offset, head.out, head.scale, head.gain, 1e-6),
         })  # fmt: skip
         each("draft_top", width, tokens, 2 * small.numel(), 2 * small.numel() * tokens, {
-            "PyTorch": plain_top,
+            **{name: partial(way.draft_top, adapted) for name, way in ways.items()},
             "neap": partial(draft_top, adapted, small, None, 2),
             "neap float32": partial(draft_top, adapted, rows, None, 2),
         })  # fmt: skip
-        each("route", width, tokens, 2 * hidden_size, 2 * hidden_size * tokens,
-             {"PyTorch": plain_route, "neap": partial(route, adapted, weights, *others)})  # fmt: skip
+        each("route", width, tokens, 2 * hidden_size, 2 * hidden_size * tokens, {
+            **{name: partial(way.route, adapted, ago, top) for name, way in ways.items()},
+            "neap": partial(route, adapted, weights, *others),
+        })  # fmt: skip
 
 
 def bench_batch(bench: Bench, width: int) -> None:
     """Verification over the model's vocabulary, and rows of states taken out and put back."""
     vocabulary = SIZES[width][2]
-    for tokens in TOKENS:
+    for tokens in bench.tokens:
         logits = torch.randn(tokens, vocabulary)
         drafts, starts = logits.argmax(-1), torch.tensor([0, tokens])
         probabilities = logits[:1].double().softmax(-1)
@@ -163,15 +172,17 @@ def bench_batch(bench: Bench, width: int) -> None:
 
             def drawn(target: Tensor = probabilities[0], uniform: float = 0.7) -> object:
                 total = target.cumsum(-1)
-                point = uniform * float(total[-1])
+                # Captured, nobody may ask for a number.
+                point = uniform * (total[-1] if bench.on_gpu else float(total[-1]))
                 return torch.searchsorted(total, point, right=True), torch.searchsorted(
                     total, total[-1]
                 )
 
             bench.line("verify_sampled", width, 1, probabilities.numel() * 8, 0,
                        {"PyTorch": drawn, "neap": partial(verify_sampled, *one)})  # fmt: skip
-        states, order = torch.randn(2 * tokens, width), torch.randperm(2 * tokens)[:tokens]
-        taken, moved = states[order], 8 * tokens * width
+        states = torch.randn(2 * tokens, width).to(bench.dtype)
+        order = torch.randperm(2 * tokens)[:tokens]
+        taken, moved = states[order], 2 * states.element_size() * tokens * width
         bench.line("gather_rows", width, tokens, moved, 0,
                    {"PyTorch": partial(states.index_select, 0, order), "neap": partial(gather_rows, states, order)})  # fmt: skip
         bench.line("scatter_rows", width, tokens, moved, 0,
@@ -182,12 +193,13 @@ def bench_paged(bench: Bench, width: int) -> None:
     """A token of each of N rows, every one CONTEXT positions long, its pages anywhere in the pool."""
     heads, kv_heads, size = HEADS[width]
     row_pages = CONTEXT // PAGE_SLOTS
-    for tokens in TOKENS:
-        q, (k, v) = (
-            torch.randn(tokens, heads, size),
-            torch.randn(2, tokens, kv_heads, size).unbind(),
-        )
-        keys, values = torch.randn(2, tokens * row_pages, kv_heads, PAGE_SLOTS, size).unbind()
+    for tokens in bench.tokens:
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape).to(bench.dtype)
+
+        q, (k, v) = drawn(tokens, heads, size), drawn(2, tokens, kv_heads, size).unbind()
+        keys, values = drawn(2, tokens * row_pages, kv_heads, PAGE_SLOTS, size).unbind()
         pages = torch.randperm(tokens * row_pages).view(tokens, row_pages)
         rows, positions = torch.arange(tokens), torch.full((tokens,), CONTEXT - 1)
         arguments = (q, k, v, keys, values, pages, rows, positions)
@@ -198,8 +210,8 @@ def bench_paged(bench: Bench, width: int) -> None:
             k, v = (t[pages].transpose(1, 2).flatten(2, 3) for t in (keys, values))
             return F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
 
-        moved = 2 * tokens * CONTEXT * kv_heads * size
-        bench.line("paged_attention", width, tokens, 4 * moved, 4 * tokens * CONTEXT * heads * size,
+        moved = 2 * tokens * CONTEXT * kv_heads * size * keys.element_size()
+        bench.line("paged_attention", width, tokens, moved, 4 * tokens * CONTEXT * heads * size,
                    {"PyTorch": plain, "neap": partial(paged_attention, *arguments)})  # fmt: skip
 
 
@@ -207,18 +219,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--device", choices=TOKENS, default="cpu")
+    parser.add_argument("--tokens", type=int, nargs="+", help="1 2 4 8; 1 8 32 64 on a GPU")
+    parser.add_argument("--widths", type=int, nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path, help="a file for the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    with torch.inference_mode():
-        bench = Bench(arguments.rounds)
+    on_gpu = arguments.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
+    if not runs_on(arguments.device):
+        parser.error(f"neap's kernels are not built for {arguments.device}: make build-ops")
+    print(described(arguments.device))
+    if on_gpu:
+        speed = copy_bytes_per_s("cuda")
+        print(f"a copy within memory: {speed / 1e9:.0f} GB/s, read and written; us")
+        torch.set_default_device("cuda")
+    else:
         print(f"{ops.cpu_isa()}, {arguments.threads} threads, us")
-        for width in SIZES:
+    with torch.inference_mode():
+        device = torch.device(arguments.device)
+        bench = Bench(device, arguments.rounds, arguments.tokens or TOKENS[device.type])
+        for width in arguments.widths:
             bench_exit(bench, width)
             bench_batch(bench, width)
             bench_paged(bench, width)
+    print(
+        "\n| op | D | tokens | MB | MFLOP | floor | PyTorch | half | neap | PyTorch / neap | neap / floor |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("\n".join(line.row() for line in bench.lines))
     if arguments.json:
         arguments.json.write_text(json.dumps([vars(line) for line in bench.lines], indent=1))
 

@@ -131,8 +131,8 @@ def _timed_alone(folder: Path, width: int, tokens: tuple[int, ...]) -> dict[int,
         return error.message
     found = {}
     for count in tokens:
-        call, error = _call(count, width)
-        found[count] = TideTimes(_loop_us(call), False, _kernel_us(call), error)
+        call, largest_error = _call(count, width)
+        found[count] = TideTimes(_loop_us(call), False, _kernel_us(call), largest_error)
     return found
 
 
