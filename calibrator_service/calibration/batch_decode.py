@@ -60,11 +60,12 @@ def decode_batch(
         return outputs
     device = loaded.device
     width = max(map(len, prompts))
-    tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
-    mask = torch.zeros(len(prompts), width + params.max_new_tokens, dtype=torch.long, device=device)
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros(len(prompts), width + params.max_new_tokens, dtype=torch.long)
     for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
+        tokens[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
+    tokens, mask = tokens.to(device), mask.to(device)
     positions = (mask[:, :width].cumsum(-1) - 1).clamp_min(0)
     cache = SlotCache(width + params.max_new_tokens)
     rows = list(range(len(prompts)))  # cache row -> prompt

@@ -1,6 +1,6 @@
 """Held-out figures: how often each rung is right, and how well its probability knows it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from calibrator_service.calibration.collect import LabelledSequence
 from calibrator_service.calibration.spec import Label
+from calibrator_service.calibration.state_chunk import StateChunk, read_chunk
 from calibrator_service.calibration.train_routers import exit_samples
 from shared.ladder.head_rows import projection
 from shared.ladder.ladder import Ladder, SequenceDrafter
@@ -162,6 +163,7 @@ def exit_figures(
     lookup: Tensor,
     label: Label,
     seed: int,
+    read: Callable[[Path], StateChunk] = read_chunk,
 ) -> dict[str, dict[str, object]]:
     """Figures of the layer exits over the report split. Agreement is the token's, whatever the routers' label."""
     figures = {}
@@ -171,7 +173,7 @@ def exit_figures(
         def samples(kind: Label, layer_exit=layer_exit):  # type: ignore[no-untyped-def]
             return exit_samples(
                 layer_exit.depth, layer_exit.head, chunks, project, lookup, kind,
-                seed=seed, device=runner.loaded.device,
+                seed=seed, device=runner.loaded.device, read=read,
             )  # fmt: skip
 
         labelled = samples(label)

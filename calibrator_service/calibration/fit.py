@@ -41,6 +41,7 @@ def fit_heads(run: Run, material: Material, vocabulary: DraftVocabulary) -> dict
         vocabulary.bias,
         vocabulary.lookup,
         replace(run.plan.training, seconds=run.left_s(HEADS_END)),
+        read=material.read,
         should_stop=run.should_stop,
         on_step=on_step,
     )
@@ -102,6 +103,7 @@ def fit_ladder(
             run.spec.label,
             seed=run.spec.seed,
             device=vocabulary.rows.device,
+            read=material.read,
         )
         share = HEADS_END + (ROUTERS_END - HEADS_END) * number / len(heads)
         router = train_router(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from calibrator_service.calibration.shards import TokenSequence
 from calibrator_service.calibration.sources import text_sequences
 from calibrator_service.calibration.spec import SelfGenerated
 from calibrator_service.calibration.splits import SPLITS, Split, Splitter
+from calibrator_service.calibration.state_chunk import StateChunk
 from shared.errors import InvalidInput
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.model.runner import DepthRunner
@@ -41,6 +43,9 @@ class Material:
             run.folder,
             max_state_bytes=MAX_STATE_BYTES,
             cosine_threshold=run.spec.cosine_threshold if run.spec.label == "cosine" else None,
+            chunk_positions=run.plan.scale.chunk_positions,
+            pass_tokens=run.plan.scale.pass_tokens,
+            keeps_states=run.plan.scale.keeps_states,
         )
         self.judged: dict[Split, list[LabelledSequence]] = {"routers": [], "report": []}
         self.num_tokens: dict[Split, int] = dict.fromkeys(SPLITS, 0)
@@ -50,8 +55,12 @@ class Material:
         self._frequencies = torch.zeros(run.loaded.vocabulary_size, dtype=torch.long)
 
     def chunks(self, split: Split) -> list[Path]:
-        """The split's files of states."""
+        """The split's files, for `read`."""
         return self._collector.chunks(split)
+
+    def read(self, path: Path) -> StateChunk:
+        """Raises `Corrupt`."""
+        return self._collector.read(path)
 
     def frequent_choices(self, most: int) -> Tensor:
         """The tokens the full model chose most in the heads split, ascending; never one it did not choose. [<= most] int64."""
@@ -79,7 +88,7 @@ class Material:
                 self._tell()
             if (
                 num_queued >= run.plan.max_tokens
-                or num_stale >= MAX_STALE_SEQUENCES
+                or num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.rows)
                 or self._is_over(is_late)
             ):
                 break
@@ -143,14 +152,19 @@ class Material:
         )
 
     def _take(self, split: Split, labelled: list[LabelledSequence]) -> None:
+        if not labelled:
+            return
+        self.num_tokens[split] += sum(len(s.tokens) - s.first for s in labelled)
+        if split != "heads":
+            judged = sum(len(s.tokens) for s in self.judged[split])
+            for sequence in labelled:
+                if judged < MAX_JUDGED_TOKENS:
+                    self.judged[split].append(sequence)
+                    judged += len(sequence.tokens)
+            return
         for sequence in labelled:
-            size = len(sequence.tokens) - sequence.first
-            self.num_tokens[split] += size
-            if split == "heads":
-                self.builder.add(sequence.tokens, sequence.choices, sequence.first)
-                self._frequencies += torch.bincount(
-                    torch.from_numpy(sequence.choices[sequence.first :]),
-                    minlength=len(self._frequencies),
-                )
-            elif sum(len(s.tokens) for s in self.judged[split]) < MAX_JUDGED_TOKENS:
-                self.judged[split].append(sequence)
+            self.builder.add(sequence.tokens, sequence.choices, sequence.first)
+        choices = np.concatenate([s.choices[s.first :] for s in labelled])
+        self._frequencies += torch.bincount(
+            torch.from_numpy(choices), minlength=len(self._frequencies)
+        )

@@ -3,7 +3,11 @@
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
+from calibrator_service.calibration.collect import CHUNK_POSITIONS, PASS_TOKENS
 from calibrator_service.calibration.spec import MAX_NEW_TOKENS, CalibrationSpec, SelfGenerated
+from calibrator_service.calibration.splits import PATTERN
 from calibrator_service.calibration.train_heads import TrainParams
 from shared.errors import InvalidInput
 from shared.ladder.heads import default_rank
@@ -18,6 +22,11 @@ COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
 RISK_PROMPTS = 300
 MAX_STATE_BYTES = 4 << 30
 MAX_DEFAULT_VOCABULARY = 8192
+# Heads see each position at most so often, and so many positions in all where that is fewer; twice in any case.
+MAX_EPOCHS, MIN_EPOCHS, TRAINED_POSITIONS = 6, 2, 120_000_000
+# On a GPU a step's time is that of launching it, so batches grow until this many steps are left.
+LEAST_STEPS, LARGEST_BATCH = 3000, 4096
+HEADS_SHARE = PATTERN.count("heads") / len(PATTERN)
 
 
 def quick(model_id: str = "") -> CalibrationSpec:
@@ -38,6 +47,16 @@ def bounded(spec: CalibrationSpec) -> CalibrationSpec:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """How much goes through the model at once: see `Collector`."""
+
+    rows: int
+    pass_tokens: int = PASS_TOKENS
+    chunk_positions: int = CHUNK_POSITIONS
+    keeps_states: bool = True
+
+
+@dataclass(frozen=True)
 class Plan:
     """A spec with every choice made. Tokens are those learnt from: answers of generated text, all of given text."""
 
@@ -46,10 +65,15 @@ class Plan:
     rank: int
     max_tokens: float
     max_new_tokens: int
-    rows: int
+    scale: Scale
     table_bytes: int
     training: TrainParams
     budget_s: float
+
+    @property
+    def rows(self) -> int:
+        """Decoded together."""
+        return self.scale.rows
 
 
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
@@ -82,9 +106,9 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
         rank=rank,
         max_tokens=spec.max_tokens or math.inf,
         max_new_tokens=asked or MAX_NEW_TOKENS,
-        rows=rows_together(loaded),
+        scale=scale_of(loaded),
         table_bytes=max(ARTEFACT_BYTES - 100_000 - len(depths) * exit_bytes - 4 * size, 1 << 20),
-        training=TrainParams(seed=spec.seed),
+        training=training(spec, loaded.device),
         budget_s=budget_s,
     )
 
@@ -94,11 +118,38 @@ def default_depths(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({0, num_layers // 8}))
 
 
+def scale_of(loaded: LoadedModel) -> Scale:
+    """On a GPU a pass over little takes as long as one over much: hundreds of kernels are launched, whatever they do."""
+    rows = rows_together(loaded)
+    if loaded.device.type == "cpu":
+        return Scale(rows)
+    return Scale(rows, pass_tokens=32_768, chunk_positions=65_536, keeps_states=False)
+
+
+def training(spec: CalibrationSpec, device: torch.device) -> TrainParams:
+    """How the heads are trained on `spec.max_tokens`, or, with only a time budget, on whatever comes."""
+    if not spec.max_tokens:
+        return TrainParams(seed=spec.seed)
+    positions = HEADS_SHARE * spec.max_tokens
+    epochs = max(MIN_EPOCHS, min(MAX_EPOCHS, int(TRAINED_POSITIONS / positions)))
+    params = TrainParams(seed=spec.seed, epochs=epochs)
+    if device.type == "cpu":
+        return params
+    batch_size = params.batch_size
+    while batch_size < LARGEST_BATCH and positions * epochs >= 2 * batch_size * LEAST_STEPS:
+        batch_size *= 2
+    return replace(params, batch_size=batch_size)
+
+
 def rows_together(loaded: LoadedModel) -> int:
-    """Rows decoded together: 64, fewer where their keys and values would take more than about 2 GiB."""
+    """Rows decoded together: 64 on a CPU, fewer where their keys and values would take more than about 2 GiB; on a GPU up to 2,048,
+    of whose whole memory (what is free at the moment must not decide what is written) they may take a quarter."""
     config = loaded.model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     element = loaded.model.dtype.itemsize
     token_bytes = 2 * loaded.num_layers * heads * width * element
-    return int(min(64, max(4, (2 << 30) // (token_bytes * 512))))
+    most, budget = 64, 2 << 30
+    if loaded.device.type == "cuda":
+        most, budget = 2048, torch.cuda.get_device_properties(loaded.device).total_memory // 4
+    return int(min(most, max(4, budget // (token_bytes * 512))))

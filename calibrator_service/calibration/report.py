@@ -31,6 +31,7 @@ def held_out_report(
         vocabulary.lookup,
         run.spec.label,
         run.spec.seed,
+        material.read,
     )
     simulated = tokens_per_pass(ladder, held_out)
     for name, figure in rungs.items():

@@ -35,7 +35,15 @@ class Run:
         self._started = time.monotonic()
         self.loaded, self.spec = loaded, bounded(spec)
         self.plan: Plan = resolve(self.spec, loaded)
-        identity = json.dumps({**asdict(self.spec), "model": loaded.fingerprint, "format": 1})
+        # What was begun on another device was begun otherwise.
+        identity = json.dumps(
+            {
+                **asdict(self.spec),
+                "model": loaded.fingerprint,
+                "format": 2,
+                "scale": asdict(self.plan.scale),
+            }
+        )
         # Generated text is shared by every spec that asks for the same; states and heads are this spec's own.
         self.text_folder = folder / "text"
         self.folder = folder / hashlib.sha256(identity.encode()).hexdigest()[:16]

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrator_service.calibration.collect import read_chunk
 from calibrator_service.calibration.labels import agreement
 from calibrator_service.calibration.spec import Label
+from calibrator_service.calibration.state_chunk import StateChunk, read_chunk
 from calibrator_service.calibration.train_heads import draw_offsets, gather_batch
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
@@ -49,26 +49,31 @@ def exit_samples(
     *,
     seed: int,
     device: torch.device,
+    read: Callable[[Path], StateChunk] = read_chunk,
 ) -> RouterSamples:
-    """Runs one exit as it will be served over every position of `chunks`, with offsets drawn as in training."""
+    """Runs one exit as it will be served over the positions of `chunks`, MAX_SAMPLES at most, with offsets drawn as in training."""
     adapted, scalars, labels = [], [], []
     num_samples = 0
     generator = torch.Generator().manual_seed(seed % 2**63)
+    lookup = lookup.to(device)
     for path in chunks:
-        chunk = read_chunk(path)
+        chunk = read(path).to(device)
         offsets = draw_offsets(max(len(chunk), 1), generator)
-        for index in torch.arange(len(chunk)).split(PASS_SIZE):
+        size = min(len(chunk), MAX_SAMPLES - num_samples)
+        for index in torch.arange(size).split(PASS_SIZE):
             batch = gather_batch(chunk, index, offsets[index], lookup, device)
             state = head(batch.states[depth], batch.deep, batch.offset)
             logits = project(state)
             converged = chunk.converged.get(depth)
             reached = (
-                torch.zeros(len(index), dtype=torch.bool) if converged is None else converged[index]
+                torch.zeros(len(index), dtype=torch.bool)
+                if converged is None
+                else converged.cpu()[index]
             )
             adapted.append(state.half().cpu())
             scalars.append(scalar_features(logits, batch.offset).cpu())
             labels.append(agreement(label, logits.argmax(-1).cpu(), batch.choices.cpu(), reached))
-        num_samples += len(chunk)
+        num_samples += size
         if num_samples >= MAX_SAMPLES:
             break
     if not labels:

@@ -9,7 +9,7 @@ from shared.ladder.successors import MAX_COUNT, MAX_ORDER, Array, SuccessorTable
 
 # Distinct (context, token) pairs kept per order while counting; the rarest go first (lossy counting, Manku and Motwani).
 DEFAULT_CAPACITY = 4_000_000
-MAX_PENDING = 250_000
+MAX_PENDING = 2_000_000
 # A longer context that predicts what the shorter one does must be this much surer to be worth its bytes.
 SURER_BY = 0.15
 BYTES_PER_ENTRY = {True: 8, False: 10}  # by whether tokens fit 16 bits

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from calibrator_service.calibration.collect import Collector, read_chunk
+from calibrator_service.calibration.collect import Collector
 from calibrator_service.calibration.labels import agreement, cosine_converged
 from calibrator_service.calibration.shards import TokenSequence
 from calibrator_service.calibration.splits import SPLITS, Splitter
+from calibrator_service.calibration.state_chunk import read_chunk
 from calibrator_service.calibration.train_heads import gather_batch, vocabulary_lookup
 from shared.errors import Corrupt
 from shared.ladder.heads import NUM_OFFSETS, unit

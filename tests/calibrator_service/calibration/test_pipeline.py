@@ -14,6 +14,7 @@ from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.presets import (
     QUICK_BUDGET_S,
     THOROUGH_TOKENS,
+    Scale,
     quick,
     resolve,
     thorough,
@@ -120,6 +121,19 @@ def test_a_killed_run_continues_to_the_same_ladder(
         calibrate(base_model, SPEC, work_dir=tmp_path, progress=die)
     again = calibrate(base_model, SPEC, work_dir=tmp_path)
     assert contents(again.ladder, again.report) == contents(finished[0].ladder, finished[0].report)
+
+
+def test_states_made_anew_teach_what_states_kept_teach(
+    base_model: LoadedModel, tmp_path: Path, finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: only tokens are on disk."""
+    scale = Scale(rows=160, keeps_states=False)
+    monkeypatch.setattr("calibrator_service.calibration.presets.scale_of", lambda _: scale)
+    anew = calibrate(base_model, SPEC, work_dir=tmp_path)
+    assert contents(anew.ladder, anew.report) == contents(finished[0].ladder, finished[0].report)
+    names = {path.name.split("-")[0] for path in tmp_path.rglob("*.safetensors")}
+    assert "tokens" in names
+    assert "states" not in names
 
 
 def test_a_finished_run_is_not_trained_again(
