@@ -1,20 +1,19 @@
 """Tokens per second while decoding: Hugging Face's generate, our full depth, and exact with each lever alone and together.
 
-    python -m bench.decode --model DIR [--router FOLDER] [--per-task 5] [--levers]
+    python -m bench.decode --model DIR [--router FOLDER] [--device cuda] [--per-task 5] [--levers]
 
-All sides answer every prompt in turn, in an order that rotates; a token's time counts from the first token to the last. Greedy, float32 on CPU, batch 1, at most 64 new tokens.
+All sides answer every prompt in turn, in an order that rotates; a token's time counts from the first token to the last. Greedy, batch 1, at most 64 new tokens;
+float32 on a CPU, the checkpoint's own dtype on a GPU.
 """
 
 import argparse
 import json
 import math
-import platform
 import statistics
 import time
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 import transformers
 
 from bench.hugging_face import HF, Run, Side, hugging_face
+from bench.machine import described
 from bench.prompts import DEFAULT_FILE, BenchPrompt, read_prompts
 from inference_service.engine.engine import Engine
 from inference_service.engine.prompt import encode_prompt
@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument(
         "--router", type=Path, help="folder with a packed ladder (manifest.json and blobs)"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)
     parser.add_argument("--per-task", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -192,7 +193,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    loaded = load_model(options.model)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
+    loaded = load_model(options.model, device=options.device)
     ladder = read_ladder(options.router)
     prompts = read_prompts(options.prompts, options.per_task)
     with ExitStack() as stack:
@@ -201,7 +204,9 @@ def main() -> None:
         full, exact = DepthPolicy("full"), DepthPolicy("exact")
         sides: dict[str, Side] = {FULL: neap(engine, full, None, options.max_tokens)}
         if not options.no_hf:
-            sides[HF] = stack.enter_context(hugging_face(options.model, options.max_tokens))
+            sides[HF] = stack.enter_context(
+                hugging_face(options.model, options.max_tokens, options.device)
+            )
         if options.levers is not None:
             for name, part in levers(ladder, loaded.vocabulary_size).items():
                 if name in options.levers or not options.levers:
@@ -210,9 +215,7 @@ def main() -> None:
         for side in sides.values():  # warm-up: binding, page faults
             side(list(range(3, 40)))
         tables = summarise(measure(loaded, sides, prompts, options.seconds))
-    print(
-        f"{date.today()} {platform.processor() or platform.machine()} {torch.get_num_threads()} threads, torch {torch.__version__}"
-    )
+    print(f"{described(options.device)}, {loaded.model.dtype}")
     print_tables(tables)
     if options.json:
         options.json.write_text(json.dumps(tables, indent=1))

@@ -1,6 +1,7 @@
 """Hugging Face's own `generate`, as the side to compare with.
 
-It runs in a process of its own: two OpenMP pools in one process would slow both down (docs/decisions/004).
+It runs in a process of its own: two OpenMP pools in one process would slow both down (docs/decisions/004). On a GPU both processes share
+it, but take turns; there `load_model` takes the checkpoint's own dtype for both.
 """
 
 import multiprocessing
@@ -60,8 +61,8 @@ def _generate(model: Any, prompts: Sequence[list[int]], max_tokens: int, **optio
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
     with torch.no_grad():
         out = model.generate(
-            torch.tensor(padded),
-            attention_mask=torch.tensor(mask),
+            torch.tensor(padded, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
             do_sample=False,
             max_new_tokens=max_tokens,
             pad_token_id=PAD,
@@ -98,20 +99,24 @@ def _token_s(model: Any, context: int) -> float:
 
 
 def _serve(
-    source: str, work: Callable[..., object], options: dict[str, int], pipe: Connection
+    source: str, device: str, work: Callable[..., object], options: dict[str, int], pipe: Connection
 ) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model: Any = load_model(source, accelerate=False).model
+    model: Any = load_model(source, device=device, accelerate=False).model
     while (task := pipe.recv()) is not None:
         pipe.send(work(model, task, **options))
 
 
 @contextmanager
-def _process(source: str, work: Callable[..., object], **options: int) -> Iterator[Any]:
+def _process(
+    source: str, device: str, work: Callable[..., object], **options: int
+) -> Iterator[Any]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(source, work, options, theirs), daemon=True)
+    process = context.Process(
+        target=_serve, args=(source, device, work, options, theirs), daemon=True
+    )
     process.start()
 
     def run(task: object) -> object:
@@ -126,23 +131,23 @@ def _process(source: str, work: Callable[..., object], **options: int) -> Iterat
 
 
 @contextmanager
-def hugging_face(source: str, max_tokens: int) -> Iterator[Side]:
+def hugging_face(source: str, max_tokens: int, device: str = "cpu") -> Iterator[Side]:
     """Answers one prompt at a time."""
-    with _process(source, _one, max_tokens=max_tokens) as run:
+    with _process(source, device, _one, max_tokens=max_tokens) as run:
         yield run
 
 
 @contextmanager
 def hugging_face_batch(
-    source: str, max_tokens: int, batch: int
+    source: str, max_tokens: int, batch: int, device: str = "cpu"
 ) -> Iterator[Callable[[Sequence[list[int]]], float]]:
     """Answers prompts in left-padded batches of `batch`; tells tokens per second."""
-    with _process(source, _many, max_tokens=max_tokens, batch=batch) as run:
+    with _process(source, device, _many, max_tokens=max_tokens, batch=batch) as run:
         yield run
 
 
 @contextmanager
 def hugging_face_token(source: str) -> Iterator[Callable[[int], float]]:
     """Seconds of one token's forward after so many others, without what `generate` adds."""
-    with _process(source, _token_s) as run:
+    with _process(source, "cpu", _token_s) as run:
         yield run
