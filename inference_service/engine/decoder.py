@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.sequence import Sequence
 from inference_service.engine.statistics import EngineStatistics
-from inference_service.engine.verification import confirmed_by_sampling, confirmed_greedily
+from inference_service.engine.verification import Verdict, verify
 from inference_service.engine.worth import DraftingWorth
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
+from shared.model.sampling import Trial
 
 # Prompt tokens per step, so that a long prompt can be cancelled; fewer where running streams would have to wait for them.
 PREFILL_TOKENS = 256
@@ -38,9 +39,11 @@ class _Turn:
     is_prefill: bool
 
     @property
-    def drafts(self) -> list[int]:
-        """The tokens that the deep pass tests."""
-        return [draft.token for draft in self.chain.drafts[self.chain.num_final :]]
+    def trial(self) -> Trial:
+        """What the deep pass tests. Once what is final before it has been handed out."""
+        tested = self.chain.drafts[self.chain.num_final :]
+        request = self.sequence.request
+        return Trial(request.sampling, self.sequence.tokens, [draft.token for draft in tested])
 
 
 class Decoder:
@@ -171,22 +174,25 @@ class Decoder:
         ]
         logits = self.runner.logits(torch.cat(wanted)) if wanted else None
         answered = [turn for turn in turns if turn.num_answers]
-        greedy: Iterator[list[int]] = iter(())
+        verdicts: Iterator[Verdict] = iter(())
         if logits is not None:
-            greedy = iter(confirmed_greedily(logits, [turn.drafts for turn in answered]))
-        row = 0
+            verdicts = iter(
+                verify(
+                    logits,
+                    [turn.trial for turn in answered],
+                    [turn.sequence.request.logprobs for turn in answered],
+                )
+            )
         for turn, states in zip(turns, settled, strict=True):
-            own = slice(row, row + turn.num_answers)
-            row += turn.num_answers
             if turn.is_prefill:
                 turn.sequence.num_settled += len(states)
                 turn.sequence.deep_state = states[-1]
-            if logits is not None and turn.num_answers:
-                self._conclude(turn, states, logits[own], next(greedy))
+            if turn.num_answers:
+                self._conclude(turn, states, next(verdicts))
 
-    def _conclude(self, turn: _Turn, states: Tensor, logits: Tensor, greedy: list[int]) -> None:
+    def _conclude(self, turn: _Turn, states: Tensor, verdict: Verdict) -> None:
         sequence, chain = turn.sequence, turn.chain
-        confirmed = self._verify(sequence, chain, logits, greedy)
+        confirmed = self._tokens(turn, verdict)
         if not turn.is_prefill:
             num_confirmed = len(confirmed) - 1
             sequence.num_deep_passes += 1
@@ -203,39 +209,18 @@ class Decoder:
             sequence.deep_state = states[num_through - 1]
         turn.chunks += sequence.emit(confirmed)
 
-    def _verify(
-        self, sequence: Sequence, chain: Chain, logits: Tensor, greedy: list[int]
-    ) -> list[GeneratedToken]:
-        """The drafts that the full model would have chosen too, and the token it chooses after them.
-
-        `logits` [1 + drafts not final, V]; `greedy` is the answer where nothing but the largest logit counts.
-        """
-        drafts = chain.drafts[chain.num_final :]
-        sampling = sequence.request.sampling
-        if sampling.is_greedy and sampling.repetition_penalty == 1.0:
-            chosen = greedy
-        else:
-            chosen = confirmed_by_sampling(
-                logits, sampling, sequence.tokens, [draft.token for draft in drafts]
-            )
+    def _tokens(self, turn: _Turn, verdict: Verdict) -> list[GeneratedToken]:
+        """The drafts that were confirmed, as they were drafted, and the token that the full model chose after them."""
+        tested = turn.chain.drafts[turn.chain.num_final :]
+        origins = [(draft.depth, draft.rung) for draft in tested[: len(verdict.tokens) - 1]]
+        origins.append((self.runner.num_layers, FULL))
+        tokens = [
+            GeneratedToken(token, depth, rung)
+            for token, (depth, rung) in zip(verdict.tokens, origins, strict=True)
+        ]
+        if verdict.logprobs is None:
+            return tokens
         return [
-            self._token(sequence, row, token, exit_depth=draft.depth, rung=draft.rung)
-            for row, token, draft in zip(logits, chosen[:-1], drafts, strict=False)
-        ] + [self._full_token(sequence, logits[len(chosen) - 1], chosen[-1])]
-
-    def _full_token(self, sequence: Sequence, logits: Tensor, token: int) -> GeneratedToken:
-        return self._token(sequence, logits, token, exit_depth=self.runner.num_layers, rung=FULL)
-
-    def _token(
-        self, sequence: Sequence, logits: Tensor, token: int, *, exit_depth: int, rung: str
-    ) -> GeneratedToken:
-        """`logits` [V] are the full model's at this position."""
-        count = sequence.request.logprobs
-        if count is None:
-            return GeneratedToken(token, exit_depth, rung)
-        logprobs = logits.log_softmax(-1)
-        top = logprobs.topk(count) if count else None
-        alternatives = (
-            tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else ()
-        )
-        return GeneratedToken(token, exit_depth, rung, float(logprobs[token]), alternatives)
+            replace(token, logprob=found.value, alternatives=found.alternatives)
+            for token, found in zip(tokens, verdict.logprobs, strict=True)
+        ]

@@ -16,9 +16,10 @@ from inference_service.engine.memory import whole_pages
 from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GenerationRequest
 from inference_service.engine.sequence import Sequence
+from inference_service.engine.verification import verify
 from shared.model.cache import SlotCache
 from shared.model.runner import DepthRunner
-from shared.model.sampling import SamplingParams, choose
+from shared.model.sampling import SamplingParams, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -180,18 +181,11 @@ class Shadow:
         if skipped >= len(piece):
             return False
         logits = self._runner.logits(states[skipped:])
-        simple = check.sampling.repetition_penalty == 1.0
-        greedy = logits.argmax(-1).tolist() if simple else []
-        for index in range(len(piece) - skipped):
-            at = start + skipped + index + 1
-            token = (
-                greedy[index]
-                if simple
-                else choose(logits[index], check.sampling, check.tokens[:at])
-            )
-            if token != check.tokens[at]:
-                return True
-        return False
+        at = start + skipped + 1
+        judged = list(check.tokens[at : start + len(piece) + 1])
+        # As drafts they are all tested but the last, which is compared with what is chosen after them.
+        [verdict] = verify(logits, [Trial(check.sampling, check.tokens[:at], judged[:-1])])
+        return verdict.tokens != judged
 
     def _conclude(self, stratum: Stratum, differs: bool) -> None:
         counts = self._counts(stratum)

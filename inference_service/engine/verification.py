@@ -1,60 +1,61 @@
 """Which drafts the full model confirms."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from shared.model.sampling import SamplingParams, choose
-from shared.ops import library
-from shared.ops.batches import verify_greedy
-
-NOTHING = -1
+from inference_service.engine.logprobs import Logprobs, logprobs, unpacked
+from shared.model.choosing import choose, is_read_for_nothing, num_confirmed
+from shared.model.sampling import Trial
 
 
-def confirmed_greedily(logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """What the full model chooses for each sequence: the drafts it confirms, and the token it chooses after them.
+@dataclass(frozen=True)
+class Verdict:
+    """`tokens`: the drafts that were confirmed, and what the full model chooses after them. `logprobs`: theirs, if wanted."""
 
-    logits [T, V]: for each sequence a row per draft and one more, in turn. One launch and one read-back for all; without the
-    kernels PyTorch does the same in a few.
+    tokens: list[int]
+    logprobs: list[Logprobs] | None = None
+
+
+def verify(
+    logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None] = ()
+) -> list[Verdict]:
+    """What becomes of each trial. logits [T, V] float32: their rows, in turn.
+
+    `num_alternatives` per trial: None, or left out altogether, is no log-probabilities. The host waits for the device once,
+    whatever is asked.
     """
-    tested = [token for own in drafts for token in (*own, NOTHING)]
-    starts = list(accumulate((len(own) + 1 for own in drafts), initial=0))
-    if library.runs_on(logits.device.type):
-        device = logits.device
-        choices, counts = verify_greedy(
-            logits, torch.tensor(tested, device=device), torch.tensor(starts, device=device)
-        )
-        answer = torch.cat([choices, counts]).tolist()
-        chosen, accepted = answer[: len(tested)], answer[len(tested) :]
-    else:
-        chosen = logits.argmax(-1).tolist()
-        accepted = [
-            _prefix(chosen[start:], own) for start, own in zip(starts, drafts, strict=False)
+    wanted = num_alternatives or [None] * len(trials)
+    choices, scores = computed(logits, trials, wanted)
+    numbers = iter(torch.cat([part.flatten() for part in (*choices, *scores)]).tolist())
+    chosen = [[int(number) for number in islice(numbers, len(own))] for own in choices]
+    found = [[unpacked(list(islice(numbers, len(row)))) for row in own] for own in scores]
+    verdicts = []
+    for trial, tokens, own, count in zip(trials, chosen, found, wanted, strict=True):
+        num_tokens = 1 + num_confirmed(tokens, trial.drafts)
+        verdicts.append(Verdict(tokens[:num_tokens], None if count is None else own[:num_tokens]))
+    return verdicts
+
+
+def computed(
+    logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Per trial its choices [n] int64 and their log-probabilities [n, 1 + 2 * alternatives], [0, 1] where none are wanted.
+
+    What `verify` reads, on the logits' device; nothing waits for that.
+    """
+    choices = choose(logits, trials)
+    if is_read_for_nothing(logits.device):  # so nothing is computed of rows that do not count
+        choices = [
+            tokens[: 1 + num_confirmed(tokens.tolist(), trial.drafts)]
+            for tokens, trial in zip(choices, trials, strict=True)
         ]
-    return [
-        chosen[start : start + count + 1] for start, count in zip(starts, accepted, strict=False)
+    rows = logits.split([trial.num_rows for trial in trials])
+    scores = [
+        tokens.new_empty(0, 1) if count is None else logprobs(own[: len(tokens)], tokens, count)
+        for own, tokens, count in zip(rows, choices, num_alternatives, strict=True)
     ]
-
-
-def confirmed_by_sampling(
-    logits: Tensor, sampling: SamplingParams, context: Sequence[int], drafts: Sequence[int]
-) -> list[int]:
-    """The drafts that sampling after `context` confirms, and the token it chooses after them. logits [1 + drafts, V].
-
-    A draft is tested by choosing as the full model would: see `shared.model.sampling`. Row by row, for what a row's distribution
-    costs is spent only if all drafts before it were right.
-    """
-    chosen: list[int] = []
-    for row, draft in zip(logits, [*drafts, NOTHING], strict=True):
-        token = choose(row, sampling, [*context, *chosen])
-        chosen.append(token)
-        if token != draft:
-            break
-    return chosen
-
-
-def _prefix(chosen: Sequence[int], drafts: Sequence[int]) -> int:
-    """How many of the drafts were chosen before the first that was not."""
-    return next((i for i, draft in enumerate(drafts) if chosen[i] != draft), len(drafts))
+    return choices, scores

@@ -1,4 +1,4 @@
-"""Choosing the next token from the full model's logits, repeatably.
+"""How a request wants its next token chosen, repeatably.
 
 Every position of a sequence draws its own uniform number from (seed, position). A token is then a function of the logits, the
 tokens before it and the seed alone, whichever pass computed the logits. So verifying a draft is: sample as the full model would,
@@ -11,12 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from shared.errors import InvalidInput
-from shared.ops import library
-from shared.ops.batches import verify_sampled
 
 # Beyond these, logits overflow: several would be infinite, and no token the most probable.
 MIN_TEMPERATURE = 1e-6
@@ -57,60 +53,22 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-def penalised(logits: Tensor, params: SamplingParams, context: Sequence[int]) -> Tensor:
-    """Logits [V] after the repetition penalty (Keskar et al., 1909.05858) over the tokens of `context`."""
-    if params.repetition_penalty == 1.0 or not context:
-        return logits
-    seen = torch.tensor(sorted(set(context)), device=logits.device)
-    scores = logits[seen]
-    scores = torch.where(
-        scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
-    )
-    return logits.index_copy(0, seen, scores)
+@dataclass(frozen=True)
+class Trial:
+    """One sequence's rows of logits, one per draft and one more: row i is what follows `context` and the drafts before i.
 
-
-def distribution(logits: Tensor, params: SamplingParams, context: Sequence[int]) -> Tensor:
-    """Probabilities [V], float64, after penalty, temperature, top-k, top-p and min-p, in Hugging Face's order.
-
-    `logits` [V], any float dtype. Only for sampling: `params.temperature` must be positive.
+    That is what the full model's own row would be wherever row i counts: it does only if all drafts before it were right.
     """
-    scores = penalised(logits, params, context).double() / params.temperature
-    if 0 < params.top_k < scores.shape[0]:
-        kth = torch.topk(scores, params.top_k).values[-1]
-        scores = scores.masked_fill(scores < kth, -math.inf)
-    if params.top_p < 1.0:
-        ordered, order = torch.sort(scores, descending=True, stable=True)
-        probabilities = torch.softmax(ordered, -1)
-        # A token stays while the mass before it is below top_p, so the most probable always does.
-        dropped = probabilities.cumsum(-1) - probabilities >= params.top_p
-        scores = scores.index_fill(0, order[dropped], -math.inf)
-    if params.min_p > 0.0:
-        probabilities = torch.softmax(scores, -1)
-        scores = scores.masked_fill(probabilities < params.min_p * probabilities.max(), -math.inf)
-    return torch.softmax(scores, -1)
+
+    sampling: SamplingParams
+    context: Sequence[int]
+    drafts: Sequence[int] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.drafts) + 1
 
 
 def uniform_at(seed: int, position: int) -> float:
     """The uniform number in [0, 1) that belongs to one position of a sequence (Philox, counter-based)."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
-
-
-def choose(logits: Tensor, params: SamplingParams, context: Sequence[int]) -> int:
-    """The token that follows `context` (all tokens so far, prompt included), from logits [V]."""
-    if params.is_greedy:
-        return int(penalised(logits, params, context).argmax())
-    weights = distribution(logits, params, context)
-    uniform = uniform_at(params.seed, len(context))
-    if library.runs_on(weights.device.type):
-        # No draft, one sequence of one row.
-        draft, starts = torch.tensor([-1]), torch.tensor([0, 1])
-        place = torch.tensor([uniform], dtype=torch.float64)
-        device = weights.device
-        chosen, _ = verify_sampled(
-            weights[None], draft.to(device), starts.to(device), place.to(device)
-        )
-        return int(chosen)
-    cumulative = weights.cumsum(-1)
-    token = int(torch.searchsorted(cumulative, uniform * float(cumulative[-1]), right=True))
-    # Rounding may put the point past the last token that has any mass.
-    return min(token, int(torch.searchsorted(cumulative, cumulative[-1])))

@@ -1,0 +1,32 @@
+"""Log-probabilities of chosen tokens, computed where the logits are and read with all else that a step reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of one token, under the full model alone: no penalty, no temperature. `alternatives`: (token id, value), the largest first."""
+
+    value: float
+    alternatives: tuple[tuple[int, float], ...]
+
+
+def logprobs(logits: Tensor, tokens: Tensor, num_alternatives: int) -> Tensor:
+    """logits [n, V] float32, tokens [n] int64 -> [n, 1 + 2 * num_alternatives] float64, rows as `unpacked` takes them."""
+    values = logits.log_softmax(-1)
+    parts = [values.gather(1, tokens[:, None])]
+    if num_alternatives:
+        top = values.topk(num_alternatives)
+        parts += [top.values, top.indices]
+    return torch.cat([part.double() for part in parts], dim=1)
+
+
+def unpacked(numbers: Sequence[float]) -> Logprobs:
+    """A row of what `logprobs` gives."""
+    half = len(numbers) // 2
+    values, tokens = numbers[1 : 1 + half], numbers[1 + half :]
+    return Logprobs(numbers[0], tuple(zip(map(int, tokens), values, strict=True)))

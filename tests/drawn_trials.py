@@ -1,0 +1,52 @@
+"""Logits and what is asked of them, drawn by hypothesis."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shared.model.sampling import MIN_TEMPERATURE, SamplingParams, Trial
+
+SAMPLED = (MIN_TEMPERATURE, 0.3, 0.8, 1.0, 1.7, 1e308)
+
+
+def _params(draw: st.DrawFn, vocabulary_size: int, temperatures: Sequence[float]) -> SamplingParams:
+    return SamplingParams(
+        temperature=draw(st.sampled_from(temperatures)),
+        top_k=draw(st.sampled_from([0, 0, 1, 3, vocabulary_size // 2, vocabulary_size + 4])),
+        top_p=draw(
+            st.one_of(
+                st.just(1.0),
+                st.floats(0.0, 1.0, exclude_min=True),
+                st.sampled_from([0.9, 0.999999, math.nextafter(1.0, 0.0)]),
+            )
+        ),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.5, 1.3])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, temperatures: Sequence[float] = SAMPLED) -> tuple[Tensor, list[Trial]]:
+    """Logits [T, V], V odd and even, with ties and with what cannot be; up to four trials of up to six rows."""
+    size = draw(st.sampled_from([1, 2, 5, 64, 97, 1000, 1501]))
+    token = st.integers(0, size - 1)
+    trials = [
+        Trial(
+            _params(draw, size, temperatures),
+            draw(st.lists(token, min_size=1, max_size=8)),
+            draw(st.lists(token, max_size=5)),
+        )
+        for _ in range(draw(st.integers(1, 4)))
+    ]
+    rows = sum(trial.num_rows for trial in trials)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
+    logits = draw(st.sampled_from([0.1, 3.0, 30.0])) * torch.randn(rows, size, generator=generator)
+    if draw(st.booleans()):  # as from a head in half precision: many are equal
+        logits = logits.mul(2).round().div(2)
+    if draw(st.booleans()):
+        logits[:, 1:][torch.rand(rows, size - 1, generator=generator) < 0.2] = -math.inf
+    return logits, trials

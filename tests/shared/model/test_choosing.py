@@ -1,0 +1,137 @@
+"""What the full model chooses: drawn from the distribution, the same together and alone, and without a wait."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from scipy.stats import chisquare
+from torch import Tensor
+
+from shared.model import choosing, distribution
+from shared.model.choosing import choose
+from shared.model.distribution import masses
+from shared.model.sampling import MAX_PENALTY, MIN_TEMPERATURE, SamplingParams, Trial
+from shared.ops import library
+from tests.device_waits import Crossings, Reads
+from tests.drawn_trials import SAMPLED, cases
+
+DRAWN = settings(max_examples=60, deadline=None)
+NUM_SEEDS = 1200
+SIGNIFICANCE = 1e-4
+
+
+def choose_one(logits: Tensor, params: SamplingParams, context: list[int]) -> int:
+    """From logits [V]."""
+    [[token]] = choose(logits[None], [Trial(params, context)])
+    return int(token)
+
+
+def test_tokens_are_drawn_from_the_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -math.inf, 0.5]])
+    trials = [Trial(SamplingParams(temperature=1.0, seed=seed), []) for seed in range(NUM_SEEDS)]
+    expected = masses(logits, trials[:1])[0]
+    expected *= NUM_SEEDS / expected.sum()
+    counts = Counter(int(token) for [token] in choose(logits.expand(NUM_SEEDS, -1), trials))
+    assert counts[3] == 0
+    kept = [i for i in range(5) if i != 3]
+    result = chisquare([counts[i] for i in kept], [float(expected[i]) for i in kept])
+    assert result.pvalue > SIGNIFICANCE
+
+
+def test_greedy_takes_the_largest_after_the_penalty() -> None:
+    logits = torch.tensor([1.0, 1.5, 1.2])
+    assert choose_one(logits, SamplingParams(), [1]) == 1
+    assert choose_one(logits, SamplingParams(repetition_penalty=2.0), [1]) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, MIN_TEMPERATURE, 1.0, 1e308])
+@pytest.mark.parametrize("penalty", [1 / MAX_PENALTY, 1.0, MAX_PENALTY])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_a_token_comes_of_the_most_extreme_parameters(
+    temperature: float, penalty: float, scale: float
+) -> None:
+    logits = torch.linspace(-scale, scale, 50)
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    assert 0 <= choose_one(logits, params, list(range(50))) < 50
+    if temperature == MIN_TEMPERATURE:
+        assert choose_one(logits, params, [1]) == 49  # as good as greedy
+
+
+def test_the_kernel_draws_what_pytorch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(3000, generator=torch.Generator().manual_seed(2)) * 3
+    trials = [
+        Trial(SamplingParams(temperature=1.0, top_k=40 * (s % 2), seed=s), [1]) for s in range(300)
+    ]
+    assert library.runs_on("cpu")
+    chosen = choose(logits.expand(300, -1), trials)
+    monkeypatch.setattr(library, "runs_on", lambda device: False)
+    assert chosen == choose(logits.expand(300, -1), trials)
+    assert len({int(token) for [token] in chosen}) > 50
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@DRAWN
+@given(case=cases(temperatures=(0.0, *SAMPLED)))
+def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(
+    has_kernels: bool, case: tuple[Tensor, list[Trial]]
+) -> None:
+    logits, trials = case
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_kernels:
+            patch.setattr(library, "runs_on", lambda device: False)
+        lazily = [tokens.tolist() for tokens in choose(logits, trials)]
+        patch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
+        together = [tokens.tolist() for tokens in choose(logits, trials)]
+        rows = iter(logits)
+        for trial, tokens, some in zip(trials, together, lazily, strict=True):
+            own = [next(rows) for _ in range(trial.num_rows)]
+            contexts = [[*trial.context, *trial.drafts[:row]] for row in range(trial.num_rows)]
+            assert tokens == [
+                choose_one(row, trial.sampling, context)
+                for row, context in zip(own, contexts, strict=True)
+            ]
+            assert some == tokens[: len(some)]
+            num_confirmed = choosing.num_confirmed(tokens, trial.drafts)
+            assert len(some) == (trial.num_rows if trial.sampling.is_greedy else num_confirmed + 1)
+
+
+def mixed() -> tuple[Tensor, list[Trial]]:
+    """Logits [16, 12] of every kind of request, two of each."""
+    kinds = [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(temperature=0.8, seed=3),
+        SamplingParams(temperature=0.8, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=0.7),
+    ]
+    trials = [Trial(kind, [1, 2, 1], drafts) for kind in kinds for drafts in ((), (5, 6))]
+    return torch.randn(16, 12), trials
+
+
+def test_choosing_together_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, trials = mixed()
+    monkeypatch.setattr(library, "runs_on", lambda device: True)
+    library.load()
+    far = logits.to("meta")
+    with Crossings() as crossings:
+        chosen = choose(far, trials)
+    assert all(tokens.device.type == "meta" for tokens in chosen)
+    assert [len(tokens) for tokens in chosen] == [1, 3] * 4
+    assert crossings.awaited == []
+    assert crossings.others  # parameters, and tokens that are penalised
+
+
+def test_choosing_together_launches_each_kind_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    for name in ("verify_greedy", "verify_sampled"):
+        own = getattr(choosing, name)
+        monkeypatch.setattr(
+            choosing, name, lambda *args, own=own, name=name: [launched.append(name), own(*args)][1]
+        )
+    monkeypatch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
+    logits, trials = mixed()
+    with Reads() as reads:
+        choose(logits, trials)
+    assert launched == ["verify_greedy", "verify_sampled"]
+    assert reads.found == []

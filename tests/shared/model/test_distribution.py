@@ -1,0 +1,163 @@
+"""Distributions: Hugging Face's, and the same bits for a row whatever is beside it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from shared.model import distribution
+from shared.model.distribution import drawn, masses, penalised, unit_mass
+from shared.model.sampling import SamplingParams, Trial
+from tests.drawn_trials import cases
+from tests.orders_of_sums import OrdersOfSums
+
+DRAWN = settings(max_examples=60, deadline=None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(temperature=1.0, top_p=0.6),
+        SamplingParams(temperature=1.0, min_p=0.2),
+        SamplingParams(temperature=0.9, repetition_penalty=1.4),
+        SamplingParams(temperature=0.8, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=0.7),
+    ],
+)
+def test_the_distribution_is_hugging_faces(params: SamplingParams) -> None:
+    context, drafts = [3, 9, 9, 40], [7, 3, 11]
+    processors = LogitsProcessorList()
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    for _ in range(20):
+        logits = 3 * torch.randn(4, 50)
+        found = masses(logits, [Trial(params, context, drafts)])
+        for row in range(4):
+            seen = torch.tensor([context + drafts[:row]])
+            expected = processors(seen, logits[row : row + 1].clone())[0].softmax(-1)
+            assert torch.equal(found[row] > 0, expected > 0)
+            actual = (found[row] / found[row].sum()).float()
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+def alone(logits: Tensor, trials: list[Trial]) -> list[Tensor]:
+    """The masses [1, V] of every row, each made by itself."""
+    rows = iter(logits.split(1))
+    return [
+        masses(next(rows), [Trial(trial.sampling, [*trial.context, *trial.drafts[:row]])])
+        for trial in trials
+        for row in range(trial.num_rows)
+    ]
+
+
+@DRAWN
+@given(case=cases())
+def test_a_row_has_the_same_bits_alone_and_in_company(case: tuple[Tensor, list[Trial]]) -> None:
+    logits, trials = case
+    before = logits.clone()
+    with OrdersOfSums():
+        together = masses(logits, trials)
+        each = alone(logits, trials)
+    assert torch.equal(together, torch.cat(each))
+    # Nor does it matter in which order a device adds: the processor's own gives the same.
+    assert torch.equal(together, masses(logits, trials))
+    assert torch.equal(logits, before)
+    uniforms = torch.rand(len(logits), dtype=torch.float64)
+    with OrdersOfSums():
+        tokens = drawn(together, uniforms)
+        assert tokens.tolist() == [int(drawn(row, u)) for row, u in zip(each, uniforms.split(1), strict=True)]  # fmt: skip
+    assert (together.gather(1, tokens[:, None]) > 0).all()
+
+
+@DRAWN
+@given(case=cases())
+def test_masses_are_whole_and_exact_in_any_order(case: tuple[Tensor, list[Trial]]) -> None:
+    logits, trials = case
+    found = masses(logits, trials)
+    unit = unit_mass(logits.shape[1])
+    assert torch.equal(found, found.floor())
+    assert (found.amax(-1) == unit).all()
+    assert unit * logits.shape[1] <= 2**53
+
+
+def test_sums_in_another_order_are_others() -> None:
+    """Else the tests above could not fail."""
+    x = torch.rand(3, 1000, dtype=torch.float64)
+    with OrdersOfSums():
+        for work in (lambda y: y.cumsum(-1), lambda y: y.sum(-1), lambda y: y.softmax(-1)):
+            rows = torch.cat([work(row) for row in x.split(1)])
+            torch.testing.assert_close(work(x), rows)
+            assert not torch.equal(work(x), rows)
+
+
+@DRAWN
+@given(
+    size=st.sampled_from([2, 5, 300, 1501]),
+    scale=st.sampled_from([0.0, 0.01, 3.0, 30.0]),
+    top_p=st.one_of(
+        st.floats(0.0, 1.0, exclude_min=True, exclude_max=True),
+        st.sampled_from([1e-300, math.nextafter(1.0, 0.0)]),
+    ),
+    seed=st.integers(0, 10**6),
+)
+def test_sorting_what_may_be_in_the_nucleus_finds_all_of_it(
+    size: int, scale: float, top_p: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = (scale * torch.randn(1, size, generator=generator)).mul(4).round().div(4)
+    found = masses(scores, [Trial(SamplingParams(temperature=1.0), [0])])
+    bound = top_p * found.sum(-1, keepdim=True)
+    whole = distribution._nucleus(found, scores, bound)
+    assert torch.equal(distribution._small_nucleus(found, scores, bound), whole)
+    assert int((whole > 0).sum()) > 0
+
+
+def test_a_nucleus_is_taken_in_order_of_probability_then_of_tokens() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0]])  # e : e^2, so shares of .117 and .322
+    for top_p, kept in (
+        (0.01, [1]),
+        (0.33, [1, 3]),
+        (0.65, [0, 1, 3]),
+        (0.77, [0, 1, 2, 3]),
+        (0.99, [0, 1, 2, 3, 4]),
+    ):
+        found = masses(logits, [Trial(SamplingParams(temperature=1.0, top_p=top_p), [0])])
+        assert found[0].nonzero()[:, 0].tolist() == kept
+
+
+def test_the_penalty_counts_a_draft_from_the_row_after_it() -> None:
+    logits = torch.tensor([[1.0, -1.0, 2.0, 4.0]] * 3)
+    trials = [
+        Trial(SamplingParams(repetition_penalty=2.0), [1, 1], [3, 1]),
+        Trial(SamplingParams(), [0]),
+        Trial(SamplingParams(temperature=1.0, repetition_penalty=0.5), [0]),
+    ]
+    expected = [
+        [1.0, -2.0, 2.0, 4.0],
+        [1.0, -2.0, 2.0, 2.0],
+        [1.0, -2.0, 2.0, 2.0],
+        [1.0, -1.0, 2.0, 4.0],
+        [2.0, -1.0, 2.0, 4.0],
+    ]
+    both = torch.cat([logits, logits[:2]])
+    assert penalised(both, trials).tolist() == expected
+    assert penalised(both[3:4], trials[1:2]).tolist() == expected[3:4]
