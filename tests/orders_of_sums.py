@@ -39,9 +39,10 @@ class OrdersOfSums(TorchDispatchMode):
     ) -> Any:
         if func in (aten.sum.dim_IntList, aten.cumsum.default):
             method = _total if func is aten.sum.dim_IntList else _running
-            dims = args[1] if isinstance(args[1], int) else args[1][0]
-            assert args[0].dim() == 2
-            assert dims in (-1, 1)
+            dim = args[1] if isinstance(args[1], int) else args[1][0]
+            assert dim in (-1, args[0].dim() - 1)
+            if args[0].dim() == 1:
+                return method(args[0], 3)
             out = torch.stack([method(row, size) for row, size in self._rows(args[0])])
             keeps = len(args) > 2 and args[2] is True
             return out[:, None] if keeps else out

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.logprobs import Logprobs, logprobs, unpacked
-from shared.model.choosing import choose, is_read_for_nothing, num_confirmed
+from shared.model.choosing import choose, num_confirmed
+from shared.model.distribution import is_read_for_nothing
 from shared.model.sampling import Trial
 
 

@@ -8,8 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.model.distribution import drawn, is_read_for_nothing, masses, penalised
-from shared.model.sampling import Trial, uniform_at
+from shared.model.distribution import (
+    candidates,
+    drawn,
+    is_read_for_nothing,
+    nucleus,
+    penalised,
+)
+from shared.model.sampling import Trial
 from shared.ops import library
 from shared.ops.batches import verify_greedy, verify_sampled
 
@@ -19,22 +25,17 @@ NOTHING = -1
 def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
     """Per trial the tokens chosen at its rows [n] int64. logits [T, V], float: the trials' rows, in turn.
 
-    A row counts only if all before it chose their drafts; where reading is free, those behind the first that did not are missing.
-    One launch for all greedy trials and one for all others; nothing waits for the device.
+    A row counts only if all before it chose their drafts; behind the first that did not, rows may be missing. One launch for all
+    greedy trials and one for all others, and nothing waits for the device.
     """
     rows = logits.split([trial.num_rows for trial in trials])
-    greedy = [index for index, trial in enumerate(trials) if trial.sampling.is_greedy]
-    sampled = [index for index, trial in enumerate(trials) if not trial.sampling.is_greedy]
     chosen: dict[int, Tensor] = {}
-    if is_read_for_nothing(logits.device):
-        chosen |= {index: _row_by_row(rows[index], trials[index]) for index in sampled}
-        sampled = []
-    for members, choices in ((greedy, _largest), (sampled, _drawn)):
+    for is_greedy, choices in ((True, _largest), (False, _drawn)):
+        members = [i for i, own in enumerate(trials) if own.sampling.is_greedy == is_greedy]
         if members:
             own = [trials[index] for index in members]
             group = logits if len(own) == len(trials) else torch.cat([rows[i] for i in members])
-            tokens = choices(group, own).split([trial.num_rows for trial in own])
-            chosen |= dict(zip(members, tokens, strict=True))
+            chosen |= zip(members, choices(group, own), strict=True)
     return [chosen[index] for index in range(len(trials))]
 
 
@@ -43,37 +44,46 @@ def num_confirmed(chosen: Sequence[int], drafts: Sequence[int]) -> int:
     return next((i for i, draft in enumerate(drafts) if chosen[i] != draft), len(drafts))
 
 
-def _row_by_row(logits: Tensor, trial: Trial) -> Tensor:
-    """What `_drawn` gives for one trial [n, V], up to the first row that did not choose its draft."""
+def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
+    """The first of the largest of each row, after the penalty."""
+    scores = penalised(logits, trials)
+    if library.runs_on(logits.device.type):
+        tokens = verify_greedy(scores, *_single_rows(scores))[0]
+    else:
+        tokens = scores.argmax(-1)
+    return tokens.split([trial.num_rows for trial in trials])
+
+
+def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
+    """Where each position's own uniform number falls in its distribution."""
+    scores, masses = candidates(logits, trials)
+    num_rows = [trial.num_rows for trial in trials]
+    if is_read_for_nothing(logits.device):
+        own = zip(trials, scores.split(num_rows), masses.split(num_rows), strict=True)
+        return [_drawn_in_turn(*part) for part in own]
+    params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
+    numbers = [trial.uniform(row) for trial in trials for row in range(trial.num_rows)]
+    return _at(numbers, nucleus(scores, masses, params)).split(num_rows)
+
+
+def _drawn_in_turn(trial: Trial, scores: Tensor, masses: Tensor) -> Tensor:
+    """The same up to the first row that does not choose its draft: nuclei, the dearest part, of none that cannot count."""
     chosen: list[int] = []
-    for row, draft in zip(logits.split(1), [*trial.drafts, NOTHING], strict=True):
-        alone = Trial(trial.sampling, [*trial.context, *trial.drafts[: len(chosen)]])
-        chosen.append(int(_drawn(row, [alone])))
+    for row, draft in enumerate([*trial.drafts, NOTHING]):
+        own = slice(row, row + 1)
+        kept = nucleus(scores[own], masses[own], [trial.sampling])
+        chosen.append(int(_at([trial.uniform(row)], kept)))
         if chosen[-1] != draft:
             break
     return torch.tensor(chosen)
 
 
-def _largest(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
-    """[T, V] -> [T] int64: the first of the largest, after the penalty."""
-    scores = penalised(logits, trials)
-    if not library.runs_on(logits.device.type):
-        return scores.argmax(-1)
-    return verify_greedy(scores, *_single_rows(scores))[0]
-
-
-def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
-    """[T, V] -> [T] int64: where each position's own uniform number falls in its distribution."""
-    found = masses(logits, trials)
-    numbers = [
-        uniform_at(trial.sampling.seed, len(trial.context) + row)
-        for trial in trials
-        for row in range(trial.num_rows)
-    ]
-    uniforms = torch.tensor(numbers, dtype=torch.float64).to(logits.device, non_blocking=True)
-    if not library.runs_on(logits.device.type):
-        return drawn(found, uniforms)
-    return verify_sampled(found, *_single_rows(found), uniforms)[0]
+def _at(numbers: Sequence[float], masses: Tensor) -> Tensor:
+    """The token [T] int64 at each row's uniform number of its masses [T, V]."""
+    uniforms = torch.tensor(numbers, dtype=torch.float64).to(masses.device, non_blocking=True)
+    if library.runs_on(masses.device.type):
+        return verify_sampled(masses, *_single_rows(masses), uniforms)[0]
+    return drawn(masses, uniforms)
 
 
 def _single_rows(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from shared.model.sampling import SamplingParams, Trial
 
-# Where the host reads a tensor for nothing, what is computed may follow from what was: a row whose draft before it was wrong is not
-# made a distribution of, and only what may be in a nucleus is sorted. Elsewhere either would be a wait per row, which costs more
-# than what is computed in vain. Both ways give the same tokens.
-_READ_FOR_NOTHING = frozenset({"cpu"})
 _MANTISSA_BITS = 53
+# Where the host reads a tensor for nothing, what is computed may follow from what was. Elsewhere that is a wait for the device.
+_READ_FOR_NOTHING = frozenset({"cpu"})
 
 
 def is_read_for_nothing(device: torch.device) -> bool:
@@ -45,36 +43,45 @@ def penalised(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
     return torch.cat([_penalised(own, trial) for own, trial in zip(rows, trials, strict=True)])
 
 
-def masses(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
-    """Logits [T, V] -> [T, V] float64: whole numbers in proportion to the probabilities.
+def candidates(logits: Tensor, trials: Sequence[Trial]) -> tuple[Tensor, Tensor]:
+    """Logits [T, V] of the trials' rows -> scores [T, V] after the penalty, masses [T, V] after temperature and top-k.
 
-    After penalty, temperature, top-k, top-p and min-p, in Hugging Face's order. Only for sampling: temperatures must be positive.
+    Only for sampling: temperatures must be positive.
     """
+    scores = penalised(logits, trials)
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
-    temperature, top_p, min_p = _on_device(
-        [[[getattr(own, name)] for own in params] for name in ("temperature", "top_p", "min_p")],
-        logits.device,
-        torch.float64,
-    )
-    # The temperature changes no order, so the k-th largest and the sorted order are those of the logits.
-    scores = _top_k(penalised(logits, trials), params)
-    unit = unit_mass(logits.shape[-1])
-    found = scores.to(torch.float64, copy=True)
-    found = found.sub_(found.amax(-1, keepdim=True)).div_(temperature).exp_().mul_(unit).round_()
+    temperature = _column([own.temperature for own in params], logits.device)
+    masses = scores.to(torch.float64, copy=True)
+    masses.sub_(scores.amax(-1, keepdim=True)).div_(temperature).exp_()
+    masses.mul_(unit_mass(scores.shape[1])).round_()
+    # The temperature changes no order, so the k-th largest and the sorted order are those of the scores.
+    if any(own.top_k for own in params):
+        masses.masked_fill_(scores < _kth_largest(scores, [own.top_k for own in params]), 0.0)
+    return scores, masses
+
+
+def nucleus(scores: Tensor, masses: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """What `candidates` gave, or rows of it, and each row's parameters -> masses [T, V] after top-p and min-p.
+
+    With that a row is in proportion to the probabilities that Hugging Face's processors give, in their order.
+    """
+    kept = masses
     if any(own.top_p < 1.0 for own in params):
-        found = _top_p(found, scores, top_p, params)
-    if any(own.min_p > 0.0 for own in params):
+        kept = _top_p(scores, masses, [own.top_p for own in params])
+    if any(own.min_p for own in params):
         # A share of the most probable token's, which is in every nucleus and has the unit.
-        found = found.masked_fill_(found < min_p * unit, 0.0)
-    return found
+        least = _column([own.min_p for own in params], masses.device) * unit_mass(masses.shape[1])
+        kept = kept.masked_fill(kept < least, 0.0)
+    return kept
 
 
 def drawn(masses: Tensor, uniforms: Tensor) -> Tensor:
     """The token [T] int64 at each row's uniform number [T] float64 of its masses [T, V], in PyTorch: where there are no kernels."""
     running, total = masses.cumsum(-1), masses.sum(-1, keepdim=True)
     tokens = torch.searchsorted(running, uniforms[:, None] * total, right=True)
-    # Rounding may put the point past the last token that has any mass.
-    return torch.minimum(tokens, torch.searchsorted(running, total))[:, 0]
+    # Rounding may put the point past the last token that has any mass. (Nothing is found among NaNs.)
+    last = torch.searchsorted(running, total).clamp_(max=masses.shape[1] - 1)
+    return torch.minimum(tokens, last)[:, 0]
 
 
 def _penalised(logits: Tensor, trial: Trial) -> Tensor:
@@ -93,55 +100,59 @@ def _penalised(logits: Tensor, trial: Trial) -> Tensor:
     return logits.index_copy(1, seen, torch.where(first <= rows, lowered, scores))
 
 
-def _top_k(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Scores [T, V], those below a row's k-th largest put to -inf."""
-    filtered = [row for row, own in enumerate(params) if 0 < own.top_k < scores.shape[1]]
-    if not filtered:
-        return scores
-    counts = [params[row].top_k for row in filtered]
-    rows, last = _on_device([filtered, [count - 1 for count in counts]], scores.device, torch.int64)
-    own = scores.index_select(0, rows)
-    kth = own.topk(max(counts)).values.gather(1, last[:, None])
-    return scores.index_copy(0, rows, own.masked_fill(own < kth, -math.inf))
+def _kth_largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
+    """[T, V] -> [T, 1]: of each row the number that `counts` of it reach; -inf where that is 0, or more than there are."""
+    size = scores.shape[1]
+    used = [count if count < size else 0 for count in counts]
+    last, unused = _on_device(
+        [[[max(count - 1, 0)] for count in used], [[count == 0] for count in used]],
+        scores.device,
+        torch.int64,
+    )
+    largest = scores.topk(max(*used, 1)).values
+    return largest.gather(1, last).masked_fill_(unused.bool(), -math.inf)
 
 
-def _top_p(
-    found: Tensor, scores: Tensor, top_p: Tensor, params: Sequence[SamplingParams]
-) -> Tensor:
-    """Masses [T, V], those outside a row's nucleus put to 0. scores [T, V] say what is more probable; top_p [T, 1]."""
-    filtered = [row for row, own in enumerate(params) if own.top_p < 1.0]
-    rows = _on_device(filtered, found.device, torch.int64)
-    own, order, bound = (t.index_select(0, rows) for t in (found, scores, top_p))
-    bound *= own.sum(-1, keepdim=True)
-    if is_read_for_nothing(found.device):
-        kept = torch.cat(
-            [
-                _small_nucleus(*row)
-                for row in zip(own.split(1), order.split(1), bound.split(1), strict=True)
-            ]
+def _top_p(scores: Tensor, masses: Tensor, shares: Sequence[float]) -> Tensor:
+    """Masses [T, V], those outside a row's nucleus put to 0."""
+    rows = [row for row, share in enumerate(shares) if share < 1.0]
+    if len(rows) < len(shares):  # sorting is dear: only rows that ask for it
+        index = _on_device(rows, masses.device, torch.int64)
+        own = _top_p(
+            scores.index_select(0, index),
+            masses.index_select(0, index),
+            [shares[row] for row in rows],
         )
-    else:
-        kept = _nucleus(own, order, bound)
-    return found.index_copy_(0, rows, kept)
+        return masses.index_copy(0, index, own)
+    bound = masses.sum(-1, keepdim=True) * _column(shares, masses.device)
+    if not is_read_for_nothing(masses.device):
+        return _within(scores, masses, bound)
+    parts = (part.split(1) for part in (scores, masses, bound))
+    return torch.cat([_within_sorting_few(*row) for row in zip(*parts, strict=True)])
 
 
-def _nucleus(found: Tensor, scores: Tensor, bound: Tensor) -> Tensor:
+def _within(scores: Tensor, masses: Tensor, bound: Tensor) -> Tensor:
     """Masses [n, V], 0 where those of the tokens before it, from the most probable on, come to `bound` [n, 1]: never the first."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices
-    ordered = found.gather(1, order)
+    ordered = masses.gather(1, order)
     before = ordered.cumsum(-1) - ordered
-    return found.scatter(1, order, ordered.masked_fill_(before >= bound, 0.0))
+    return masses.scatter(1, order, ordered.masked_fill_(before >= bound, 0.0))
 
 
-def _small_nucleus(found: Tensor, scores: Tensor, bound: Tensor) -> Tensor:
-    """`_nucleus` of one row [1, V], sorting only what may be in it: some hundred numbers, and sorting is most of what a row costs.
+def _within_sorting_few(scores: Tensor, masses: Tensor, bound: Tensor) -> Tensor:
+    """`_within` of one row [1, V], sorting only what may be in it: some hundred numbers, and sorting is most of what a row costs."""
+    # By octaves: all in those above come before any in this one. The exponent alone, for a NaN may have a sign.
+    octaves = (masses[0].view(torch.int64) >> (_MANTISSA_BITS - 1)) & 0x7FF
+    from_top = torch.bincount(octaves, weights=masses[0]).flip(0).cumsum(0)
+    num_octaves = torch.searchsorted(from_top, bound[0]) + 1
+    few = (octaves >= len(from_top) - num_octaves).nonzero()[:, 0]
+    kept = _within(scores.index_select(1, few), masses.index_select(1, few), bound)
+    return torch.zeros_like(masses).index_copy_(1, few, kept)
 
-    All that are left out come to half of what the nucleus leaves over at most, so what is before any of them reaches the bound.
-    """
-    left_over = found.sum(-1, keepdim=True) - bound
-    likely = (found > left_over / (2 * found.shape[1]))[0].nonzero()[:, 0]
-    kept = _nucleus(found.index_select(1, likely), scores.index_select(1, likely), bound)
-    return torch.zeros_like(found).index_copy_(1, likely, kept)
+
+def _column(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """[T, 1] float64."""
+    return _on_device(numbers, device, torch.float64)[:, None]
 
 
 def _on_device(values: object, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -53,6 +53,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+def uniform_at(seed: int, position: int) -> float:
+    """The uniform number in [0, 1) that belongs to one position of a sequence (Philox, counter-based)."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+
+
 @dataclass(frozen=True)
 class Trial:
     """One sequence's rows of logits, one per draft and one more: row i is what follows `context` and the drafts before i.
@@ -68,7 +73,6 @@ class Trial:
     def num_rows(self) -> int:
         return len(self.drafts) + 1
 
-
-def uniform_at(seed: int, position: int) -> float:
-    """The uniform number in [0, 1) that belongs to one position of a sequence (Philox, counter-based)."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+    def uniform(self, row: int) -> float:
+        """The number that decides what is drawn at a row."""
+        return uniform_at(self.sampling.seed, len(self.context) + row)

@@ -3,18 +3,29 @@
 import pytest
 import torch
 
+from inference_service.engine.decoder import Decoder
+from inference_service.engine.drafting import Drafter
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import FinishReason, GeneratedToken, TokenChunk
+from inference_service.engine.planner import ExitGains, PassCosts
+from inference_service.engine.request import (
+    FinishReason,
+    GeneratedToken,
+    GenerationRequest,
+    TokenChunk,
+)
 from inference_service.engine.sequence import Sequence
 from shared.ladder.policy import DepthPolicy
+from shared.model import distribution
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.runner import DepthRunner
 from shared.model.sampling import SamplingParams
+from tests.device_waits import Reads
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 from tests.scripted_ladder import ScriptedLadder
 
 PROMPT = [5, 17, 3, 44, 8]
 NUM_NEW = 24
+COSTS = PassCosts((1.0, 1.1, 1.2, 1.3, 1.4))
 DRAFTING = DepthPolicy("exact", max_drafts=4)
 
 
@@ -232,3 +243,37 @@ def test_logprobs_are_the_full_models(loaded: LoadedModel, answer: list[int]) ->
         expected = logits[len(PROMPT) + index - 1].log_softmax(-1)
         assert token.logprob == pytest.approx(float(expected[token.token_id]), abs=1e-4)
         assert [t for t, _ in token.alternatives] == expected.topk(3).indices.tolist()
+
+
+def test_a_step_of_mixed_requests_reads_the_device_once(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each reading is a wait."""
+    monkeypatch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
+    accelerated = wrap_model(build_family("llama"), accelerate=True)
+    decoder = Decoder(DepthRunner(accelerated))
+    assert decoder.runner.can_pack
+    drafter = Drafter(decoder.runner, COSTS, ExitGains(()))
+    ladder = ScriptedLadder(lambda context: (len(context) % 7, 0.9))
+    batch = []
+    for index, sampling in enumerate(
+        (
+            SamplingParams(),
+            SamplingParams(repetition_penalty=1.3),
+            SamplingParams(temperature=0.7, seed=1),
+            SamplingParams(temperature=0.9, top_k=30, top_p=0.8, min_p=0.1, seed=2),
+        )
+    ):
+        for logprobs in (None, 0, 4):
+            request = GenerationRequest(
+                tuple(PROMPT[: 1 + index]), sampling=sampling, policy=DRAFTING, logprobs=logprobs
+            )
+            sequence = decoder.start(request, ladder, drafter.served(request))  # type: ignore[arg-type]
+            batch.append((sequence, drafter))
+    for is_decoding in (False, True):  # the prompts, then drafts
+        with Reads() as reads:
+            results = decoder.step(batch, COSTS)
+        assert all(results)
+        assert reads.found == ["tolist"]
+        drafted = sum(sequence.num_drafted for sequence, _ in batch)
+        assert (drafted > len(batch)) == is_decoding

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shared.model import choosing, distribution
 from shared.model.choosing import choose
-from shared.model.distribution import masses
 from shared.model.sampling import MAX_PENALTY, MIN_TEMPERATURE, SamplingParams, Trial
 from shared.ops import library
 from tests.device_waits import Crossings, Reads
@@ -31,8 +30,7 @@ def choose_one(logits: Tensor, params: SamplingParams, context: list[int]) -> in
 def test_tokens_are_drawn_from_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -math.inf, 0.5]])
     trials = [Trial(SamplingParams(temperature=1.0, seed=seed), []) for seed in range(NUM_SEEDS)]
-    expected = masses(logits, trials[:1])[0]
-    expected *= NUM_SEEDS / expected.sum()
+    expected = NUM_SEEDS * logits[0].double().softmax(-1)
     counts = Counter(int(token) for [token] in choose(logits.expand(NUM_SEEDS, -1), trials))
     assert counts[3] == 0
     kept = [i for i in range(5) if i != 3]
@@ -95,6 +93,29 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(
             assert some == tokens[: len(some)]
             num_confirmed = choosing.num_confirmed(tokens, trial.drafts)
             assert len(some) == (trial.num_rows if trial.sampling.is_greedy else num_confirmed + 1)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("lazily", [True, False])
+def test_a_row_of_nans_is_some_token_and_harms_nobody(
+    has_kernels: bool, lazily: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr(library, "runs_on", lambda device: False)
+    if not lazily:
+        monkeypatch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
+    sound = torch.randn(1, 30)
+    for params in (
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1),
+    ):
+        trial = Trial(params, [1])
+        for bad in (math.nan, -math.nan, math.inf, -math.inf):
+            logits = torch.cat([torch.full((1, 30), bad), sound])
+            [lost], [token] = choose(logits, [trial, trial])
+            assert 0 <= int(lost) < 30
+            assert int(token) == choose_one(sound[0], params, [1])
 
 
 def mixed() -> tuple[Tensor, list[Trial]]:

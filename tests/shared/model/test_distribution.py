@@ -17,12 +17,18 @@ from transformers import (
 )
 
 from shared.model import distribution
-from shared.model.distribution import drawn, masses, penalised, unit_mass
+from shared.model.distribution import candidates, drawn, nucleus, penalised, unit_mass
 from shared.model.sampling import SamplingParams, Trial
 from tests.drawn_trials import cases
 from tests.orders_of_sums import OrdersOfSums
 
 DRAWN = settings(max_examples=60, deadline=None)
+
+
+def masses(logits: Tensor, trials: list[Trial]) -> Tensor:
+    """Masses [T, V], all filters passed."""
+    params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
+    return nucleus(*candidates(logits, trials), params)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +132,8 @@ def test_sorting_what_may_be_in_the_nucleus_finds_all_of_it(
     scores = (scale * torch.randn(1, size, generator=generator)).mul(4).round().div(4)
     found = masses(scores, [Trial(SamplingParams(temperature=1.0), [0])])
     bound = top_p * found.sum(-1, keepdim=True)
-    whole = distribution._nucleus(found, scores, bound)
-    assert torch.equal(distribution._small_nucleus(found, scores, bound), whole)
+    whole = distribution._within(scores, found, bound)
+    assert torch.equal(distribution._within_sorting_few(scores, found, bound), whole)
     assert int((whole > 0).sum()) > 0
 
 

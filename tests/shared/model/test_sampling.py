@@ -13,7 +13,7 @@ from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model import choosing
 from shared.model.load import wrap_model
-from shared.model.sampling import SamplingParams, Trial, uniform_at
+from shared.model.sampling import SamplingParams, uniform_at
 from tests.families import FAMILIES
 from tests.scripted_ladder import ScriptedLadder
 
@@ -97,14 +97,12 @@ def test_sampling_in_exact_keeps_the_full_models_distribution() -> None:
 
 def test_the_test_would_see_a_wrong_acceptance_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepting a draft whenever it is fairly probable, instead of with its probability, must not pass."""
-    right: Callable[..., torch.Tensor] = choosing._drawn
+    right: Callable[..., torch.Tensor] = choosing._at
 
-    def too_kind(logits: torch.Tensor, trials: list[Trial]) -> torch.Tensor:
-        [trial] = trials
-        if len(trial.context) > 2 and float(logits[0].softmax(-1)[2]) > 0.15:
-            return torch.tensor([2])
-        return right(logits, trials)
+    def too_kind(numbers: list[float], masses: torch.Tensor) -> torch.Tensor:
+        share = float(masses[0, 2] / masses[0].sum())
+        return torch.tensor([2]) if share > 0.15 else right(numbers, masses)
 
-    monkeypatch.setattr(choosing, "_drawn", too_kind)
+    monkeypatch.setattr(choosing, "_at", too_kind)
     counts, truth = _pairs(DepthPolicy("exact", max_drafts=2), [1, 3])
     assert _p_value(counts, truth) < SIGNIFICANCE
