@@ -51,23 +51,26 @@ def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
         tokens = verify_greedy(scores, *_single_rows(scores))[0]
     else:
         tokens = scores.argmax(-1)
-    return tokens.split([trial.num_rows for trial in trials])
+    rows: Sequence[Tensor] = tokens.split([trial.num_rows for trial in trials])
+    return rows
 
 
 def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """Where each position's own uniform number falls in its distribution."""
     scores, masses = candidates(logits, trials)
     num_rows = [trial.num_rows for trial in trials]
-    if is_read_for_nothing(logits.device):
+    is_dear = any(trial.sampling.top_p < 1.0 for trial in trials)
+    if is_dear and is_read_for_nothing(logits.device):
         own = zip(trials, scores.split(num_rows), masses.split(num_rows), strict=True)
         return [_drawn_in_turn(*part) for part in own]
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
     numbers = [trial.uniform(row) for trial in trials for row in range(trial.num_rows)]
-    return _at(numbers, nucleus(scores, masses, params)).split(num_rows)
+    rows: Sequence[Tensor] = _at(numbers, nucleus(scores, masses, params)).split(num_rows)
+    return rows
 
 
 def _drawn_in_turn(trial: Trial, scores: Tensor, masses: Tensor) -> Tensor:
-    """The same up to the first row that does not choose its draft: nuclei, the dearest part, of none that cannot count."""
+    """The same up to the first row that does not choose its draft: no nucleus is made, which is dear, of a row that cannot count."""
     chosen: list[int] = []
     for row, draft in enumerate([*trial.drafts, NOTHING]):
         own = slice(row, row + 1)

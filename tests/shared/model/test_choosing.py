@@ -91,8 +91,7 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(
                 for row, context in zip(own, contexts, strict=True)
             ]
             assert some == tokens[: len(some)]
-            num_confirmed = choosing.num_confirmed(tokens, trial.drafts)
-            assert len(some) == (trial.num_rows if trial.sampling.is_greedy else num_confirmed + 1)
+            assert len(some) > choosing.num_confirmed(tokens, trial.drafts)
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])

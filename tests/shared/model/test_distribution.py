@@ -1,6 +1,9 @@
 """Distributions: Hugging Face's, and the same bits for a row whatever is beside it."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,23 +78,47 @@ def alone(logits: Tensor, trials: list[Trial]) -> list[Tensor]:
     ]
 
 
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """What is read there is waited for, and sums come out otherwise for every number of rows."""
+    with pytest.MonkeyPatch.context() as patch, OrdersOfSums():
+        patch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
+        yield
+
+
 @DRAWN
 @given(case=cases())
 def test_a_row_has_the_same_bits_alone_and_in_company(case: tuple[Tensor, list[Trial]]) -> None:
     logits, trials = case
     before = logits.clone()
-    with OrdersOfSums():
+    with as_on_a_gpu():
         together = masses(logits, trials)
-        each = alone(logits, trials)
-    assert torch.equal(together, torch.cat(each))
-    # Nor does it matter in which order a device adds: the processor's own gives the same.
+        assert torch.equal(together, torch.cat(alone(logits, trials)))
     assert torch.equal(together, masses(logits, trials))
+    assert torch.equal(together, torch.cat(alone(logits, trials)))
     assert torch.equal(logits, before)
-    uniforms = torch.rand(len(logits), dtype=torch.float64)
-    with OrdersOfSums():
-        tokens = drawn(together, uniforms)
-        assert tokens.tolist() == [int(drawn(row, u)) for row, u in zip(each, uniforms.split(1), strict=True)]  # fmt: skip
-    assert (together.gather(1, tokens[:, None]) > 0).all()
+
+
+@DRAWN
+@given(size=st.sampled_from([97, 1000, 1501]), seed=st.integers(0, 10**6))
+def test_a_row_has_the_same_bits_where_a_sum_decides_by_a_hair(size: int, seed: int) -> None:
+    """What precedes some token in the row comes to the very share that is asked for, or to the very number that draws."""
+    torch.manual_seed(seed)
+    logits = 3 * torch.randn(4, size)
+    plain = SamplingParams(temperature=1.0)
+    whole = masses(logits, [Trial(plain, [0], [0, 0, 0])])
+    for at in (2, 9, size // 2):
+        shares = whole.sort(descending=True).values[:, :at].sum(-1) / whole.sum(-1)
+        trials = [Trial(replace(plain, top_p=share), [0]) for share in shares.tolist()]
+        uniforms = whole[:, :at].sum(-1) / whole.sum(-1)
+        with as_on_a_gpu():
+            together = masses(logits, trials)
+            assert torch.equal(together, torch.cat(alone(logits, trials)))
+            tokens = drawn(whole, uniforms)
+            each = [drawn(row, u) for row, u in zip(whole.split(1), uniforms.split(1), strict=True)]
+        assert torch.equal(together, masses(logits, trials))
+        assert torch.equal(tokens, torch.cat(each))
+        assert (whole.gather(1, tokens[:, None]) > 0).all()
 
 
 @DRAWN
@@ -148,6 +175,11 @@ def test_a_nucleus_is_taken_in_order_of_probability_then_of_tokens() -> None:
     ):
         found = masses(logits, [Trial(SamplingParams(temperature=1.0, top_p=top_p), [0])])
         assert found[0].nonzero()[:, 0].tolist() == kept
+    half = masses(torch.zeros(1, 4), [Trial(SamplingParams(temperature=1.0, top_p=0.5), [0])])
+    assert half[0].nonzero()[:, 0].tolist() == [
+        0,
+        1,
+    ]  # what is before the third is not below a half
 
 
 def test_the_penalty_counts_a_draft_from_the_row_after_it() -> None:

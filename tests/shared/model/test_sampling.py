@@ -100,8 +100,8 @@ def test_the_test_would_see_a_wrong_acceptance_rule(monkeypatch: pytest.MonkeyPa
     right: Callable[..., torch.Tensor] = choosing._at
 
     def too_kind(numbers: list[float], masses: torch.Tensor) -> torch.Tensor:
-        share = float(masses[0, 2] / masses[0].sum())
-        return torch.tensor([2]) if share > 0.15 else right(numbers, masses)
+        is_probable = masses[:, 2] > 0.15 * masses.sum(-1)
+        return torch.where(is_probable, 2, right(numbers, masses))
 
     monkeypatch.setattr(choosing, "_at", too_kind)
     counts, truth = _pairs(DepthPolicy("exact", max_drafts=2), [1, 3])
