@@ -13,8 +13,14 @@ from shared.model.runner import DepthRunner
 # Positions that the check fills at most; windows that are longer are judged by their mask alone.
 CHECK_SLOTS = 1024
 LONGEST = 488
-# Largest relative distance of a token's states: what sums in another order may differ by after all layers of a deep model.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+# Relative distance of a token's states, the median and the largest: what rounding elsewhere and sums in another order come to after
+# all layers. In bfloat16 a layer compiled whole rounds so much less than its modules that single tokens differ by a seventh; a
+# window one position off makes two fifths.
+TOLERANCE = {
+    torch.float32: (1e-4, 1e-3),
+    torch.float16: (1e-2, 5e-2),
+    torch.bfloat16: (6e-2, 2.5e-1),
+}
 
 NewCache = Callable[[int], SlotCache]
 RunPacked = Callable[..., Tensor]
@@ -32,7 +38,7 @@ class Probe:
         window = getattr(config, "sliding_window", None) or 0
         longest = min(max(24, min(window, LONGEST - 8) + 8), loaded.context_length)
         self._num_layers = loaded.num_layers
-        self._tolerance = TOLERANCE.get(loaded.model.dtype, 1e-4)
+        self._tolerance = TOLERANCE.get(loaded.model.dtype, TOLERANCE[torch.float32])
         self._ids: list[Tensor] = []
         expected = []
         for length in (longest, min(3, longest), longest // 2):
@@ -61,9 +67,12 @@ class Probe:
         ) as error:
             raise _not_supported(f"{what}: {type(error).__name__}: {error}") from error
         distance = (states.float() - self._expected).norm(dim=-1)
-        worst = float((distance / self._expected.norm(dim=-1).clamp_min(1e-9)).max())
-        if not worst <= self._tolerance:
-            raise _not_supported(f"{what}: states differ by {worst:.1e} from the model's own")
+        relative = distance / self._expected.norm(dim=-1).clamp_min(1e-9)
+        usual, worst = float(relative.median()), float(relative.max())
+        if not (usual <= self._tolerance[0] and worst <= self._tolerance[1]):
+            raise _not_supported(
+                f"{what}: states differ by {usual:.1e} from the model's own, a token's by {worst:.1e}"
+            )
 
     def _states(self, run_packed: RunPacked, new_cache: NewCache) -> Tensor:
         """[T, D] of the second half of each sequence, in one pass with the others'."""

@@ -68,3 +68,10 @@ def test_a_layer_that_needs_its_number_is_compiled_for_it(monkeypatch: pytest.Mo
     runner = make_runner(loaded, recorder=NoRecorder(), transform=LayerCompiler(backend))
     assert runner.compiles
     assert backend.num_compiled % runner.num_layers == 0
+
+
+def test_layers_compiled_in_half_the_width_count_as_the_models_own() -> None:
+    """Compiled whole, a layer rounds to bfloat16 where its modules do, but seldom in between: that is no other model."""
+    torch._dynamo.reset()
+    loaded = load_family("llama", torch.bfloat16)
+    assert make_runner(loaded, recorder=NoRecorder(), transform=LayerCompiler()).compiles

@@ -183,10 +183,11 @@ def test_a_window_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         make_runner(loaded)
 
 
-def test_other_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_states_are_refused(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(hf_paged.PagedMask, "at", lambda mask, layer: hf_paged.PagedMask(6, layer))
     with pytest.raises(UnsupportedModel, match="states differ"):
-        make_runner(load_family("mistral-sliding"))
+        make_runner(load_family("mistral-sliding", dtype))
 
 
 def test_a_model_that_waits_for_the_device_is_served_unrecorded(
