@@ -1,5 +1,7 @@
 import os
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 # Set before anything imports Hugging Face: tests never ask a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -7,11 +9,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-import structlog
 import torch
 import transformers
 
-from tests.registry_servers import own_redis, own_s3, s3, start_redis  # noqa: F401
+# A machine with a GPU may have torch and transformers alone: tests/gpu asks for no more.
+if find_spec("redis") and find_spec("obstore"):
+    from tests.registry_servers import own_redis, own_s3, s3, start_redis  # noqa: F401
 
 # Tiny models: a second thread costs more than it brings, most of all beside other work.
 torch.set_num_threads(1)
@@ -28,4 +31,5 @@ def _seeded() -> None:
 def _own_logging() -> Iterator[None]:
     """What a test makes of logging, a command in this process say, ends with it."""
     yield
-    structlog.reset_defaults()
+    if structlog := sys.modules.get("structlog"):
+        structlog.reset_defaults()

@@ -10,7 +10,6 @@ from shared.model.load import LoadedModel, wrap_model
 from shared.model.packed import Segment
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder
-from shared.ops import library
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.scripted_ladder import ScriptedLadder
 
@@ -23,11 +22,17 @@ pytestmark = [
 ]
 
 
+# Of logits, relative to the largest. In bfloat16 what is rounded between a compiled layer's operations is a matter of taste.
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.4}
+
+
+def on_gpu(family: str, dtype: torch.dtype) -> LoadedModel:
+    return wrap_model(build_family(family).to("cuda", dtype))
+
+
 @pytest.fixture(params=["llama", "mistral-sliding", "gemma3-sliding"])
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
-    if not library.runs_on("cuda"):
-        pytest.skip("the kernels are not built for CUDA")
-    return wrap_model(build_family(request.param).to("cuda", torch.bfloat16))
+    return on_gpu(request.param, torch.bfloat16)
 
 
 def captured(loaded: LoadedModel, *, compiled: bool = False) -> PagedRunner:
@@ -42,8 +47,13 @@ def captured(loaded: LoadedModel, *, compiled: bool = False) -> PagedRunner:
     return runner
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3-sliding"])
+@pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize("compiled", [False, True])
-def test_captured_passes_are_the_models_own(loaded: LoadedModel, compiled: bool) -> None:
+def test_captured_passes_are_the_models_own(
+    family: str, dtype: torch.dtype, compiled: bool
+) -> None:
+    loaded = on_gpu(family, dtype)
     runner = captured(loaded, compiled=compiled)
     ids = torch.randint(2, VOCABULARY_SIZE, (1, 60), device="cuda")
     with torch.no_grad():
@@ -55,7 +65,7 @@ def test_captured_passes_are_the_models_own(loaded: LoadedModel, compiled: bool)
         shallow = runner.run(piece, cache, first=0, last=2, base=at)
         deep = runner.run(piece, cache, first=2, last=runner.num_layers, base=at, hidden=shallow)
         logits, own = runner.logits(deep), expected[:, at : at + size]
-        assert (logits - own).abs().max() < 0.1 * own.abs().max()
+        assert (logits - own).abs().max() <= CLOSE[dtype] * own.abs().max()
         at += size
 
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.ops.build import build
 from shared.ops.conditional import compose
 from shared.ops.exits import RouterWeights, new_tickets, route
-from shared.ops.library import runs_on
 from tests.gpu.kernel_cases import CASES, Case, Inputs, Outputs, copied
 from tests.shared.ops.paged_passes import drawn_pass
 
@@ -26,18 +24,8 @@ on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _built() -> None:
-    build()
-
-
 @pytest.fixture(autouse=True)
-def _inference(request: pytest.FixtureRequest) -> Iterator[None]:
-    wanted = (
-        request.node.callspec.params.get("device") if hasattr(request.node, "callspec") else None
-    )
-    if wanted == "cuda" and not runs_on("cuda"):
-        pytest.fail("there is a GPU, but neap's kernels were built without CUDA")
+def _inference() -> Iterator[None]:
     with torch.no_grad():
         yield
 
