@@ -1,0 +1,28 @@
+"""What of the GPU's benchmark can be tried on a CPU: that it asks for what the ops take."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bench import gpu
+
+
+def test_the_router_is_timed_on_tensors_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    monkeypatch.setattr(gpu, "ROUTER_WIDTH", 64)
+    results: list[object] = []
+
+    def timed(run: Callable[[], object]) -> float:
+        results.append(run())
+        return 1.0
+
+    found = gpu.router_us("cpu", timed)
+    assert list(found) == list(gpu.ROUTER_TOKENS)
+    own, eager, compiled = results[-3:]
+    assert isinstance(own, tuple)
+    assert isinstance(eager, tuple)
+    assert isinstance(compiled, tuple)
+    order, stays = own[2:]
+    assert torch.equal(order, eager[0])
+    assert int(stays) == int(eager[1]) == int(compiled[1])
