@@ -78,9 +78,12 @@ class CudaRecorder:
                 work()  # libraries make their handles, compiled layers compile: neither may happen while a graph is captured
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph(keep_graph=self.composes)
-            # Other threads may use the device meanwhile, for a router say.
-            with torch.cuda.graph(
-                graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+            # Other threads may use the device meanwhile, for a router say. Where capturing fails, torch leaves its stream the current one.
+            with (
+                torch.cuda.stream(current),
+                torch.cuda.graph(
+                    graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 work()
             if self.composes:

@@ -1,6 +1,8 @@
 """The tests' recorder must fail on what a CUDA graph would get wrong, and host waits must be found, on a device there is not, too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shared.model.host_syncs import host_syncs
 from shared.model.paged_pass import TokenBuffer
+from shared.model.recorder import CudaRecorder
 from tests.recorders import NotRecordable, TracingRecorder
 
 
@@ -87,6 +90,48 @@ def test_waits_are_found_without_a_gpu() -> None:
 def test_waits_are_found_on_a_cpu(work: Callable[[Tensor], object]) -> None:
     with torch.inference_mode():
         assert len(host_syncs(lambda: work(torch.ones(3)))) >= 1
+
+
+class FakeCuda:
+    """What `CudaRecorder` uses of torch.cuda; `graph` ends as torch's does where capturing fails."""
+
+    CUDAGraph = Stream = MagicMock
+
+    def __init__(self) -> None:
+        self.current: object = MagicMock()
+
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def graph_pool_handle(self) -> int:
+        return 0
+
+    def current_stream(self) -> object:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        held, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = held
+
+    @contextmanager
+    def graph(self, graph: object, **options: object) -> Iterator[None]:
+        self.current = options["stream"]
+        yield
+        raise RuntimeError("capturing has failed")
+
+
+def test_a_recording_that_fails_leaves_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    engines = cuda.current
+    monkeypatch.setattr(torch, "cuda", cuda)
+    recorder = CudaRecorder(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="capturing has failed"):
+        recorder.record(lambda: None)
+    assert cuda.current is engines
 
 
 def test_inputs_are_padded_and_leave_nothing_of_the_pass_before() -> None:
