@@ -10,8 +10,10 @@ the moment every request has its first token until the first ends; policies take
 """
 
 import argparse
+import gc
 import json
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +35,9 @@ from shared.errors import NeapError
 from shared.ladder.fused_exit import router_weights
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
+from shared.model.paged_runner import PagedRunner
+from shared.model.runner import DepthRunner
+from shared.ops import library
 from shared.ops.exits import new_tickets, route
 
 PROMPT_TOKENS = 32
@@ -65,7 +70,10 @@ def copy_bytes_per_s(device: str, rounds: int = 9) -> float:
         target.copy_(source)
         _wait(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * source.numel() / statistics.median(seconds[2:])
+    rate = 2 * source.numel() / statistics.median(seconds[2:])
+    del source, target
+    _free(device)  # or what is small and stays would keep it whole
+    return rate
 
 
 class _Answer:
@@ -119,6 +127,7 @@ def compare(imposed: Imposed, depth: int, batches: list[int], rounds: int) -> li
     most = max(batches)
     with Engine(imposed.loaded, imposed.ladder, max_running=most, max_queue=most) as engine:
         engine.warm_up()
+        print(f"passes {_way(engine._decoder.runner)}", file=sys.stderr, flush=True)
         for batch in batches:
             rates: dict[str, list[float]] = {"full": [], "exact": []}
             per_pass, identical = [], True
@@ -144,8 +153,16 @@ def compare(imposed: Imposed, depth: int, batches: list[int], rounds: int) -> li
     return found
 
 
-def router_us(device: str, tide: Mapping[int, TideTimes]) -> dict[int, dict[str, float]]:
-    """Microseconds of norm, router, threshold and partition of N tokens, in a CUDA graph; PyTorch's way eager and compiled."""
+def router_us(
+    device: str,
+    tide: Mapping[int, TideTimes],
+    timed: Callable[[Callable[[], object]], float] | None = None,
+) -> dict[int, dict[str, float]]:
+    """Microseconds of norm, router, threshold and partition of N tokens; PyTorch's way eager and compiled.
+
+    `timed` gives the microseconds of a call, in a CUDA graph if not told otherwise.
+    """
+    timed = timed or _graph_us
     router = DepthRouter(ROUTER_WIDTH).to(device).requires_grad_(False)
     weights = router_weights(router)
     found: dict[int, dict[str, float]] = {}
@@ -168,9 +185,9 @@ def router_us(device: str, tide: Mapping[int, TideTimes]) -> dict[int, dict[str,
             route, adapted, weights, top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets
         )
         found[tokens] = {
-            "neap": _graph_us(own),
-            "PyTorch": _graph_us(eager),
-            "PyTorch compiled": _graph_us(compiled),
+            "neap": timed(own),
+            "PyTorch": timed(eager),
+            "PyTorch compiled": timed(compiled),
         }
         cells = [f"{us:.1f}" for us in found[tokens].values()]
         if tokens in tide:
@@ -203,6 +220,21 @@ def _graph_us(run: Callable[[], object]) -> float:
     return float(statistics.median(taken[2:]))
 
 
+def _way(runner: DepthRunner) -> str:
+    """How a runner's passes run: figures of a way that was not meant must not be taken for another's."""
+    if not isinstance(runner, PagedRunner):
+        return "run the model's own way"
+    recorded = "recorded" if runner.records else "not recorded"
+    return f"over {runner.pool.num_pages} pages, {recorded}, layers {'' if runner.compiles else 'not '}compiled"
+
+
+def _free(device: str) -> None:
+    """Gives back what nobody holds any more: a gate and its layer name each other, so counting references is not enough."""
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _wait(device: str) -> None:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -224,6 +256,8 @@ def main() -> None:
     on_gpu = torch.device(options.device).type == "cuda"
     if on_gpu and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu --shape tiny tries the program")
+    if on_gpu and not library.runs_on("cuda"):
+        parser.error("neap's kernels are not built for CUDA: run python -m shared.ops.build first")
     if options.tide and not on_gpu:
         parser.error("--tide wants a GPU: TIDE's kernels run on nothing else")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -259,18 +293,19 @@ def main() -> None:
     for depth in options.depth:
         imposed = impose(SHAPES[options.shape], depth, options.share, device=options.device, dtype=dtype)  # fmt: skip
         num_bytes = weight_bytes(imposed.loaded)
+        least_s = num_bytes / speed
         rates += compare(imposed, depth, options.batch, options.rounds)
         del imposed
-    least_s = num_bytes / speed
+        _free(options.device)
+        figures |= {"floor_s": least_s, "rates": [asdict(line) for line in rates]}
+        if options.json:  # whatever ends the next
+            options.json.write_text(json.dumps(figures, indent=1))
     alone = [line.full for line in rates if line.batch == 1]
     if alone:
         share = statistics.median(alone) * least_s
         print(
             f"\nfull depth alone: {num_bytes / 1e9:.2f} GB a pass, floor {least_s * 1000:.2f} ms, {share:.0%} of it reached"
         )
-    figures |= {"floor_s": least_s, "rates": [asdict(line) for line in rates]}
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def test_the_router_is_timed_on_tensors_that_it_takes(monkeypatch: pytest.Monkey
         results.append(run())
         return 1.0
 
-    found = gpu.router_us("cpu", timed)
+    found = gpu.router_us("cpu", {}, timed)
     assert list(found) == list(gpu.ROUTER_TOKENS)
     own, eager, compiled = results[-3:]
     assert isinstance(own, tuple)
