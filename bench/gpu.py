@@ -1,6 +1,7 @@
 """What a GPU gives: full depth against the card's bandwidth, exact against full depth, the router op alone.
 
     python -m bench.gpu [--shape llama-3.1-8b] [--depth 2 4] [--batch 1 8 32] [--rounds 3] [--share 0.8] [--tide FOLDER] [--json FILE]
+    python -m bench.gpu --depth 2+4 --exit-decisions host device
 
 The model has the shape's sizes, random weights in bfloat16, and exits whose agreement is imposed (`bench.imposed`): the figures say
 what depth execution makes of a given acceptance, not what acceptance a trained router reaches. Rates are of decoding alone, from
@@ -37,6 +38,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 from shared.model.paged_runner import PagedRunner
 from shared.model.runner import DepthRunner
+from shared.model.runners import make_runner
 from shared.ops import library
 from shared.ops.exits import new_tickets, route
 
@@ -49,9 +51,10 @@ CALLS_PER_GRAPH = 50
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second of decoding; `identical`: every answer by exact was that by full."""
+    """Tokens per second of decoding; `identical`: every answer by exact was that by full. `decisions`: by whom between exits."""
 
-    depth: int
+    depths: tuple[int, ...]
+    decisions: str
     batch: int
     full: float
     exact: float
@@ -121,11 +124,15 @@ def decode(
     return count / (end - start), per_pass, [answer.tokens for answer in answers]
 
 
-def compare(imposed: Imposed, depth: int, batches: list[int], rounds: int) -> list[Rates]:
-    """Exact and full in turns, at each number of requests at once."""
+def compare(imposed: Imposed, decisions: str, batches: list[int], rounds: int) -> list[Rates]:
+    """Exact and full in turns, at each number of requests at once. `decisions` between exits: "host" or "device"."""
     found = []
     most = max(batches)
-    with Engine(imposed.loaded, imposed.ladder, max_running=most, max_queue=most) as engine:
+    depths = tuple(layer_exit.depth for layer_exit in imposed.ladder.exits)
+    runner_of = partial(make_runner, compose=decisions == "device")
+    with Engine(
+        imposed.loaded, imposed.ladder, max_running=most, max_queue=most, runner_of=runner_of
+    ) as engine:
         engine.warm_up()
         print(f"passes {_way(engine._decoder.runner)}", file=sys.stderr, flush=True)
         for batch in batches:
@@ -143,9 +150,11 @@ def compare(imposed: Imposed, depth: int, batches: list[int], rounds: int) -> li
                     rates["exact"].append(exact)
                     per_pass.append(tokens_per_pass)
             full, exact = (statistics.median(rates[name]) for name in ("full", "exact"))
-            line = Rates(depth, batch, full, exact, statistics.fmean(per_pass), identical)
+            line = Rates(
+                depths, decisions, batch, full, exact, statistics.fmean(per_pass), identical
+            )
             print(
-                f"| {depth} | {batch} | {full:.1f} | {exact:.1f} | {exact / full:.2f} | {line.tokens_per_pass:.2f} "
+                f"| {'+'.join(map(str, depths))} | {decisions} | {batch} | {full:.1f} | {exact:.1f} | {exact / full:.2f} | {line.tokens_per_pass:.2f} "
                 f"| {'yes' if identical else 'NO'} |",
                 flush=True,
             )
@@ -228,6 +237,10 @@ def _way(runner: DepthRunner) -> str:
     return f"over {runner.pool.num_pages} pages, {recorded}, layers {'' if runner.compiles else 'not '}compiled"
 
 
+def _depths(text: str) -> tuple[int, ...]:
+    return tuple(int(depth) for depth in text.split("+"))
+
+
 def _free(device: str) -> None:
     """Gives back what nobody holds any more: a gate and its layer name each other, so counting references is not enough."""
     gc.collect()
@@ -246,7 +259,10 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--depth", type=int, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--depth", type=_depths, nargs="+", default=[(2,), (4,)], metavar="D or D+D", help="of exits; each its own ladder"
+    )  # fmt: skip
+    parser.add_argument("--exit-decisions", choices=["host", "device"], nargs="+", default=["host"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--share", type=float, default=0.8, help="of tokens that the exit says")
     parser.add_argument("--rounds", type=int, default=3)
@@ -287,14 +303,18 @@ def main() -> None:
         print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
         figures["router_us"] = router_us(options.device, tide)
     print(f"\n{options.shape}, {dtype}, an exit that is right at {options.share:.0%} of tokens")
-    print("| exit at | requests | full tokens/s | exact | exact / full | tokens per pass | same |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| exits at | decided by | requests | full tokens/s | exact | exact / full | tokens per pass | same |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     rates: list[Rates] = []
-    for depth in options.depth:
-        imposed = impose(SHAPES[options.shape], depth, options.share, device=options.device, dtype=dtype)  # fmt: skip
+    for depths in options.depth:
+        imposed = impose(SHAPES[options.shape], depths, options.share, device=options.device, dtype=dtype)  # fmt: skip
         num_bytes = weight_bytes(imposed.loaded)
         least_s = num_bytes / speed
-        rates += compare(imposed, depth, options.batch, options.rounds)
+        for decisions in options.exit_decisions:
+            rates += compare(imposed, decisions, options.batch, options.rounds)
+            _free(options.device)
         del imposed
         _free(options.device)
         figures |= {"floor_s": least_s, "rates": [asdict(line) for line in rates]}

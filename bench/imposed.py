@@ -5,14 +5,16 @@ multiply, and how often an exit is right is chosen, not earned. **It says nothin
 
 - The tokens in use form one cycle: after t comes its successor, as the head's row of the successor is t's embedding. They are as
   many as make the draft vocabulary the wanted share of them.
-- Layers before `depth` have random weights, their output projections scaled down so that the embedding stays the largest part.
-  From `depth` on, output projections are 0: read and multiplied as any, they add nothing. So the state at `depth` is the final
+- Layers before the last exit have random weights, their output projections scaled down so that the embedding stays the largest part.
+  From there on, output projections are 0: read and multiplied as any, they add nothing. So the state at that depth is the final
   one, and full model and exit differ only where the exit cannot say the token.
-- The exit's head has the form and rank of a trained one and passes the state on; it draws from the draft vocabulary, which lacks
+- Each exit's head has the form and rank of a trained one and passes the state on; it draws from the draft vocabulary, which lacks
   the rest of the cycle at random places. So a draft is right with a chance of `share`, drawn anew at each token. The router says
-  `share` for every token: it knows no more.
+  `share` for every token: it knows no more. Of several exits those before the last are sure only of about half the tokens, picked by a
+  random direction of their states, and as good as certain of being wrong about the others, which go on.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,8 @@ from shared.model.load import LoadedModel, wrap_model
 
 # Token ids below are left to what tokenizers keep for themselves.
 FIRST_TOKEN = 16
+# What an exit gives the tokens that it would rather not say.
+UNSURE = 0.02
 # Of the output projections of layers before the exit.
 OUTPUT_SCALE = 0.1
 
@@ -74,7 +78,7 @@ class Imposed:
 
 def impose(
     shape: Shape,
-    depth: int,
+    depths: Sequence[int],
     share: float,
     *,
     device: str = "cpu",
@@ -82,8 +86,12 @@ def impose(
     accelerate: bool = True,
     seed: int = 0,
 ) -> Imposed:
-    """A model with an exit at `depth` (1 <= depth < L) that is right at a share of tokens in (0, 1]."""
-    assert 1 <= depth < shape.num_layers
+    """A model with exits at `depths` (ascending, 1 <= depth < L) that are right at a share of tokens in (0, 1].
+
+    The state at the last of them is the final one.
+    """
+    assert depths[0] >= 1
+    assert depths[-1] < shape.num_layers
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -96,11 +104,11 @@ def impose(
     assert FIRST_TOKEN + size <= shape.vocabulary_size
     cycle = FIRST_TOKEN + torch.randperm(shape.vocabulary_size - FIRST_TOKEN)[:size]
     with torch.no_grad():
-        _shape_weights(model, depth, cycle.to(device))
+        _shape_weights(model, depths[-1], cycle.to(device))
     loaded = wrap_model(model, model_id="imposed", accelerate=accelerate)
     kept = torch.randperm(size)[: shape.draft_tokens]
     vocabulary = cycle[kept].sort().values
-    return Imposed(loaded, _ladder(loaded, depth, share, vocabulary), cycle)
+    return Imposed(loaded, _ladder(loaded, depths, share, vocabulary), cycle)
 
 
 def _shape_weights(model: LlamaForCausalLM, depth: int, cycle: Tensor) -> None:
@@ -113,8 +121,15 @@ def _shape_weights(model: LlamaForCausalLM, depth: int, cycle: Tensor) -> None:
             projection.weight.mul_(OUTPUT_SCALE if index < depth else 0.0)
 
 
-def _ladder(loaded: LoadedModel, depth: int, share: float, vocabulary: Tensor) -> Ladder:
-    width = loaded.hidden_size
+def _ladder(loaded: LoadedModel, depths: Sequence[int], share: float, vocabulary: Tensor) -> Ladder:
+    exits = [_exit(loaded.hidden_size, depth, share) for depth in depths]
+    for before in exits[:-1]:
+        _leave_half(before.router, share)
+    return Ladder(ModelIdentity.of(loaded), exits=tuple(exits), draft_vocabulary=vocabulary)
+
+
+def _exit(width: int, depth: int, share: float) -> LayerExit:
+    """Says what its state says, and `share` of every token."""
     head = ExitHead("gated", width, width, default_rank(width))
     router = DepthRouter(width)
     with torch.no_grad():
@@ -124,5 +139,20 @@ def _ladder(loaded: LoadedModel, depth: int, share: float, vocabulary: Tensor) -
         nn.init.zeros_(router.output.bias)
         nn.init.zeros_(router.skip.weight)
         router.shift.fill_(torch.logit(torch.tensor(share), eps=1e-3))
-    layer_exit = LayerExit(depth, head, router, agreement=share)
-    return Ladder(ModelIdentity.of(loaded), exits=(layer_exit,), draft_vocabulary=vocabulary)
+    return LayerExit(depth, head, router, agreement=share)
+
+
+def _leave_half(router: DepthRouter, share: float) -> None:
+    """Log-odds that step from those of UNSURE to those of `share` where a random direction's sign changes: silu(z) - silu(z - 5) is
+    0 below and 5 above."""
+    low, high = (float(torch.logit(torch.tensor(p), eps=1e-3)) for p in (UNSURE, share))
+    step = (high - low) / 5
+    with torch.no_grad():
+        direction = torch.randn(router.hidden.in_features)
+        router.hidden.weight.zero_()
+        router.hidden.weight[:2] = 200 * direction / direction.norm()
+        router.hidden.bias.zero_()
+        router.hidden.bias[1] = -5.0
+        router.scalars.weight.zero_()
+        router.output.weight[0, :2] = torch.tensor([step, -step])
+        router.shift.fill_(low)

@@ -14,7 +14,7 @@ DEPTH, SHARE = 2, 0.8
 
 @pytest.fixture(scope="module")
 def imposed() -> Imposed:
-    return impose(SHAPES["tiny"], DEPTH, SHARE)
+    return impose(SHAPES["tiny"], (DEPTH,), SHARE)
 
 
 def test_each_token_is_followed_by_the_next_of_the_cycle(imposed: Imposed) -> None:
@@ -49,3 +49,22 @@ def test_exact_answers_as_full_and_drafts_by_the_exit(
     accepted = exact.stats.num_accepted / exact.stats.num_deep_passes
     # 0.8 + 0.8^2 + 0.8^3 of three drafts.
     assert accepted == pytest.approx(1.95, abs=0.5)
+
+
+def test_the_first_of_two_exits_is_sure_of_about_half_the_tokens() -> None:
+    two = impose(SHAPES["tiny"], (1, DEPTH), SHARE)
+    runner = DepthRunner(two.loaded)
+    bound = two.ladder.bind(runner)
+    size = min(len(two.cycle), two.loaded.context_length)
+    tokens = two.prompt(0, size)
+    captured = runner.capture(torch.tensor([tokens]), [1, DEPTH])
+    wanted = two.prompt(1, size)
+    for index, depth in enumerate((1, DEPTH)):
+        state = captured[depth][0]
+        drafts = bound.ask(index, state, torch.randn_like(state), [1] * size)
+        right = sum(d.token == token for d, token in zip(drafts, wanted, strict=True)) / size
+        assert right == pytest.approx(SHARE, abs=0.06)
+        sure = sum(draft.probability > SHARE - 0.01 for draft in drafts) / size
+        assert sure == (pytest.approx(0.5, abs=0.15) if index == 0 else 1.0)
+        unsure = [draft.probability for draft in drafts if draft.probability < 0.5]
+        assert all(p < 0.1 for p in sorted(unsure)[: int(0.9 * len(unsure))])

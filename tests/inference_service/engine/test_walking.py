@@ -233,7 +233,7 @@ def test_exact_is_full_whatever_random_exits_say(composes: bool) -> None:
 
 
 def test_right_drafts_save_layers_in_company(composes: bool) -> None:
-    imposed = impose(SHAPES["tiny"], 2, 0.9, accelerate=False)
+    imposed = impose(SHAPES["tiny"], (2,), 0.9, accelerate=False)
     stopping = StoppingParams(max_tokens=40, ignore_eos=True)
     policy = DepthPolicy("exact", max_drafts=4)
     with _engine(imposed.loaded, imposed.ladder, composes) as engine:
