@@ -166,7 +166,7 @@ class Decoder:
         if not turns:
             return
         states = settle([turn.chain for turn in turns], self.runner)
-        settled = states.split([len(turn.chain.tokens) for turn in turns])
+        settled = states.split_with_sizes([len(turn.chain.tokens) for turn in turns])
         wanted = [
             states[len(states) - turn.num_answers :]
             for turn, states in zip(turns, settled, strict=True)

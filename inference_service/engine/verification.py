@@ -31,20 +31,23 @@ def verify(
     """
     wanted = num_alternatives or [None] * len(trials)
     choices, scores = computed(logits, trials, wanted)
-    numbers = iter(torch.cat([part.flatten() for part in (*choices, *scores)]).tolist())
+    parts = [part.flatten() for part in (*choices, *scores)]
+    numbers = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist())
     chosen = [[int(number) for number in islice(numbers, len(own))] for own in choices]
     found = [[unpacked(list(islice(numbers, len(row)))) for row in own] for own in scores]
     verdicts = []
-    for trial, tokens, own, count in zip(trials, chosen, found, wanted, strict=True):
+    for index, (trial, tokens) in enumerate(zip(trials, chosen, strict=True)):
         num_tokens = 1 + num_confirmed(tokens, trial.drafts)
-        verdicts.append(Verdict(tokens[:num_tokens], None if count is None else own[:num_tokens]))
+        own = None if wanted[index] is None else found[index][:num_tokens]
+        verdicts.append(Verdict(tokens[:num_tokens], own))
     return verdicts
 
 
 def computed(
     logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Per trial its choices [n] int64 and their log-probabilities [n, 1 + 2 * alternatives], [0, 1] where none are wanted.
+    """Per trial its choices [n] int64 and their log-probabilities [n, 1 + 2 * alternatives], [0, 1] where it wants none; of none
+    where nobody does.
 
     What `verify` reads, on the logits' device; nothing waits for that.
     """
@@ -54,7 +57,9 @@ def computed(
             tokens[: 1 + num_confirmed(tokens.tolist(), trial.drafts)]
             for tokens, trial in zip(choices, trials, strict=True)
         ]
-    rows = logits.split([trial.num_rows for trial in trials])
+    if all(count is None for count in num_alternatives):
+        return choices, []
+    rows = logits.split_with_sizes([trial.num_rows for trial in trials])
     scores = [
         tokens.new_empty(0, 1) if count is None else logprobs(own[: len(tokens)], tokens, count)
         for own, tokens, count in zip(rows, choices, num_alternatives, strict=True)

@@ -4,6 +4,7 @@ Verifying a draft is choosing as the full model would and comparing: see `shared
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,14 +29,17 @@ def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
     A row counts only if all before it chose their drafts; behind the first that did not, rows may be missing. One launch for all
     greedy trials and one for all others, and nothing waits for the device.
     """
-    rows = logits.split([trial.num_rows for trial in trials])
+    num_greedy = sum(trial.sampling.is_greedy for trial in trials)
+    if num_greedy == len(trials):
+        return list(_largest(logits, trials))
+    if num_greedy == 0:
+        return list(_drawn(logits, trials))
+    rows = logits.split_with_sizes([trial.num_rows for trial in trials])
     chosen: dict[int, Tensor] = {}
     for is_greedy, choices in ((True, _largest), (False, _drawn)):
         members = [i for i, own in enumerate(trials) if own.sampling.is_greedy == is_greedy]
-        if members:
-            own = [trials[index] for index in members]
-            group = logits if len(own) == len(trials) else torch.cat([rows[i] for i in members])
-            chosen |= zip(members, choices(group, own), strict=True)
+        group = torch.cat([rows[index] for index in members])
+        chosen |= zip(members, choices(group, [trials[index] for index in members]), strict=True)
     return [chosen[index] for index in range(len(trials))]
 
 
@@ -48,10 +52,10 @@ def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The first of the largest of each row, after the penalty."""
     scores = penalised(logits, trials)
     if library.runs_on(logits.device.type):
-        tokens = verify_greedy(scores, *_single_rows(scores))[0]
+        tokens = verify_greedy(scores, *_single_rows(len(scores), scores.device))[0]
     else:
         tokens = scores.argmax(-1)
-    rows: Sequence[Tensor] = tokens.split([trial.num_rows for trial in trials])
+    rows: Sequence[Tensor] = tokens.split_with_sizes([trial.num_rows for trial in trials])
     return rows
 
 
@@ -61,11 +65,17 @@ def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     num_rows = [trial.num_rows for trial in trials]
     is_dear = any(trial.sampling.top_p < 1.0 for trial in trials)
     if is_dear and is_read_for_nothing(logits.device):
-        own = zip(trials, scores.split(num_rows), masses.split(num_rows), strict=True)
+        own = zip(
+            trials,
+            scores.split_with_sizes(num_rows),
+            masses.split_with_sizes(num_rows),
+            strict=True,
+        )
         return [_drawn_in_turn(*part) for part in own]
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
     numbers = [trial.uniform(row) for trial in trials for row in range(trial.num_rows)]
-    rows: Sequence[Tensor] = _at(numbers, nucleus(scores, masses, params)).split(num_rows)
+    tokens = _at(numbers, nucleus(scores, masses, params))
+    rows: Sequence[Tensor] = tokens.split_with_sizes(num_rows)
     return rows
 
 
@@ -85,11 +95,14 @@ def _at(numbers: Sequence[float], masses: Tensor) -> Tensor:
     """The token [T] int64 at each row's uniform number of its masses [T, V]."""
     uniforms = torch.tensor(numbers, dtype=torch.float64).to(masses.device, non_blocking=True)
     if library.runs_on(masses.device.type):
-        return verify_sampled(masses, *_single_rows(masses), uniforms)[0]
+        return verify_sampled(masses, *_single_rows(len(masses), masses.device), uniforms)[0]
     return drawn(masses, uniforms)
 
 
-def _single_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Drafts and starts, as the ops take them, of rows that test nothing: what was right is counted where the answer is read."""
-    drafts = torch.full((len(scores),), NOTHING, device=scores.device)
-    return drafts, torch.arange(len(scores) + 1, device=scores.device)
+@lru_cache(maxsize=256)
+def _single_rows(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Drafts and starts, as the ops take them, of rows that test nothing: what was right is counted where the answer is read.
+
+    Kept, for they are the same in every step. Nobody writes to them.
+    """
+    return torch.full((count,), NOTHING, device=device), torch.arange(count + 1, device=device)

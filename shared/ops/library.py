@@ -1,6 +1,7 @@
 """Finding and loading the compiled library, once per process and only when an op is first wanted."""
 
 import threading
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -23,6 +24,12 @@ def runs_on(device_type: str) -> bool:
     if not is_available() or device_type not in ("cpu", "cuda"):
         return False
     load()
+    return _has_kernels(device_type)
+
+
+@cache
+def _has_kernels(device_type: str) -> bool:
+    """Of the library once it is loaded: asked several times a step."""
     has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
         "neap::exit_head", device_type.upper()
     )
