@@ -132,11 +132,14 @@ def test_nobody_elses_pages_are_written(runner: PagedRunner) -> None:
     page = {number for cache in other for number in cache.pages}
     held = [keys[sorted(page)].clone() for keys in runner.pool.keys]
     ladder.walk(going)
+    recording = ladder.prepare()
+    next(recording)  # the first stage of more tokens; before the second others walk
+    ladder.walk(going)
     for walker in going:  # by now something else stands where they walked
         ids = torch.tensor([[3]])
         runner.run(ids, walker.cache, first=0, last=runner.num_layers, base=HELD)
     before = [keys.clone() for keys in runner.pool.keys]
-    for _ in ladder.prepare():
+    for _ in recording:
         pass
     for keys, own, whole in zip(runner.pool.keys, held, before, strict=True):
         assert torch.equal(keys[sorted(page)], own)

@@ -139,14 +139,16 @@ def test_a_composed_graph_is_replayed_and_freed_once(calls: list[tuple]) -> None
         graph.replay()
 
 
-def test_segments_live_as_long_as_the_graph() -> None:
+def test_segments_live_as_long_as_the_graph_which_is_freed_when_dropped(calls: list[tuple]) -> None:
     segment = Captured(1)
     seen = weakref.ref(segment)
-    graph = ComposedGraph(0, [segment], [], 0)
+    graph = ComposedGraph(7, [segment], [], 0)
     del segment
     assert seen() is not None
+    assert not calls
     del graph
     assert seen() is None
+    assert calls == [("free", 7)]
 
 
 @pytest.mark.parametrize(
