@@ -28,6 +28,7 @@ from torch import Tensor
 from bench.floor import weight_bytes
 from bench.imposed import SHAPES, Imposed, impose
 from bench.machine import described
+from bench.stopwatch import captured, median_call_us
 from bench.tide import LEGEND, TideTimes, tide_router
 from inference_service.engine.engine import Engine
 from inference_service.engine.handle import EngineEvent
@@ -208,25 +209,7 @@ def router_us(
 
 def _graph_us(run: Callable[[], object]) -> float:
     """Microseconds of one call among many in a CUDA graph, the median of several replays."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS_PER_GRAPH):
-            run()
-    taken = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) * 1000 / CALLS_PER_GRAPH)
-    return float(statistics.median(taken[2:]))
+    return median_call_us(captured(run, CALLS_PER_GRAPH).replay, CALLS_PER_GRAPH)
 
 
 def _way(runner: DepthRunner) -> str:

@@ -68,7 +68,7 @@ class GraphStopwatch:
         size = torch.cuda.get_device_properties().L2_cache_size
         # Read, not written: lines to be written back would be the next op's burden.
         self._swept = torch.ones(max(2 * size // 4, SWEPT_FLOATS), device="cuda")
-        self._sweep = self._captured(lambda: None)
+        self._sweep = self._swept_graph(lambda: None)
 
     def floor(self, num_bytes: float) -> Callable[[], object]:
         """A copy that reads half as many bytes and writes the other half."""
@@ -77,34 +77,49 @@ class GraphStopwatch:
         return lambda: target.copy_(source)
 
     def times_us(self, runs: Contenders) -> dict[str, float]:
-        graphs = {name: self._captured(run) for name, run in runs.items()}
+        graphs = {name: self._swept_graph(run) for name, run in runs.items()}
         samples: dict[str, list[float]] = {name: [] for name in runs}
         for index in range(self._rounds + 2):
             for name, graph in graphs.items():
-                taken = self._replayed_us(graph) - self._replayed_us(self._sweep)
+                taken = elapsed_us(graph.replay) - elapsed_us(self._sweep.replay)
                 if index >= 2:
                     samples[name].append(taken / CALLS_PER_GRAPH)
         return {name: statistics.median(values) for name, values in samples.items()}
 
-    def _captured(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # libraries make their plans and workspaces now
-                self._swept.sum()
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(CALLS_PER_GRAPH):
-                self._swept.sum()
-                run()
-        return graph
+    def _swept_graph(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        def swept() -> None:
+            self._swept.sum()
+            run()
 
-    def _replayed_us(self, graph: torch.cuda.CUDAGraph) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1000
+        return captured(swept, CALLS_PER_GRAPH)
+
+
+def captured(run: Callable[[], object], num_calls: int) -> torch.cuda.CUDAGraph:
+    """So many calls in one graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # libraries make their plans and workspaces now
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(num_calls):
+            run()
+    return graph
+
+
+def elapsed_us(run: Callable[[], object]) -> float:
+    """Microseconds of what one `run` puts on the current stream, by the device's clock; waits for it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1000
+
+
+def median_call_us(run: Callable[[], object], num_calls: int) -> float:
+    """Microseconds of one of the `num_calls` calls that `run` makes, the median of several runs."""
+    taken = [elapsed_us(run) / num_calls for _ in range(12)]
+    return statistics.median(taken[2:])

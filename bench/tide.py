@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from bench.stopwatch import median_call_us
 from shared.errors import NeapError, NotFound, PreconditionFailed
 from shared.ops.build import find_ninja
 
@@ -172,20 +173,7 @@ def expected_scores(states: Tensor, gain: Tensor, down: Tensor, up: Tensor) -> T
 
 
 def _loop_us(call: Callable[[], Tensor]) -> float:
-    return _events_us(lambda: [call() for _ in range(CALLS)])
-
-
-def _events_us(run: Callable[[], object]) -> float:
-    """Of one of the CALLS calls that `run` makes, the median of several."""
-    taken = []
-    for _ in range(12):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) * 1000 / CALLS)
-    return float(statistics.median(taken[2:]))
+    return median_call_us(lambda: [call() for _ in range(CALLS)], CALLS)
 
 
 def _kernel_us(call: Callable[[], Tensor]) -> float:
@@ -214,7 +202,7 @@ def _graph_us(call: Callable[[], Tensor]) -> float | None:
         torch.cuda.synchronize()
         if not all(bool(each.isfinite().all()) for each in scores):
             return None
-        return _events_us(graph.replay)
+        return median_call_us(graph.replay, CALLS)
     except RuntimeError:
         return None
 

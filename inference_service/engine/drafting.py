@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.chain import Chain, bring_to
-from inference_service.engine.growing import GrowingChain
+from inference_service.engine.growing import GrowingChain, worth_taking
 from inference_service.engine.planner import (
     SERVED_WEIGHT,
     ExitGains,
     PassCosts,
     Reliability,
-    exit_gain_s,
-    worth_asking,
 )
 from inference_service.engine.request import GenerationRequest
 from inference_service.engine.sequence import Sequence
@@ -48,13 +46,7 @@ class Drafter:
             )
             return
         for index, depth in enumerate(ladder.depths):
-            able = [chain for chain in growing if depth >= chain.min_layers]
-            expected = [self._gains.expected(index, chain.known) for chain in able]
-            gains_s = [
-                exit_gain_s(chain.survival, gain, self.costs, num_sequences, chain.tokens_per_pass)
-                for chain, gain in zip(able, expected, strict=True)
-            ]
-            asked = [able[i] for i in worth_asking(gains_s, self.costs.exits[index])]
+            asked = worth_taking(growing, index, depth, num_sequences, self.costs, self._gains)
             if not asked:
                 continue
             states = last_states_at(depth, [one.chain for one in asked], self._runner)

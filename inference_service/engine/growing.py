@@ -1,9 +1,18 @@
 """A chain of drafts while it grows, draft by draft."""
 
+from collections.abc import Sequence as Rows
+
 from torch import Tensor
 
 from inference_service.engine.chain import Chain
-from inference_service.engine.planner import MIN_SURVIVAL, PassCosts, least_survival
+from inference_service.engine.planner import (
+    MIN_SURVIVAL,
+    ExitGains,
+    PassCosts,
+    exit_gain_s,
+    least_survival,
+    worth_asking,
+)
 from inference_service.engine.sequence import Sequence
 from shared.ladder.rungs import Draft
 
@@ -60,6 +69,13 @@ class GrowingChain:
         assert state is not None
         return state
 
+    def gain_s(
+        self, index: int, known: float, num_sequences: int, costs: PassCosts, gains: ExitGains
+    ) -> float:
+        """What asking exit `index` for the next draft is expected to save, if its token is `known` so well: see `exit_gain_s`."""
+        gain = gains.expected(index, known)
+        return exit_gain_s(self.survival, gain, costs, num_sequences, self.tokens_per_pass)
+
     def look_up(self) -> None:
         """What rung 0 says comes next; no layer runs."""
         self.best, self.known = None, 0.0
@@ -89,3 +105,17 @@ class GrowingChain:
         chain.append(draft, probability)
         self.survival *= probability
         return True
+
+
+def worth_taking(
+    growing: Rows[GrowingChain],
+    index: int,
+    depth: int,
+    num_sequences: int,
+    costs: PassCosts,
+    gains: ExitGains,
+) -> list[GrowingChain]:
+    """The chains whose last tokens are worth taking to exit `index` at `depth`, together."""
+    able = [one for one in growing if depth >= one.min_layers]
+    gains_s = [one.gain_s(index, one.known, num_sequences, costs, gains) for one in able]
+    return [able[place] for place in worth_asking(gains_s, costs.exits[index])]

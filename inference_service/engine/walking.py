@@ -9,8 +9,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 from inference_service.engine.chain import bring_to
-from inference_service.engine.growing import GrowingChain
-from inference_service.engine.planner import ExitGains, PassCosts, exit_gain_s, worth_asking
+from inference_service.engine.growing import GrowingChain, worth_taking
+from inference_service.engine.planner import ExitGains, PassCosts
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.walk import Walked, Walker
 from shared.model.paged_kv import PagedCache
@@ -32,13 +32,13 @@ def ask_by_walk(
         return
     for last in sorted(set(deepest.values())):
         # Keys and values of the tokens before: a walk takes one token of each chain.
-        able = [growing[place].chain for place, index in deepest.items() if index >= last]
+        able = [one.chain for one, index in deepest.items() if index >= last]
         if ladder.depths[last]:
             bring_to(ladder.depths[last], able, runner, but_last=True)
     plan = _Plan(ladder, num_sequences, len(deepest), costs, gains)
-    walkers = [plan.walker(growing[place], last) for place, last in deepest.items()]
-    for place, walked in zip(deepest, walk(walkers), strict=True):
-        _take(growing[place], walked, ladder, gains)
+    walkers = [plan.walker(one, last) for one, last in deepest.items()]
+    for one, walked in zip(deepest, walk(walkers), strict=True):
+        _take(one, walked, gains)
 
 
 def _deepest_exits(
@@ -47,23 +47,12 @@ def _deepest_exits(
     num_sequences: int,
     costs: PassCosts,
     gains: ExitGains,
-) -> dict[int, int]:
+) -> dict[GrowingChain, int]:
     """By chain, where it is worth asking any: the deepest exit that is."""
-    deepest: dict[int, int] = {}
+    deepest: dict[GrowingChain, int] = {}
     for index, depth in enumerate(ladder.depths):
-        able = [place for place, one in enumerate(growing) if depth >= one.min_layers]
-        gains_s = [
-            exit_gain_s(
-                growing[place].survival,
-                gains.expected(index, growing[place].known),
-                costs,
-                num_sequences,
-                growing[place].tokens_per_pass,
-            )
-            for place in able
-        ]
-        for asked in worth_asking(gains_s, costs.exits[index]):
-            deepest[able[asked]] = index
+        asked = worth_taking(growing, index, depth, num_sequences, costs, gains)
+        deepest |= dict.fromkeys(asked, index)
     return deepest
 
 
@@ -107,13 +96,7 @@ class _Plan:
 
         def goes_on(known: float) -> bool:
             return any(
-                exit_gain_s(
-                    one.survival,
-                    self._gains.expected(deeper, known),
-                    self._costs,
-                    self._num_sequences,
-                    one.tokens_per_pass,
-                )
+                one.gain_s(deeper, known, self._num_sequences, self._costs, self._gains)
                 > self._costs_s[deeper]
                 for deeper in range(index + 1, last + 1)
             )
@@ -126,7 +109,7 @@ class _Plan:
         return least / factor
 
 
-def _take(one: GrowingChain, walked: Walked, ladder: BoundLadder, gains: ExitGains) -> None:
+def _take(one: GrowingChain, walked: Walked, gains: ExitGains) -> None:
     for index, draft in enumerate(walked.drafts):
         if draft.depth >= one.min_layers:
             known = one.known

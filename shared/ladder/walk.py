@@ -18,7 +18,7 @@ from shared.ladder.fused_exit import FusedExit
 from shared.ladder.rungs import Draft, exit_name
 from shared.model.paged_kv import PagedCache
 from shared.model.paged_pass import PassTokens
-from shared.model.paged_runner import PagedRunner
+from shared.model.paged_runner import PagedRunner, bucket_of
 from shared.model.recorder import Work
 from shared.ops.batches import gather_rows, scatter_rows
 from shared.ops.exits import new_tickets
@@ -121,7 +121,7 @@ class ExitWalk:
 
     def _walk(self, walkers: Sequence[Walker]) -> list[Walked]:
         count = len(walkers)
-        bucket = _bucket_of(count)
+        bucket = bucket_of(count, BUCKETS)
         for _ in self._record(bucket):
             pass
         self._fill(walkers, bucket)
@@ -136,7 +136,7 @@ class ExitWalk:
                 num_stays = int(said[-1][-1][0])
                 if not num_stays:
                     break
-                bucket = _bucket_of(num_stays)
+                bucket = bucket_of(num_stays, BUCKETS)
         num_walking = count
         for stage, answers in zip(self._stages, said, strict=False):
             if num_walking:
@@ -231,7 +231,3 @@ class ExitWalk:
         answers = torch.stack([tokens_said.double(), decision.probabilities.double()], -1)
         scatter_rows(self._said[index], answers, places)
         self._said[index, -1, 0].copy_(decision.num_stays[0])
-
-
-def _bucket_of(count: int) -> int:
-    return next(bucket for bucket in BUCKETS if bucket >= count)

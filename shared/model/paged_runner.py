@@ -183,7 +183,7 @@ class PagedRunner(DepthRunner):
         flat = state.reshape(-1, state.shape[-1])
         pieces = []
         for rows in flat.split(HEAD_BUCKETS[-1]):
-            bucket = _bucket_of(len(rows), HEAD_BUCKETS)
+            bucket = bucket_of(len(rows), HEAD_BUCKETS)
             replay = self._head(bucket)
             self._to_head[: len(rows)].copy_(rows)
             replay()
@@ -226,7 +226,7 @@ class PagedRunner(DepthRunner):
         for start in range(0, len(positions), BUCKETS[-1]):
             piece = slice(start, start + BUCKETS[-1])
             count = len(positions[piece])
-            bucket = _bucket_of(count, BUCKETS)
+            bucket = bucket_of(count, BUCKETS)
             replay = self._segment(first, last, bucket)
             rows = [self.pool.row_of(owner) for owner in owners[piece]] or [0] * count
             self._tokens[bucket].fill(ids[piece], positions[piece], rows)
@@ -319,7 +319,8 @@ class PagedRunner(DepthRunner):
         self._logits = torch.zeros(HEAD_BUCKETS[-1], self.loaded.vocabulary_size, device=device)
 
 
-def _bucket_of(count: int, buckets: Sequence[int]) -> int:
+def bucket_of(count: int, buckets: Sequence[int]) -> int:
+    """The smallest of the ascending `buckets` that holds so many."""
     return next(bucket for bucket in buckets if bucket >= count)
 
 
