@@ -1,7 +1,6 @@
 """What a GPU gives: full depth against the card's bandwidth, exact against full depth, the router op alone.
 
     python -m bench.gpu [--shape llama-3.1-8b] [--depth 2 4] [--batch 1 8 32] [--rounds 3] [--share 0.8] [--tide FOLDER] [--json FILE]
-    python -m bench.gpu --depth 2+4 --exit-decisions host device
 
 The model has the shape's sizes, random weights in bfloat16, and exits whose agreement is imposed (`bench.imposed`): the figures say
 what depth execution makes of a given acceptance, not what acceptance a trained router reaches. Rates are of decoding alone, from
@@ -39,7 +38,6 @@ from shared.ladder.policy import DepthPolicy
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 from shared.model.paged_runner import PagedRunner
 from shared.model.runner import DepthRunner
-from shared.model.runners import make_runner
 from shared.ops import library
 from shared.ops.exits import new_tickets, route
 
@@ -52,10 +50,9 @@ CALLS_PER_GRAPH = 50
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second of decoding; `identical`: every answer by exact was that by full. `decisions`: by whom between exits."""
+    """Tokens per second of decoding; `identical`: every answer by exact was that by full."""
 
     depths: tuple[int, ...]
-    decisions: str
     batch: int
     full: float
     exact: float
@@ -125,15 +122,12 @@ def decode(
     return count / (end - start), per_pass, [answer.tokens for answer in answers]
 
 
-def compare(imposed: Imposed, decisions: str, batches: list[int], rounds: int) -> list[Rates]:
-    """Exact and full in turns, at each number of requests at once. `decisions` between exits: "host" or "device"."""
+def compare(imposed: Imposed, batches: list[int], rounds: int) -> list[Rates]:
+    """Exact and full in turns, at each number of requests at once."""
     found = []
     most = max(batches)
     depths = tuple(layer_exit.depth for layer_exit in imposed.ladder.exits)
-    runner_of = partial(make_runner, compose=decisions == "device")
-    with Engine(
-        imposed.loaded, imposed.ladder, max_running=most, max_queue=most, runner_of=runner_of
-    ) as engine:
+    with Engine(imposed.loaded, imposed.ladder, max_running=most, max_queue=most) as engine:
         engine.warm_up()
         print(f"passes {_way(engine._decoder.runner)}", file=sys.stderr, flush=True)
         for batch in batches:
@@ -151,11 +145,9 @@ def compare(imposed: Imposed, decisions: str, batches: list[int], rounds: int) -
                     rates["exact"].append(exact)
                     per_pass.append(tokens_per_pass)
             full, exact = (statistics.median(rates[name]) for name in ("full", "exact"))
-            line = Rates(
-                depths, decisions, batch, full, exact, statistics.fmean(per_pass), identical
-            )
+            line = Rates(depths, batch, full, exact, statistics.fmean(per_pass), identical)
             print(
-                f"| {'+'.join(map(str, depths))} | {decisions} | {batch} | {full:.1f} | {exact:.1f} | {exact / full:.2f} | {line.tokens_per_pass:.2f} "
+                f"| {'+'.join(map(str, depths))} | {batch} | {full:.1f} | {exact:.1f} | {exact / full:.2f} | {line.tokens_per_pass:.2f} "
                 f"| {'yes' if identical else 'NO'} |",
                 flush=True,
             )
@@ -168,7 +160,7 @@ def router_us(
     tide: Mapping[int, TideTimes],
     timed: Callable[[Callable[[], object]], float] | None = None,
 ) -> dict[int, dict[str, float]]:
-    """Microseconds of norm, router, threshold and partition of N tokens; PyTorch's way eager and compiled.
+    """Microseconds of norm and router of N tokens; PyTorch's way eager and compiled.
 
     `timed` gives the microseconds of a call, in a CUDA graph if not told otherwise.
     """
@@ -183,17 +175,14 @@ def router_us(
         top = logits.topk(2).values.contiguous()
         log_mass, ago = logits.logsumexp(-1), torch.zeros(tokens, dtype=torch.int64, device=device)
         tickets = new_tickets(tokens, torch.device(device))
-        thresholds = torch.full((tokens,), 0.5, device=device)
 
-        def plain(adapted: Tensor, logits: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
-            leaves = router(adapted, scalar_features(logits, ago)) >= 0.5
-            return leaves.int().argsort(stable=True), (~leaves).sum()
+        def plain(adapted: Tensor, logits: Tensor, ago: Tensor) -> Tensor:
+            probabilities: Tensor = router(adapted, scalar_features(logits, ago))
+            return probabilities
 
         eager = partial(plain, adapted, logits, ago)
         compiled = partial(torch.compile(plain, dynamic=False), adapted, logits, ago)
-        own = partial(
-            route, adapted, weights, top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets
-        )
+        own = partial(route, adapted, weights, top, log_mass, ago, LOWEST, HIGHEST, tickets)
         found[tokens] = {
             "neap": timed(own),
             "PyTorch": timed(eager),
@@ -245,7 +234,6 @@ def main() -> None:
     parser.add_argument(
         "--depth", type=_depths, nargs="+", default=[(2,), (4,)], metavar="D or D+D", help="of exits; each its own ladder"
     )  # fmt: skip
-    parser.add_argument("--exit-decisions", choices=["host", "device"], nargs="+", default=["host"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--share", type=float, default=0.8, help="of tokens that the exit says")
     parser.add_argument("--rounds", type=int, default=3)
@@ -286,18 +274,14 @@ def main() -> None:
         print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
         figures["router_us"] = router_us(options.device, tide)
     print(f"\n{options.shape}, {dtype}, an exit that is right at {options.share:.0%} of tokens")
-    print(
-        "| exits at | decided by | requests | full tokens/s | exact | exact / full | tokens per pass | same |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print("| exits at | requests | full tokens/s | exact | exact / full | tokens per pass | same |")
+    print("|---|---|---|---|---|---|---|")
     rates: list[Rates] = []
     for depths in options.depth:
         imposed = impose(SHAPES[options.shape], depths, options.share, device=options.device, dtype=dtype)  # fmt: skip
         num_bytes = weight_bytes(imposed.loaded)
         least_s = num_bytes / speed
-        for decisions in options.exit_decisions:
-            rates += compare(imposed, decisions, options.batch, options.rounds)
-            _free(options.device)
+        rates += compare(imposed, options.batch, options.rounds)
         del imposed
         _free(options.device)
         figures |= {"floor_s": least_s, "rates": [asdict(line) for line in rates]}

@@ -53,7 +53,6 @@ class PlainExit:
             return logits.argmax(-1), torch.topk(logits, 2), logits.logsumexp(-1)
 
     def route(self, adapted: Tensor, ago: Tensor, logits: Tensor) -> object:
-        """-> order [N] and how many stay."""
+        """-> probabilities [N]."""
         with self.precision():
-            leaves = self.router(adapted, scalar_features(logits, ago)) >= 0.5
-            return leaves.int().argsort(stable=True), (~leaves).sum()
+            return self.router(adapted, scalar_features(logits, ago))

@@ -29,7 +29,7 @@ from shared.ladder.fused_exit import DraftRows, FusedExit
 from shared.ladder.head_rows import projection
 from shared.ladder.heads import ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
-from shared.ops.batches import gather_rows, scatter_rows, verify_greedy, verify_sampled
+from shared.ops.batches import verify_greedy, verify_sampled
 from shared.ops.exits import draft_top, exit_head, new_tickets, route
 from shared.ops.library import runs_on
 from shared.ops.paged import paged_attention
@@ -128,8 +128,7 @@ def bench_exit(bench: Bench, width: int) -> None:
         ago, tickets = torch.zeros(tokens, dtype=torch.int64), new_tickets(tokens, bench.device)
         adapted = head(state, deep, ago)
         top, _, log_mass = draft_top(adapted, small, None, 2)
-        thresholds = torch.full((tokens,), 0.5)
-        others = (top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets)
+        others = (top, log_mass, ago, LOWEST, HIGHEST, tickets)
         whole = mix_size + out_size + small.numel() + hidden_size
         each = bench.line
         each("exit", width, tokens, 2 * whole, 2 * whole * tokens, {
@@ -153,7 +152,7 @@ def bench_exit(bench: Bench, width: int) -> None:
 
 
 def bench_batch(bench: Bench, width: int) -> None:
-    """Verification over the model's vocabulary, and rows of states taken out and put back."""
+    """Verification over the model's vocabulary."""
     vocabulary = SIZES[width][2]
     for tokens in bench.tokens:
         logits = torch.randn(tokens, vocabulary)
@@ -180,13 +179,6 @@ def bench_batch(bench: Bench, width: int) -> None:
 
             bench.line("verify_sampled", width, 1, probabilities.numel() * 8, 0,
                        {"PyTorch": drawn, "neap": partial(verify_sampled, *one)})  # fmt: skip
-        states = torch.randn(2 * tokens, width).to(bench.dtype)
-        order = torch.randperm(2 * tokens)[:tokens]
-        taken, moved = states[order], 2 * states.element_size() * tokens * width
-        bench.line("gather_rows", width, tokens, moved, 0,
-                   {"PyTorch": partial(states.index_select, 0, order), "neap": partial(gather_rows, states, order)})  # fmt: skip
-        bench.line("scatter_rows", width, tokens, moved, 0,
-                   {"PyTorch": partial(states.index_copy_, 0, order, taken), "neap": partial(scatter_rows, states, taken, order)})  # fmt: skip
 
 
 def bench_paged(bench: Bench, width: int) -> None:

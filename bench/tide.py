@@ -44,7 +44,7 @@ BOTTLENECK = 128
 CALLS = 50
 LEGEND = (
     "TIDE: norm, D -> 128, SiLU, 1, sigmoid; threshold and exits are further ops there, not timed. neap: also biases and three features\n"
-    "of the draft's logits, calibration, a threshold per token, and the stable partition of tokens into those that stay and leave."
+    "of the draft's logits, and calibration."
 )
 
 

@@ -1,5 +1,4 @@
-// The ops on a batch: rows taken out and put back, and drafts verified.
-#include <cstring>
+// The ops on a batch: drafts verified.
 #include <tuple>
 
 #include "device.h"
@@ -7,59 +6,6 @@
 namespace neap::binding {
 
 namespace {
-
-// Item: a row.
-void copy_rows(const RowCopyArgs& args, int64_t begin, int64_t end) {
-  const int64_t count = args.count ? *args.count : args.rows;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t at = args.index[i];
-    const bool used = i < count && at >= 0 && at < args.limit;
-    if (used)
-      std::memcpy(args.to + (args.scatter ? at : i) * args.to_stride, args.from + (args.scatter ? i : at) * args.from_stride, args.row_bytes);
-    else if (!args.scatter)
-      std::memset(args.to + i * args.to_stride, 0, args.row_bytes);
-  }
-}
-
-void run(const Call& call, const RowCopyArgs& args) {
-  if (args.rows == 0 || args.row_bytes == 0) return;
-  if (!call.on_cpu()) return call.on_gpu([&](void* stream) { return launch_row_copy(args, stream); });
-  // Rows of a scatter may name the same target: one thread keeps the last one's victory certain.
-  if (args.scatter) return copy_rows(args, 0, args.rows);
-  parallel(args.rows, (double)args.rows * args.row_bytes, [&](int64_t b, int64_t e) { copy_rows(args, b, e); });
-}
-
-RowCopyArgs row_copy(const Call& call, const Tensor& indexed, const Tensor& index, const std::optional<Tensor>& count) {
-  RowCopyArgs args{};
-  args.index = call.integers("index", index, {-1});
-  if (count) args.count = call.integers("count", *count, {1});
-  args.rows = index.size(0), args.limit = indexed.size(0), args.row_bytes = indexed.size(1) * (int64_t)indexed.element_size();
-  return args;
-}
-
-Tensor gather_rows(Tensor x, Tensor index, std::optional<Tensor> count) {
-  const Call call("gather_rows", x);
-  call.rows("x", x, {-1, -1});
-  RowCopyArgs args = row_copy(call, x, index, count);
-  int32_t dtype;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
-  Tensor out = call.empty({args.rows, x.size(1)}, dtype);
-  args.from = static_cast<const char*>(x.const_data_ptr()), args.to = static_cast<char*>(out.mutable_data_ptr());
-  args.from_stride = x.stride(0) * (int64_t)x.element_size(), args.to_stride = args.row_bytes;
-  run(call, args);
-  return out;
-}
-
-void scatter_rows(Tensor out, Tensor rows, Tensor index, std::optional<Tensor> count) {
-  const Call call("scatter_rows", out);
-  call.rows("out", out, {-1, -1});
-  call.rows("rows", rows, {index.size(0), out.size(1)});
-  NEAP_CHECK(out.scalar_type() == rows.scalar_type(), "scatter_rows: out and rows differ in dtype");
-  RowCopyArgs args = row_copy(call, out, index, count);
-  args.from = static_cast<const char*>(rows.const_data_ptr()), args.to = static_cast<char*>(out.mutable_data_ptr()), args.scatter = true;
-  args.from_stride = rows.stride(0) * (int64_t)rows.element_size(), args.to_stride = out.stride(0) * (int64_t)out.element_size();
-  run(call, args);
-}
 
 // Item: a sequence. Its last row tests nothing.
 void accept(const VerifyArgs& args) {
@@ -116,8 +62,6 @@ std::tuple<Tensor, Tensor> verify_sampled(Tensor probabilities, Tensor drafts, T
 }  // namespace neap::binding
 
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
-  m.def("gather_rows(Tensor x, Tensor index, Tensor? count=None) -> Tensor");
-  m.def("scatter_rows(Tensor(a!) out, Tensor rows, Tensor index, Tensor? count=None) -> ()");
   m.def("verify_greedy(Tensor logits, Tensor drafts, Tensor starts) -> (Tensor, Tensor)");
   m.def("verify_sampled(Tensor probabilities, Tensor drafts, Tensor starts, Tensor uniforms, Tensor? proposed=None) -> (Tensor, Tensor)");
 }
@@ -125,8 +69,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
 #define NEAP_REGISTER(device)                                  \
   STABLE_TORCH_LIBRARY_IMPL(neap, device, m) {                 \
     using namespace neap::binding;                             \
-    m.impl("gather_rows", TORCH_BOX(&gather_rows));            \
-    m.impl("scatter_rows", TORCH_BOX(&scatter_rows));          \
     m.impl("verify_greedy", TORCH_BOX(&verify_greedy));        \
     m.impl("verify_sampled", TORCH_BOX(&verify_sampled));      \
   }

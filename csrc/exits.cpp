@@ -95,18 +95,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optiona
   return {values, indices, log_mass};
 }
 
-void partition(const RouteArgs& args) {
-  int64_t stays = 0;
-  for (int64_t i = 0; i < args.tokens; ++i)
-    if (!args.leaves[i]) args.order[stays++] = i;
-  *args.num_stays = stays;
-  for (int64_t i = 0; i < args.tokens; ++i)
-    if (args.leaves[i]) args.order[stays++] = i;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top,
-                                                 Tensor log_mass, Tensor ago, Tensor thresholds, double shift, double eps, bool centred, double lowest,
-                                                 double highest, Tensor tickets) {
+Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor ago, double shift,
+             double eps, bool centred, double lowest, double highest, Tensor tickets) {
   const Call call("route", x);
   call.rows("x", x, {-1, -1});
   RouteArgs args{};
@@ -122,21 +112,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor x, Tensor hidden, Tensor
   NEAP_CHECK(top.size(1) >= 1, "route: top has no columns");
   args.k = (int)top.size(1);
   args.log_mass = call.floats("log_mass", log_mass, {tokens}), args.ago = call.integers("ago", ago, {tokens});
-  args.thresholds = call.floats("thresholds", thresholds, {tokens});
   args.shift = (float)shift, args.eps = (float)eps, args.lowest = (float)lowest, args.highest = (float)highest;
   args.centred = centred;
   call.contiguous("tickets", tickets, {-1});
-  NEAP_CHECK(tickets.scalar_type() == ScalarType::Int && tickets.size(0) >= 1 + route_tiles(tokens), "route: tickets must be int32 zeros, at least ",
-             1 + route_tiles(tokens), " of them");
-  Tensor probability = call.empty({tokens}, aoti_torch_dtype_float32()), leaves = call.empty({tokens}, aoti_torch_dtype_bool());
-  Tensor order = call.empty({tokens}, aoti_torch_dtype_int64()), num_stays = call.empty({1}, aoti_torch_dtype_int64());
-  args.probability = static_cast<float*>(probability.mutable_data_ptr()), args.leaves = static_cast<bool*>(leaves.mutable_data_ptr());
-  args.order = static_cast<int64_t*>(order.mutable_data_ptr()), args.num_stays = static_cast<int64_t*>(num_stays.mutable_data_ptr());
+  NEAP_CHECK(tickets.scalar_type() == ScalarType::Int && tickets.size(0) >= route_tiles(tokens), "route: tickets must be int32 zeros, at least ",
+             route_tiles(tokens), " of them");
+  Tensor probability = call.empty({tokens}, aoti_torch_dtype_float32());
+  if (tokens == 0) return probability;
+  args.probability = static_cast<float*>(probability.mutable_data_ptr());
   if (!call.on_cpu()) {
-    Tensor partial = call.empty({std::max<int64_t>(tokens, 1), route_blocks(width)}, aoti_torch_dtype_float32());
+    Tensor partial = call.empty({tokens, route_blocks(width)}, aoti_torch_dtype_float32());
     args.inner = static_cast<float*>(partial.mutable_data_ptr()), args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
     call.on_gpu([&](void* stream) { return launch_route(args, stream); });
-    return {probability, leaves, order, num_stays};
+    return probability;
   }
   const Kernels& kernels = neap::kernels();
   float* units = thread_scratch(tokens * (columns + width));
@@ -144,8 +132,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor x, Tensor hidden, Tensor
   kernels.norm({args.x, args.dtype, units, columns, args.x_stride, columns, args.eps, centred}, 0, tokens);
   dots({units, args.hidden, args.inner, tokens, columns});
   kernels.route_finish(args, 0, tokens);
-  partition(args);
-  return {probability, leaves, order, num_stays};
+  return probability;
 }
 
 }  // namespace
@@ -158,7 +145,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def("draft_top(Tensor x, Tensor rows, Tensor? bias, int k) -> (Tensor, Tensor, Tensor)");
   m.def(
       "route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor ago, "
-      "Tensor thresholds, float shift, float eps, bool centred, float lowest, float highest, Tensor(a!) tickets) -> (Tensor, Tensor, Tensor, Tensor)");
+      "float shift, float eps, bool centred, float lowest, float highest, Tensor(a!) tickets) -> Tensor");
 }
 
 #define NEAP_REGISTER(device)                                  \

@@ -153,7 +153,6 @@ def _load_engine(
             make_runner,
             record=SWITCH[settings.record_passes],
             compile_layers=SWITCH[settings.compile_layers],
-            compose=settings.exit_decisions == "device",
         ),
     )
     engine.warm_up()

@@ -113,7 +113,6 @@ class WorkerSettings(ServiceSettings):
     `metrics_listen`: HOST:PORT for Prometheus over HTTP; empty: none. `default_alias`: the router of requests that name none.
     `router_cache_mb`: of a shared registry's routers, what is kept on disk under `data_dir`, in MiB; 0: nothing. `shadow_share`: of the greedy answers by policy relaxed, in [0, 1], what is compared with the full model in idle time.
     `record_passes`: replay passes as CUDA graphs; `compile_layers`: by torch.compile; "auto": on a GPU, where it works; "on": or do not start.
-    `exit_decisions`: who decides which tokens go on between a router's exits: the host, reading once an exit, or the device by conditional nodes of CUDA graphs.
     `relaxed_bound`: the share of prompts on which they may differ where the router publishes no bound; None: any."""
 
     listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
@@ -126,7 +125,6 @@ class WorkerSettings(ServiceSettings):
     prefix_cache_mb: int | None = Field(default=None, ge=0)
     record_passes: Literal["auto", "on", "off"] = "auto"
     compile_layers: Literal["auto", "on", "off"] = "auto"
-    exit_decisions: Literal["host", "device"] = "host"
     max_routers: int = Field(default=4, ge=1)
     stall_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     metrics_listen: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
@@ -182,7 +180,6 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
         add("--prefix-cache-mb", metavar="MIB", help="of these, for prompts that start alike")
         add("--record-passes", choices=("auto", "on", "off"), help="as CUDA graphs")
         add("--compile-layers", choices=("auto", "on", "off"), help="by torch.compile, on a GPU")
-        add("--exit-decisions", choices=("host", "device"), help="device: conditional CUDA graphs")
         add("--max-routers", metavar="N", help="routers kept in memory at most")
         add("--stall-timeout-s", metavar="SECONDS", help="end calls whose client does not read")
         add("--metrics-listen", metavar="HOST:PORT", help="metrics over HTTP; port 0 picks one")

@@ -74,24 +74,10 @@ int launch_route_of(const RouteArgs& args, void* stream) {
 }  // namespace
 
 int launch_route(const RouteArgs& args, void* stream) {
-  if (args.tokens == 0) return (int)cudaMemsetAsync(args.num_stays, 0, sizeof(int64_t), (cudaStream_t)stream);
   return with_element(args.hidden.dtype, [&](auto* w) {
     using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
     return args.dtype == kFloat32 ? launch_route_of<float, W>(args, stream) : launch_route_of<W, W>(args, stream);
   });
-}
-
-int launch_row_copy(const RowCopyArgs& args, void* stream) {
-  const uint64_t steps = (uint64_t)args.from | (uint64_t)args.to | (uint64_t)args.from_stride | (uint64_t)args.to_stride | (uint64_t)args.row_bytes;
-  const unsigned rows = (unsigned)args.rows;
-  if (steps % 16 == 0) {
-    NEAP_LAUNCH(row_copy_kernel<Sixteen>, rows, kThreads, stream, args);
-  } else if (steps % 4 == 0) {
-    NEAP_LAUNCH(row_copy_kernel<uint32_t>, rows, kThreads, stream, args);
-  } else {
-    NEAP_LAUNCH(row_copy_kernel<uint8_t>, rows, kThreads, stream, args);
-  }
-  return (int)cudaGetLastError();
 }
 
 int launch_verify(const VerifyArgs& args, void* stream) {

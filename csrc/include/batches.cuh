@@ -1,4 +1,4 @@
-// Rows copied, and drafts verified: see RowCopyArgs and VerifyArgs.
+// Drafts verified: see VerifyArgs.
 #pragma once
 #include "batches.h"
 #include "device.cuh"
@@ -6,17 +6,6 @@
 namespace neap::gpu {
 
 constexpr int kChoiceThreads = 256, kChoiceWarps = kChoiceThreads / kWarp;
-
-// A block per row, in units of the largest type that addresses and sizes allow.
-template <class Unit>
-__global__ void __launch_bounds__(kThreads) row_copy_kernel(RowCopyArgs args) {
-  const int64_t row = blockIdx.x, count = args.count ? *args.count : args.rows, at = args.index[row];
-  const bool used = row < count && at >= 0 && at < args.limit;
-  if (args.scatter && !used) return;
-  const Unit* from = reinterpret_cast<const Unit*>(args.from + (args.scatter ? row : used ? at : 0) * args.from_stride);
-  Unit* to = reinterpret_cast<Unit*>(args.to + (args.scatter ? at : row) * args.to_stride);
-  for (int64_t i = threadIdx.x; i < args.row_bytes / (int64_t)sizeof(Unit); i += blockDim.x) to[i] = used ? from[i] : Unit{};
-}
 
 struct Largest {
   double value;

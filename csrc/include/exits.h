@@ -4,7 +4,7 @@
 //   inner     = mix @ [own; deep] + offset[ago]
 //   adapted   = unit(gated ? out @ (silu(inner[:rank]) * inner[rank:]) + scale[0] * own + scale[1] * deep : inner) * gain
 //   top       = the k largest of rows @ adapted + bias
-//   leaves    = sigmoid(shift + output @ silu(hidden @ unit(adapted) + features...) + skip @ features) >= threshold of the token
+//   probability = sigmoid(shift + output @ silu(hidden @ unit(adapted) + features...) + skip @ features)
 #pragma once
 #include "elements.h"
 
@@ -75,16 +75,13 @@ struct RouteArgs {
   const float *skip;           // [kFeatures]
   const float *top, *log_mass; // [tokens, k >= 1], [tokens]
   const int64_t* ago;          // [tokens]
-  const float* thresholds;     // [tokens]
   int64_t tokens, x_stride;
   int k;
   float shift, eps, lowest, highest;
   bool centred;
   float* inner;                // [tokens, width] (CPU) or partial sums [tokens, blocks] (GPU)
-  uint32_t* tickets;           // GPU: [1 + token tiles], zero before and after
+  uint32_t* tickets;           // GPU: [token tiles], zero before and after
   float* probability;          // [tokens]
-  bool* leaves;                // [tokens]
-  int64_t *order, *num_stays;  // [tokens]: those that stay, then those that leave, each in their order; [1]
 };
 
 // The GPU's launches, on `stream`; 0 or a CUDA error. `units`, `inner` and the block buffers are the caller's.

@@ -1,7 +1,7 @@
-// Norm, router, threshold and partition in one launch: see RouteArgs.
+// Norm and router in one launch: see RouteArgs.
 //
-// A warp takes one row of the hidden layer and eight tokens. The last block of a tile of tokens joins what its blocks made, and
-// the last of those the tiles. Every sum has one order, so that the result does not depend on who came last.
+// A warp takes one row of the hidden layer and eight tokens. The last block of a tile of tokens joins what its blocks made. Every
+// sum has one order, so that the result does not depend on who came last.
 #pragma once
 #include "dots.cuh"
 #include "exits.h"
@@ -83,37 +83,10 @@ __device__ __forceinline__ float normed_dot(const X* x, int64_t x_stride, int to
   return mine;
 }
 
-// Stays first, then leaves, each in their order; by one block.
-__device__ __forceinline__ void partition(const RouteArgs& args, int* counts) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const uint8_t* leaves = reinterpret_cast<const uint8_t*>(args.leaves);
-  int64_t total = 0;
-  for (int pass = 0; pass < 2; ++pass) {
-    int64_t before = 0;  // that stay, among the tokens of earlier rounds
-    for (int64_t begin = 0; begin < args.tokens; begin += kThreads) {
-      const int64_t token = begin + threadIdx.x;
-      const bool stays = token < args.tokens && !__ldcg(leaves + token);
-      const unsigned staying = __ballot_sync(kAll, stays);
-      if (lane == 0) counts[warp] = __popc(staying);
-      __syncthreads();
-      int64_t mine = before + __popc(staying & ((1u << lane) - 1u));
-      for (int w = 0; w < kWarps; ++w) {
-        if (w < warp) mine += counts[w];
-        before += counts[w];
-      }
-      __syncthreads();
-      if (pass && token < args.tokens) args.order[stays ? mine : total + token - mine] = token;
-    }
-    total = before;
-  }
-  if (threadIdx.x == 0) *args.num_stays = total;
-}
-
 template <class X, class W>
 __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool fours) {
   NEAP_SHARED(float, parts, kWarps * kTile);
   NEAP_SHARED(unsigned, arrived, 1);
-  NEAP_SHARED(int, counts, kWarps);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t width = args.hidden.rows, columns = args.hidden.columns, first = (int64_t)blockIdx.y * kTile;
   const int64_t row = (int64_t)blockIdx.x * kRouteRows + warp;
@@ -136,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool
     for (int w = 0; w < kWarps; ++w) sum += parts[w * kTile + lane];
     publish(args.inner + (first + lane) * gridDim.x + blockIdx.x, sum);
   }
-  if (!is_last_block(args.tickets + 1 + blockIdx.y, gridDim.x, arrived)) return;
+  if (!is_last_block(args.tickets + blockIdx.y, gridDim.x, arrived)) return;
   for (int t = warp; t < tokens; t += kWarps) {
     const int64_t token = first + t;
     float score = 0.f;
@@ -145,12 +118,9 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool
     if (lane == 0) {
       const Features features = features_of(args, token);
       for (int f = 0; f < kFeatures; ++f) score += args.skip[f] * features.v[f];
-      const float probability = fminf(fmaxf(1.f / (1.f + expf(-score)), args.lowest), args.highest);
-      args.probability[token] = probability;
-      publish(reinterpret_cast<uint8_t*>(args.leaves) + token, (uint8_t)(probability >= args.thresholds[token]));
+      args.probability[token] = fminf(fmaxf(1.f / (1.f + expf(-score)), args.lowest), args.highest);
     }
   }
-  if (is_last_block(args.tickets, gridDim.y, arrived)) partition(args, counts);
 }
 
 }  // namespace neap::gpu

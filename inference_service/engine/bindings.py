@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import chain
 
 from inference_service.engine.chores import Slices
 from inference_service.engine.costs import exit_timings, measure_exits
@@ -35,7 +34,7 @@ class Bindings:
         found = self._bound.get(id(ladder))
         if found is None:
             bound = ladder.bind(self._runner)
-            for _ in chain(self._runner.prepare(bound.depths), bound.prepare()):
+            for _ in self._runner.prepare(bound.depths):
                 pass
             return self._keep(ladder, bound, costs, self._known(bound) or self._measured(bound))
         self._bound.move_to_end(id(ladder))
@@ -51,7 +50,6 @@ class Bindings:
         bound = ladder.bind(self._runner)
         yield
         yield from self._runner.prepare(bound.depths)
-        yield from bound.prepare()
         exits = self._known(bound)
         if exits is None:
             timings = exit_timings(self._runner, bound)

@@ -1,6 +1,5 @@
 """Measuring what passes cost on this device, once, at start-up."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -11,9 +10,7 @@ from torch import Tensor
 from inference_service.engine.planner import ExitCost
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
-from shared.ladder.walk import Walker
 from shared.model.cache import SlotCache
-from shared.model.paged_kv import PagedCache
 from shared.model.runner import DepthRunner
 
 MAX_PASS_TOKENS = 9
@@ -110,15 +107,6 @@ def exit_timings(
     )
 
     def leave(index: int, depth: int, count: int) -> list[Draft]:
-        if ladder.walk is not None:
-            assert isinstance(cache, PagedCache)
-            # Past all exits before this one, and no further.
-            thresholds = (math.inf,) * index + (0.0,) * (len(ladder.depths) - index)
-            walkers = [
-                Walker(1, cache, context + place, deep_states[place], 1, thresholds)
-                for place in range(count)
-            ]
-            return [walked.drafts[-1] for walked in ladder.walk(walkers)]
         own = tokens[:, :count]
         if depth:
             states = runner.run(own, cache, first=0, last=depth, base=context)

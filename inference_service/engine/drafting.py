@@ -17,7 +17,6 @@ from inference_service.engine.planner import (
 )
 from inference_service.engine.request import GenerationRequest
 from inference_service.engine.sequence import Sequence
-from inference_service.engine.walking import ask_by_walk
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
 
@@ -40,11 +39,6 @@ class Drafter:
         self, ladder: BoundLadder, growing: Rows[GrowingChain], num_sequences: int
     ) -> None:
         """Takes the chains' last tokens to the layer exits that are worth it, shallowest first; those at one exit go together."""
-        if ladder.walk is not None:
-            ask_by_walk(
-                ladder.walk, ladder, growing, num_sequences, self._runner, self.costs, self._gains
-            )
-            return
         for index, depth in enumerate(ladder.depths):
             asked = worth_taking(growing, index, depth, num_sequences, self.costs, self._gains)
             if not asked:

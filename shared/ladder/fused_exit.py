@@ -9,7 +9,14 @@ from torch import Tensor
 from shared.ladder.heads import EPSILON, ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
 from shared.ops import library
-from shared.ops.exits import RouterWeights, draft_top, exit_head, new_tickets, route
+from shared.ops.exits import (
+    ROUTE_TOKENS,
+    RouterWeights,
+    draft_top,
+    exit_head,
+    new_tickets,
+    route,
+)
 
 LARGEST_HALF = 65504.0
 
@@ -47,17 +54,6 @@ def router_weights(router: DepthRouter) -> RouterWeights:
     )
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What an exit says of N tokens: `places` [N] int64 in the draft vocabulary and their `probabilities` [N], and who goes on:
-    `order` [N] int64 has those below their threshold first, `num_stays` [1] int64 of them."""
-
-    places: Tensor
-    probabilities: Tensor
-    order: Tensor
-    num_stays: Tensor
-
-
 class FusedExit:
     """One exit. Its weights are copies, on the device of the originals."""
 
@@ -70,32 +66,20 @@ class FusedExit:
         self._gain = head.gain.detach().contiguous()
         self._drafts = drafts
         self.router = router_weights(router)
-        self._make_room(8)
+        self._tickets = new_tickets(8, self._mix.device)
 
     def __call__(self, state: Tensor, deep_state: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
         """state and deep state [N, D], ago [N] int64 (as in `ExitHead`) -> places in the draft vocabulary [N], probabilities [N]."""
-        if len(state) > len(self._thresholds):
-            self._make_room(len(state))
-        thresholds = self._thresholds[: len(state)]
-        decision = self.decide(state, deep_state, ago, thresholds, self._tickets)
-        return decision.places, decision.probabilities
-
-    def decide(
-        self, state: Tensor, deep_state: Tensor, ago: Tensor, thresholds: Tensor, tickets: Tensor
-    ) -> Decision:
-        """As above, against thresholds [N] float32; `tickets` as `route` needs them."""
+        if len(state) > len(self._tickets) * ROUTE_TOKENS:
+            self._tickets = new_tickets(len(state), self._mix.device)
         adapted = exit_head(
             state, deep_state, ago, self._mix, self._offset, self._out, self._scale, self._gain, EPSILON
         )  # fmt: skip
         top, indices, log_mass = draft_top(adapted, self._drafts.rows, self._drafts.bias, 2)
-        probabilities, _, order, num_stays = route(
-            adapted, self.router, top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets
+        probabilities = route(
+            adapted, self.router, top, log_mass, ago, LOWEST, HIGHEST, self._tickets
         )
-        return Decision(indices[:, 0], probabilities, order, num_stays)
-
-    def _make_room(self, num_tokens: int) -> None:
-        self._tickets = new_tickets(num_tokens, self._mix.device)
-        self._thresholds = torch.zeros(num_tokens, device=self._mix.device)
+        return indices[:, 0], probabilities
 
 
 def is_supported(device: torch.device, vocabulary_size: int) -> bool:

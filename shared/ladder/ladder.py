@@ -1,6 +1,6 @@
 """A ladder: the rungs of one model, and their use while a sequence is decoded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,7 @@ from shared.ladder.rungs import SUCCESSOR, SUFFIX, Draft, exit_name
 from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
 from shared.ladder.suffix import SuffixIndex, SuffixMatch
 from shared.ladder.table_router import AGREES, DIFFERS, SILENT, Evidence, TableRouter
-from shared.ladder.walk import ExitWalk
 from shared.model.load import LoadedModel
-from shared.model.paged_runner import PagedRunner
 from shared.model.runner import DepthRunner
 
 
@@ -102,17 +100,13 @@ class Ladder:
 
 
 class BoundLadder:
-    """A ladder beside its model: head rows gathered once, heads and routers on the model's device, float32.
-
-    `walk` goes through the exits without the host in between, where the runner's passes are over pages.
-    """
+    """A ladder beside its model: head rows gathered once, heads and routers on the model's device, float32."""
 
     def __init__(self, ladder: Ladder, runner: DepthRunner) -> None:
         self.ladder = ladder
         self.depths = tuple(layer_exit.depth for layer_exit in ladder.exits)
         self.agreements = tuple(layer_exit.agreement for layer_exit in ladder.exits)
         self._exits = ladder.exits
-        self.walk: ExitWalk | None = None
         # What the time of an exit depends on: ladders of one layout take alike.
         vocabulary = ladder.draft_vocabulary
         self.layout: object = (
@@ -132,20 +126,11 @@ class BoundLadder:
             if is_supported(device, len(self._vocabulary)):
                 drafts = DraftRows.of(rows, bias)
                 self._fused = [FusedExit(e.head, e.router, drafts) for e in ladder.exits]
-                if isinstance(runner, PagedRunner):
-                    self.walk = ExitWalk(runner, self.depths, self._fused, self._vocabulary)
             else:
                 self._project = projection(rows, bias)
 
-    def prepare(self) -> Iterator[None]:
-        """Whatever makes asking the exits as fast as it can be; yields where other work may come between."""
-        return self.walk.prepare() if self.walk is not None else iter(())
-
     def new_sequence(self, prompt: Sequence[int]) -> "SequenceDrafter":
         return SequenceDrafter(self.ladder, prompt)
-
-    def rung_of(self, index: int) -> str:
-        return self._exits[index].name
 
     @torch.inference_mode()
     def ask(

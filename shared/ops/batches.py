@@ -1,4 +1,4 @@
-"""The ops on a batch as typed functions: rows taken out and put back, drafts verified. CPU and CUDA.
+"""The ops on a batch as typed functions: drafts verified. CPU and CUDA.
 
 Inference only. Raise `PreconditionFailed` where the library is not built and `RuntimeError`, which names the argument, for wrong
 shapes, dtypes, devices or layouts. `reference` says in PyTorch what each computes.
@@ -9,27 +9,6 @@ from torch import Tensor
 
 from shared.ops import refuse_gradient
 from shared.ops.library import load
-
-
-def gather_rows(x: Tensor, index: Tensor, count: Tensor | None = None) -> Tensor:
-    """x [N, D] of any dtype, index [M] int64 -> [M, D], row i = x[index[i]].
-
-    Rows from `count` [1] int64 on, and those whose index is no row of x, are 0: so the host need not know how many there are.
-    """
-    load()
-    refuse_gradient(x)
-    rows: Tensor = torch.ops.neap.gather_rows.default(x, index, count)
-    return rows
-
-
-def scatter_rows(out: Tensor, rows: Tensor, index: Tensor, count: Tensor | None = None) -> None:
-    """out[index[i]] = rows[i] for the first `count` [1] int64 rows of [M, D]; out [N, D] of the same dtype is changed in place.
-
-    An index that is no row of `out` is passed over. No index may occur twice.
-    """
-    load()
-    refuse_gradient(out, rows)
-    torch.ops.neap.scatter_rows.default(out, rows, index, count)
 
 
 def verify_greedy(logits: Tensor, drafts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ class RouterWeights:
 def new_tickets(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """What `route` needs for up to `num_tokens` tokens: zeros, and zeros again after each call. One call at a time may use it."""
     tiles = (num_tokens + ROUTE_TOKENS - 1) // ROUTE_TOKENS
-    return torch.zeros(1 + tiles, dtype=torch.int32, device=device)
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
 def route(
@@ -87,20 +87,17 @@ def route(
     top: Tensor,
     log_mass: Tensor,
     ago: Tensor,
-    thresholds: Tensor,
     lowest: float,
     highest: float,
     tickets: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which tokens leave: norm, router, threshold and stable partition, on a GPU in one launch.
+) -> Tensor:
+    """How probable each token's draft is, from norm and router, on a GPU in one launch -> [N] float32 in [lowest, highest].
 
-    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] as `draft_top` gives them, ago [N] int64; thresholds [N] float32; `tickets` from `new_tickets`.
-    -> probability [N] float32 in [lowest, highest], leaves [N] bool (probability >= its threshold), order [N] int64 (those that stay,
-    then those that leave, each in their order), num_stays [1] int64.
+    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] as `draft_top` gives them, ago [N] int64; `tickets` from `new_tickets`.
     """
     load()
     refuse_gradient(x)
-    routed: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.neap.route.default(
+    probability: Tensor = torch.ops.neap.route.default(
         x,
         weights.hidden,
         weights.bias,
@@ -110,7 +107,6 @@ def route(
         top,
         log_mass,
         ago,
-        thresholds,
         weights.shift,
         weights.eps,
         weights.centred,
@@ -118,4 +114,4 @@ def route(
         highest,
         tickets,
     )
-    return routed
+    return probability

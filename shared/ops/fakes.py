@@ -104,21 +104,9 @@ def _draft_top(
     return values, values.new_empty(values.shape, dtype=torch.int64), x.new_empty(x.shape[0])
 
 
-def _route(x: Tensor, hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route(x: Tensor, hidden: Tensor, *others: Any) -> Tensor:
     _check(hidden.shape[1] == x.shape[1])
-    probability = x.new_empty(x.shape[0], dtype=torch.float32)
-    order = x.new_empty(x.shape[0], dtype=torch.int64)
-    leaves = x.new_empty(x.shape[0], dtype=torch.bool)
-    return probability, leaves, order, order.new_empty(1)
-
-
-def _gather_rows(x: Tensor, index: Tensor, count: Tensor | None = None) -> Tensor:
-    return x.new_empty(index.shape[0], x.shape[1])
-
-
-def _scatter_rows(out: Tensor, rows: Tensor, index: Tensor, count: Tensor | None = None) -> None:
-    _check(rows.shape[0] == index.shape[0])
-    _check(rows.shape[1] == out.shape[1])
+    return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 def _verify_greedy(logits: Tensor, drafts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,8 +147,6 @@ def register() -> None:
         "exit_head": _exit_head,
         "draft_top": _draft_top,
         "route": _route,
-        "gather_rows": _gather_rows,
-        "scatter_rows": _scatter_rows,
         "verify_greedy": _verify_greedy,
         "verify_sampled": _verify_sampled,
         "paged_attention": _paged_attention,

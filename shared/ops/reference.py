@@ -271,41 +271,19 @@ def route(
     top: Tensor,
     log_mass: Tensor,
     ago: Tensor,
-    thresholds: Tensor,
     shift: float,
     eps: float,
     centred: bool,
     lowest: float,
     highest: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Probability [N], leaves [N], order [N], num_stays [1]: see `shared.ops.exits.route`."""
+) -> Tensor:
+    """Probability [N]: see `shared.ops.exits.route`."""
     likelihood = (top - log_mass[:, None]).exp()
     second = likelihood[:, 1] if top.shape[1] > 1 else torch.zeros_like(log_mass)
     scalars = torch.stack([top[:, 0] - log_mass, likelihood[:, 0] - second, ago.float() / 4], -1)
     inner = F.linear(norm(x, eps, centred), hidden.float(), bias) + scalars @ features
     score = F.silu(inner) @ output + scalars @ skip + shift
-    probability = score.sigmoid().clamp(lowest, highest)
-    leaves = probability >= thresholds
-    order = leaves.int().argsort(stable=True)
-    return probability, leaves, order, (~leaves).sum()[None]
-
-
-def gather_rows(x: Tensor, index: Tensor, count: Tensor | None = None) -> Tensor:
-    """x [N, D], index [M] -> [M, D]; rows from `count` on and of indices that x has not are 0."""
-    used = (index >= 0) & (index < len(x))
-    if count is not None:
-        used = used & (torch.arange(len(index), device=index.device) < count)
-    out = x.new_zeros(len(index), x.shape[1])
-    out[used] = x[index[used]]
-    return out
-
-
-def scatter_rows(out: Tensor, rows: Tensor, index: Tensor, count: Tensor | None = None) -> None:
-    """out[index[i]] = rows[i] for i < count where `out` has such a row."""
-    used = (index >= 0) & (index < len(out))
-    if count is not None:
-        used = used & (torch.arange(len(index), device=index.device) < count)
-    out[index[used]] = rows[used]
+    return score.sigmoid().clamp(lowest, highest)
 
 
 def accepted(choices: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:

@@ -20,9 +20,7 @@ def test_the_router_is_timed_on_tensors_that_it_takes(monkeypatch: pytest.Monkey
     found = gpu.router_us("cpu", {}, timed)
     assert list(found) == list(gpu.ROUTER_TOKENS)
     own, eager, compiled = results[-3:]
-    assert isinstance(own, tuple)
-    assert isinstance(eager, tuple)
-    assert isinstance(compiled, tuple)
-    order, stays = own[2:]
-    assert torch.equal(order, eager[0])
-    assert int(stays) == int(eager[1]) == int(compiled[1])
+    assert isinstance(own, torch.Tensor)
+    assert isinstance(eager, torch.Tensor)
+    torch.testing.assert_close(own, eager, atol=1e-3, rtol=1e-3)
+    assert torch.equal(eager, compiled)

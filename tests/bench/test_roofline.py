@@ -10,9 +10,6 @@ from shared.ladder.heads import ExitHead
 from shared.ladder.routers import DepthRouter
 from shared.ops.library import runs_on
 
-# What composes graphs is no op on tensors.
-NOT_TIMED = {"compose_graphs", "replay_graph", "free_graph", "cuda_driver_version"}
-
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
@@ -30,7 +27,7 @@ def test_every_op_for_gpus_is_in_the_table(bench: Bench) -> None:
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     ops = {name.split("::")[1].split(".")[0] for name in registered if name.startswith("neap::")}
     assert "route" in ops
-    assert ops - NOT_TIMED <= {line.op for line in bench.lines}
+    assert ops <= {line.op for line in bench.lines}
 
 
 def test_a_row_names_its_cells_in_the_tables_order(bench: Bench) -> None:

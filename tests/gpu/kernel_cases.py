@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shared.ops import reference
-from shared.ops.batches import gather_rows, scatter_rows, verify_greedy, verify_sampled
+from shared.ops.batches import verify_greedy, verify_sampled
 from shared.ops.exits import RouterWeights, draft_top, exit_head, new_tickets, route
 from shared.ops.paged import paged_attention
 from tests.shared.ops.paged_passes import CLOSE, drawn_pass
@@ -87,42 +87,18 @@ def _route(tokens: int, width: int, size: int, dtype: torch.dtype, mixed: bool) 
         hidden = (torch.randn(size, width) / width**0.5).to(dtype)
         vectors = (torch.randn(size), torch.randn(size), torch.randn(3, size), torch.randn(3))
         evidence = (torch.randn(tokens, 2), torch.randn(tokens) + 4, torch.randint(0, 5, (tokens,)))
-        # Far from any probability, or rounding would decide.
-        thresholds = torch.randint(0, 2, (tokens,)).float()
-        return [x, hidden, *vectors, *evidence, thresholds, new_tickets(tokens)]
+        return [x, hidden, *vectors, *evidence, new_tickets(tokens)]
 
     def run(x: Tensor, hidden: Tensor, *others: Tensor) -> Outputs:
-        *vectors, top, log_mass, ago, thresholds, tickets = others
+        *vectors, top, log_mass, ago, tickets = others
         weights = RouterWeights(hidden, *vectors, shift=0.1, eps=1e-3)
-        return (*route(x, weights, top, log_mass, ago, thresholds, *limits, tickets), tickets)
+        return route(x, weights, top, log_mass, ago, *limits, tickets), tickets
 
     def expected(*tensors: Tensor) -> Outputs:
         *others, tickets = tensors
-        return (*reference.route(*others, 0.1, 1e-3, False, *limits), torch.zeros_like(tickets))
+        return reference.route(*others, 0.1, 1e-3, False, *limits), torch.zeros_like(tickets)
 
     return Case(f"route {tokens}x{width}x{size} {dtype}", inputs, run, expected, SUMMED)
-
-
-def _rows(rows: int, width: int, dtype: torch.dtype) -> list[Case]:
-    def inputs() -> Inputs:
-        index = torch.randperm(rows + 2)[:rows] - 1
-        return [torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype), index, torch.tensor([rows - 1])]  # fmt: skip
-
-    def gathered(gather: Callable[..., Tensor]) -> Callable[..., Outputs]:
-        return lambda x, _, index, count: (gather(x, index, count),)
-
-    def scattered(scatter: Callable[..., None]) -> Callable[..., Outputs]:
-        def run(out: Tensor, source: Tensor, index: Tensor, count: Tensor) -> Outputs:
-            scatter(out, source, index, count)
-            return (out,)
-
-        return run
-
-    name = f"{rows}x{width} {dtype}"
-    return [
-        Case(f"gather_rows {name}", inputs, gathered(gather_rows), gathered(reference.gather_rows), EXACT),
-        Case(f"scatter_rows {name}", inputs, scattered(scatter_rows), scattered(reference.scatter_rows), EXACT),
-    ]  # fmt: skip
 
 
 def _verify(rows: int, vocabulary: int, dtype: torch.dtype, proposes: bool) -> list[Case]:
@@ -192,7 +168,6 @@ CASES: list[Case] = [
     _route(1, 576, 128, HALF, True),
     _route(70, 100, 33, SINGLE, False),
     _route(300, 64, 16, BRAIN, False),
-    *(case for shape in ((7, 64, SINGLE), (5, 33, HALF), (9, 6, BRAIN)) for case in _rows(*shape)),
     *_verify(6, 49152, SINGLE, True),
     *_verify(5, 1000, torch.float64, False),
     *_verify(4, 513, HALF, False),

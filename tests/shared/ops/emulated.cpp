@@ -43,16 +43,9 @@ int run(const Call& c) {
     a.k = (int)c.integer(), a.shift = (float)c.next(), a.eps = (float)c.next(), a.centred = c.integer();
     a.lowest = (float)c.next(), a.highest = (float)c.next();
     a.x = c.data<char>(), a.hidden = {c.data<char>(), dtype, width, columns}, a.bias = c.data<float>(), a.output = c.data<float>();
-    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(), a.ago = c.data<int64_t>(), a.thresholds = c.data<float>();
-    a.inner = c.data<float>(), a.tickets = c.data<uint32_t>(), a.probability = c.data<float>(), a.leaves = c.data<bool>();
-    a.order = c.data<int64_t>(), a.num_stays = c.data<int64_t>();
+    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(), a.ago = c.data<int64_t>();
+    a.inner = c.data<float>(), a.tickets = c.data<uint32_t>(), a.probability = c.data<float>();
     return launch_route(a, nullptr);
-  }
-  if (c.name == "row_copy") {
-    RowCopyArgs a{};
-    a.rows = c.integer(), a.limit = c.integer(), a.row_bytes = c.integer(), a.from_stride = c.integer(), a.to_stride = c.integer(), a.scatter = c.integer();
-    a.from = c.data<char>(), a.to = c.data<char>(), a.index = c.data<int64_t>(), a.count = c.data<int64_t>();
-    return launch_row_copy(a, nullptr);
   }
   if (c.name == "verify") {
     VerifyArgs a{};

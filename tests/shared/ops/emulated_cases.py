@@ -91,46 +91,19 @@ def check_route(program: Path) -> None:
         bias, output, skip = torch.randn(width), torch.randn(width), torch.randn(3)
         features, top = torch.randn(3, width), torch.randn(tokens, k)
         log_mass, ago = torch.randn(tokens) + 4, torch.randint(0, 4, (tokens,))
-        thresholds = torch.rand(tokens)
         weights = (hidden, bias, output, features, skip)
-        expected, *_ = reference.route(x, *weights, top, log_mass, ago, thresholds, 0.1, EPS, centred, 0.01, 0.99)  # fmt: skip
-        tickets = torch.zeros(1 + (tokens + 7) // 8, dtype=torch.int32)
+        expected = reference.route(x, *weights, top, log_mass, ago, 0.1, EPS, centred, 0.01, 0.99)
+        tickets = torch.zeros((tokens + 7) // 8, dtype=torch.int32)
         calls = []
         for seed in SEEDS:
             numbers = (tokens, CODES[x.dtype], columns, CODES[dtype], width, columns, k, 0.1, EPS, centred, 0.01, 0.99)  # fmt: skip
-            answers = (blank(tokens), blank(tokens, dtype=torch.bool), blank(tokens, dtype=torch.int64), blank(1, dtype=torch.int64))  # fmt: skip
             partial = blank(tokens, (width + 3) // 4)
-            calls.append(Call("route", numbers, (x, *weights, top, log_mass, ago, thresholds, partial, tickets.clone(), *answers), seed))  # fmt: skip
+            calls.append(Call("route", numbers, (x, *weights, top, log_mass, ago, partial, tickets.clone(), blank(tokens)), seed))  # fmt: skip
         run(program, calls)
         for call in calls:
-            left, probability, leaves, order, num_stays = call.buffers[-5:]
+            left, probability = call.buffers[-2:]
             torch.testing.assert_close(probability, expected, **CLOSE)
-            assert torch.equal(leaves, probability >= thresholds)
-            assert torch.equal(order, leaves.int().argsort(stable=True))
-            assert num_stays.tolist() == [int((~leaves).sum())]
             assert not left.any()
-
-
-def check_row_copy(program: Path) -> None:
-    seeded()
-    for rows, width, dtype in [(5, 8, torch.float32), (4, 3, torch.float16), (3, 6, torch.float16)]:
-        x = torch.randn(6, width).to(dtype)
-        index, count = torch.tensor([5, -1, 0, 6, 2])[:rows], torch.tensor([4])
-        for scatter in (False, True):
-            source = x[:rows].contiguous() if scatter else x
-            expected = torch.zeros(6, width, dtype=dtype)
-            if scatter:
-                reference.scatter_rows(expected, source, index, count)
-            else:
-                expected = reference.gather_rows(x, index, count)
-            size = width * x.element_size()
-            numbers = (rows, 6, size, size, size, scatter)
-            calls = []
-            for seed in SEEDS:
-                to = torch.zeros(6, width, dtype=dtype) if scatter else blank(rows, width, dtype=dtype)  # fmt: skip
-                calls.append(Call("row_copy", numbers, (source, to, index, count), seed))
-            run(program, calls)
-            assert all(torch.equal(call.buffers[1], expected) for call in calls)
 
 
 def check_verify(program: Path) -> None:
@@ -167,6 +140,5 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "exit_head": check_exit_head,
     "draft_top": check_draft_top,
     "route": check_route,
-    "row_copy": check_row_copy,
     "verify": check_verify,
 }

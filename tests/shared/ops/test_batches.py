@@ -1,4 +1,4 @@
-"""Rows taken out and put back, drafts verified: the CPU's kernels against their references."""
+"""Drafts verified: the CPU's kernels against their references."""
 
 import pytest
 import torch
@@ -6,51 +6,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.ops import reference
-from shared.ops.batches import gather_rows, scatter_rows, verify_greedy, verify_sampled
+from shared.ops.batches import verify_greedy, verify_sampled
 
 DRAWN = settings(
     max_examples=40,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 WEIGHTS = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
-
-
-@DRAWN
-@given(
-    rows=st.integers(1, 9),
-    width=st.integers(0, 40),
-    taken=st.integers(0, 12),
-    count=st.one_of(st.none(), st.integers(0, 13)),
-    dtype=DTYPES,
-    strided=st.booleans(),
-)
-def test_gather_and_scatter_agree_with_their_references(
-    rows: int, width: int, taken: int, count: int | None, dtype: torch.dtype, strided: bool
-) -> None:
-    x = torch.randn(rows, width + 3).to(dtype)[:, :width] if strided else torch.randn(rows, width)
-    index = torch.randint(-1, rows + 1, (taken,))
-    limit = None if count is None else torch.tensor([count])
-    taken_out = gather_rows(x, index, limit)
-    assert torch.equal(taken_out, reference.gather_rows(x, index, limit))
-    distinct = torch.randperm(rows + 2)[:taken] - 1
-    source = torch.randn(len(distinct), width).to(x.dtype)
-    out, expected = x.clone(), x.clone()
-    scatter_rows(out, source, distinct, limit)
-    reference.scatter_rows(expected, source, distinct, limit)
-    assert torch.equal(out, expected)
-
-
-def test_what_compaction_took_out_comes_back_in_place() -> None:
-    x, order = torch.randn(7, 5), torch.tensor([1, 4, 6, 0, 2, 3, 5])
-    stays = torch.tensor([3])
-    deeper = gather_rows(x, order, stays)
-    assert not deeper[3:].any()
-    out = x.clone()
-    scatter_rows(out, deeper * 2, order, stays)
-    assert torch.equal(out[[1, 4, 6]], 2 * x[[1, 4, 6]])
-    assert torch.equal(out[[0, 2, 3, 5]], x[[0, 2, 3, 5]])
 
 
 def drafted(rows: int, sequences: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,7 +124,3 @@ def test_wrong_arguments_are_named() -> None:
         verify_greedy(logits, drafts[:2], starts)
     with pytest.raises(RuntimeError, match="uniforms must be float64"):
         verify_sampled(logits, drafts, starts, torch.rand(3))
-    with pytest.raises(RuntimeError, match="differ in dtype"):
-        scatter_rows(torch.randn(2, 3), torch.randn(1, 3).half(), torch.tensor([0]))
-    with pytest.raises(RuntimeError, match="index must be int64"):
-        gather_rows(torch.randn(2, 3), torch.tensor([0], dtype=torch.int32))

@@ -37,12 +37,6 @@ BUGS = {
         "atomicInc(ticket, count - 1)",
         "atomicInc(ticket, 1000000u)",
     ),
-    "row_copy": Bug(
-        "units wider than the rows' alignment",
-        "cuda/kernels.cu",
-        "if (steps % 16 == 0) {",
-        "if (steps % 2 == 0) {",
-    ),
     "verify": Bug(
         "a barrier dropped: the warps' firsts are read before they are written",
         "include/batches.cuh",
