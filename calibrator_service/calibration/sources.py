@@ -6,9 +6,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from calibrator_service.calibration.hub import hub_texts
 from calibrator_service.calibration.shards import TokenSequence
 from calibrator_service.calibration.spec import HubDataset, TextFile
-from shared.errors import InvalidInput, NotFound, Unavailable
+from shared.errors import InvalidInput, NotFound
 from shared.model.load import LoadedModel
 
 SEQUENCE_TOKENS = 256
@@ -25,7 +26,7 @@ def text_sequences(loaded: LoadedModel, source: TextFile | HubDataset) -> Iterat
     """
     if loaded.tokenizer is None:
         raise InvalidInput("text was given, but the model has no tokenizer")
-    documents = _file(source) if isinstance(source, TextFile) else _dataset(source)
+    documents = _file(source) if isinstance(source, TextFile) else hub_texts(source)
     length = min(SEQUENCE_TOKENS, loaded.context_length)
     return _pack(loaded.tokenizer, documents, length)
 
@@ -81,51 +82,3 @@ def _field(line: str, field: str, where: str) -> str:
     if not isinstance(text, str):
         raise InvalidInput(f"{where} has no text in the field {field!r}", reason="FIELD_NOT_FOUND")
     return text
-
-
-def _dataset(source: HubDataset) -> Iterator[str]:
-    # Imported here: it takes seconds, and most calibrations need no dataset.
-    import datasets
-
-    missing = NotFound(
-        f"there is no dataset {source.name!r} that can be read", reason="DATASET_NOT_FOUND"
-    )
-    unreachable = Unavailable(
-        f"dataset {source.name!r} cannot be reached", reason="DATASET_UNAVAILABLE"
-    )
-    try:
-        rows = datasets.load_dataset(
-            source.name, source.config or None, split=source.split or "train", streaming=True
-        )
-    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError) as error:
-        raise missing from error
-    except ValueError as error:
-        raise InvalidInput(
-            f"dataset {source.name!r} has no such configuration or split",
-            reason="DATASET_CONFIG_NOT_FOUND",
-        ) from error
-    except (OSError, RuntimeError) as error:
-        raise unreachable from error
-    return _rows(rows, source, unreachable)
-
-
-def _rows(
-    rows: Iterable[dict[str, object]], source: HubDataset, unreachable: Unavailable
-) -> Iterator[str]:
-    field = source.field or "text"
-    iterator = iter(rows)
-    while True:
-        try:
-            row = next(iterator, None)
-        except (OSError, RuntimeError) as error:
-            raise unreachable from error
-        if row is None:
-            return
-        text = row.get(field)
-        if not isinstance(text, str):
-            raise InvalidInput(
-                f"dataset {source.name!r} has no text in the column {field!r}",
-                reason="FIELD_NOT_FOUND",
-            )
-        if text.strip():
-            yield text
