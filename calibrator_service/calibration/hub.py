@@ -37,7 +37,7 @@ READERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "json": ("json", {}),
     "csv": ("csv", {}),
     "tsv": ("csv", {"sep": "\t"}),
-    "txt": ("text", {}),
+    "txt": ("text", {"sample_by": "document"}),
     "arrow": ("arrow", {}),
 }
 # What a card may say to its reader.

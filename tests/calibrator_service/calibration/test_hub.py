@@ -82,6 +82,7 @@ SOURCES: dict[str, tuple[dict[str, Any], Any]] = {
         {"name": "owner/many", "config": "b", "split": "dev", "field": "body"},
         ["hello"],
     ),
+    "a text file, whole": ({"name": "owner/plain", "split": "test"}, ["a\nb\n"]),
     "a compressed file in a folder": ({"name": "owner/many", "config": "a"}, ["one", "two"]),
     "several configurations": ({"name": "owner/many"}, "DATASET_CONFIG_NOT_FOUND"),
     "no such configuration": (

@@ -12,14 +12,23 @@ from shared.model.load import LoadedModel
 
 
 def test_text_is_packed_with_documents_apart(counting: LoadedModel, tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("w0 w1 w2\n\n" + "w3 " * 300 + "\n")
+    path = tmp_path / "a.jsonl"
+    texts = ["w0 w1 w2", " ", "w3 " * 300]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     sequences = list(text_sequences(counting, TextFile(str(path))))
     length = min(SEQUENCE_TOKENS, counting.context_length)
     assert [len(s.tokens) for s in sequences[:2]] == [length, length]
     assert sequences[0].tokens[:6] == (5, 6, 7, 1, 8, 8)
     assert all(s.answer_start == len(s.tokens) for s in sequences)
     assert sum(len(s.tokens) for s in sequences) == 3 + 1 + 300 + 1
+
+
+def test_lines_of_a_text_file_are_no_documents(counting: LoadedModel, tmp_path: Path) -> None:
+    """No end of sequence behind a line that was wrapped, nor behind a paragraph: only behind the file."""
+    path = tmp_path / "a.txt"
+    path.write_text("w0 w1\nw2\n\n" + "w3 " * 20 + "\n")
+    (sequence,) = text_sequences(counting, TextFile(str(path)))
+    assert sequence.tokens == (5, 6, 7, *[8] * 20, 1)
 
 
 def test_jsonl_field(counting: LoadedModel, tmp_path: Path) -> None:
