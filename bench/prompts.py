@@ -29,7 +29,9 @@ class BenchPrompt:
 def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchPrompt]:
     """All prompts, or the first `per_task` of each of Spec-Bench's six tasks."""
     by_task: Mapping[str, list[BenchPrompt]] = defaultdict(list)
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        if not line.strip():
+            continue
         record = json.loads(line)
         task = TASKS.get(record["category"], MULTI_TURN)
         by_task[task].append(BenchPrompt(task, tuple(record["turns"])))

@@ -57,6 +57,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 models=models,
                 registry=settings.registry,
                 text_folders=settings.text_folders,
+                hub_datasets=settings.hub_datasets,
                 options=ModelOptions(
                     device=settings.device,
                     dtype=settings.dtype,
@@ -74,6 +75,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                     supervisor,
                     models,
                     settings.text_folders,
+                    settings.hub_datasets,
                     max_queued_jobs=settings.max_queued_jobs,
                     pool=pool,
                     watchers=watchers,

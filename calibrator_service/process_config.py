@@ -28,6 +28,7 @@ class ProcessConfig:
     source: str
     registry: str
     text_folders: tuple[str, ...]
+    hub_datasets: tuple[str, ...]
     options: ModelOptions
     log_level: str = "info"
     recipe: str = DEFAULT_RECIPE
@@ -40,6 +41,7 @@ class ProcessConfig:
         record = json.loads(line)
         record["options"] = ModelOptions(**record["options"])
         record["text_folders"] = tuple(record["text_folders"])
+        record["hub_datasets"] = tuple(record["hub_datasets"])
         return cls(**record)
 
 

@@ -1,6 +1,7 @@
 """neap.calibration.v1.CalibrationService over the job store. Errors are raised; the interceptor of shared.rpc maps them."""
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from neap.calibration.v1 import calibration_pb2_grpc
 
 from calibrator_service.blocking import BlockingPool, Watchers
 from calibrator_service.convert import job_to_proto, page, spec_from_proto
+from calibrator_service.hub_datasets import check_allowed, check_hub_dataset
 from calibrator_service.job import Job
-from calibrator_service.job_spec import JobSpec, TextFile
+from calibrator_service.job_spec import HubDataset, JobSpec, TextFile
 from calibrator_service.jobs import JobStore
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.text_files import find_text_file
@@ -34,6 +36,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         supervisor: Supervisor,
         models: Mapping[str, str],
         text_folders: tuple[Path, ...],
+        hub_datasets: tuple[str, ...],
         *,
         max_queued_jobs: int,
         pool: BlockingPool,
@@ -43,6 +46,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         self._store: JobStore = supervisor.store
         self._models = models
         self._text_folders = text_folders
+        self._hub_datasets = hub_datasets
         self._max_queued_jobs = max_queued_jobs
         self._pool = pool
         self._watchers = watchers
@@ -69,6 +73,9 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         self._check_model(spec)
         if isinstance(spec.source, TextFile):
             find_text_file(spec.source.path, self._text_folders)
+        elif isinstance(spec.source, HubDataset):
+            check_hub_dataset(**asdict(spec.source))
+            check_allowed(spec.source.name, self._hub_datasets)
         return self._store.create(
             request.request_id, spec, aliases, max_queued=self._max_queued_jobs
         )

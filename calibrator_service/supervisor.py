@@ -43,6 +43,7 @@ class SupervisorConfig:
     models: Mapping[str, str]
     registry: str
     text_folders: tuple[Path, ...] = ()
+    hub_datasets: tuple[str, ...] = ()
     options: ModelOptions = field(default_factory=ModelOptions)
     log_level: str = "info"
     recipe: str = DEFAULT_RECIPE
@@ -145,6 +146,7 @@ class Supervisor:
             source=source,
             registry=self._config.registry,
             text_folders=tuple(map(str, self._config.text_folders)),
+            hub_datasets=self._config.hub_datasets,
             options=self._config.options,
             log_level=self._config.log_level,
             recipe=self._config.recipe,

@@ -10,14 +10,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
 import structlog
 
 from calibrator_service.finished import load_product, save_product
-from calibrator_service.job_spec import JobSpec, Progress, ProgressReport, TextFile
+from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
+from calibrator_service.job_spec import (
+    HubDataset,
+    JobSpec,
+    Progress,
+    ProgressReport,
+    TextFile,
+)
 from calibrator_service.jobs import PUBLISHING, JobStore
 from calibrator_service.parent import die_with_parent
 from calibrator_service.process_config import JobFolder, ProcessConfig
@@ -133,6 +140,8 @@ def _product(config: ProcessConfig, store: JobStore, work_dir: Path, reporter: R
         work_dir=work_dir,
         progress=reporter.progress,
         should_stop=reporter.should_stop,
+        public_only=isinstance(spec.source, HubDataset)
+        and is_public_only(spec.source.name, config.hub_datasets),
     )
     product = _recipe(config.recipe)(task)
     if reporter.should_stop():
@@ -146,7 +155,10 @@ def _product(config: ProcessConfig, store: JobStore, work_dir: Path, reporter: R
 
 
 def _resolved(spec: JobSpec, config: ProcessConfig) -> JobSpec:
-    # Checked when the job was created, too; but files and symlinks may have changed since.
+    # Checked when the job was created, too; but files, symlinks and settings may have changed since.
+    if isinstance(spec.source, HubDataset):
+        check_hub_dataset(**asdict(spec.source))
+        check_allowed(spec.source.name, config.hub_datasets)
     if not isinstance(spec.source, TextFile):
         return spec
     path = find_text_file(spec.source.path, [Path(folder) for folder in config.text_folders])

@@ -135,17 +135,29 @@ class WorkerSettings(ServiceSettings):
 
 
 class CalibratorSettings(ServiceSettings):
-    """`text_folders`: the only folders calibration text may be read from. `max_queued_jobs`: beyond it jobs are refused."""
+    """`text_folders`: the only folders calibration text may be read from. `hub_datasets`: the only datasets of the Hugging Face Hub, as
+    names or patterns ("owner/*"); "*": any public one, "none" or empty: none. `max_queued_jobs`: beyond it jobs are refused."""
 
     listen: str = Field(default="127.0.0.1:7070", validation_alias="NEAP_CALIBRATOR_LISTEN")
     health_listen: str = Field(default="", validation_alias="NEAP_CALIBRATOR_HEALTH_LISTEN")
     text_folders: Annotated[tuple[Path, ...], NoDecode] = ()
+    hub_datasets: Annotated[tuple[str, ...], NoDecode] = ("*",)
     max_queued_jobs: int = Field(default=16, ge=1)
 
     @field_validator("text_folders", mode="before")
     @classmethod
     def _folders_from_text(cls, value: Any) -> Any:
         return _listed(value)
+
+    @field_validator("hub_datasets", mode="before")
+    @classmethod
+    def _datasets_from_text(cls, value: Any) -> Any:
+        patterns = list(_listed(value))
+        if "none" not in patterns:
+            return patterns
+        if len(patterns) > 1:
+            raise ValueError("none excludes other names of datasets")
+        return ()
 
 
 def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] | None = None) -> S:
@@ -194,6 +206,13 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
             action="append",
             metavar="FOLDER",
             help="folder text may be read from; may be repeated",
+        )
+        add(
+            "--hub-dataset",
+            dest="hub_datasets",
+            action="append",
+            metavar="PATTERN",
+            help="Hub dataset text may be read from, e.g. owner/*, or none; may be repeated",
         )
         add("--max-queued-jobs", metavar="N")
     given = {

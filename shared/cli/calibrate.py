@@ -23,6 +23,8 @@ LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
 ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
 FIGURES_SHOWN = ("tokens", "agreement", "loss")
 MAX_FIGURES_SHOWN = 4
+# Of google.protobuf.Duration: ten thousand years.
+MAX_DURATION_S = 315_576_000_000.0
 T = TypeVar("T")
 
 
@@ -31,10 +33,17 @@ def calibrate(
     model: Model,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
     text: Annotated[
-        Path | None, typer.Option("--text", help="A .txt or .jsonl file the service can read.")
+        Path | None,
+        typer.Option(
+            "--text",
+            help="A file the service can read: .txt, all of it one document, or .jsonl, a document per line.",
+        ),
     ] = None,
     dataset: Annotated[
-        str, typer.Option("--dataset", help="A Hugging Face dataset: NAME[:CONFIG[:SPLIT]].")
+        str,
+        typer.Option(
+            "--dataset", help="A Hugging Face dataset: NAME[:CONFIG[:SPLIT]]; a row is a document."
+        ),
     ] = "",
     field: Annotated[str, typer.Option("--field", help="The field that holds the text.")] = "",
     prompts: Annotated[
@@ -89,7 +98,7 @@ def calibrate(
     )
     set_source(spec, text=text, dataset=dataset, field=field, prompts=prompts)
     if time_budget is not None:
-        spec.time_budget.CopyFrom(Duration(seconds=int(time_budget)))
+        spec.time_budget.CopyFrom(duration("--time-budget", time_budget))
     with connect(calibrator) as client:
         job = client.create_calibration(spec, request_id=request_id or str(uuid.uuid4()))
         job = follow(client, job)
@@ -172,13 +181,35 @@ def set_source(
     if text is not None:
         spec.text_file.CopyFrom(pb.TextFile(path=str(text.absolute()), field=field))
     elif dataset:
-        name, config, split = [*dataset.split(":"), "", ""][:3]
+        name, config, split, *more = [*dataset.split(":"), "", ""]
+        if any(more):
+            raise InvalidInput(f"--dataset is {dataset!r}; it must be NAME[:CONFIG[:SPLIT]]")
         spec.hub_dataset.CopyFrom(pb.HubDataset(name=name, config=config, split=split, field=field))
     else:
-        lines = prompts.read_text(encoding="utf-8").splitlines() if prompts is not None else []
-        spec.self_generated.CopyFrom(
-            pb.SelfGenerated(prompts=[line.strip() for line in lines if line.strip()])
-        )
+        lines = read_prompts(prompts) if prompts is not None else []
+        spec.self_generated.CopyFrom(pb.SelfGenerated(prompts=lines))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a file that are not blank; what ends a line is a line feed alone. Raises InvalidInput, OSError."""
+    try:
+        # Line separators of Unicode, as str.splitlines knows them, belong to a prompt.
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not UTF-8", reason="NOT_UTF8") from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise InvalidInput(f"{path} holds no prompt", reason="EMPTY_PROMPT")
+    return prompts
+
+
+def duration(flag: str, seconds: float) -> Duration:
+    """To the nanosecond. Raises InvalidInput for what a Duration cannot hold."""
+    if not 0 <= seconds <= MAX_DURATION_S:  # nor is NaN
+        raise InvalidInput(f"{flag} is {seconds}; it must be at most {MAX_DURATION_S:.0f} seconds")
+    message = Duration()
+    message.FromNanoseconds(round(seconds * 1e9))
+    return message
 
 
 def parse_depths(depths: str) -> list[int]:

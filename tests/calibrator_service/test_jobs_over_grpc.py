@@ -130,6 +130,27 @@ def test_text_files_only_under_the_folders_named(
         assert create(path).spec.text_file.path == path
 
 
+def test_datasets_only_of_the_hub_and_as_the_operator_allows(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    service = start_service("--model", "tiny=/nowhere", "--hub-dataset", "good/*")
+
+    def refused(request_id: str, **hub: str) -> tuple[type[Exception], str]:
+        error = error_of(
+            lambda: service.create(hub_dataset=pb.HubDataset(**hub), request_id=request_id)
+        )
+        return type(error), error.reason
+
+    for name in (str(tmp_path), "./data", "~/data", "hf://datasets/good/a", "text", "good/a/b"):
+        assert refused(name, name=name) == (InvalidInput, "BAD_DATASET_NAME")
+    assert refused("1", name="other/set") == (InvalidInput, "DATASET_NOT_ALLOWED")
+    assert refused("2", name="good/a", split="train[:1%]") == (InvalidInput, "BAD_DATASET_SPLIT")
+    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest())
+    assert not listed.calibrations
+    hub = pb.HubDataset(name="good/a", config="b", split="dev", field="c")
+    assert service.create(hub_dataset=hub).spec.hub_dataset == hub
+
+
 def test_text_files_need_a_folder(service: Service) -> None:
     error = error_of(lambda: service.create(text_file=pb.TextFile(path="/etc/hosts.txt")))
     assert error.reason == "PATH_NOT_ALLOWED"

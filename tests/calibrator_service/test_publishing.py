@@ -32,7 +32,7 @@ def config(store: JobStore, tmp_path: Path, own_redis: RedisServer, s3: S3Server
     job = store.create("one", SPEC, ["latest"], max_queued=9)
     assert store.claim() is not None
     url = shared_url(own_redis, s3)
-    return ProcessConfig(str(tmp_path), job.calibration_id, 1, 1, "", url, (), ModelOptions())
+    return ProcessConfig(str(tmp_path), job.calibration_id, 1, 1, "", url, (), (), ModelOptions())
 
 
 def test_redis_comes_back_while_a_product_waits(store, config, own_redis):

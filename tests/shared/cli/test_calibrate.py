@@ -44,6 +44,34 @@ def test_sources(service, neap, tmp_path):
     result = neap(*base, "--text", "some.txt", "--dataset", "x")
     assert result.exit_code == 1
     assert "exclude one another" in result.stderr
+    result = neap(*base, "--dataset", "a:b:c:d")
+    assert result.exit_code == 1
+    assert "NAME[:CONFIG[:SPLIT]]" in result.stderr
+
+
+def test_only_a_line_feed_ends_a_prompt(service, neap, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    inner = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
+    prompts.write_bytes(f"\ufeff{inner}\r\ntwo\n".encode())
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    assert neap(*base, "--prompts", str(prompts)).exit_code == 0
+    assert list(service.calibration.spec.self_generated.prompts) == [inner, "two"]
+    service.calibration.spec = None
+    for content, reason in ((b"\xff\xfe", "NOT_UTF8"), (b" \n\n", "EMPTY_PROMPT")):
+        prompts.write_bytes(content)
+        result = neap(*base, "--prompts", str(prompts))
+        assert result.exit_code == 1
+        assert reason in result.stderr
+        assert service.calibration.spec is None
+
+
+@pytest.mark.parametrize(
+    ("given", "nanoseconds"), [("1.9", 1_900_000_000), ("90.000000001", 90_000_000_001)]
+)
+def test_fractions_of_a_second_reach_the_service(service, neap, given, nanoseconds):
+    flags = ["--model", "tiny", "--calibrator", service.address, "--time-budget", given]
+    assert neap("calibrate", *flags).exit_code == 0
+    assert service.calibration.spec.time_budget.ToNanoseconds() == nanoseconds
 
 
 def test_a_failed_job_says_why(service, neap):
@@ -71,7 +99,15 @@ def test_ctrl_c_cancels_and_waits_for_the_end(service, neap, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "code"), [(["--depths", "2,x"], 1), (["--head-form", "x"], 2), (["--seed", "-1"], 2)]
+    ("flags", "code"),
+    [
+        (["--depths", "2,x"], 1),
+        (["--head-form", "x"], 2),
+        (["--seed", "-1"], 2),
+        (["--time-budget", "nan"], 2),
+        (["--time-budget", "inf"], 1),
+        (["--time-budget", "0.5"], 2),
+    ],
 )
 def test_bad_flags(service, neap, flags, code):
     result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
