@@ -3,6 +3,8 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 import structlog
 from neap.calibration.v1 import calibration_pb2_grpc
@@ -44,8 +46,11 @@ class CalibratorServer(RpcServer):
         super().request_stop()
 
 
-async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -> None:
-    """Until SIGTERM or SIGINT. Raises NeapError when the registry, the data folder or the address cannot be had."""
+async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -> int:
+    """Until SIGTERM, SIGINT or the death of the queue's thread. Returns the exit status: 1 after such a death, else 0.
+
+    Raises NeapError when the registry, the data folder or the address cannot be had.
+    """
     models = {model.model_id: model.source for model in settings.models}
     security = open_security(settings, settings.listen)
     pool, watchers = BlockingPool(), Watchers()
@@ -77,6 +82,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                     settings.text_folders,
                     settings.hub_datasets,
                     max_queued_jobs=settings.max_queued_jobs,
+                    max_time_budget_s=settings.max_time_budget_s,
                     pool=pool,
                     watchers=watchers,
                 ),
@@ -87,10 +93,14 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 server.grpc_server,
             )
 
+            loop = asyncio.get_running_loop()
+
             async def prepare() -> None:
-                supervisor.start()
+                # A service without its queue is of no use: it says NOT_SERVING, drains, ends, and is started anew.
+                supervisor.start(on_failure=partial(_stop_soon, loop, server))
 
             await server.run(prepare)
+            return 1 if supervisor.has_died else 0
         finally:
             await asyncio.to_thread(supervisor.stop)
     finally:
@@ -98,19 +108,24 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
         registry.close()
 
 
+def _stop_soon(loop: asyncio.AbstractEventLoop, server: RpcServer) -> None:
+    """From the queue's thread."""
+    with suppress(RuntimeError):  # the loop is gone: the service is ending
+        loop.call_soon_threadsafe(server.request_stop)
+
+
 def main(argv: Sequence[str] | None = None, *, recipe: str = DEFAULT_RECIPE) -> int:
-    """Exit status 0 after a stop that was asked for, 2 for a configuration that cannot work."""
+    """Exit status 0 after a stop that was asked for, 1 when the queue has died, 2 for a configuration that cannot work."""
     try:
         settings = settings_from_command_line(
             CalibratorSettings, "python -m calibrator_service", argv
         )
         configure_logging(settings.log_level)
         with traces_exported(settings.exports_traces, "neap-calibrator"):
-            asyncio.run(serve(settings, recipe=recipe))
+            return asyncio.run(serve(settings, recipe=recipe))
     except NeapError as error:
         print(f"error: {error.message} [{error.reason}]", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

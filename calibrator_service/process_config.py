@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 DEFAULT_RECIPE = "calibrator_service.recipe:run"
+# Exit statuses of a job's process. TAKEN_OVER: the job was no longer its own; UNRECORDED: the job store could not be written.
+TAKEN_OVER, UNRECORDED = 3, 4
 
 
 @dataclass(frozen=True)

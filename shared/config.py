@@ -136,13 +136,15 @@ class WorkerSettings(ServiceSettings):
 
 class CalibratorSettings(ServiceSettings):
     """`text_folders`: the only folders calibration text may be read from. `hub_datasets`: the only datasets of the Hugging Face Hub, as
-    names or patterns ("owner/*"); "*": any public one, "none" or empty: none. `max_queued_jobs`: beyond it jobs are refused."""
+    names or patterns ("owner/*"); "*": any public one, "none" or empty: none. `max_queued_jobs`: beyond it jobs are refused.
+    `max_time_budget_s`: a job asked to last longer is refused; a week."""
 
     listen: str = Field(default="127.0.0.1:7070", validation_alias="NEAP_CALIBRATOR_LISTEN")
     health_listen: str = Field(default="", validation_alias="NEAP_CALIBRATOR_HEALTH_LISTEN")
     text_folders: Annotated[tuple[Path, ...], NoDecode] = ()
     hub_datasets: Annotated[tuple[str, ...], NoDecode] = ("*",)
     max_queued_jobs: int = Field(default=16, ge=1)
+    max_time_budget_s: float = Field(default=604_800.0, gt=0, le=315_576_000_000)
 
     @field_validator("text_folders", mode="before")
     @classmethod
@@ -215,6 +217,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
             help="Hub dataset text may be read from, e.g. owner/*, or none; may be repeated",
         )
         add("--max-queued-jobs", metavar="N")
+        add("--max-time-budget-s", metavar="SECONDS", help="a job may be asked to last so long")
     given = {
         name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
     }
