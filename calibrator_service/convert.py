@@ -155,6 +155,7 @@ def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> route
         rungs=[_rung(rung) for rung in manifest.get("rungs", ())],
         size_bytes=version.size_bytes,
         manifest_json=canonical_json(manifest).decode() if with_manifest else "",
+        damage=version.damage,
     )
 
 

@@ -41,11 +41,14 @@ def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> N
             str(version.version),
             " ".join(names.get(version.version, [])),
             when(version.create_time),
-            " ".join(rung.name for rung in version.rungs),
+            "DAMAGED" if version.damage else " ".join(rung.name for rung in version.rungs),
             f"{version.size_bytes / 1e6:.2f}",
             version.manifest_digest[:19],
         )
     out.print(table)
+    for version in versions:
+        if version.damage:
+            out.print(f"version {version.version} is damaged: {version.damage}", markup=False)
 
 
 @app.command("show")

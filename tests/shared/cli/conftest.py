@@ -124,6 +124,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.canary: Any = None
         self.requests: list[Any] = []
         self.manifest = MANIFEST
+        self.damage: dict[int, str] = {}
 
     def version(self, number: int) -> Any:
         rung = router_pb2.Rung(name="suffix", depth=0, agreement=0.5, router_auc=0.875)
@@ -134,6 +135,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
             size_bytes=2_500_000,
             rungs=[rung],
             manifest_json=self.manifest,
+            damage=self.damage.get(number, ""),
         )
 
     def ListVersions(self, request: Any, context: Any) -> Any:

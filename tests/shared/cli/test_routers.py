@@ -15,6 +15,14 @@ def test_list_of_an_unknown_model_says_so(service, neap):
     assert result.stdout == "no router is published for none\n"
 
 
+def test_list_shows_what_is_damaged(service, neap):
+    service.routers.damage[1] = "the stored manifest sha256:1 is missing"
+    result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
+    rows = [line.split("│") for line in result.stdout.splitlines() if "│" in line]
+    assert [row[4].strip() for row in rows] == ["suffix", "DAMAGED"]
+    assert "version 1 is damaged: the stored manifest sha256:1 is missing\n" in result.stdout
+
+
 def test_show(service, neap):
     base = ["routers", "show", "--model", "tiny", "--calibrator", service.address]
     result = neap(*base, "1")
