@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 
 def test_list(service, neap):
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
@@ -59,6 +61,23 @@ def test_promote_rollback_history(service, neap):
     history = neap("routers", "history", *where).stdout
     assert "better" in history
     assert "ada" in history
+
+
+@pytest.mark.parametrize(
+    "reason", ["\x1b]0;owned\x07", "\x9b31m", "one\ntwo", "\u202eevil", "[/red][b"]
+)
+def test_what_a_service_says_is_shown_and_not_obeyed(service, neap, reason):
+    where = ["--model", "tiny", "--calibrator", service.address]
+    service.routers.reason = service.routers.damage[2] = reason
+    service.routers.manifest = json.dumps({"calibration": {"risk": {"reason": reason}}})
+    for command in ("history", "list", "show"):
+        result = neap("routers", command, *where)
+        assert result.exit_code == 0, result.output
+        assert all(line.isprintable() for line in result.stdout.splitlines())
+        shown = "".join(
+            letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in reason
+        )
+        assert shown in result.stdout
 
 
 def test_canary_promotion_and_abort(service, neap):
