@@ -12,12 +12,14 @@ from neap.router.v1 import router_pb2
 from calibrator_service.job import Job, JobState, unreadable
 from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, Source, TextFile
 from shared.errors import Corrupt, InvalidInput
+from shared.plain_text import check_plain_text
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.canonical import canonical_json
 from shared.rpc.durations import MAX_DURATION_S, seconds_of
 
 MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
+MAX_SOURCE_CHARACTERS = 1000
 _RUNG_FIGURES = ("agreement", "router_auc", "router_brier", "router_precision", "coverage")
 _LABELS = {
     calibration_pb2.LABEL_UNSPECIFIED: "agreement",
@@ -79,9 +81,13 @@ def _source(
             max_new_tokens=spec.self_generated.max_new_tokens,
         )
     if kind == "text_file":
+        _check_source("BAD_TEXT_FILE", path=spec.text_file.path, field=spec.text_file.field)
         return TextFile(path=spec.text_file.path, field=spec.text_file.field or "text")
     if kind == "hub_dataset":
         hub = spec.hub_dataset
+        _check_source(
+            "BAD_SPEC", name=hub.name, config=hub.config, split=hub.split, field=hub.field
+        )
         return HubDataset(
             name=hub.name,
             config=hub.config,
@@ -92,6 +98,18 @@ def _source(
         "the spec names no source: self_generated, text_file or hub_dataset",
         reason="SOURCE_REQUIRED",
     )
+
+
+def _check_source(reason: str, **texts: str) -> None:
+    """What names a source is shown to people as it was given. Raises InvalidInput."""
+    for field, text in texts.items():
+        check_plain_text(
+            text,
+            field,
+            max_characters=MAX_SOURCE_CHARACTERS,
+            reason=reason,
+            too_long=reason,
+        )
 
 
 def spec_to_proto(spec: JobSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
@@ -186,6 +204,7 @@ def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> route
         rungs=[_rung(rung) for rung in manifest.get("rungs", ())],
         size_bytes=version.size_bytes,
         manifest_json=canonical_json(manifest).decode() if with_manifest else "",
+        damage=version.damage,
     )
 
 

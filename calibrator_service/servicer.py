@@ -16,7 +16,6 @@ from calibrator_service.convert import (
     unreadable_to_proto,
 )
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset
-from calibrator_service.job import Job
 from calibrator_service.job_spec import HubDataset, JobSpec, TextFile
 from calibrator_service.jobs import JobStore
 from calibrator_service.supervisor import Supervisor

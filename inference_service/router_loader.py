@@ -125,7 +125,8 @@ class RouterLoader:
     def _fetch(
         self, loaded: LoadedModel, version: int, published: PublishedVersion | None
     ) -> LoadedRouter:
-        published = published or self._registry.get(loaded.model_id, version)
+        if published is None or published.damage:
+            published = self._registry.get(loaded.model_id, version)  # raises what the damage is
         entries = published.manifest["blobs"]
         size_bytes = sum(int(entry["size_bytes"]) for entry in entries.values())
         if size_bytes > MAX_BLOB_BYTES:

@@ -10,8 +10,18 @@ from neap.calibration.v1 import calibration_pb2 as pb
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from shared.cli.connection import connect
-from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, escape, fail, guarded, out
+from shared.cli.console import (
+    DEFAULT_CALIBRATOR,
+    Calibrator,
+    Model,
+    escape,
+    fail,
+    guarded,
+    out,
+    say_line,
+)
 from shared.errors import InvalidInput
+from shared.plain_text import one_line
 from shared.rpc.client import NeapClient
 
 HEAD_FORMS = {
@@ -106,12 +116,12 @@ def calibrate(
         fail(f"the calibration failed: {job.failure.message} [{job.failure.reason}]")
     if job.state == pb.STATE_CANCELLED:
         fail("the calibration was cancelled; nothing was published")
-    out.print(f"published version {job.router_version} ({job.manifest_digest})", markup=False)
+    say_line(f"published version {job.router_version} ({job.manifest_digest})")
 
 
 def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
     """Show a job's progress and return it as it ended. Ctrl-C cancels it and waits for its end; a second one leaves at once."""
-    out.print(f"calibration {job.calibration_id}", markup=False)
+    say_line(f"calibration {job.calibration_id}")
     columns = (
         TextColumn("{task.description:<16}"),
         BarColumn(),
@@ -132,12 +142,10 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
                         task,
                         description=phase,
                         completed=job.fraction,
-                        figures=escape(figures_line(job)),
+                        figures=escape(one_line(figures_line(job))),
                     )
                     if not out.is_terminal and phase != last_phase:
-                        out.print(
-                            f"   {phase} {job.fraction:.0%} {figures_line(job)}", markup=False
-                        )
+                        say_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}")
                     last_phase = phase
                 break
             except KeyboardInterrupt:

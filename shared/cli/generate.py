@@ -15,6 +15,7 @@ from shared.cli.depth_view import DepthView
 from shared.cli.measure import statistics_line
 from shared.cli.risk_view import bound_line
 from shared.errors import InvalidInput
+from shared.plain_text import printable
 from shared.rpc.client import NeapClient
 
 POLICIES = ("full", "exact", "relaxed")
@@ -121,7 +122,7 @@ def print_json(events: Iterator[pb.GenerateResponse]) -> None:
     """One line of JSON per event, in protobuf's JSON mapping with the field names of the proto."""
     for event in events:
         document: dict[str, Any] = MessageToDict(event, preserving_proto_field_name=True)
-        print(json.dumps(document, ensure_ascii=False), flush=True)
+        print(printable(json.dumps(document, ensure_ascii=False)), flush=True)
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:

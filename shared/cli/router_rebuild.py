@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.console import guarded, out
+from shared.cli.console import guarded, say_line
 from shared.cli.shared_registry import RegistryUrl, opened_shared_registry
 
 
@@ -20,8 +20,7 @@ def rebuild_index(
     with opened_shared_registry(registry, "has no index apart") as opened:
         for model_id in model or opened.models():
             state = opened.rebuild(model_id)
-            out.print(
+            say_line(
                 f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases,"
-                f" {state.num_events} events",
-                markup=False,
+                f" {state.num_events} events"
             )

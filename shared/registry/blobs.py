@@ -6,6 +6,7 @@ publisher left can be found and removed by whoever gets the exclusive lock: nobo
 an object that no index entry names.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -18,6 +19,9 @@ from typing import IO, Literal
 from shared.errors import Corrupt, NeapError
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
 from shared.storage import storage_error
+
+# Of this one file, as opposed to errors of the process or of the whole file system.
+_DAMAGED = {errno.EIO, errno.EISDIR, errno.ELOOP}
 
 Kind = Literal["blobs", "manifests"]
 StepHook = Callable[[str], None]
@@ -44,8 +48,15 @@ class ContentStore:
         hexadecimal = digest.removeprefix("sha256:")
         return self.root / kind / "sha256" / hexadecimal[:2] / hexadecimal
 
-    def read(self, kind: Kind, digest: str, size_bytes: int | None = None) -> bytes:
-        """The bytes, digest checked; of another size than `size_bytes` they are not even read.
+    def read(
+        self,
+        kind: Kind,
+        digest: str,
+        size_bytes: int | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> bytes:
+        """The bytes, digest checked; of another size than `size_bytes`, or more than `max_bytes`, they are not even read.
 
         Raises Corrupt with metadata expected_digest and actual_digest ("" when gone or not read).
         """
@@ -54,10 +65,15 @@ class ContentStore:
             found_bytes = path.stat().st_size
             if size_bytes is not None and found_bytes != size_bytes:
                 raise _corrupt(kind, digest, "", f"has {found_bytes} bytes, not {size_bytes}")
+            if max_bytes is not None and found_bytes > max_bytes:
+                raise _corrupt(kind, digest, "", f"has {found_bytes} bytes, more than {max_bytes}")
             data = path.read_bytes()
         except FileNotFoundError as error:
             raise _corrupt(kind, digest, "", "is missing") from error
         except OSError as error:
+            if error.errno in _DAMAGED:
+                what = f"cannot be read ({errno.errorcode[error.errno]})"
+                raise _corrupt(kind, digest, "", what) from error
             raise registry_error(error, "a read") from error
         actual = digest_of(data)
         if actual != digest:

@@ -6,12 +6,14 @@ from pathlib import Path
 from sqlite3 import Connection, Row
 from typing import Any
 
+from shared.errors import Corrupt
 from shared.registry.alias_moves import AliasMove
 from shared.registry.base import AliasChange, Canary
 from shared.registry.blobs import Kind
 from shared.registry.contents import other_contents
 from shared.sqlite import Database
 
+INDEX_NAME = "index.db"
 SCHEMA_VERSION = 2
 APPLICATION_ID = 0x6E656170
 LARGEST_INTEGER = 2**63 - 1
@@ -39,6 +41,7 @@ CREATE TABLE events (
     CHECK ((version IS NULL) <> (change IS NULL)));
 CREATE INDEX events_by_model ON events (model_id, event);
 """
+_OPTIONAL_NUMBERS = ("from_version", "canary_version", "canary_per_mille")
 _CANARY_COLUMNS = ";".join(
     f"ALTER TABLE {table} ADD COLUMN {column} INTEGER"
     for table in ("aliases", "alias_changes")
@@ -153,9 +156,10 @@ class RegistryIndex:
         )
 
     def change(self, number: int) -> AliasChange:
-        """One recorded change; it is there, because an event names it."""
+        """One recorded change. Raises Corrupt (INDEX_DAMAGED) also when it is not there, because an event names it."""
         row = self.database.row("SELECT * FROM alias_changes WHERE change = ?", (number,))
-        assert row is not None
+        if row is None:
+            raise index_damaged(f"its row of change {number}")
         return _change(row)
 
     def aliases(self, model_id: str) -> dict[str, int]:
@@ -193,7 +197,20 @@ class RegistryIndex:
         return self.database.row(query, (digest,)) is not None
 
 
+def index_damaged(what: str) -> Corrupt:
+    return Corrupt(
+        f"{INDEX_NAME} is damaged, {what} is not sound: `neap routers rebuild-index` restores it",
+        reason="INDEX_DAMAGED",
+    )
+
+
 def _change(row: Row) -> AliasChange:
+    numbers = [row["to_version"]]
+    numbers += [row[name] for name in _OPTIONAL_NUMBERS if row[name] is not None]
+    if not all(isinstance(number, int) for number in numbers) or not isinstance(
+        row["change_time_s"], float
+    ):
+        raise index_damaged(f"its row of change {row['change']} of alias {row['alias']!r}")
     canary = None
     if row["canary_version"] is not None:
         canary = Canary(row["canary_version"], row["canary_per_mille"])

@@ -1,12 +1,14 @@
 """The embedded registry: SQLite for versions, aliases and events, a content-addressed folder for the rest. No server."""
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from sqlite3 import Row
 from typing import Any
 
+from shared.errors import Corrupt, NotFound, Unavailable
 from shared.registry.alias_moves import AliasMove
 from shared.registry.alias_operations import AliasOperations, Propose
 from shared.registry.base import (
@@ -19,6 +21,7 @@ from shared.registry.base import (
 from shared.registry.blobs import ContentStore, StepHook, registry_error
 from shared.registry.canonical import digest_of
 from shared.registry.contents import (
+    MAX_MANIFEST_BYTES,
     blob_digest,
     blob_size_bytes,
     check_limit,
@@ -27,7 +30,8 @@ from shared.registry.contents import (
     no_alias,
     no_version,
 )
-from shared.registry.index import LARGEST_INTEGER, RegistryIndex
+from shared.registry.index import LARGEST_INTEGER, RegistryIndex, index_damaged
+from shared.registry.journal import VersionRecord
 from shared.registry.names import (
     check_alias,
     check_model_id,
@@ -44,6 +48,9 @@ class LocalRegistry(AliasOperations):
     `step` is called with the name of each step of a publication, for fault injection in tests. Do not share an instance
     across `fork`. Raises PreconditionFailed (SCHEMA_TOO_NEW), Unavailable, Exhausted (DISK_FULL), Corrupt.
     """
+
+    # Files fail one by one: one that may not be read says nothing of the others.
+    damages = (Corrupt, Unavailable)
 
     def __init__(self, root: Path, *, step: StepHook = lambda name: None) -> None:
         self.root = root
@@ -75,7 +82,7 @@ class LocalRegistry(AliasOperations):
         digest = digest_of(encoded)
         done = self._index.find_request(request_id, model_id, digest)
         if done is not None:
-            return self._version(done)
+            return self._version(model_id, _record(done))
         try:
             with self._store.publishing() as staging:
                 for name in sorted(blobs):
@@ -102,11 +109,10 @@ class LocalRegistry(AliasOperations):
         except BaseException:
             self._store.sweep(self._index.is_referenced)
             raise
-        return self._version(done)
+        return self._version(model_id, _record(done))
 
-    def get(self, model_id: str, version: int) -> PublishedVersion:
-        """Raises NotFound, Corrupt."""
-        return self._version(self._row(model_id, version))
+    def _find_record(self, model_id: str, version: int) -> VersionRecord:
+        return _record(self._row(model_id, version))
 
     def _row(self, model_id: str, version: int) -> Row:
         check_model_id(model_id)
@@ -119,25 +125,26 @@ class LocalRegistry(AliasOperations):
             raise no_version(model_id, version)
         return row
 
-    def _version(self, row: Row) -> PublishedVersion:
-        manifest = json.loads(self._store.read("manifests", row["manifest_digest"]))
-        return PublishedVersion(
-            row["model_id"],
-            row["version"],
-            row["manifest_digest"],
-            row["create_time_s"],
-            row["size_bytes"],
-            manifest,
-        )
+    def _read_manifest(self, digest: str, *, is_fresh: bool) -> bytes:
+        return self._store.read("manifests", digest, max_bytes=MAX_MANIFEST_BYTES)
+
+    def _listed_row(self, row: Row) -> PublishedVersion:
+        try:
+            record = _record(row)
+        except Corrupt as error:
+            return PublishedVersion(
+                row["model_id"], row["version"], "", 0.0, 0, {}, damage=error.message
+            )
+        return self._listed(row["model_id"], record)
 
     def resolve(self, model_id: str, alias: str) -> PublishedVersion:
         """Raises NotFound, Corrupt."""
         return self.get(model_id, self._last_change(model_id, alias).to_version)
 
     def target(self, model_id: str, alias: str) -> AliasTarget:
-        """Raises NotFound, Corrupt."""
+        """Raises NotFound."""
         last = self._last_change(model_id, alias)
-        return AliasTarget(self.get(model_id, last.to_version), last.canary)
+        return AliasTarget(self._listed_row(self._row(model_id, last.to_version)), last.canary)
 
     def _last_change(self, model_id: str, alias: str) -> AliasChange:
         check_model_id(model_id)
@@ -150,7 +157,7 @@ class LocalRegistry(AliasOperations):
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
     ) -> list[PublishedVersion]:
-        """`limit` is in [1, 1000]. Raises InvalidInput, Corrupt."""
+        """`limit` is in [1, 1000]. Raises InvalidInput, and Corrupt where the index itself cannot be read."""
         check_model_id(model_id)
         check_limit(limit)
         before = LARGEST_INTEGER if before is None else min(max(before, 0), LARGEST_INTEGER)
@@ -158,7 +165,7 @@ class LocalRegistry(AliasOperations):
             "SELECT * FROM versions WHERE model_id = ? AND version < ? ORDER BY version DESC LIMIT ?",
             (model_id, before, limit),
         )
-        return [self._version(row) for row in rows]
+        return [self._listed_row(row) for row in rows]
 
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """Raises NotFound, Corrupt with metadata expected_digest and actual_digest."""
@@ -211,9 +218,29 @@ class LocalRegistry(AliasOperations):
 
     def _event_change(self, row: Row) -> PublishedVersion | AliasChange:
         if row["version"] is not None:
-            return self.get(row["model_id"], row["version"])
+            try:
+                return self._listed_row(self._row(row["model_id"], row["version"]))
+            except NotFound as error:
+                raise index_damaged(f"its row of version {row['version']}") from error
         return self._index.change(row["change"])
 
     def close(self) -> None:
         """Idempotent."""
         self._index.database.close()
+
+
+def _record(row: Row) -> VersionRecord:
+    """SQLite lets any column hold anything. Raises Corrupt (INDEX_DAMAGED)."""
+    create_time_s, size_bytes = row["create_time_s"], row["size_bytes"]
+    is_sound = isinstance(create_time_s, float) and math.isfinite(create_time_s)
+    is_sound = is_sound and isinstance(size_bytes, int) and isinstance(row["manifest_digest"], str)
+    if not is_sound:
+        raise index_damaged(f"its row of version {row['version']} of {row['model_id']!r}")
+    return VersionRecord(
+        version=row["version"],
+        manifest_digest=row["manifest_digest"],
+        create_time_s=create_time_s,
+        size_bytes=size_bytes,
+        request_id=row["request_id"],
+        actor=row["actor"],
+    )

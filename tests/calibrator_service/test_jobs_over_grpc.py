@@ -79,6 +79,16 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "huge seed": ({"seed": 2**64 - 1}, InvalidInput, "BAD_SPEC"),
     "NaN threshold": ({"cosine_threshold": float("nan"), "label": 2}, InvalidInput, "BAD_SPEC"),
     "threshold beyond 1": ({"cosine_threshold": 1.5, "label": 2}, InvalidInput, "BAD_SPEC"),
+    "control characters": (
+        {"hub_dataset": pb.HubDataset(name="a\x1b[2J")},
+        InvalidInput,
+        "BAD_SPEC",
+    ),
+    "a long field": (
+        {"text_file": pb.TextFile(path="a", field="x" * 1001)},
+        InvalidInput,
+        "BAD_TEXT_FILE",
+    ),
     "depth twice": ({"rung_depths": [2, 2]}, InvalidInput, "BAD_SPEC"),
 }
 

@@ -160,7 +160,8 @@ def test_no_alias_names_what_is_damaged(
         lambda: service.routers.SetAlias(pb.SetAliasRequest(**name, version=2)),
         lambda: service.routers.SetCanary(pb.SetCanaryRequest(**name, canary=canary)),
     ):
-        assert isinstance(error_of(call), Corrupt)
+        error = error_of(call)
+        assert (type(error), error.reason) == (Corrupt, "VERSION_DAMAGED")
     assert registry.aliases(model(request)) == {"latest": 1}
 
 
@@ -219,6 +220,7 @@ def test_one_flipped_byte_in_a_manifest(
     request: pytest.FixtureRequest,
 ) -> None:
     publish(0)
+    publish(1)
     digest = registry.get(model(request), 1).manifest_digest
     path: Path = service.folder / "registry/manifests/sha256" / digest[7:9] / digest[7:]
     data = bytearray(path.read_bytes())
@@ -230,6 +232,19 @@ def test_one_flipped_byte_in_a_manifest(
     assert isinstance(error, Corrupt)
     assert error.metadata["expected_digest"] == digest
     assert error.metadata["actual_digest"] not in ("", digest)
+    listed = service.routers.ListVersions(pb.ListVersionsRequest(model_id=model(request)))
+    assert [(v.version, digest in v.damage) for v in listed.versions] == [(2, False), (1, True)]
+    watched = service.routers.Watch(pb.WatchRequest(model_id=model(request)), timeout=20)
+    assert digest in next(watched).published.damage
+    assert next(watched).alias_changed.to_version == 1
+    watched.cancel()
+    name = {"model_id": model(request), "alias": "latest"}
+    for refused in (
+        lambda: service.routers.SetAlias(pb.SetAliasRequest(**name, version=1)),
+        lambda: service.routers.RollbackAlias(pb.RollbackAliasRequest(**name)),
+    ):
+        error = error_of(refused)
+        assert (type(error), error.reason) == (Corrupt, "VERSION_DAMAGED")
 
 
 def test_reflection_lists_both_services(service: Service) -> None:

@@ -11,6 +11,7 @@ from shared.errors import Corrupt, NotFound, PreconditionFailed, RouterMismatch
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.split import takes_canary
+from tests.registry_damage import content_path
 from tests.worker import build_ladder
 
 
@@ -180,6 +181,22 @@ async def test_a_broken_canary_fails_no_request(
         assert time.monotonic() < give_up_at
         await asyncio.sleep(0.01)
     assert set(fallbacks) <= {("tiny", "canary", "LOADING"), ("tiny", "canary", reason)}
+
+
+async def test_damage_to_what_an_alias_names_stops_nobody_who_has_it(
+    registry, loaded, publish, unpack
+):
+    digest = publish("first").manifest_digest
+    store = RouterStore(registry, unpack=unpack)
+    first = await store.select(loaded, RouterChoice())
+    (registry.root / content_path("manifests", digest)).unlink()
+    assert (await store.select(loaded, RouterChoice())) is first
+    await store.refresh(loaded)
+    with pytest.raises(Corrupt) as raised:
+        await RouterStore(registry, unpack=unpack).select(loaded, RouterChoice())
+    assert raised.value.metadata["expected_digest"] == digest
+    publish("second")
+    await served(store, loaded, 2)
 
 
 async def test_refreshing_loads_before_anybody_asks(registry, loaded, publish, unpack):

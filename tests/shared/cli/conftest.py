@@ -29,6 +29,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.text = " there"
 
     def GetModel(self, request: Any, context: Any) -> Any:
         if request.model_id != "tiny":
@@ -57,7 +58,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             id=2, exit_depth=0 if exact else NUM_LAYERS, rung="suffix" if exact else "full"
         )
         yield response(chunk=inference_pb2.TokenChunk(text="Héllo", tokens=[first]))
-        yield response(chunk=inference_pb2.TokenChunk(text=" there", tokens=[second]))
+        yield response(chunk=inference_pb2.TokenChunk(text=self.text, tokens=[second]))
         finished = inference_pb2.Finished(
             reason=inference_pb2.FINISH_REASON_LENGTH,
             usage=inference_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=2),
@@ -124,6 +125,8 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.canary: Any = None
         self.requests: list[Any] = []
         self.manifest = MANIFEST
+        self.damage: dict[int, str] = {}
+        self.reason = "better"
 
     def version(self, number: int) -> Any:
         rung = router_pb2.Rung(name="suffix", depth=0, agreement=0.5, router_auc=0.875)
@@ -134,6 +137,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
             size_bytes=2_500_000,
             rungs=[rung],
             manifest_json=self.manifest,
+            damage=self.damage.get(number, ""),
         )
 
     def ListVersions(self, request: Any, context: Any) -> Any:
@@ -175,7 +179,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
 
     def GetAliasHistory(self, request: Any, context: Any) -> Any:
         first = router_pb2.AliasChange(alias="stable", to_version=1, actor="ada", reason="first")
-        return router_pb2.GetAliasHistoryResponse(changes=[self.change(1, 2, "better"), first])
+        return router_pb2.GetAliasHistoryResponse(changes=[self.change(1, 2, self.reason), first])
 
     def change(self, before: int, after: int, reason: str) -> Any:
         return router_pb2.AliasChange(

@@ -82,6 +82,16 @@ def test_a_failed_job_says_why(service, neap):
     assert "no dataset x [DATASET_NOT_FOUND]" in result.stderr
 
 
+def test_what_a_failed_job_says_is_shown_and_not_obeyed(service, neap):
+    failure = pb.Failure(reason="BAD\x9b", message="no dataset \x1b]0;x\x07 [/red]")
+    service.calibration.states[-1] = {"state": pb.STATE_FAILED, "failure": failure}
+    service.calibration.states[1]["figures"] = {"\x1b[2J.tokens": 1.0}
+    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    assert "no dataset \\u001b]0;x\\u0007 [/red] [BAD\\u009b]" in result.stderr
+    assert "\\u001b[2J.tokens 1" in result.stdout
+    assert all(line.isprintable() for line in result.output.splitlines())
+
+
 def test_ctrl_c_cancels_and_waits_for_the_end(service, neap, monkeypatch):
     calls = []
 

@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 
 def test_list(service, neap):
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
@@ -13,6 +15,14 @@ def test_list(service, neap):
 def test_list_of_an_unknown_model_says_so(service, neap):
     result = neap("routers", "list", "--model", "none", "--calibrator", service.address)
     assert result.stdout == "no router is published for none\n"
+
+
+def test_list_shows_what_is_damaged(service, neap):
+    service.routers.damage[1] = "the stored manifest sha256:1 is missing"
+    result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
+    rows = [line.split("│") for line in result.stdout.splitlines() if "│" in line]
+    assert [row[4].strip() for row in rows] == ["suffix", "DAMAGED"]
+    assert "version 1 is damaged: the stored manifest sha256:1 is missing\n" in result.stdout
 
 
 def test_show(service, neap):
@@ -51,6 +61,23 @@ def test_promote_rollback_history(service, neap):
     history = neap("routers", "history", *where).stdout
     assert "better" in history
     assert "ada" in history
+
+
+@pytest.mark.parametrize(
+    "reason", ["\x1b]0;owned\x07", "\x9b31m", "one\ntwo", "\u202eevil", "[/red][b"]
+)
+def test_what_a_service_says_is_shown_and_not_obeyed(service, neap, reason):
+    where = ["--model", "tiny", "--calibrator", service.address]
+    service.routers.reason = service.routers.damage[2] = reason
+    service.routers.manifest = json.dumps({"calibration": {"risk": {"reason": reason}}})
+    for command in ("history", "list", "show"):
+        result = neap("routers", command, *where)
+        assert result.exit_code == 0, result.output
+        assert all(line.isprintable() for line in result.stdout.splitlines())
+        shown = "".join(
+            letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in reason
+        )
+        assert shown in result.stdout
 
 
 def test_canary_promotion_and_abort(service, neap):
