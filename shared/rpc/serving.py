@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shared.rpc.addresses import bind, parse_listen
+from shared.rpc.client_waits import ClientWaits
 from shared.rpc.health import HealthServicer
 from shared.rpc.health_port import HealthPort
 from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
@@ -45,7 +46,8 @@ class RpcServer:
 
     `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "". `grace_s`: how
     long new calls are still taken after the first SIGTERM, while load balancers learn that this server is leaving.
-    `drain_timeout_s`: how long running calls may then take to finish. `health_listen`: HOST:PORT where
+    `drain_timeout_s`: how long running calls may then take to finish. `request_timeout_s`: how long a call may be open before
+    its request message has arrived. `health_listen`: HOST:PORT where
     health is answered in plain text, as long as this server lives; empty: none. Must be made inside the running event loop.
     """
 
@@ -58,6 +60,7 @@ class RpcServer:
         drain_timeout_s: float = 60.0,
         security: ServerSecurity | None = None,
         health_listen: str = "",
+        request_timeout_s: float = 30.0,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self.listen = listen
@@ -65,7 +68,8 @@ class RpcServer:
         self.grace_s = grace_s
         self.drain_timeout_s = drain_timeout_s
         self.security = security or ServerSecurity()
-        interceptor = ServiceInterceptor(self.security.access)
+        self.waits = ClientWaits(request_timeout_s)
+        interceptor = ServiceInterceptor(self.security.access, self.waits)
         self._calls = interceptor.calls
         self.grpc_server: Any = grpc.aio.server(
             interceptors=(interceptor,), options=(*SERVER_OPTIONS, *options)
@@ -109,6 +113,7 @@ class RpcServer:
         """
         await self._health.enter_graceful_shutdown()
         log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
+        self.waits.drain()
         # server.stop() closes the listener at once, so the grace comes before it.
         if not await _set_within(self._stop_now, self.grace_s):
             stopping = asyncio.create_task(
