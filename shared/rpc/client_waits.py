@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import grpc.aio
 
-from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, NeapError, Unavailable
+from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, NeapError
+from shared.rpc.calls import stopping
 
 # While the server drains: a request message that is on its way arrives within that time.
 DRAIN_REQUEST_S = 0.5
@@ -61,7 +62,7 @@ class ClientWaits:
         """From now on wait for requests for `DRAIN_REQUEST_S` only; calls that have waited that long end now (SHUTTING_DOWN)."""
         self._is_draining = True
         for wait in self._requests:
-            wait.end_by(wait.began_s + DRAIN_REQUEST_S, _stopping())
+            wait.end_by(wait.began_s + DRAIN_REQUEST_S, stopping())
 
     async def request(self, read: Callable[[], Awaitable[T]]) -> T:
         """The message that `read` (`ServicerContext.read`) brings, or `grpc.aio.EOF` where the client sends no more.
@@ -77,7 +78,7 @@ class ClientWaits:
         try:
             async with wait.timeout:
                 if self._is_draining:
-                    wait.end_by(wait.began_s + DRAIN_REQUEST_S, _stopping())
+                    wait.end_by(wait.began_s + DRAIN_REQUEST_S, stopping())
                 return await read()
         except TimeoutError:
             self.unsent[wait.error.reason] += 1
@@ -121,10 +122,4 @@ def _too_many(limit: int) -> Exhausted:
         f"more than {limit} calls are open that have sent no request; the oldest is ended",
         reason="TOO_MANY_IDLE_CALLS",
         retry_after_s=_RETRY_S,
-    )
-
-
-def _stopping() -> Unavailable:
-    return Unavailable(
-        "the service is stopping; the call may be repeated elsewhere", reason="SHUTTING_DOWN"
     )

@@ -123,8 +123,9 @@ class _Wrapped:
             raise TypeError(f"the handler of {self.method} is not a coroutine function")
 
         async def handle(_: Any, context: Any) -> Any:
-            async with _observed(self, context):
-                return await inner(await self._request(context), context)
+            with self.calls.told():
+                async with _observed(self, context):
+                    return await inner(await self._request(context), context)
 
         return handle
 
@@ -132,11 +133,12 @@ class _Wrapped:
         """A coroutine, too: in a generator, gRPC would wait for the client's reading outside of what is observed here."""
 
         async def handle(_: Any, context: Any) -> None:
-            async with _observed(self, context):
-                request = await self._request(context)
-                async with aclosing(inner(request, context)) as responses:
-                    async for response in responses:
-                        await context.write(response)
+            with self.calls.told():
+                async with _observed(self, context):
+                    request = await self._request(context)
+                    async with aclosing(inner(request, context)) as responses:
+                        async for response in responses:
+                            await context.write(response)
 
         return handle
 

@@ -35,8 +35,8 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.write_buffer_size", 8 * 1024),
 )
 
-# How long calls that are ended may take to say so.
-ENDING_S = 0.5
+# How long calls that are ended may take to tell their clients. Only a client that does not read takes as long as that.
+ENDING_S = 2.0
 
 log = structlog.get_logger("neap.rpc")
 
@@ -115,29 +115,34 @@ class RpcServer:
         log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
         self.waits.drain()
         # server.stop() closes the listener at once, so the grace comes before it.
-        if not await _set_within(self._stop_now, self.grace_s):
-            stopping = asyncio.create_task(
-                self.grpc_server.stop(self.drain_timeout_s + 2 * ENDING_S)
-            )
-            hurried = asyncio.create_task(self._stop_now.wait())
-            # They know by now; who watches the health never hangs up by himself.
-            self._calls.end(SIDE_SERVICES)
-            await asyncio.wait(
-                (stopping, hurried),
-                timeout=self.drain_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            hurried.cancel()
-            if stopping.done():
-                stopping.result()
-                await self._stop_health()
-                log.info("stopped")
-                return
+        if not await _set_within(self._stop_now, self.grace_s) and await self._finish():
+            log.info("stopped")
+            return
+        # Calls that come until the listener is closed are told, too; gRPC would cut them off without a reason.
         num_ended = self._calls.end()
+        await self._calls.all_told(ENDING_S)
         # A later stop with a shorter grace overrides the earlier one.
         await self.grpc_server.stop(ENDING_S)
         await self._stop_health()
         log.info("stopped at once", num_calls_ended=num_ended)
+
+    async def _finish(self) -> bool:
+        """Let running calls finish, and stop. False if some still run after `drain_timeout_s`, or `stop_now` cut it short."""
+        # They know by now; who watches the health never hangs up by himself.
+        self._calls.end(SIDE_SERVICES)
+        if self.drain_timeout_s == 0:
+            return False
+        stopping = asyncio.create_task(self.grpc_server.stop(self.drain_timeout_s + 3 * ENDING_S))
+        hurried = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait(
+            (stopping, hurried), timeout=self.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        hurried.cancel()
+        if not stopping.done():
+            return False
+        stopping.result()
+        await self._stop_health()
+        return True
 
     def request_stop(self) -> None:
         """What SIGTERM does: the first call drains, the second stops at once."""
