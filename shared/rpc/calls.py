@@ -17,12 +17,24 @@ class OpenCalls:
         self._methods: dict[asyncio.Task[Any], str] = {}
         self._ended: set[asyncio.Task[Any]] = set()
         self._is_over = False
+        self._idle, self._has_begun = asyncio.Event(), asyncio.Event()
+        self._idle.set()
         self._untold = 0
         self._all_told = asyncio.Event()
         self._all_told.set()
 
     def __len__(self) -> int:
         return len(self._methods)
+
+    async def idle_for(self, seconds: float) -> None:
+        """Returns once no handler has been at work for so long."""
+        while True:
+            await self._idle.wait()
+            self._has_begun.clear()
+            try:
+                await asyncio.wait_for(self._has_begun.wait(), seconds)
+            except TimeoutError:
+                return
 
     @contextmanager
     def one(self, method: str) -> Iterator[None]:
@@ -36,6 +48,8 @@ class OpenCalls:
         if self._is_over:
             raise stopping()
         self._methods[task] = method
+        self._idle.clear()
+        self._has_begun.set()
         try:
             yield
         except asyncio.CancelledError:
@@ -46,6 +60,8 @@ class OpenCalls:
         finally:
             del self._methods[task]
             self._ended.discard(task)
+            if not self._methods:
+                self._idle.set()
 
     @contextmanager
     def told(self) -> Iterator[None]:

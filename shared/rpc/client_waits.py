@@ -1,6 +1,7 @@
 """How long a server waits for its clients."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -14,6 +15,8 @@ from shared.rpc.calls import stopping
 DRAIN_REQUEST_S = 0.5
 MAX_AWAITED_REQUESTS = 1000
 CANCELLATION_S = 0.05
+# While the server drains: how long a client that reads may take to make room for what is next.
+DELIVERY_TIMEOUT_S = 5.0
 _RETRY_S = 1.0
 
 T = TypeVar("T")
@@ -22,7 +25,7 @@ T = TypeVar("T")
 class _Wait:
     """`error` is raised when `timeout` expires."""
 
-    def __init__(self, timeout_s: float, error: NeapError) -> None:
+    def __init__(self, timeout_s: float | None, error: NeapError) -> None:
         self.began_s = asyncio.get_running_loop().time()
         self.timeout = asyncio.timeout(timeout_s)
         self.error = error
@@ -42,12 +45,20 @@ class ClientWaits:
     message has not come after `request_timeout_s` ends with DEADLINE_EXCEEDED (reason REQUEST_TIMEOUT). Of more than
     `max_awaited` calls that wait for their message, the oldest ends with RESOURCE_EXHAUSTED (reason TOO_MANY_IDLE_CALLS), so
     that clients which send their message always get in. `unsent` counts the calls that ended without a request, by reason.
+
+    A write returns once gRPC has room for what is written, which for a client that does not read is never. `delivery_timeout_s`
+    is how long a write may take while the server drains.
     """
 
     def __init__(
-        self, request_timeout_s: float = 30.0, max_awaited: int = MAX_AWAITED_REQUESTS
+        self,
+        request_timeout_s: float = 30.0,
+        max_awaited: int = MAX_AWAITED_REQUESTS,
+        delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
     ) -> None:
         self.unsent: Counter[str] = Counter()
+        self.delivery_timeout_s = delivery_timeout_s
+        self._deliveries: set[_Wait] = set()
         self._request_timeout_s = request_timeout_s
         self._max_awaited = max_awaited
         self._requests: dict[_Wait, None] = {}
@@ -59,8 +70,14 @@ class ClientWaits:
         return len(self._requests)
 
     def drain(self) -> None:
-        """From now on wait for requests for `DRAIN_REQUEST_S` only; calls that have waited that long end now (SHUTTING_DOWN)."""
+        """From now on wait for requests for `DRAIN_REQUEST_S` only; calls that have waited that long end now (SHUTTING_DOWN).
+
+        Writes that wait for a client to read get `delivery_timeout_s` from now.
+        """
         self._is_draining = True
+        now_s = asyncio.get_running_loop().time()
+        for wait in self._deliveries:
+            wait.end_by(now_s + self.delivery_timeout_s, slow_reader(self.delivery_timeout_s))
         for wait in self._requests:
             wait.end_by(wait.began_s + DRAIN_REQUEST_S, stopping())
 
@@ -98,6 +115,25 @@ class ClientWaits:
             raise InvalidInput("the call was closed without a request", reason="REQUEST_MISSING")
         return message
 
+    async def delivery(self, write: Awaitable[None], timeout_s: float | None = None) -> None:
+        """Awaits `write`, for `timeout_s` at most (None: no limit), and while the server drains for `delivery_timeout_s`.
+
+        Raises Exhausted (SLOW_READER).
+        """
+        wait = _Wait(timeout_s, slow_reader(timeout_s or math.inf))
+        self._deliveries.add(wait)
+        try:
+            async with wait.timeout:
+                if self._is_draining:
+                    wait.end_by(
+                        wait.began_s + self.delivery_timeout_s, slow_reader(self.delivery_timeout_s)
+                    )
+                await write
+        except TimeoutError:
+            raise wait.error from None
+        finally:
+            self._deliveries.remove(wait)
+
     async def _told_if_cancelled(self) -> None:
         # gRPC reports a cancelled call as one without further messages, and an instant later cancels the task.
         try:
@@ -123,3 +159,8 @@ def _too_many(limit: int) -> Exhausted:
         reason="TOO_MANY_IDLE_CALLS",
         retry_after_s=_RETRY_S,
     )
+
+
+def slow_reader(timeout_s: float) -> Exhausted:
+    """The client has not read for that long."""
+    return Exhausted(f"the client has not read for {timeout_s:g} s", reason="SLOW_READER")

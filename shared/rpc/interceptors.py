@@ -33,6 +33,7 @@ REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
 _fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fields", default=None)
+_waits: ContextVar[ClientWaits | None] = ContextVar("neap_client_waits", default=None)
 # Not what the service is there for: logged only when they fail, and never waited for.
 SIDE_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
@@ -53,6 +54,13 @@ def annotate_call(**fields: str | int | float) -> None:
     known = _fields.get()
     if known is not None:
         known.update(fields)
+
+
+async def write_response(context: Any, response: Any, timeout_s: float | None = None) -> None:
+    """Writes to the client of the call this task serves, as `ClientWaits.delivery` does. Raises Exhausted (SLOW_READER)."""
+    waits = _waits.get()
+    assert waits is not None, "outside of a call"
+    await waits.delivery(context.write(response), timeout_s)
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
@@ -138,7 +146,7 @@ class _Wrapped:
                     request = await self._request(context)
                     async with aclosing(inner(request, context)) as responses:
                         async for response in responses:
-                            await context.write(response)
+                            await self.waits.delivery(context.write(response))
 
         return handle
 
@@ -198,6 +206,7 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
         if trace_id := trace_id_of(span):
             ids["trace_id"] = trace_id
     _request_id.set(request_id)
+    _waits.set(call.waits)
     set_current_caller(caller)
     _fields.set(fields)
     structlog.contextvars.bind_contextvars(**ids)

@@ -132,3 +132,50 @@ async def test_a_wait_that_is_over_is_not_ended_again():
     assert await waits.request(read) == b"message"
     waits.drain()
     assert (waits.num_awaited, waits.unsent) == (0, {})
+
+
+@pytest.mark.parametrize("num_responses", [1, 400], ids=["written", "being-written"])
+def test_a_client_that_does_not_read_does_not_hold_a_drain(scripted, num_responses):
+    """What is written waits in gRPC, or the handler waits to write; the client's window is smaller than one response."""
+    written = threading.Event()
+
+    async def generate(request, context):
+        for _ in range(num_responses):
+            written.set()
+            yield inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text="x" * 100_000))
+
+    scripted.on_generate = generate
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+    with (
+        running(scripted, delivery_timeout_s=0.3, grace_s=0.0, drain_timeout_s=300.0) as server,
+        grpc.insecure_channel(server.target, options=options) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+            inference_pb2.GenerateRequest()
+        )
+        assert written.wait(10)
+        asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop).result(30)
+        call.cancel()
+
+
+def test_a_client_that_reads_gets_all_of_its_answer_during_a_drain(scripted):
+    begun = threading.Event()
+
+    async def generate(request, context):
+        for _ in range(100):
+            begun.set()
+            yield inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text="x" * 100_000))
+            await asyncio.sleep(0.005)
+
+    scripted.on_generate = generate
+    with (
+        running(scripted, delivery_timeout_s=0.3, grace_s=0.0, drain_timeout_s=300.0) as server,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+            inference_pb2.GenerateRequest()
+        )
+        assert begun.wait(10)
+        draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
+        assert sum(len(response.chunk.text) for response in call) == 100 * 100_000
+        draining.result(30)
