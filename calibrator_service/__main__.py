@@ -38,6 +38,7 @@ class CalibratorServer(RpcServer):
             drain_timeout_s=settings.drain_timeout_s,
             security=security,
             health_listen=settings.health_listen,
+            request_timeout_s=settings.request_timeout_s,
         )
         self._watchers = watchers
 

@@ -11,6 +11,7 @@ import structlog
 import torch
 from neap.inference.v1 import inference_pb2_grpc
 
+from inference_service.client_waits_metrics import ClientWaitsCollector
 from inference_service.engine.engine import Engine
 from inference_service.metrics import WorkerMetrics
 from inference_service.metrics_server import metrics_served
@@ -86,8 +87,10 @@ async def serve(settings: WorkerSettings) -> int:
         drain_timeout_s=settings.drain_timeout_s,
         security=security,
         health_listen=settings.health_listen,
+        request_timeout_s=settings.request_timeout_s,
     )
     metrics.registry.register(SecurityCollector(security))
+    metrics.registry.register(ClientWaitsCollector(server.waits))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     engines: list[Engine] = []
     watches: list[RouterWatch] = []

@@ -22,7 +22,7 @@ from inference_service.served_request import published_bound, with_router
 from inference_service.stream import EventStream
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from shared.rpc.callers import client_of
-from shared.rpc.interceptors import annotate_call, current_request_id
+from shared.rpc.interceptors import annotate_call, current_request_id, write_response
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -142,10 +142,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             handle = await asyncio.to_thread(_submit, engine, generation, router, stream)
             call.accepted(handle)
-            await self._write(context, _started(generation, engine, router))
+            await write_response(
+                context, _started(generation, engine, router), self._stall_timeout_s
+            )
             while (event := await stream.next()) is not None:
                 call.event(event)
-                await self._write(context, from_event(event))
+                await write_response(context, from_event(event), self._stall_timeout_s)
         finally:
             # Cancellation and deadline both arrive as CancelledError, wherever this waits.
             stream.close()
@@ -191,15 +193,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 for router in self._routers.loaded(loaded.model_id)
             ],
         )
-
-    async def _write(self, context: Any, response: inference_pb2.GenerateResponse) -> None:
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await context.write(response)
-        except TimeoutError as error:
-            raise Exhausted(
-                f"the client has not read for {self._stall_timeout_s:g} s", reason="SLOW_READER"
-            ) from error
 
 
 def _submit(

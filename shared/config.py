@@ -47,7 +47,8 @@ def _listed(value: Any) -> Any:
 
 class ServiceSettings(SecuritySettings):
     """What both services share. `registry`: a folder or file:///path, or redis://.. with a bucket (`shared.registry.address`);
-    empty: a folder "registry" under `data_dir`. Give a URL with a password as NEAP_REGISTRY: flags show in process lists. The fields otel_*: see `exports_traces`."""
+    empty: a folder "registry" under `data_dir`. Give a URL with a password as NEAP_REGISTRY: flags show in process lists. The fields otel_*: see `exports_traces`.
+    `request_timeout_s`: how long an opened call may take to send its request message."""
 
     model_config = SettingsConfigDict(
         env_prefix="NEAP_", frozen=True, extra="forbid", populate_by_name=True
@@ -62,6 +63,7 @@ class ServiceSettings(SecuritySettings):
     threads: int | None = Field(default=None, ge=1)
     grace_s: float = Field(default=2.0, ge=0, allow_inf_nan=False)
     drain_timeout_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
+    request_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     otel_endpoint: str = Field(
         default="",
@@ -183,6 +185,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     add("--threads", metavar="N", help="CPU threads for the model")
     add("--grace-s", metavar="SECONDS", help="keep accepting this long after SIGTERM")
     add("--drain-timeout-s", metavar="SECONDS", help="then let running calls finish this long")
+    add("--request-timeout-s", metavar="SECONDS", help="end opened calls that send no request")
     add("--log-level", choices=("debug", "info", "warning", "error"))
     add_security_flags(parser)
     if issubclass(kind, WorkerSettings):

@@ -36,6 +36,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # A service that was started anew is found as soon as that.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A service whose machine has vanished, or that hangs, closes no connection.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 
