@@ -1,9 +1,9 @@
-"""Tokens per second while decoding: Hugging Face's generate, our full depth, and exact with each lever alone and together.
+"""Tokens per second while decoding: Hugging Face's `generate`, our full depth, and `exact` with all rungs or parts of the ladder.
 
     python -m bench.decode --model DIR [--router FOLDER] [--device cuda] [--per-task 5] [--levers]
 
-All sides answer every prompt in turn, in an order that rotates; a token's time counts from the first token to the last. Greedy, batch 1, at most 64 new tokens;
-float32 on a CPU, the checkpoint's own dtype on a GPU.
+All sides answer every prompt in turn, in an order that rotates. The decoding time runs from the first token to the last. Greedy,
+batch 1, at most 64 new tokens; float32 on a CPU, the checkpoint's own dtype on a GPU. `--levers`: also `exact` with each part alone.
 """
 
 import argparse
@@ -36,6 +36,8 @@ FULL, EXACT = "full", "exact"
 
 
 def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:
+    """A `Side` that answers with the engine, greedily."""
+
     def run(ids: list[int]) -> Run:
         request = GenerationRequest(
             tuple(ids), stopping=StoppingParams(max_tokens=max_tokens), policy=policy
@@ -62,7 +64,7 @@ def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens:
 
 
 def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
-    """Each lever alone."""
+    """Ladders that hold only a part of `ladder`, by name."""
     no_tables = replace(ladder, suffix_router=None, successors=None, successor_router=None)
     no_exits = replace(ladder, exits=(), draft_vocabulary=None)
     found = {
@@ -81,7 +83,7 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
 def measure(
     loaded: LoadedModel, sides: dict[str, Side], prompts: list[BenchPrompt], seconds: float
 ) -> dict[str, dict[str, list[Run]]]:
-    """task -> side -> runs, one per prompt and turn. Starts no further prompt after `seconds`."""
+    """Runs by task and side, one per prompt and turn. After `seconds` no further prompt is started."""
     end_s = time.monotonic() + seconds
     results: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     assert loaded.tokenizer is not None
@@ -104,10 +106,10 @@ def measure(
 
 
 def summarise(results: dict[str, dict[str, list[Run]]]) -> dict[str, Any]:
-    """task -> side -> figures over prompts answered with at least 8 tokens. Ratios are against our full depth.
+    """Figures by task and side, over prompts that full depth answered with at least 8 tokens. Ratios are to our full depth.
 
-    `speed_up`: of the means over prompts of tokens per second, as Spec-Bench (2401.07851) has it; `speed_up_median`: the median
-    over prompts of the ratios; `speed_up_total`: of the times of whole answers, prefill included.
+    `speed_up`: ratio of the mean tokens per second over prompts, Spec-Bench's measure (2401.07851). `speed_up_median`: median over
+    prompts of the ratio of times per token. `speed_up_total`: ratio of the total times of whole answers, prefill included.
     """
     tables: dict[str, Any] = {}
     for task, sides in results.items():
@@ -158,7 +160,7 @@ def print_tables(tables: dict[str, Any]) -> None:
     for name in names:
         rows = [tables[task][name] for task in tasks]
         mean = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
-        # Hugging Face counts none of these.
+        # `generate` reports none of these.
         depth = " | | "
         if name != HF:
             depth = (
@@ -184,9 +186,16 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument(
-        "--levers", nargs="*", help="also these levers alone; all where none is named"
+        "--levers",
+        nargs="*",
+        help="also exact with these parts of the ladder alone; all parts if none is named",
     )
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no prompt after")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="after this time no further prompt is started",
+    )
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -212,7 +221,7 @@ def main() -> None:
                 if name in options.levers or not options.levers:
                     sides[name] = neap(engine, exact, part, options.max_tokens)
         sides[EXACT] = neap(engine, exact, ladder, options.max_tokens)
-        for side in sides.values():  # warm-up: binding, page faults
+        for side in sides.values():  # warm-up: binds the ladder, touches memory pages
             side(list(range(3, 40)))
         tables = summarise(measure(loaded, sides, prompts, options.seconds))
     print(f"{described(options.device)}, {loaded.model.dtype}")

@@ -1,4 +1,4 @@
-"""The Spec-Bench prompts: 120 of the 480, every fourth id (Xia et al., 2401.07851; Apache-2.0)."""
+"""Spec-Bench prompts: 120 of the 480, those of every fourth id (Xia et al., 2401.07851; Apache-2.0)."""
 
 import json
 from collections import defaultdict
@@ -20,14 +20,14 @@ MULTI_TURN = "multi-turn"
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """`turns` are the user's; a later turn follows the model's answers to those before it."""
+    """`turns`: the user's messages. Each later turn follows the model's answer to the one before it."""
 
     task: str
     turns: tuple[str, ...]
 
 
 def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchPrompt]:
-    """All prompts, or the first `per_task` of each of Spec-Bench's six tasks."""
+    """All prompts, or `per_task` of each of Spec-Bench's six tasks, evenly spaced. Tasks alternate."""
     by_task: Mapping[str, list[BenchPrompt]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").split("\n"):
         if not line.strip():
@@ -36,12 +36,12 @@ def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchProm
         task = TASKS.get(record["category"], MULTI_TURN)
         by_task[task].append(BenchPrompt(task, tuple(record["turns"])))
     chosen = [_spread(prompts, per_task) for prompts in by_task.values()]
-    # A prompt of every task in turn, so that a run cut short has heard them all.
+    # Tasks alternate, so that a run that is cut short covers all of them.
     return [prompt for turn in zip_longest(*chosen) for prompt in turn if prompt is not None]
 
 
 def _spread(prompts: Sequence[BenchPrompt], count: int) -> Sequence[BenchPrompt]:
-    """`count` of them, evenly apart, so that every category of a task is heard."""
+    """`count` of the prompts, evenly spaced so that every category of a task occurs; all for 0."""
     if not count or count >= len(prompts):
         return prompts
     return [prompts[index * len(prompts) // count] for index in range(count)]

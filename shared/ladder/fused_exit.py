@@ -1,5 +1,7 @@
-"""A layer exit on neap's kernels: what `LayerExit`'s head, the draft vocabulary's rows and the router compute, without PyTorch
-between them and with weights of half the size."""
+"""A layer exit on neap's kernels: exit head, draft vocabulary and router as fused ops with float16 weights.
+
+It computes what `LayerExit`'s modules compute in PyTorch.
+"""
 
 from dataclasses import dataclass
 
@@ -21,8 +23,11 @@ from shared.ops.exits import (
 LARGEST_HALF = 65504.0
 
 
-def stored(weight: Tensor) -> Tensor:
-    """A weight as the kernels read it: float16, since reading it is all the time there is; float32 where a number does not fit."""
+def kernel_weight(weight: Tensor) -> Tensor:
+    """A contiguous copy for the kernels: float16, or float32 if a number exceeds float16's range.
+
+    The kernels are bound by reading weights, so half the size is about half the time.
+    """
     weight = weight.detach().float()
     fits = bool(weight.abs().max() <= LARGEST_HALF) if weight.numel() else True
     return (weight.half() if fits else weight).contiguous()
@@ -37,14 +42,14 @@ class DraftRows:
 
     @classmethod
     def of(cls, rows: Tensor, bias: Tensor | None) -> "DraftRows":
-        return cls(stored(rows), None if bias is None else bias.float().contiguous())
+        return cls(kernel_weight(rows), None if bias is None else bias.float().contiguous())
 
 
 def router_weights(router: DepthRouter) -> RouterWeights:
-    """A router's weights with its calibration folded in."""
+    """A router's weights, with its calibration (slope and shift) folded into the output layer."""
     slope = router.slope.detach()
     return RouterWeights(
-        hidden=stored(router.hidden.weight),
+        hidden=kernel_weight(router.hidden.weight),
         bias=router.hidden.bias.detach().clone(),
         output=(slope * router.output.weight[0]).detach(),
         features=router.scalars.weight.detach().T.contiguous(),
@@ -55,13 +60,13 @@ def router_weights(router: DepthRouter) -> RouterWeights:
 
 
 class FusedExit:
-    """One exit. Its weights are copies, on the device of the originals."""
+    """One exit. Holds copies of the weights, on the device of the originals."""
 
     def __init__(self, head: ExitHead, router: DepthRouter, drafts: DraftRows) -> None:
         gated = head.form == "gated"
         adds_states = gated and head.head_width == head.hidden_size
-        self._mix, self._offset = stored(head.mix), head.offset.detach().contiguous()
-        self._out = stored(head.out) if gated else None
+        self._mix, self._offset = kernel_weight(head.mix), head.offset.detach().contiguous()
+        self._out = kernel_weight(head.out) if gated else None
         self._scale = head.scale.detach().contiguous() if adds_states else None
         self._gain = head.gain.detach().contiguous()
         self._drafts = drafts
@@ -69,7 +74,10 @@ class FusedExit:
         self._tickets = new_tickets(8, self._mix.device)
 
     def __call__(self, state: Tensor, deep_state: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
-        """state and deep state [N, D], ago [N] int64 (as in `ExitHead`) -> places in the draft vocabulary [N], probabilities [N]."""
+        """Indices into the draft vocabulary [N] int64 and probabilities [N].
+
+        `state` and `deep_state` [N, D], `ago` [N] int64: as `ExitHead.forward` takes them (`ago` is its `offset`).
+        """
         if len(state) > len(self._tickets) * ROUTE_TOKENS:
             self._tickets = new_tickets(len(state), self._mix.device)
         adapted = exit_head(
@@ -83,5 +91,5 @@ class FusedExit:
 
 
 def is_supported(device: torch.device, vocabulary_size: int) -> bool:
-    """Whether the kernels run there, on a draft vocabulary of so many tokens."""
+    """Whether the kernels run on `device` with a draft vocabulary of `vocabulary_size` tokens."""
     return vocabulary_size > 1 and library.runs_on(device.type)

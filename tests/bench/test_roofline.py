@@ -1,4 +1,4 @@
-"""The table of ops has all that run on a GPU, and times them."""
+"""The table of ops covers all ops that run on a GPU."""
 
 import pytest
 import torch
@@ -35,14 +35,14 @@ def test_a_row_names_its_cells_in_the_tables_order(bench: Bench) -> None:
     assert {"floor", "PyTorch", "neap"} == set(line.times_us)
     assert all(us > 0 for us in line.times_us.values())
     cells = [cell.strip() for cell in line.row().strip("|").split("|")]
-    # 128 x 576 weights of two bytes, each in one product and one sum.
+    # 128 x 576 weights of two bytes each; two operations (a product and a sum) per weight.
     assert cells[:5] == ["route", "576", "1", "0.15", "0.1"]
     assert len(cells) == 11
     times = line.times_us
     assert float(cells[-1]) == pytest.approx(times["neap"] / times["floor"], abs=0.051)
 
 
-def test_the_contender_in_float16_says_what_the_modules_say() -> None:
+def test_the_float16_contender_agrees_with_the_modules() -> None:
     torch.manual_seed(0)
     rows = torch.randn(300, 64) / 8
     plain = PlainExit(ExitHead("gated", 64, 64, 32), DepthRouter(64), projection(rows, None))
@@ -50,6 +50,6 @@ def test_the_contender_in_float16_says_what_the_modules_say() -> None:
     ago = torch.arange(50) % 4
     with torch.inference_mode():
         places, probabilities = plain.exit(states, deep, ago)  # type: ignore[misc]
-        few, close = plain.halved(rows).exit(states, deep, ago)  # type: ignore[misc]
-    assert (places == few).float().mean() > 0.95
-    assert torch.allclose(close.float(), probabilities, atol=0.02)
+        half_places, half_probabilities = plain.halved(rows).exit(states, deep, ago)  # type: ignore[misc]
+    assert (places == half_places).float().mean() > 0.95
+    assert torch.allclose(half_probabilities.float(), probabilities, atol=0.02)
