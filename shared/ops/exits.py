@@ -28,18 +28,15 @@ def exit_head(
     scale: Tensor | None,
     gain: Tensor,
     eps: float,
-    centred: bool = False,
 ) -> Tensor:
     """state, deep_state [N, D], ago [N] int64 -> the LM head's input [N, W] float32, normed, times `gain` [W].
 
     mix [I, 2 * D] over both states, normed; plus offset [O, I] float32, row `ago`, at most the last. Without `out`: I = W. With
-    `out` [W, I / 2]: silu(first half) * second half goes through it, and where W = D, `scale` [2, D] times the states is added.
-    Norms are RMS norms, or layer norms where `centred`.
-    """
+    `out` [W, I / 2]: silu(first half) * second half goes through it, and where W = D, `scale` [2, D] times the states is added."""
     load()
     refuse_gradient(state, deep_state, mix)
     adapted: Tensor = torch.ops.neap.exit_head.default(
-        state, deep_state, ago, mix, offset, out, scale, gain, eps, centred
+        state, deep_state, ago, mix, offset, out, scale, gain, eps
     )
     return adapted
 
@@ -72,7 +69,6 @@ class RouterWeights:
     skip: Tensor
     shift: float
     eps: float
-    centred: bool = False
 
 
 def new_tickets(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
@@ -109,7 +105,6 @@ def route(
         ago,
         weights.shift,
         weights.eps,
-        weights.centred,
         lowest,
         highest,
         tickets,
