@@ -13,8 +13,6 @@ from torch import Tensor
 from shared.ops import refuse_gradient
 from shared.ops.library import load
 
-NUM_FEATURES = 3
-MAX_TOP = 8
 ROUTE_TOKENS = 8
 
 
@@ -44,7 +42,7 @@ def exit_head(
 def draft_top(
     x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k (at most MAX_TOP) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their exps.
+    """The k (at most 8) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their exps.
 
     -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. Of equals the lower index comes first; a NaN is
     never chosen. The logits [N, V] are never held.
@@ -57,7 +55,7 @@ def draft_top(
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """hidden [R, D], bias and output [R], features [NUM_FEATURES, R], skip [NUM_FEATURES]: all but `hidden` float32.
+    """hidden [R, D], bias and output [R], features [3, R], skip [3]: all but `hidden` float32.
 
     A gain of the norm belongs into `hidden`, its bias into `bias`, a calibrating slope into `output`, `skip` and `shift`.
     """
