@@ -1,4 +1,4 @@
-"""Times the ops of exits and batches against PyTorch's equivalents and against the time that moving their bytes takes.
+"""Times the ops of exits, choices and pages against PyTorch's equivalents and against the time that moving their bytes takes.
 
     python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40] [--json FILE]
 
@@ -33,7 +33,7 @@ from shared.ladder.fused_exit import DraftRows, FusedExit
 from shared.ladder.head_rows import projection
 from shared.ladder.heads import ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
-from shared.ops.batches import verify_greedy, verify_sampled
+from shared.ops.choices import choose_greedy, choose_sampled
 from shared.ops.exits import draft_top, exit_head, new_tickets, route
 from shared.ops.library import runs_on
 from shared.ops.paged import paged_attention
@@ -156,23 +156,16 @@ def bench_exit(bench: Bench, width: int) -> None:
         })  # fmt: skip
 
 
-def bench_batch(bench: Bench, width: int) -> None:
-    """Times verification over the model's vocabulary."""
+def bench_choices(bench: Bench, width: int) -> None:
+    """Times choosing tokens from logits over the model's vocabulary."""
     vocabulary = SIZES[width][2]
     for tokens in bench.tokens:
         logits = torch.randn(tokens, vocabulary)
-        drafts, starts = logits.argmax(-1), torch.tensor([0, tokens])
-        probabilities = logits[:1].double().softmax(-1)
-        uniforms = torch.rand(tokens, dtype=torch.float64)
-
-        def plain(logits: Tensor = logits, drafts: Tensor = drafts) -> object:
-            choices = logits.argmax(-1)
-            return choices, (choices == drafts)[:-1].cumprod(0).sum()
-
-        bench.line("verify_greedy", width, tokens, logits.numel() * 4, 0,
-                   {"PyTorch": plain, "neap": partial(verify_greedy, logits, drafts, starts)})  # fmt: skip
+        bench.line("choose_greedy", width, tokens, logits.numel() * 4, 0,
+                   {"PyTorch": partial(logits.argmax, -1), "neap": partial(choose_greedy, logits)})  # fmt: skip
         if tokens == 1:
-            one = (probabilities, drafts, starts, uniforms)
+            probabilities = logits.double().softmax(-1)
+            uniforms = torch.rand(tokens, dtype=torch.float64)
 
             def drawn(target: Tensor = probabilities[0], uniform: float = 0.7) -> object:
                 total = target.cumsum(-1)
@@ -182,8 +175,8 @@ def bench_batch(bench: Bench, width: int) -> None:
                     total, total[-1]
                 )
 
-            bench.line("verify_sampled", width, 1, probabilities.numel() * 8, 0,
-                       {"PyTorch": drawn, "neap": partial(verify_sampled, *one)})  # fmt: skip
+            bench.line("choose_sampled", width, 1, probabilities.numel() * 8, 0,
+                       {"PyTorch": drawn, "neap": partial(choose_sampled, probabilities, uniforms)})  # fmt: skip
 
 
 def bench_paged(bench: Bench, width: int) -> None:
@@ -241,7 +234,7 @@ def main() -> None:
         bench = Bench(device, arguments.rounds, arguments.tokens or TOKENS[device.type])
         for width in arguments.widths:
             bench_exit(bench, width)
-            bench_batch(bench, width)
+            bench_choices(bench, width)
             bench_paged(bench, width)
     print(
         "\n| op | D | tokens | MB | MFLOP | floor | PyTorch | half | neap | PyTorch / neap | neap / floor |"

@@ -45,7 +45,7 @@ class RouterStore:
     An alias that has moved serves what it served until the new version is ready beside it; a canary's share gets the alias' own
     version until the candidate is. `on_fallback` is called for each such request with the model's id, "alias" or "canary", and
     why: LOADING, or the reason the version could not be loaded. `on_stale` is called with the model's id for each request
-    counted in `num_stale_resolutions`.
+    served by what an alias named before the registry went away.
     """
 
     def __init__(
@@ -75,18 +75,13 @@ class RouterStore:
         """Those of one model, by version. From any thread."""
         return self._loader.loaded(model_id)
 
-    @property
-    def num_stale_resolutions(self) -> int:
-        """Requests served by what an alias named before the registry went away."""
-        return self._resolutions.num_stale
-
     async def select(
         self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = ""
     ) -> LoadedRouter:
         """The chosen router, loaded, its digests checked. `request_id` decides whether it is the alias' canary.
 
         A version is immutable, so one that is loaded needs no look at the registry. An alias is resolved for every request;
-        while the registry or its store is away, the version it named last serves on (`num_stale_resolutions`).
+        while the registry or its store is away, the version it named last serves on (`on_stale`).
         Raises NotFound (version or alias), PreconditionFailed (ROUTER_REQUIRED: no choice was made and none is published),
         RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be).
         """

@@ -1,7 +1,7 @@
 // The launches. One translation unit for all but attention: the compiler reads CUDA's headers once per architecture, which is most of its time.
 #include <type_traits>
 
-#include "../include/batches.cuh"
+#include "../include/choose.cuh"
 #include "../include/draft_top.cuh"
 #include "../include/exit_head.cuh"
 #include "../include/route.cuh"
@@ -80,19 +80,14 @@ int launch_route(const RouteArgs& args, void* stream) {
   });
 }
 
-int launch_verify(const VerifyArgs& args, void* stream) {
+int launch_choose(const ChoiceArgs& args, void* stream) {
   const unsigned rows = (unsigned)args.rows;
-  if (rows) {
-    switch (args.type) {
-      case kWeights32: NEAP_LAUNCH(choose_kernel<float>, rows, kChoiceThreads, stream, args); break;
-      case kWeights16: NEAP_LAUNCH(choose_kernel<Half>, rows, kChoiceThreads, stream, args); break;
-      case kWeightsB16: NEAP_LAUNCH(choose_kernel<Bfloat>, rows, kChoiceThreads, stream, args); break;
-      case kWeights64: NEAP_LAUNCH(choose_kernel<double>, rows, kChoiceThreads, stream, args); break;
-    }
-    if (const int code = (int)cudaGetLastError()) return code;
+  switch (args.type) {
+    case kWeights32: NEAP_LAUNCH(choose_kernel<float>, rows, kChoiceThreads, stream, args); break;
+    case kWeights16: NEAP_LAUNCH(choose_kernel<Half>, rows, kChoiceThreads, stream, args); break;
+    case kWeightsB16: NEAP_LAUNCH(choose_kernel<Bfloat>, rows, kChoiceThreads, stream, args); break;
+    case kWeights64: NEAP_LAUNCH(choose_kernel<double>, rows, kChoiceThreads, stream, args); break;
   }
-  if (args.sequences == 0) return 0;
-  NEAP_LAUNCH(accept_kernel, blocks_of(args.sequences, kThreads), kThreads, stream, args);
   return (int)cudaGetLastError();
 }
 

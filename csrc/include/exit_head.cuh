@@ -5,19 +5,16 @@
 
 namespace neap::gpu {
 
-// out = (x - mean) / sqrt(mean((x - mean)^2) + eps), all threads of the block on one row; `centred` or the mean is 0.
+// out = x / sqrt(mean(x^2) + eps), all threads of the block on one row.
 template <class X, class F>
-__device__ __forceinline__ void norm_row(const X* x, int64_t width, float eps, bool centred, float* scratch, const F& write) {
-  float sum = 0.f, squares = 0.f;
-  if (centred)
-    for (int64_t i = threadIdx.x; i < width; i += blockDim.x) sum += to_float(x[i]);
-  const float mean = centred ? block_sum(sum, scratch) / (float)width : 0.f;
+__device__ __forceinline__ void norm_row(const X* x, int64_t width, float eps, float* scratch, const F& write) {
+  float squares = 0.f;
   for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
-    const float value = to_float(x[i]) - mean;
+    const float value = to_float(x[i]);
     squares += value * value;
   }
   const float scale = 1.f / sqrtf(block_sum(squares, scratch) / (float)width + eps);
-  for (int64_t i = threadIdx.x; i < width; i += blockDim.x) write(i, (to_float(x[i]) - mean) * scale);
+  for (int64_t i = threadIdx.x; i < width; i += blockDim.x) write(i, to_float(x[i]) * scale);
 }
 
 // A block per token.
@@ -25,7 +22,7 @@ template <class X>
 __global__ void __launch_bounds__(kThreads) norm_kernel(NormArgs args) {
   NEAP_SHARED(float, scratch, kWarps);
   float* out = args.out + blockIdx.x * args.out_stride;
-  norm_row(static_cast<const X*>(args.x) + blockIdx.x * args.x_stride, args.width, args.eps, args.centred, scratch,
+  norm_row(static_cast<const X*>(args.x) + blockIdx.x * args.x_stride, args.width, args.eps, scratch,
            [=](int64_t i, float value) { out[i] = value; });
 }
 
@@ -74,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) exit_finish_kernel(ExitHeadArgs args
   const int64_t size = affine ? args.mix.rows : args.out.rows;
   float* adapted = args.adapted + blockIdx.x * size;
   const float* gain = args.gain;
-  norm_row(affine ? args.inner + blockIdx.x * size : adapted, size, args.eps, args.centred, scratch,
+  norm_row(affine ? args.inner + blockIdx.x * size : adapted, size, args.eps, scratch,
            [=](int64_t i, float value) { adapted[i] = value * gain[i]; });
 }
 

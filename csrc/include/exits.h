@@ -1,6 +1,6 @@
 // What a layer exit computes, as plain structs for the CPU's and the GPU's kernels. No torch.
 //
-//   own, deep = unit(state), unit(deep_state)               unit: RMS norm, or layer norm where `centred`; no gain
+//   own, deep = unit(state), unit(deep_state)               unit: RMS norm, no gain
 //   inner     = mix @ [own; deep] + offset[ago]
 //   adapted   = unit(gated ? out @ (silu(inner[:rank]) * inner[rank:]) + scale[0] * own + scale[1] * deep : inner) * gain
 //   top       = the k largest of rows @ adapted + bias
@@ -27,7 +27,6 @@ struct NormArgs {
   float* out;      // [tokens, width], rows `out_stride` apart
   int64_t width, x_stride, out_stride;
   float eps;
-  bool centred;
 };
 
 struct RowDotsArgs {
@@ -48,7 +47,6 @@ struct ExitHeadArgs {
   float* adapted;        // [tokens, head_width]
   int64_t tokens, width, num_offsets;
   float eps;
-  bool centred;
 };
 
 struct DraftTopArgs {
@@ -78,7 +76,6 @@ struct RouteArgs {
   int64_t tokens, x_stride;
   int k;
   float shift, eps, lowest, highest;
-  bool centred;
   float* inner;                // [tokens, width] (CPU) or partial sums [tokens, blocks] (GPU)
   uint32_t* tickets;           // GPU: [token tiles], zero before and after
   float* probability;          // [tokens]

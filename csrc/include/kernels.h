@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "batches.h"
+#include "choices.h"
 #include "exits.h"
 
 namespace neap {
@@ -99,7 +99,7 @@ struct Kernels {
   void (*draft_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // item: kVocabularyBlock rows
   void (*draft_join)(const DraftTopArgs&, int64_t begin, int64_t end);
   void (*route_finish)(const RouteArgs&, int64_t begin, int64_t end);
-  void (*verify)(const VerifyArgs&, int64_t begin, int64_t end);      // item: a row of scores
+  void (*choose)(const ChoiceArgs&, int64_t begin, int64_t end);      // item: a row of scores
 };
 
 // The best this machine runs, or the one last asked for.

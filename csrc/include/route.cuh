@@ -21,12 +21,11 @@ __device__ __forceinline__ Features features_of(const RouteArgs& args, int64_t t
   return {{first, expf(first) - second, (float)args.ago[token] * 0.25f}};
 }
 
-// What one reading of the tokens gives: products with a row of weights, and the sums that the norm needs.
+// What one reading of the tokens gives: products with a row of weights, and the squares that the norm needs.
 struct Sums {
-  float dots[kTile], squares[kTile], sums[kTile], pivots[kTile], weights;
+  float dots[kTile], squares[kTile];
 };
 
-// Centred: all numbers are taken less the token's first, or large means would cancel.
 template <bool kFours, class X, class W>
 __device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, Sums& sums) {
   constexpr int kWidth = kFours ? 4 : 1;
@@ -39,7 +38,6 @@ __device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int t
     } else {
       w[0] = to_float(weight[k]);
     }
-    for (int i = 0; i < kWidth; ++i) sums.weights += w[i];
 #pragma unroll
     for (int t = 0; t < kTile; ++t) {
       if (t >= tokens) break;
@@ -51,34 +49,24 @@ __device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int t
         value[0] = to_float(x[t * x_stride + k]);
       }
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const float shifted = value[i] - sums.pivots[t];
-        sums.dots[t] += w[i] * shifted, sums.squares[t] += shifted * shifted, sums.sums[t] += shifted;
-      }
+      for (int i = 0; i < kWidth; ++i) sums.dots[t] += w[i] * value[i], sums.squares[t] += value[i] * value[i];
     }
   }
 }
 
 // The normed products of a row of weights with up to kTile tokens, token t's in lane t.
 template <class X, class W>
-__device__ __forceinline__ float normed_dot(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, float eps, bool centred, bool fours) {
+__device__ __forceinline__ float normed_dot(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, float eps, bool fours) {
   Sums s;
-  s.weights = 0.f;
 #pragma unroll
-  for (int t = 0; t < kTile; ++t) {
-    s.dots[t] = s.squares[t] = s.sums[t] = 0.f;
-    s.pivots[t] = centred && t < tokens ? to_float(x[t * x_stride]) : 0.f;
-  }
+  for (int t = 0; t < kTile; ++t) s.dots[t] = s.squares[t] = 0.f;
   if (fours) add_products<true>(x, x_stride, tokens, weight, columns, s);
   else add_products<false>(x, x_stride, tokens, weight, columns, s);
-  const float weights = warp_sum(s.weights);
   float mine = 0.f;
 #pragma unroll
   for (int t = 0; t < kTile; ++t) {
-    const float dot = warp_sum(s.dots[t]), square = warp_sum(s.squares[t]), sum = warp_sum(s.sums[t]);
-    const float mean = centred ? sum / (float)columns : 0.f;  // less the pivot
-    const float variance = fmaxf(square / (float)columns - mean * mean, 0.f);
-    if ((int)(threadIdx.x % kWarp) == t) mine = (dot - mean * weights) / sqrtf(variance + eps);
+    const float dot = warp_sum(s.dots[t]), square = warp_sum(s.squares[t]);
+    if ((int)(threadIdx.x % kWarp) == t) mine = dot / sqrtf(square / (float)columns + eps);
   }
   return mine;
 }
@@ -94,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool
   float part = 0.f;
   if (row < width) {
     float value = normed_dot(static_cast<const X*>(args.x) + first * args.x_stride, args.x_stride, tokens,
-                             static_cast<const W*>(args.hidden.data) + row * columns, columns, args.eps, args.centred, fours);
+                             static_cast<const W*>(args.hidden.data) + row * columns, columns, args.eps, fours);
     if (lane < tokens) {
       const Features features = features_of(args, first + lane);
       value += args.bias[row];

@@ -69,7 +69,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
         Object("attention", "attention.cpp", binding),
         Object("layer", "layer.cpp", binding),
         Object("exits", "exits.cpp", binding),
-        Object("batches", "batches.cpp", binding),
+        Object("choices", "choices.cpp", binding),
         Object("paged", "paged.cpp", binding),
         *(
             Object(name, source, " ".join(architecture_flags(wanted_architectures())), "nvcc")

@@ -13,8 +13,6 @@ from torch import Tensor
 from shared.ops import refuse_gradient
 from shared.ops.library import load
 
-NUM_FEATURES = 3
-MAX_TOP = 8
 ROUTE_TOKENS = 8
 
 
@@ -28,18 +26,15 @@ def exit_head(
     scale: Tensor | None,
     gain: Tensor,
     eps: float,
-    centred: bool = False,
 ) -> Tensor:
     """state, deep_state [N, D], ago [N] int64 -> the LM head's input [N, W] float32, normed, times `gain` [W].
 
     mix [I, 2 * D] over both states, normed; plus offset [O, I] float32, row `ago`, at most the last. Without `out`: I = W. With
-    `out` [W, I / 2]: silu(first half) * second half goes through it, and where W = D, `scale` [2, D] times the states is added.
-    Norms are RMS norms, or layer norms where `centred`.
-    """
+    `out` [W, I / 2]: silu(first half) * second half goes through it, and where W = D, `scale` [2, D] times the states is added."""
     load()
     refuse_gradient(state, deep_state, mix)
     adapted: Tensor = torch.ops.neap.exit_head.default(
-        state, deep_state, ago, mix, offset, out, scale, gain, eps, centred
+        state, deep_state, ago, mix, offset, out, scale, gain, eps
     )
     return adapted
 
@@ -47,7 +42,7 @@ def exit_head(
 def draft_top(
     x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k (at most MAX_TOP) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their exps.
+    """The k (at most 8) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their exps.
 
     -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. Of equals the lower index comes first; a NaN is
     never chosen. The logits [N, V] are never held.
@@ -60,7 +55,7 @@ def draft_top(
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """hidden [R, D], bias and output [R], features [NUM_FEATURES, R], skip [NUM_FEATURES]: all but `hidden` float32.
+    """hidden [R, D], bias and output [R], features [3, R], skip [3]: all but `hidden` float32.
 
     A gain of the norm belongs into `hidden`, its bias into `bias`, a calibrating slope into `output`, `skip` and `shift`.
     """
@@ -72,7 +67,6 @@ class RouterWeights:
     skip: Tensor
     shift: float
     eps: float
-    centred: bool = False
 
 
 def new_tickets(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
@@ -109,7 +103,6 @@ def route(
         ago,
         weights.shift,
         weights.eps,
-        weights.centred,
         lowest,
         highest,
         tickets,

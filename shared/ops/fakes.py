@@ -90,7 +90,6 @@ def _exit_head(
     scale: Tensor | None,
     gain: Tensor,
     eps: float,
-    centred: bool = False,
 ) -> Tensor:
     _check(mix.shape[1] == 2 * state.shape[1])
     return state.new_empty(state.shape[0], gain.shape[0], dtype=torch.float32)
@@ -109,19 +108,13 @@ def _route(x: Tensor, hidden: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-def _verify_greedy(logits: Tensor, drafts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    _check(drafts.shape[0] == logits.shape[0])
-    return drafts.new_empty(drafts.shape[0]), starts.new_empty(starts.shape[0] - 1)
+def _choose_greedy(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
-def _verify_sampled(
-    probabilities: Tensor,
-    drafts: Tensor,
-    starts: Tensor,
-    uniforms: Tensor,
-    proposed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _verify_greedy(probabilities, drafts, starts)
+def _choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    _check(uniforms.shape[0] == probabilities.shape[0])
+    return _choose_greedy(probabilities)
 
 
 def _paged_attention(
@@ -147,8 +140,8 @@ def register() -> None:
         "exit_head": _exit_head,
         "draft_top": _draft_top,
         "route": _route,
-        "verify_greedy": _verify_greedy,
-        "verify_sampled": _verify_sampled,
+        "choose_greedy": _choose_greedy,
+        "choose_sampled": _choose_sampled,
         "paged_attention": _paged_attention,
     }
     for name, fake in fakes.items():

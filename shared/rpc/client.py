@@ -279,13 +279,6 @@ class NeapClient:
         )
         return list(reply.changes)
 
-    def watch_routers(
-        self, model_id: str, *, after_event: int = 0
-    ) -> Iterator[router_pb2.WatchResponse]:
-        """Publications and alias changes after `after_event`. Raises Unavailable when the connection breaks."""
-        request = router_pb2.WatchRequest(model_id=model_id, after_event=after_event)
-        return _stream(None, self._router.Watch(request))
-
     def _unary(self, method: Any, request: Any) -> Any:
         return self._retrying(lambda: method(request, timeout=self._timeout_s))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.plain_exit import PlainExit
-from bench.roofline import Bench, bench_batch, bench_exit, bench_paged
+from bench.roofline import Bench, bench_choices, bench_exit, bench_paged
 from shared.ladder.head_rows import projection
 from shared.ladder.heads import ExitHead
 from shared.ladder.routers import DepthRouter
@@ -16,7 +16,7 @@ def bench() -> Bench:
     assert runs_on("cpu")
     bench = Bench(torch.device("cpu"), rounds=2, tokens=(1,))
     with torch.inference_mode():
-        for part in (bench_exit, bench_batch, bench_paged):
+        for part in (bench_exit, bench_choices, bench_paged):
             part(bench, 576)
     return bench
 

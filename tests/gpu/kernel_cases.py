@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shared.ops import reference
-from shared.ops.batches import verify_greedy, verify_sampled
+from shared.ops.choices import choose_greedy, choose_sampled
 from shared.ops.exits import RouterWeights, draft_top, exit_head, new_tickets, route
 from shared.ops.paged import paged_attention
 from tests.shared.ops.paged_passes import CLOSE, drawn_pass
@@ -38,7 +38,7 @@ def copied(inputs: Inputs, device: str) -> Inputs:
     return [None if t is None else t.clone().to(device) for t in inputs]
 
 
-def _exit_head(tokens: int, width: int, form: str, dtype: torch.dtype, centred: bool) -> Case:
+def _exit_head(tokens: int, width: int, form: str, dtype: torch.dtype) -> Case:
     rank = 2 * (width // 2 + 1)
 
     def inputs() -> Inputs:
@@ -56,10 +56,10 @@ def _exit_head(tokens: int, width: int, form: str, dtype: torch.dtype, centred: 
         ]
 
     def run(*tensors: Tensor) -> Outputs:
-        return (exit_head(*tensors, 1e-3, centred),)
+        return (exit_head(*tensors, 1e-3),)
 
     def expected(*tensors: Tensor) -> Outputs:
-        return (reference.exit_head(*tensors, 1e-3, centred),)
+        return (reference.exit_head(*tensors, 1e-3),)
 
     return Case(f"exit_head {form} {tokens}x{width} {dtype}", inputs, run, expected, SUMMED)
 
@@ -96,36 +96,29 @@ def _route(tokens: int, width: int, size: int, dtype: torch.dtype, mixed: bool) 
 
     def expected(*tensors: Tensor) -> Outputs:
         *others, tickets = tensors
-        return reference.route(*others, 0.1, 1e-3, False, *limits), torch.zeros_like(tickets)
+        return reference.route(*others, 0.1, 1e-3, *limits), torch.zeros_like(tickets)
 
     return Case(f"route {tokens}x{width}x{size} {dtype}", inputs, run, expected, SUMMED)
 
 
-def _verify(rows: int, vocabulary: int, dtype: torch.dtype, proposes: bool) -> list[Case]:
-    def drafts() -> tuple[Tensor, Tensor]:
-        return torch.randint(-1, vocabulary, (rows,)), torch.tensor([0, rows // 2, rows])
-
+def _choose(rows: int, vocabulary: int, dtype: torch.dtype) -> list[Case]:
     def greedy_inputs() -> Inputs:
         logits = torch.randn(rows, vocabulary)
-        logits[torch.arange(rows), torch.randint(0, vocabulary, (rows,))] = (
-            9  # of equals, the reference takes any
-        )
-        return [logits.to(dtype), *drafts()]
+        # Of equals, the reference takes any.
+        logits[torch.arange(rows), torch.randint(0, vocabulary, (rows,))] = 9
+        return [logits.to(dtype)]
 
     def sampled_inputs() -> Inputs:
-        target, proposed = torch.randn(2, rows, vocabulary).mul(2).softmax(-1).to(dtype).unbind()
-        uniforms = torch.rand(rows, dtype=torch.float64)
-        return [
-            target.contiguous(),
-            *drafts(),
-            uniforms,
-            proposed.contiguous() if proposes else None,
-        ]
+        target = torch.randn(rows, vocabulary).mul(2).softmax(-1).to(dtype)
+        return [target, torch.rand(rows, dtype=torch.float64)]
+
+    def single(choose: Callable[..., Tensor]) -> Callable[..., Outputs]:
+        return lambda *tensors: (choose(*tensors),)
 
     name = f"{rows}x{vocabulary} {dtype}"
     return [
-        Case(f"verify_greedy {name}", greedy_inputs, verify_greedy, reference.verify_greedy, EXACT),
-        Case(f"verify_sampled {name}", sampled_inputs, verify_sampled, reference.verify_sampled, EXACT),
+        Case(f"choose_greedy {name}", greedy_inputs, single(choose_greedy), single(reference.choose_greedy), EXACT),
+        Case(f"choose_sampled {name}", sampled_inputs, single(choose_sampled), single(reference.choose_sampled), EXACT),
     ]  # fmt: skip
 
 
@@ -159,19 +152,19 @@ def _paged(
 
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CASES: list[Case] = [
-    _exit_head(1, 576, "gated", HALF, False),
-    _exit_head(9, 65, "gated", SINGLE, True),
-    _exit_head(3, 128, "affine", BRAIN, False),
+    _exit_head(1, 576, "gated", HALF),
+    _exit_head(9, 65, "gated", SINGLE),
+    _exit_head(3, 128, "affine", BRAIN),
     _draft_top(1, 64, 4587, 2, HALF),
     _draft_top(9, 33, 130, 8, SINGLE),
     _draft_top(4, 128, 1000, 3, BRAIN),
     _route(1, 576, 128, HALF, True),
     _route(70, 100, 33, SINGLE, False),
     _route(300, 64, 16, BRAIN, False),
-    *_verify(6, 49152, SINGLE, True),
-    *_verify(5, 1000, torch.float64, False),
-    *_verify(4, 513, HALF, False),
-    *_verify(4, 300, BRAIN, False),
+    *_choose(6, 49152, SINGLE),
+    *_choose(5, 1000, torch.float64),
+    *_choose(4, 513, HALF),
+    *_choose(4, 300, BRAIN),
     *(
         _paged([3, 700, 140, 0], heads, (width, width), dtype)
         for width in (64, 80, 96, 128, 256)

@@ -24,7 +24,7 @@ CLOSE = {"atol": 2e-5, "rtol": 2e-4}
 def head(
     form: str, tokens: int, width: int, size: int, state: torch.dtype, weights: torch.dtype
 ) -> tuple:
-    """Arguments of `exit_head` but for the norm; the first token's state has a mean that a layer norm must take off."""
+    """Arguments of `exit_head` but for the norm."""
     inner = size if form == "affine" else 2 * (size // 2 + 1)
     own, deep = torch.randn(2, tokens, width).unbind()
     gated = form == "gated"
@@ -48,7 +48,6 @@ def head(
     form=st.sampled_from(["affine", "gated"]),
     state=DTYPES,
     weights=DTYPES,
-    centred=st.booleans(),
 )
 def test_exit_head_agrees_with_its_reference_and_ignores_its_neighbours(
     isa: str,
@@ -58,15 +57,14 @@ def test_exit_head_agrees_with_its_reference_and_ignores_its_neighbours(
     form: str,
     state: torch.dtype,
     weights: torch.dtype,
-    centred: bool,
 ) -> None:
     arguments = head(form, tokens, width, size or width, state, weights)
-    out = exit_head(*arguments, 1e-2, centred)
-    torch.testing.assert_close(out, reference.exit_head(*arguments, 1e-2, centred), **CLOSE)
+    out = exit_head(*arguments, 1e-2)
+    torch.testing.assert_close(out, reference.exit_head(*arguments, 1e-2), **CLOSE)
     for row in range(tokens):
         own = slice(row, row + 1)
         alone = tuple(argument[own] for argument in arguments[:3])
-        assert torch.equal(exit_head(*alone, *arguments[3:], 1e-2, centred), out[own])
+        assert torch.equal(exit_head(*alone, *arguments[3:], 1e-2), out[own])
 
 
 @DRAWN
@@ -112,7 +110,7 @@ def test_large_logits_do_not_overflow_the_mass(isa: str) -> None:
     assert float(log_mass) == pytest.approx(300.0 + 0.3132617, abs=1e-4)
 
 
-def router(width: int, size: int, dtype: torch.dtype, centred: bool = False) -> RouterWeights:
+def router(width: int, size: int, dtype: torch.dtype) -> RouterWeights:
     return RouterWeights(
         hidden=(torch.randn(size, width) / width**0.5).to(dtype),
         bias=torch.randn(size),
@@ -121,7 +119,6 @@ def router(width: int, size: int, dtype: torch.dtype, centred: bool = False) -> 
         skip=torch.randn(3),
         shift=0.3,
         eps=1e-3,
-        centred=centred,
     )
 
 
@@ -135,7 +132,7 @@ def referred(x: torch.Tensor, weights: RouterWeights, *others: object) -> torch.
     w = weights
     top, log_mass, ago, *limits = others
     return reference.route(
-        x, w.hidden, w.bias, w.output, w.features, w.skip, top, log_mass, ago, w.shift, w.eps, w.centred, *limits
+        x, w.hidden, w.bias, w.output, w.features, w.skip, top, log_mass, ago, w.shift, w.eps, *limits
     )  # fmt: skip
 
 
@@ -147,7 +144,6 @@ def referred(x: torch.Tensor, weights: RouterWeights, *others: object) -> torch.
     k=st.integers(1, 3),
     dtype=DTYPES,
     mixed=st.booleans(),
-    centred=st.booleans(),
 )
 def test_route_agrees_with_its_reference(
     isa: str,
@@ -157,10 +153,9 @@ def test_route_agrees_with_its_reference(
     k: int,
     dtype: torch.dtype,
     mixed: bool,
-    centred: bool,
 ) -> None:
     x = (torch.randn(tokens, width) + 5).to(torch.float32 if mixed else dtype)
-    weights = router(width, size, dtype, centred)
+    weights = router(width, size, dtype)
     others = (*evidence(tokens, k), 0.01, 0.99)
     tickets = new_tickets(tokens)
     probability = route(x, weights, *others, tickets)

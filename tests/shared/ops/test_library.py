@@ -23,8 +23,8 @@ OPS = [
     "exit_head",
     "draft_top",
     "route",
-    "verify_greedy",
-    "verify_sampled",
+    "choose_greedy",
+    "choose_sampled",
     "paged_attention",
 ]
 
@@ -86,7 +86,6 @@ def _calls() -> dict[str, tuple]:
             torch.randn(2, 8),
             torch.randn(8),
             1e-6,
-            True,
         ),
         "draft_top": (torch.randn(3, 8), torch.randn(70, 8).bfloat16(), torch.randn(70), 2),
         "route": (
@@ -99,17 +98,11 @@ def _calls() -> dict[str, tuple]:
             torch.randn(3, 2),
             torch.randn(3) + 4,
             torch.arange(3),
-            *(0.1, 1e-6, False, 0.0, 1.0),
+            *(0.1, 1e-6, 0.0, 1.0),
             torch.zeros(1, dtype=torch.int32),
         ),
-        "verify_greedy": (torch.randn(3, 9), torch.arange(3), torch.tensor([0, 2, 3])),
-        "verify_sampled": (
-            torch.rand(3, 9),
-            torch.arange(3),
-            torch.tensor([0, 2, 3]),
-            torch.rand(3, dtype=torch.float64),
-            torch.rand(3, 9),
-        ),
+        "choose_greedy": (torch.randn(3, 9),),
+        "choose_sampled": (torch.rand(3, 9), torch.rand(3, dtype=torch.float64)),
         "paged_attention": (
             torch.randn(4, 3, 8).transpose(0, 1),
             torch.randn(3, 2, 8),

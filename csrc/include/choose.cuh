@@ -1,6 +1,6 @@
-// Drafts verified: see VerifyArgs.
+// The token that each row of scores chooses: see ChoiceArgs.
 #pragma once
-#include "batches.h"
+#include "choices.h"
 #include "device.cuh"
 
 namespace neap::gpu {
@@ -24,7 +24,7 @@ template <class E>
 __device__ __forceinline__ double weight_of(E value) { return (double)to_float(value); }
 
 template <class E>
-__device__ __forceinline__ void choose_largest(const E* scores, const VerifyArgs& args, Largest* found) {
+__device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs& args, Largest* found) {
   Largest best{0, -1};
   for (int64_t i = threadIdx.x; i < args.vocabulary; i += blockDim.x) {
     const Largest seen{weight_of(scores[i]), i};
@@ -91,49 +91,16 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
   return found < size ? found : -1;
 }
 
-template <class E>
-__device__ __forceinline__ void draw(const E* scores, const VerifyArgs& args, double* ends, int64_t* answer) {
-  const int64_t row = blockIdx.x, draft = args.drafts[row];
-  const double uniform = args.uniforms[row];
-  int64_t token;
-  if (args.proposed == nullptr || draft < 0 || draft >= args.vocabulary) {
-    token = at_point(args.vocabulary, uniform, ends, answer, [=](int64_t i) { return weight_of(scores[i]); });
-    if (token < 0) token = 0;
-  } else {
-    const E* proposed = static_cast<const E*>(args.proposed) + row * args.proposed_stride;
-    const double wanted = weight_of(scores[draft]), offered = weight_of(proposed[draft]);
-    token = draft;
-    if (uniform * offered >= wanted) {
-      // Rejected, the number is uniform over what is left of [0, 1): it serves a second time.
-      const double bound = wanted / offered;
-      token = at_point(args.vocabulary, (uniform - bound) / (1 - bound), ends, answer, [=](int64_t i) {
-        const double difference = weight_of(scores[i]) - weight_of(proposed[i]);
-        return difference > 0 ? difference : 0.;
-      });
-      if (token < 0) token = draft;  // the two differ by rounding alone
-    }
-  }
-  if (threadIdx.x == 0) args.choices[row] = token;
-}
-
 // A block per row of scores.
 template <class E>
-__global__ void __launch_bounds__(kChoiceThreads) choose_kernel(VerifyArgs args) {
+__global__ void __launch_bounds__(kChoiceThreads) choose_kernel(ChoiceArgs args) {
   NEAP_SHARED(Largest, found, kChoiceWarps);
   NEAP_SHARED(double, ends, kChoiceWarps);
   NEAP_SHARED(int64_t, answer, 1);
   const E* scores = static_cast<const E*>(args.scores) + blockIdx.x * args.stride;
-  if (args.uniforms) draw(scores, args, ends, answer); else choose_largest(scores, args, found);
-}
-
-// A thread per sequence; its last row tests nothing.
-__global__ void __launch_bounds__(kThreads) accept_kernel(VerifyArgs args) {
-  const int64_t sequence = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (sequence >= args.sequences) return;
-  const int64_t begin = max((int64_t)0, args.starts[sequence]), end = min(args.rows, args.starts[sequence + 1]);
-  int64_t row = begin;
-  while (row + 1 < end && args.choices[row] == args.drafts[row]) ++row;
-  args.accepted[sequence] = row - begin;
+  if (args.uniforms == nullptr) return choose_largest(scores, args, found);
+  const int64_t token = at_point(args.vocabulary, args.uniforms[blockIdx.x], ends, answer, [=](int64_t i) { return weight_of(scores[i]); });
+  if (threadIdx.x == 0) args.choices[blockIdx.x] = max(token, (int64_t)0);
 }
 
 }  // namespace neap::gpu

@@ -1,6 +1,6 @@
 // The token a row of scores chooses: the largest, or the one at a uniform number's place in the distribution.
 #pragma once
-#include "batches.h"
+#include "choices.h"
 #include "half_simd.h"
 
 namespace neap::NEAP_ISA {
@@ -83,32 +83,15 @@ inline int64_t at_point(int64_t size, double point, const F& weight) {
 }
 
 template <class E>
-inline int64_t drawn(const VerifyArgs& args, int64_t row) {
-  const E* target = (const E*)args.scores + row * args.stride;
-  const int64_t draft = args.drafts[row];
-  const double uniform = args.uniforms[row];
-  if (args.proposed == nullptr || draft < 0 || draft >= args.vocabulary)
-    return max64(0, at_point(args.vocabulary, uniform, [=](int64_t i) { return weight_of(target[i]); }));
-  const E* proposed = (const E*)args.proposed + row * args.proposed_stride;
-  const double wanted = weight_of(target[draft]), offered = weight_of(proposed[draft]);
-  if (uniform * offered < wanted) return draft;
-  // Rejected, the number is uniform over what is left of [0, 1): it serves a second time.
-  const double bound = wanted / offered, again = (uniform - bound) / (1 - bound);
-  const auto residual = [=](int64_t i) {
-    const double difference = weight_of(target[i]) - weight_of(proposed[i]);
-    return difference > 0 ? difference : 0;
-  };
-  const int64_t token = at_point(args.vocabulary, again, residual);
-  return token < 0 ? draft : token;  // the two differ by rounding alone
+inline void choose_rows(const ChoiceArgs& args, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const E* scores = (const E*)args.scores + row * args.stride;
+    args.choices[row] = args.uniforms ? max64(0, at_point(args.vocabulary, args.uniforms[row], [=](int64_t i) { return weight_of(scores[i]); }))
+                                      : largest(scores, args.vocabulary);
+  }
 }
 
-template <class E>
-inline void choose_rows(const VerifyArgs& args, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row)
-    args.choices[row] = args.uniforms ? drawn<E>(args, row) : largest((const E*)args.scores + row * args.stride, args.vocabulary);
-}
-
-inline void verify(const VerifyArgs& args, int64_t begin, int64_t end) {
+inline void choose(const ChoiceArgs& args, int64_t begin, int64_t end) {
   switch (args.type) {
     case kWeights32: return choose_rows<float>(args, begin, end);
     case kWeights16: return choose_rows<Half>(args, begin, end);
