@@ -11,12 +11,15 @@ from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 from neap.router.v1 import router_pb2, router_pb2_grpc
 from typer.testing import CliRunner, Result
 
+from calibrator_service.convert import version_to_proto
 from shared.cli.main import app
 from shared.errors import NeapError, NotFound
+from shared.registry.base import PublishedVersion
 from shared.rpc.status import code_of, to_status, trailing_metadata
+from tests.manifests import real_manifest
 
 NUM_LAYERS = 30
-MANIFEST = '{"rungs": [{"name": "suffix", "depth": 0}]}'
+MANIFEST = real_manifest()
 
 
 def refuse(context: Any, error: NeapError) -> None:
@@ -126,15 +129,10 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.manifest = MANIFEST
 
     def version(self, number: int) -> Any:
-        rung = router_pb2.Rung(name="suffix", depth=0, agreement=0.5, router_auc=0.875)
-        return router_pb2.RouterVersion(
-            model_id="tiny",
-            version=number,
-            manifest_digest=f"sha256:{number}",
-            size_bytes=2_500_000,
-            rungs=[rung],
-            manifest_json=self.manifest,
+        published = PublishedVersion(
+            "tiny", number, f"sha256:{number}", 0.0, 2_500_000, self.manifest
         )
+        return version_to_proto(published, with_manifest=True)
 
     def ListVersions(self, request: Any, context: Any) -> Any:
         known = [self.version(2), self.version(1)] if request.model_id == "tiny" else []
