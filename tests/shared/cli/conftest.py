@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from calibrator_service.convert import version_to_proto
 from shared.cli.main import app
-from shared.errors import NeapError, NotFound
+from shared.errors import InvalidInput, NeapError, NotFound
 from shared.registry.base import PublishedVersion
 from shared.rpc.status import code_of, to_status, trailing_metadata
 from tests.manifests import real_manifest
@@ -32,6 +32,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.has_chat_template = True
 
     def GetModel(self, request: Any, context: Any) -> Any:
         if request.model_id != "tiny":
@@ -48,6 +49,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:
         self.requests.append(request)
+        if request.HasField("chat") and not self.has_chat_template:
+            refuse(context, InvalidInput("no chat template", reason="NO_CHAT_TEMPLATE"))
         exact = request.depth.WhichOneof("policy") != "full"
         response = inference_pb2.GenerateResponse
         started = inference_pb2.Started(request_id="r", model_id="tiny")
