@@ -26,9 +26,8 @@ import transformers
 
 from bench.hugging_face import HF, hugging_face_batch
 from bench.machine import described
-from bench.prompts import DEFAULT_FILE, read_prompts
+from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
 from inference_service.engine.engine import MAX_RUNNING, Engine
-from inference_service.engine.prompt import encode_prompt
 from inference_service.engine.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
@@ -109,8 +108,10 @@ def main() -> None:
         parser.error("there is no CUDA device")
     loaded = load_model(options.model, device=options.device)
     ladder = read_ladder(options.router)
+    if not takes_chat(loaded):
+        print(PLAIN_TEXT_NOTE)
     prompts = [
-        list(encode_prompt(loaded, [{"role": "user", "content": prompt.turns[0]}]))
+        encode_turns(loaded, prompt.turns[:1])
         for prompt in read_prompts(options.prompts, options.per_task)
     ]
     tables: dict[str, dict[str, list[float]]] = {}

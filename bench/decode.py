@@ -22,9 +22,15 @@ import transformers
 
 from bench.hugging_face import HF, Run, Side, hugging_face
 from bench.machine import described
-from bench.prompts import DEFAULT_FILE, BenchPrompt, read_prompts
+from bench.prompts import (
+    DEFAULT_FILE,
+    PLAIN_TEXT_NOTE,
+    BenchPrompt,
+    encode_turns,
+    read_prompts,
+    takes_chat,
+)
 from inference_service.engine.engine import Engine
-from inference_service.engine.prompt import encode_prompt
 from inference_service.engine.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
@@ -33,6 +39,7 @@ from shared.model.load import LoadedModel, load_model
 from shared.model.own_thread import in_own_thread
 
 FULL, EXACT = "full", "exact"
+MIN_TOKENS = 8
 
 
 def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:
@@ -91,32 +98,37 @@ def measure(
     for number, prompt in enumerate(prompts):
         if time.monotonic() > end_s:
             break
-        messages: list[dict[str, str]] = []
+        turns: list[str] = []
         for turn in prompt.turns:
-            messages.append({"role": "user", "content": turn})
-            ids = encode_prompt(loaded, messages)
+            turns.append(turn)
+            ids = encode_turns(loaded, turns)
             shift = number % len(names)
             runs = {name: sides[name](list(ids)) for name in names[shift:] + names[:shift]}
             for name, run in runs.items():
                 results[prompt.task][name].append(run)
             answer = loaded.tokenizer.decode(list(runs[FULL].token_ids), skip_special_tokens=True)
-            messages.append({"role": "assistant", "content": str(answer)})
+            turns.append(str(answer))
         print(f"{number + 1}/{len(prompts)} {prompt.task}", flush=True)
     return results
 
 
 def summarise(results: dict[str, dict[str, list[Run]]]) -> dict[str, Any]:
-    """Figures by task and side, over prompts that full depth answered with at least 8 tokens. Ratios are to our full depth.
+    """Figures by task and side, over prompts that full depth answered with at least MIN_TOKENS tokens. Ratios are to our full depth.
 
     `speed_up`: ratio of the mean tokens per second over prompts, Spec-Bench's measure (2401.07851). `speed_up_median`: median over
     prompts of the ratio of times per token. `speed_up_total`: ratio of the total times of whole answers, prefill included.
     """
     tables: dict[str, Any] = {}
     for task, sides in results.items():
+        if all(len(run.token_ids) < MIN_TOKENS for run in sides[FULL]):
+            print(f"{task}: no answer has {MIN_TOKENS} tokens; left out")
+            continue
         tables[task] = {}
         for name, runs in sides.items():
             pairs = [
-                (r, f) for r, f in zip(runs, sides[FULL], strict=True) if len(f.token_ids) >= 8
+                (r, f)
+                for r, f in zip(runs, sides[FULL], strict=True)
+                if len(f.token_ids) >= MIN_TOKENS
             ]
             tokens = sum(max(len(run.token_ids) - 1, 0) for run, _ in pairs)
             tables[task][name] = {
@@ -207,6 +219,8 @@ def main() -> None:
     loaded = load_model(options.model, device=options.device)
     ladder = read_ladder(options.router)
     prompts = read_prompts(options.prompts, options.per_task)
+    if not takes_chat(loaded):
+        print(PLAIN_TEXT_NOTE)
     with ExitStack() as stack:
         engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0))
         engine.warm_up()
@@ -225,6 +239,8 @@ def main() -> None:
             side(list(range(3, 40)))
         tables = summarise(measure(loaded, sides, prompts, options.seconds))
     print(f"{described(options.device)}, {loaded.model.dtype}")
+    if not tables:
+        parser.exit(1, "nothing was measured\n")
     print_tables(tables)
     if options.json:
         options.json.write_text(json.dumps(tables, indent=1))

@@ -150,9 +150,7 @@ async def measure(
     results: dict[str, dict[str, Any]] = {}
     async with StreamClient(target) as client:
         for policy in options.policies:
-            warm = Stream(0.0)
-            await client.run(chat(texts[0], policy, 4), warm)
-            assert warm.outcome == FINISHED, warm.outcome
+            await client.warm_up(chat(texts[0], policy, 4))
             tokens, requests = await measure_capacity(client, texts, policy, options.seconds)
             print(
                 f"{policy}: capacity {tokens:.1f} tokens/s, {requests:.2f} requests/s", flush=True

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from bench.decode import neap
-from bench.prompts import DEFAULT_FILE, read_prompts
+from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
 from inference_service.engine.costs import measure_deep, measure_wide
 from inference_service.engine.engine import Engine
 from inference_service.engine.planner import (
@@ -30,7 +30,6 @@ from inference_service.engine.planner import (
     Reliability,
     best_lengths,
 )
-from inference_service.engine.prompt import encode_prompt
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy
@@ -156,10 +155,12 @@ def simulate(
 def record(loaded: LoadedModel, file: Path, per_task: int) -> list[Trace]:
     """Answers of the prompts in `file` at full depth, except those of a single token. Tasks alternate."""
     traces: list[Trace] = []
+    if not takes_chat(loaded):
+        print(PLAIN_TEXT_NOTE)
     with Engine(loaded, prefix_cache_bytes=0) as engine:
         side = neap(engine, DepthPolicy("full"), None, MAX_TOKENS)
         for prompt in read_prompts(file, per_task):
-            ids = encode_prompt(loaded, [{"role": "user", "content": prompt.turns[0]}])
+            ids = encode_turns(loaded, prompt.turns[:1])
             traces.append(Trace(tuple(ids), side(list(ids)).token_ids))
     return [trace for trace in traces if len(trace.answer) > 1]
 

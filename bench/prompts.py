@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from inference_service.engine.prompt import encode_prompt
+from shared.model.load import LoadedModel
+
 DEFAULT_FILE = Path(__file__).parent / "data" / "spec_bench_dev.jsonl"
 TASKS = {
     "translation": "translation",
@@ -16,6 +19,7 @@ TASKS = {
     "rag": "RAG",
 }
 MULTI_TURN = "multi-turn"
+PLAIN_TEXT_NOTE = "the model has no chat template: prompts are sent as plain text"
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,24 @@ def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchProm
     chosen = [_spread(prompts, per_task) for prompts in by_task.values()]
     # Tasks alternate, so that a run that is cut short covers all of them.
     return [prompt for turn in zip_longest(*chosen) for prompt in turn if prompt is not None]
+
+
+def encode_turns(loaded: LoadedModel, turns: Sequence[str]) -> list[int]:
+    """Token ids of a conversation, the user's turn first and last: as a chat, or as plain text for a model without a template."""
+    if not takes_chat(loaded):
+        return list(encode_prompt(loaded, plain_text(turns)))
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return list(encode_prompt(loaded, messages))
+
+
+def takes_chat(loaded: LoadedModel) -> bool:
+    return loaded.tokenizer is not None and bool(loaded.tokenizer.chat_template)
+
+
+def plain_text(turns: Sequence[str]) -> str:
+    """The turns as paragraphs."""
+    return "\n\n".join(turns)
 
 
 def _spread(prompts: Sequence[BenchPrompt], count: int) -> Sequence[BenchPrompt]:

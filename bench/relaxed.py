@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.prompts import DEFAULT_FILE, read_prompts
+from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
 from calibrator_service.calibration.certify import binomial_cdf
 from calibrator_service.calibration.held_out import HeldOutGenerator, Limits
 from calibrator_service.calibration.selfgen import SelfgenConfig
 from inference_service.engine.engine import Engine
-from inference_service.engine.prompt import encode_prompt
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
@@ -83,11 +82,11 @@ def main() -> None:
     num_tokens = risk.num_tokens or 128
     loaded = load_model(options.model)
     sources: dict[str, list[Ids]] = {}
+    if not takes_chat(loaded):
+        print(PLAIN_TEXT_NOTE)
     if options.per_task:
         turns = [prompt.turns[0] for prompt in read_prompts(DEFAULT_FILE, options.per_task)]
-        sources["Spec-Bench"] = [
-            encode_prompt(loaded, [{"role": "user", "content": turn}]) for turn in turns
-        ]
+        sources["Spec-Bench"] = [tuple(encode_turns(loaded, [turn])) for turn in turns]
     if options.drawn:
         sources["drawn"] = in_own_thread(drawn, loaded, options.drawn, num_tokens)
     print(

@@ -13,6 +13,7 @@ import grpc.aio
 from neap.inference.v1 import inference_pb2 as pb
 from neap.inference.v1 import inference_pb2_grpc
 
+from bench.prompts import PLAIN_TEXT_NOTE, plain_text
 from shared.rpc.client import CHANNEL_OPTIONS
 from shared.rpc.status import from_rpc_error
 
@@ -65,6 +66,7 @@ class StreamClient:
     """Opens streams to one worker over one connection. Never retries: a refusal is a result. Async context manager."""
 
     def __init__(self, target: str) -> None:
+        self._takes_chat = True
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub: inference_pb2_grpc.InferenceServiceStub = (
             inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -82,8 +84,19 @@ class StreamClient:
     ) -> None:
         await self._channel.close()
 
+    async def warm_up(self, request: pb.GenerateRequest) -> None:
+        """One request that must succeed. Where the model has no chat template, this and all later ones go as plain text."""
+        outcome = (await self.run(request, Stream(0.0))).outcome
+        if outcome == "NO_CHAT_TEMPLATE":
+            self._takes_chat = False
+            print(PLAIN_TEXT_NOTE)
+            outcome = (await self.run(request, Stream(0.0))).outcome
+        assert outcome == FINISHED, outcome
+
     async def run(self, request: pb.GenerateRequest, stream: Stream) -> Stream:
         """Makes the request and records its events in `stream` until it ends. Returns `stream`."""
+        if not self._takes_chat and request.HasField("chat"):
+            request.text = plain_text([message.content for message in request.chat.messages])
         try:
             async for event in self._stub.Generate(request, timeout=TIMEOUT_S):
                 if event.HasField("started"):

@@ -70,8 +70,7 @@ async def measure(
     texts = [prompt.turns[0] for prompt in read_prompts(options.prompts, options.per_task)]
     texts = [text for text in texts if len(text) <= MAX_CHARACTERS]
     async with StreamClient(target) as client:
-        warm = await client.run(chat(texts[0], "exact", 4), Stream(0.0))
-        assert warm.outcome == FINISHED, warm.outcome
+        await client.warm_up(chat(texts[0], "exact", 4))
         total_s = options.seconds * len(PHASES) * options.rounds
         phases = asyncio.create_task(run_phases(options, actions))
         requests = shuffled(texts, "exact", 0)

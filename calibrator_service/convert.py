@@ -209,7 +209,8 @@ def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> route
 
 
 def _rung(rung: dict[str, Any]) -> router_pb2.Rung:
-    figures = {name: float(rung.get(name) or 0.0) for name in _RUNG_FIGURES}
+    held_out = rung.get("figures") or {}
+    figures = {name: float(held_out.get(name) or 0.0) for name in _RUNG_FIGURES}
     return router_pb2.Rung(name=str(rung["name"]), depth=int(rung.get("depth", 0)), **figures)
 
 

@@ -13,12 +13,9 @@ from neap.router.v1 import router_pb2 as pb
 from shared.errors import Conflict, Corrupt, InvalidInput, NeapError, NotFound, PreconditionFailed
 from shared.registry.local import LocalRegistry
 from tests.calibrator_service.conftest import Service, error_of
+from tests.manifests import real_manifest
 
-RUNG = {"name": "depth-4", "depth": 4, "agreement": 0.5, "router_auc": 0.75, "coverage": 1.0}
-MANIFEST = {
-    "model": {"fingerprint": "sha256:" + "a" * 64},
-    "rungs": [{"name": "suffix", "depth": 0, "router_auc": None}, RUNG],
-}
+MANIFEST = real_manifest()
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +67,12 @@ def test_versions(
     assert (seen, token) == ([5, 4, 3, 2, 1], "")
     got = service.routers.GetVersion(pb.GetVersionRequest(model_id=model(request), version=3))
     version = got.version
-    assert (version.version, version.model_fingerprint) == (3, "sha256:" + "a" * 64)
+    assert (version.version, version.model_fingerprint) == (3, MANIFEST["model"]["fingerprint"])
     assert '"number":2' in version.manifest_json
-    suffix, depth_4 = version.rungs
-    assert (suffix.name, suffix.router_auc) == ("suffix", 0.0)
-    assert (depth_4.depth, depth_4.agreement, depth_4.router_auc) == (4, 0.5, 0.75)
+    for told, rung in zip(version.rungs, MANIFEST["rungs"], strict=True):
+        assert (told.name, told.depth) == (rung["name"], rung["depth"])
+        for name in ("agreement", "router_auc", "router_brier", "router_precision", "coverage"):
+            assert getattr(told, name) == rung["figures"][name] > 0.0
     by_alias = pb.GetVersionRequest(model_id=model(request), alias="latest")
     assert service.routers.GetVersion(by_alias).version.version == 5
 

@@ -68,6 +68,19 @@ def test_raw_prompt_from_standard_input(service, neap):
     assert service.inference.requests[0].text == "Once upon\n"
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_base_model_continues_plain_text_and_a_line_says_so(service, neap, flags):
+    service.inference.has_chat_template = False
+    result = neap("generate", "Once upon", "--worker", service.address, *flags)
+    assert result.exit_code == 0, result.output
+    assert "no chat template: prompts are continued as plain text" in result.stderr
+    assert "plain text" not in result.stdout
+    assert service.inference.requests[-1].text == "Once upon"
+    system = neap("generate", "hi", "--system", "be brief", "--worker", service.address)
+    assert system.exit_code == 1
+    assert "NO_CHAT_TEMPLATE" in system.stderr
+
+
 def test_json_has_one_event_per_line(service, neap):
     result = neap("generate", "hi", "--json", "--worker", service.address)
     events = [json.loads(line) for line in result.stdout.splitlines()]

@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from tests.manifests import real_manifest
+
 
 def test_list(service, neap):
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
@@ -29,8 +31,11 @@ def test_show(service, neap):
     base = ["routers", "show", "--model", "tiny", "--calibrator", service.address]
     result = neap(*base, "1")
     assert "tiny version 1" in result.stdout
-    assert "0.875" in result.stdout
-    assert neap(*base, "1", "--manifest").stdout.startswith('{"rungs"')
+    rows = [line.split("│") for line in result.stdout.split("\n") if "depth-3" in line]
+    assert [cell.strip() for cell in rows[0][1:-1]] == [
+        *("depth-3", "3", "0.415", "1.000", "0.784", "0.185", "0.678")
+    ]
+    assert json.loads(neap(*base, "1", "--manifest").stdout) == real_manifest()
     missing = neap(*base, "9")
     assert missing.exit_code == 1
     assert "VERSION_NOT_FOUND" in missing.stderr
@@ -39,11 +44,11 @@ def test_show(service, neap):
 def test_show_says_what_is_certified(service, neap):
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
     assert "no certified bound\n" in neap(*show).stdout
-    service.routers.manifest = '{"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}'
+    service.routers.manifest = {"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}
     bounds = [{"threshold": 0.99, "epsilon": 0.05}, {"threshold": 0.9, "epsilon": 0.2}]
     risk = {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "bounds": bounds}
     assert "no certified bound (GIVEN_TEXT)" in neap(*show).stdout
-    service.routers.manifest = json.dumps({"rungs": [], "risk": {**risk, "max_new_tokens": 128}})
+    service.routers.manifest = {"rungs": [], "risk": {**risk, "max_new_tokens": 128}}
     shown = neap(*show).stdout
     for part in (">= 0.99", "5.0%", ">= 0.9", "20.0%", "first 128 tokens", "400 prompts", "0.95"):
         assert part in shown, part

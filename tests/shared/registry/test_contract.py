@@ -9,9 +9,10 @@ import pytest
 
 from shared.errors import AlreadyExists, Conflict, InvalidInput, NotFound, PreconditionFailed
 from shared.registry.base import AliasChange, Canary, PublishedVersion, Registry
+from tests.manifests import real_manifest
 
 MODEL = "acme/tiny-llama"
-MANIFEST = {"schema_version": 1, "rungs": [{"name": "depth-2", "agreement": 0.25}], "note": "naïve"}
+MANIFEST = {**real_manifest(), "note": "naïve"}
 
 
 def publish(registry: Registry, request_id: str, **options: Any) -> PublishedVersion:
