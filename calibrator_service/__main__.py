@@ -12,13 +12,16 @@ from neap.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
 from calibrator_service.blocking import BlockingPool, Watchers
+from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import DEFAULT_RECIPE, JobFolder, ModelOptions
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.config import CalibratorSettings, settings_from_command_line
 from shared.errors import NeapError
+from shared.metrics_server import metrics_served
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
 from shared.rpc.security import ServerSecurity, open_security
+from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
 
@@ -54,7 +57,8 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
     """
     models = {model.model_id: model.source for model in settings.models}
     security = open_security(settings, settings.listen)
-    pool, watchers = BlockingPool(), Watchers()
+    pool, watchers, metrics = BlockingPool(), Watchers(), CalibratorMetrics()
+    metrics.registry.register(SecurityCollector(security))
     registry = open_registry(settings.registry)
     try:
         supervisor = Supervisor(
@@ -73,6 +77,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 log_level=settings.log_level,
                 recipe=recipe,
             ),
+            metrics=metrics,
         )
         try:
             server = CalibratorServer(settings, watchers, security)
@@ -100,7 +105,8 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 # A service without its queue is of no use: it says NOT_SERVING, drains, ends, and is started anew.
                 supervisor.start(on_failure=partial(_stop_soon, loop, server))
 
-            await server.run(prepare)
+            with metrics_served(settings.metrics_listen, metrics.registry):
+                await server.run(prepare)
             return 1 if supervisor.has_died else 0
         finally:
             await asyncio.to_thread(supervisor.stop)

@@ -8,6 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection
 from typing import TypeVar
@@ -24,6 +25,16 @@ _LARGEST_INTEGER = 2**63 - 1
 _QUEUE_RETRY_S = 30.0
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class JobCount:
+    """How many jobs of a model are in a state, and how often these have been resumed."""
+
+    model_id: str
+    state: str
+    num_jobs: int
+    num_resumes: int
 
 
 class JobStore:
@@ -103,6 +114,13 @@ class JobStore:
             (before, model_id, model_id, limit),
         )
         return [job_of(row) for row in rows]
+
+    def counts(self) -> tuple[JobCount, ...]:
+        """Of all jobs on record."""
+        rows = self._database.rows(
+            "SELECT model_id, state, count(*), sum(num_resumes) FROM jobs GROUP BY model_id, state"
+        )
+        return tuple(JobCount(*row) for row in rows)
 
     def cancel(self, calibration_id: str) -> Job:
         """Ends a waiting job, asks a running one to stop. Changes nothing once it publishes or has ended. Raises NotFound."""

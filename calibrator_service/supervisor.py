@@ -15,8 +15,9 @@ from typing import IO
 
 import structlog
 
-from calibrator_service.job import Job
-from calibrator_service.jobs import JobStore
+from calibrator_service.job import Job, JobState
+from calibrator_service.jobs import JobCount, JobStore
+from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import (
     DEFAULT_RECIPE,
     UNRECORDED,
@@ -58,9 +59,16 @@ class Supervisor:
     The constructor takes back what a killed service left running. `start` and `stop` at most once each.
     """
 
-    def __init__(self, folder: JobFolder, config: SupervisorConfig) -> None:
+    def __init__(
+        self,
+        folder: JobFolder,
+        config: SupervisorConfig,
+        *,
+        metrics: CalibratorMetrics | None = None,
+    ) -> None:
         self._folder = folder
         self._config = config
+        self._metrics = metrics or CalibratorMetrics()
         folder.root.mkdir(parents=True, exist_ok=True)
         folder.log("x").parent.mkdir(exist_ok=True)
         self._lock = _locked(folder.lock)
@@ -70,11 +78,12 @@ class Supervisor:
         # The kernel ties a job's process to this thread, so the thread lives as long as the service.
         self._thread = threading.Thread(target=self._run, name="calibrations", daemon=True)
         self._on_failure: Callable[[], object] = lambda: None
-        self._has_died = False
+        self._has_died = self._is_held_up = False
         # Of jobs whose process has ended: how, for people, and whether it died by itself. Kept until it is recorded.
         self._outcomes: dict[str, tuple[str, bool]] = {}
         self._settle()
         self._clean_up()
+        self._metrics.observe(self)
 
     def start(self, *, on_failure: Callable[[], object] = lambda: None) -> None:
         """`on_failure` is called, from the queue's thread, if that dies of an unexpected exception: no job runs any more then."""
@@ -85,6 +94,24 @@ class Supervisor:
     def has_died(self) -> bool:
         """Whether the queue's thread has ended without being asked to."""
         return self._has_died
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the queue's thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the queue waits for the disk or the job store."""
+        return self._is_held_up
+
+    def counts(self) -> tuple[JobCount, ...]:
+        """Of all jobs on record. Raises as the store does."""
+        return self.store.counts()
+
+    def running(self) -> tuple[Job, ...]:
+        """Jobs at work. Raises as the store does."""
+        return self.store.running()
 
     def wake(self) -> None:
         """A job was created or cancelled: look now."""
@@ -114,6 +141,7 @@ class Supervisor:
             self._wake.clear()
             self._settle()
             job = self.store.claim()
+            self._is_held_up = False
             if job is None:
                 self._clean_up()
                 self._wake.wait()
@@ -122,6 +150,7 @@ class Supervisor:
         except (NeapError, OSError):
             # A full disk or a locked database: the queue must go on when that has passed.
             log.exception("the queue is held up")
+            self._is_held_up = True
             self._stop.wait(RETRY_INTERVAL_S)
 
     def _settle(self) -> None:
@@ -132,10 +161,26 @@ class Supervisor:
             log.warning(
                 "interrupted", calibration_id=job.calibration_id, how=how, state=after.state
             )
+            if is_death and after.state is not JobState.CANCELLED:
+                self._metrics.process_deaths.labels(job.model_id).inc()
         self._outcomes.clear()
 
     def _take_up(self, job: Job) -> None:
-        """Runs a claimed job; one that this build cannot run ends, so that the queue goes on."""
+        """Runs a claimed job until it has ended or is to be run again."""
+        self._run_or_fail(job)
+        after = self.store.get(job.calibration_id)
+        log.info(
+            "ended",
+            calibration_id=job.calibration_id,
+            state=after.state,
+            reason=after.failure_reason,
+        )
+        if after.state.has_ended:
+            self._metrics.job_ended(after)
+            shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
+
+    def _run_or_fail(self, job: Job) -> None:
+        """A job that this build cannot run ends, so that the queue goes on."""
         try:
             model_id = job.spec.model_id
         except Corrupt as error:
@@ -166,18 +211,10 @@ class Supervisor:
                 self._outcomes[job.calibration_id] = self._watch(job, process)
             finally:
                 _kill(process)
+        log.info("exited", calibration_id=job.calibration_id, exit_status=process.returncode)
         self._settle()
-        after = self.store.get(job.calibration_id)
-        log.info(
-            "ended",
-            calibration_id=job.calibration_id,
-            state=after.state,
-            exit_status=process.returncode,
-            reason=after.failure_reason,
-        )
-        if after.state.has_ended:
-            shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
-        elif process.returncode == UNRECORDED:
+        if process.returncode == UNRECORDED:
+            self._is_held_up = True
             self._stop.wait(RETRY_INTERVAL_S)
 
     def _spawn(self, job: Job, source: str, job_log: IO[bytes]) -> "subprocess.Popen[bytes]":

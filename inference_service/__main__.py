@@ -14,13 +14,12 @@ from neap.inference.v1 import inference_pb2_grpc
 from inference_service.client_waits_metrics import ClientWaitsCollector
 from inference_service.engine.engine import Engine
 from inference_service.metrics import WorkerMetrics
-from inference_service.metrics_server import metrics_served
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import RouterStore
-from inference_service.security_metrics import SecurityCollector
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.errors import InvalidInput, NeapError
+from shared.metrics_server import metrics_served
 from shared.model.load import LoadedModel, load_model
 from shared.model.runners import make_runner
 from shared.registry.blob_cache import BlobCache
@@ -28,6 +27,7 @@ from shared.registry.factory import open_registry
 from shared.registry.shared import SharedRegistry
 from shared.rpc.logs import configure_logging
 from shared.rpc.security import open_security
+from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
 

@@ -1,7 +1,7 @@
 """What each service can be told, and the only place that reads the environment.
 
 Every field has a variable `NEAP_<NAME>`; the listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN` (and
-`.._HEALTH_LISTEN`), so that both services can run from one environment. Lists are comma-separated. Command-line flags win over variables, variables over defaults.
+`.._HEALTH_LISTEN`; the calibrator's metrics: NEAP_CALIBRATOR_METRICS_LISTEN), so that both services can run from one environment. Lists are comma-separated. Command-line flags win over variables, variables over defaults.
 Whether traces are exported is decided here, from the variables that every OpenTelemetry program has; the rest of them the SDK reads.
 """
 
@@ -20,6 +20,7 @@ from shared.security_settings import SecuritySettings, add_security_flags
 
 B = TypeVar("B", bound=BaseSettings)
 S = TypeVar("S", bound="ServiceSettings")
+METRICS_LISTEN = r"^$|^.+:[0-9]+$"
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class WorkerSettings(ServiceSettings):
     compile_layers: Literal["auto", "on", "off"] = "auto"
     max_routers: int = Field(default=4, ge=1)
     stall_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    metrics_listen: str = Field(default="", pattern=r"^$|^.+:[0-9]+$")
+    metrics_listen: str = Field(default="", pattern=METRICS_LISTEN)
     router_cache_mb: int = Field(default=1024, ge=0)
     default_alias: str = Field(default="latest", pattern=r"^[a-z0-9._-]{1,64}$")
     shadow_share: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
@@ -139,13 +140,16 @@ class WorkerSettings(ServiceSettings):
 class CalibratorSettings(ServiceSettings):
     """`text_folders`: the only folders calibration text may be read from. `hub_datasets`: the only datasets of the Hugging Face Hub, as
     names or patterns ("owner/*"); "*": any public one, "none" or empty: none. `max_queued_jobs`: beyond it jobs are refused.
-    `max_time_budget_s`: a job asked to last longer is refused; a week."""
+    `max_time_budget_s`: a job asked to last longer is refused; a week. `metrics_listen`: as the worker's, but NEAP_CALIBRATOR_METRICS_LISTEN."""
 
     listen: str = Field(default="127.0.0.1:7070", validation_alias="NEAP_CALIBRATOR_LISTEN")
     health_listen: str = Field(default="", validation_alias="NEAP_CALIBRATOR_HEALTH_LISTEN")
     text_folders: Annotated[tuple[Path, ...], NoDecode] = ()
     hub_datasets: Annotated[tuple[str, ...], NoDecode] = ("*",)
     max_queued_jobs: int = Field(default=16, ge=1)
+    metrics_listen: str = Field(
+        default="", pattern=METRICS_LISTEN, validation_alias="NEAP_CALIBRATOR_METRICS_LISTEN"
+    )
     max_time_budget_s: float = Field(default=604_800.0, gt=0, le=315_576_000_000)
 
     @field_validator("text_folders", mode="before")
@@ -186,6 +190,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     add("--grace-s", metavar="SECONDS", help="keep accepting this long after SIGTERM")
     add("--drain-timeout-s", metavar="SECONDS", help="then let running calls finish this long")
     add("--request-timeout-s", metavar="SECONDS", help="end opened calls that send no request")
+    add("--metrics-listen", metavar="HOST:PORT", help="metrics over HTTP; port 0 picks one")
     add("--log-level", choices=("debug", "info", "warning", "error"))
     add_security_flags(parser)
     if issubclass(kind, WorkerSettings):
@@ -199,7 +204,6 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
         add("--compile-layers", choices=("auto", "on", "off"), help="by torch.compile, on a GPU")
         add("--max-routers", metavar="N", help="routers kept in memory at most")
         add("--stall-timeout-s", metavar="SECONDS", help="end calls whose client does not read")
-        add("--metrics-listen", metavar="HOST:PORT", help="metrics over HTTP; port 0 picks one")
         add("--router-cache-mb", metavar="MIB", help="routers of a shared registry on disk")
         add("--default-alias", metavar="ALIAS", help="router of requests that name none")
         add("--shadow-share", metavar="SHARE", help="of relaxed answers, checked in idle time")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from google.protobuf.duration_pb2 import Duration
 from neap.calibration.v1 import calibration_pb2 as pb
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -23,6 +22,7 @@ from shared.cli.console import (
 from shared.errors import InvalidInput
 from shared.plain_text import one_line
 from shared.rpc.client import NeapClient
+from shared.rpc.durations import duration_of
 
 HEAD_FORMS = {
     "auto": pb.HEAD_FORM_UNSPECIFIED,
@@ -31,10 +31,8 @@ HEAD_FORMS = {
 }
 LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
 ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
-FIGURES_SHOWN = ("tokens", "agreement", "loss")
+FIGURES_SHOWN = ("tokens", "generated_tokens", "agreement", "loss")
 MAX_FIGURES_SHOWN = 4
-# Of google.protobuf.Duration: ten thousand years.
-MAX_DURATION_S = 315_576_000_000.0
 T = TypeVar("T")
 
 
@@ -108,7 +106,7 @@ def calibrate(
     )
     set_source(spec, text=text, dataset=dataset, field=field, prompts=prompts)
     if time_budget is not None:
-        spec.time_budget.CopyFrom(duration("--time-budget", time_budget))
+        spec.time_budget.CopyFrom(duration_of(time_budget, "--time-budget"))
     with connect(calibrator) as client:
         job = client.create_calibration(spec, request_id=request_id or str(uuid.uuid4()))
         job = follow(client, job)
@@ -129,10 +127,10 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
         TimeElapsedColumn(),
         TextColumn("{task.fields[figures]}"),
     )
-    # In a log file a line per phase instead of a live bar.
+    # In a log file a line per phase and tenth of the work instead of a live bar.
     with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
         task = progress.add_task("queued", total=1.0, figures="")
-        last_phase = ""
+        last_said = ("", 0)
         for may_cancel in (True, False):
             try:
                 for now in client.watch_calibration(job.calibration_id):
@@ -144,9 +142,10 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
                         completed=job.fraction,
                         figures=escape(one_line(figures_line(job))),
                     )
-                    if not out.is_terminal and phase != last_phase:
+                    said = (phase, int(10 * job.fraction))
+                    if not out.is_terminal and said != last_said:
                         say_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}")
-                    last_phase = phase
+                    last_said = said
                 break
             except KeyboardInterrupt:
                 if not may_cancel:
@@ -209,15 +208,6 @@ def read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise InvalidInput(f"{path} holds no prompt", reason="EMPTY_PROMPT")
     return prompts
-
-
-def duration(flag: str, seconds: float) -> Duration:
-    """To the nanosecond. Raises InvalidInput for what a Duration cannot hold."""
-    if not 0 <= seconds <= MAX_DURATION_S:  # nor is NaN
-        raise InvalidInput(f"{flag} is {seconds}; it must be at most {MAX_DURATION_S:.0f} seconds")
-    message = Duration()
-    message.FromNanoseconds(round(seconds * 1e9))
-    return message
 
 
 def parse_depths(depths: str) -> list[int]:

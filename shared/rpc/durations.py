@@ -34,3 +34,12 @@ def seconds_of(
     if seconds > at_most_s:
         raise refused(f"at most {at_most_s:g} s are allowed here")
     return seconds
+
+
+def duration_of(seconds: float, name: str) -> Duration:
+    """`seconds` as a message. Raises InvalidInput, which names `name`, where a duration cannot hold them."""
+    if not abs(seconds) <= MAX_DURATION_S:
+        raise InvalidInput(f"{name} is {seconds} s; a duration has at most {MAX_DURATION_S} s")
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * _NANOS_PER_S))
+    return duration

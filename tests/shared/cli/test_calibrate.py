@@ -29,6 +29,28 @@ def test_bounds_are_the_services_unless_given(service, neap):
     assert not service.calibration.spec.HasField("time_budget")
 
 
+def test_time_budgets_that_no_message_can_hold(service, neap):
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    for budget in ("1e30", "nan", "inf"):
+        result = neap(*base, "--time-budget", budget)
+        assert result.exit_code != 0
+        assert "--time-budget" in result.stderr
+        assert service.calibration.spec is None
+    assert neap(*base, "--time-budget", "1.5").exit_code == 0
+    assert service.calibration.spec.time_budget.ToMilliseconds() == 1500
+
+
+def test_a_log_has_a_line_per_tenth_of_the_work(service, neap):
+    writing = {"state": pb.STATE_RUNNING, "phase": pb.PHASE_COLLECTING}
+    done = service.calibration.states[-1]
+    service.calibration.states = [
+        {**writing, "fraction": f, "figures": {"generated_tokens": 64.0}} for f in (0.0, 0.01, 0.1)
+    ] + [done]
+    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    said = [line.strip() for line in result.stdout.splitlines() if "collecting" in line]
+    assert said == ["collecting 0% generated_tokens 64", "collecting 10% generated_tokens 64"]
+
+
 def test_sources(service, neap, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n\n two \n")

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus about its certificate and about calls it refused. docs/security.md explains each."""
+"""What a service tells Prometheus about its certificate and about calls it refused. docs/security.md explains each."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -8,8 +8,8 @@ import structlog
 from structlog.testing import capture_logs
 
 from inference_service.__main__ import main
-from inference_service.metrics_server import metrics_served
 from shared.errors import InvalidInput
+from shared.metrics_server import metrics_served
 from tests.exported_metrics import busy_metrics
 
 

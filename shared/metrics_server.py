@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from shared.errors import InvalidInput
 
-log = structlog.get_logger("neap.worker")
+log = structlog.get_logger("neap.metrics")
 
 
 @contextmanager
