@@ -7,16 +7,16 @@ an object that no index entry names.
 """
 
 import errno
-import fcntl
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
-from shared.errors import Corrupt, NeapError
+from shared.errors import Corrupt, NeapError, Unavailable
+from shared.file_lock import file_lock
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
 from shared.storage import storage_error
 
@@ -83,7 +83,11 @@ class ContentStore:
     @contextmanager
     def publishing(self) -> Iterator["Staging"]:
         """The scope within which objects may be added and the index entry that names them must be made."""
-        with self._locked(fcntl.LOCK_SH):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(file_lock(self._publish_lock, shared=True))
+            except OSError as error:
+                raise registry_error(error, "a lock") from error
             folder = self._staging / f"{os.getpid()}-{uuid.uuid4().hex}"
             try:
                 folder.mkdir(parents=True)
@@ -103,7 +107,13 @@ class ContentStore:
         if not self._staging.is_dir() or not any(self._staging.iterdir()):
             return 0
         num_removed = 0
-        with suppress(BlockingIOError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(file_lock(self._publish_lock, timeout_s=0))
+            except OSError as error:
+                raise registry_error(error, "a lock") from error
+            except Unavailable:
+                return 0  # somebody publishes
             for folder in self._staging.iterdir():
                 for marker in folder.iterdir():
                     kind, _, hexadecimal = marker.name.removesuffix(".part").partition("-")
@@ -117,16 +127,6 @@ class ContentStore:
                         num_removed += 1
                 shutil.rmtree(folder, ignore_errors=True)
         return num_removed
-
-    @contextmanager
-    def _locked(self, mode: int) -> Iterator[IO[str]]:
-        try:
-            lock = self._publish_lock.open("w")
-        except OSError as error:
-            raise registry_error(error, "a lock") from error
-        with lock:
-            fcntl.flock(lock, mode)
-            yield lock
 
 
 class Staging:

@@ -1,14 +1,15 @@
 """The embedded registry: SQLite for versions, aliases and events, a content-addressed folder for the rest. No server."""
 
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from sqlite3 import Row
 from typing import Any
 
-from shared.errors import Corrupt, NotFound, Unavailable
+from shared.errors import Corrupt, NotFound, PreconditionFailed, Unavailable
+from shared.file_lock import file_lock
 from shared.registry.alias_moves import AliasMove
 from shared.registry.alias_operations import AliasOperations, Propose
 from shared.registry.base import (
@@ -30,8 +31,17 @@ from shared.registry.contents import (
     no_alias,
     no_version,
 )
-from shared.registry.index import LARGEST_INTEGER, RegistryIndex, index_damaged
-from shared.registry.journal import VersionRecord
+from shared.registry.folder_records import FolderRecords
+from shared.registry.index import (
+    INDEX_NAME,
+    LARGEST_INTEGER,
+    RegistryIndex,
+    index_damaged,
+    version_record,
+)
+from shared.registry.journal import Journal, VersionRecord
+from shared.registry.local_journal import LocalJournal
+from shared.registry.local_rebuild import IN_USE_LOCK
 from shared.registry.names import (
     check_alias,
     check_model_id,
@@ -55,13 +65,46 @@ class LocalRegistry(AliasOperations):
     def __init__(self, root: Path, *, step: StepHook = lambda name: None) -> None:
         self.root = root
         self._step = step
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            self._index = RegistryIndex(root / "index.db")
-            self._store = ContentStore(root, step=step)
-            self._store.sweep(self._index.is_referenced)
-        except OSError as error:
-            raise registry_error(error, "opening the registry") from error
+        with ExitStack() as stack:
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+                # Whoever replaces index.db needs the folder for itself.
+                stack.enter_context(file_lock(root / IN_USE_LOCK, shared=True))
+                self._index = RegistryIndex(root / INDEX_NAME, before_create=self._check_not_lost)
+                stack.callback(self._index.database.close)
+                self._store = ContentStore(root, step=step)
+                self._store.sweep(self._index.is_referenced)
+                self._journal = LocalJournal(root, self._index)
+                self._journal.open()
+            except OSError as error:
+                raise registry_error(error, "opening the registry") from error
+            except Corrupt as error:
+                if error.metadata.get("file") == INDEX_NAME:
+                    raise self._unsound(error) from error
+                raise
+            self._open = stack.pop_all()
+
+    def _check_not_lost(self) -> None:
+        """Before an index is made where there is none: that there never was one. Raises PreconditionFailed (INDEX_MISSING)."""
+        if Journal(FolderRecords(self.root)).models():
+            raise PreconditionFailed(
+                f"{self.root} holds routers, but its {INDEX_NAME} is missing or empty:"
+                f" `neap routers rebuild-index --registry {self.root}` makes it anew from the journal",
+                reason="INDEX_MISSING",
+            )
+        if any((self.root / "manifests").rglob("*")):
+            raise PreconditionFailed(
+                f"{self.root} holds routers, but its {INDEX_NAME} is missing or empty, and they were published by a neap that kept"
+                f" no journal: restore {INDEX_NAME} from a backup, or use another folder",
+                reason="INDEX_MISSING",
+            )
+
+    def _unsound(self, error: Corrupt) -> Corrupt:
+        return Corrupt(
+            f"{error.message}: `neap routers rebuild-index --registry {self.root}` makes it anew from the journal",
+            reason="INDEX_DAMAGED",
+            metadata=error.metadata,
+        )
 
     def publish(
         self,
@@ -82,7 +125,7 @@ class LocalRegistry(AliasOperations):
         digest = digest_of(encoded)
         done = self._index.find_request(request_id, model_id, digest)
         if done is not None:
-            return self._version(model_id, _record(done))
+            return self._version(model_id, version_record(done))
         try:
             with self._store.publishing() as staging:
                 for name in sorted(blobs):
@@ -92,6 +135,7 @@ class LocalRegistry(AliasOperations):
                 with self._index.database.transaction() as connection:
                     done = self._index.find_request(request_id, model_id, digest)
                     if done is None:
+                        self._journal.check_index(model_id)
                         done = self._index.add_version(
                             connection,
                             model_id,
@@ -103,24 +147,23 @@ class LocalRegistry(AliasOperations):
                         )
                     self._step("index:before-commit")
                 self._step("index:committed")
+                self._journal.follow(model_id)
         except OSError as error:
             self._store.sweep(self._index.is_referenced)
             raise registry_error(error, "a router") from error
         except BaseException:
             self._store.sweep(self._index.is_referenced)
             raise
-        return self._version(model_id, _record(done))
+        return self._version(model_id, version_record(done))
 
     def _find_record(self, model_id: str, version: int) -> VersionRecord:
-        return _record(self._row(model_id, version))
+        return version_record(self._row(model_id, version))
 
     def _row(self, model_id: str, version: int) -> Row:
         check_model_id(model_id)
         row = None
         if 1 <= version <= LARGEST_INTEGER:
-            row = self._index.database.row(
-                "SELECT * FROM versions WHERE model_id = ? AND version = ?", (model_id, version)
-            )
+            row = self._index.version(model_id, version)
         if row is None:
             raise no_version(model_id, version)
         return row
@@ -130,7 +173,7 @@ class LocalRegistry(AliasOperations):
 
     def _listed_row(self, row: Row) -> PublishedVersion:
         try:
-            record = _record(row)
+            record = version_record(row)
         except Corrupt as error:
             return PublishedVersion(
                 row["model_id"], row["version"], "", 0.0, 0, {}, damage=error.message
@@ -187,7 +230,10 @@ class LocalRegistry(AliasOperations):
             last = self._index.last_change(move.model_id, move.alias)
             proposed = propose(last)
             if proposed != last:
+                self._journal.check_index(move.model_id)
                 self._index.record(connection, proposed)
+        if proposed != last:
+            self._journal.follow(move.model_id)
         return proposed
 
     def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
@@ -226,21 +272,4 @@ class LocalRegistry(AliasOperations):
 
     def close(self) -> None:
         """Idempotent."""
-        self._index.database.close()
-
-
-def _record(row: Row) -> VersionRecord:
-    """SQLite lets any column hold anything. Raises Corrupt (INDEX_DAMAGED)."""
-    create_time_s, size_bytes = row["create_time_s"], row["size_bytes"]
-    is_sound = isinstance(create_time_s, float) and math.isfinite(create_time_s)
-    is_sound = is_sound and isinstance(size_bytes, int) and isinstance(row["manifest_digest"], str)
-    if not is_sound:
-        raise index_damaged(f"its row of version {row['version']} of {row['model_id']!r}")
-    return VersionRecord(
-        version=row["version"],
-        manifest_digest=row["manifest_digest"],
-        create_time_s=create_time_s,
-        size_bytes=size_bytes,
-        request_id=row["request_id"],
-        actor=row["actor"],
-    )
+        self._open.close()

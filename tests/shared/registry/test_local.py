@@ -119,6 +119,21 @@ def test_really_full_file_system(tmp_path: Path) -> None:
     assert after == {"readable": len(made), "newest": len(made)}
 
 
+def test_a_read_only_folder_is_refused_with_a_reason(tmp_path: Path) -> None:
+    """Root may write anywhere but on a file system that is mounted read-only."""
+    check = (
+        "import sys;from pathlib import Path;from shared.errors import NeapError\n"
+        "from shared.registry.local import LocalRegistry\n"
+        "try: LocalRegistry(Path(sys.argv[1]))\n"
+        "except NeapError as error: print(error.reason, error.message)"
+    )
+    script = '"$1" "$2" "$3" fill 1 && mount -o remount,ro "$3" && "$1" -c "$4" "$3"'
+    command = ["sh", "-c", script, "sh", sys.executable, PUBLISHER, tmp_path, check]
+    *_, said = run_on_small_disk(tmp_path, "4m", *command).splitlines()
+    assert said.startswith("STORAGE_UNAVAILABLE")
+    assert "(EROFS): it is read-only" in said
+
+
 def test_a_failed_publisher_takes_nothing_from_a_successful_one(tmp_path: Path) -> None:
     """Both need the same blob; the first to write it fails only after the other relies on it."""
     other = LocalRegistry(tmp_path)
