@@ -148,6 +148,7 @@ def _load_engine(
         max_running=settings.max_running,
         max_queue=settings.max_queue,
         max_queue_tokens=settings.max_queue_tokens,
+        max_ladders=settings.max_routers,
         kv_budget_bytes=budget,
         prefix_cache_bytes=kept,
         shadow_share=settings.shadow_share,

@@ -23,8 +23,13 @@ WIDE_REPEATS = 3
 EXIT_COMPANY = 8
 
 
-def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
-    """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head, smoothed: see `smoothed`."""
+def measure_deep(
+    runner: DepthRunner, *, between: Callable[[], None] = lambda: None
+) -> tuple[float, ...]:
+    """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head, smoothed: see `smoothed`.
+
+    `between` is called before each pass; what it raises ends the measurement.
+    """
     context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
     widest = min(MAX_PASS_TOKENS, runner.loaded.context_length - context)
     cache = runner.new_cache(context + widest)
@@ -32,6 +37,7 @@ def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
     runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
 
     def deep_pass(width: int) -> None:
+        between()
         state = runner.run(ids[:, :width], cache, first=0, last=runner.num_layers, base=context)
         runner.logits(state[0]).argmax(-1).tolist()
 
@@ -44,8 +50,10 @@ def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
     return smoothed(medians)
 
 
-def measure_wide(runner: DepthRunner, deep: tuple[float, ...]) -> tuple[tuple[int, float], ...]:
-    """(tokens, seconds) of wider passes than `deep` has, never falling; () where the context is too short."""
+def measure_wide(
+    runner: DepthRunner, deep: tuple[float, ...], *, between: Callable[[], None] = lambda: None
+) -> tuple[tuple[int, float], ...]:
+    """(tokens, seconds) of wider passes than `deep` has, never falling; () where the context is too short. `between` as there."""
     points: list[tuple[int, float]] = []
     least = deep[-1]
     for width in WIDE_PASS_TOKENS:
@@ -55,6 +63,7 @@ def measure_wide(runner: DepthRunner, deep: tuple[float, ...]) -> tuple[tuple[in
         ids = torch.ones(1, width, dtype=torch.long, device=runner.loaded.device)
 
         def deep_pass(ids: Tensor = ids, cache: SlotCache = cache) -> None:
+            between()
             state = runner.run(ids, cache, first=0, last=runner.num_layers, base=0)
             runner.logits(state[0]).argmax(-1).tolist()
 
@@ -79,21 +88,11 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
     return min(seconds[0], first), *line
 
 
-def measure_exits(runner: DepthRunner, ladder: BoundLadder) -> tuple[ExitCost, ...]:
-    """What taking tokens from the embedding to each layer exit and through its head and router costs."""
-    timings = exit_timings(runner, ladder)
-    while True:
-        try:
-            next(timings)
-        except StopIteration as stop:
-            costs: tuple[ExitCost, ...] = stop.value
-            return costs
-
-
 def exit_timings(
     runner: DepthRunner, ladder: BoundLadder
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
-    """Returns what `measure_exits` does; yields what each timed exit said, so that other work may come between.
+    """What taking tokens from the embedding to each layer exit and through its head and router costs; yields what each timed exit
+    said, so that other work may come between.
 
     Before each a deep pass drives heads and tables out of the caches, as it does while serving: warm, they seem half as dear.
     """

@@ -105,6 +105,11 @@ class PagedRunner(DepthRunner):
             return super().new_cache(capacity)
         return self._pool.new_cache(capacity)
 
+    def reserve(self, cache: SlotCache) -> None:
+        """Pages are taken when a cache is made."""
+        if not isinstance(cache, PagedCache):
+            super().reserve(cache)
+
     def prepare(self, depths: Sequence[int]) -> Iterator[None]:
         """Records the passes that requests will ask for: all sizes of the whole model, small ones between `depths`."""
         widest = min(BUCKETS[-1], self.loaded.context_length)
@@ -277,10 +282,7 @@ class PagedRunner(DepthRunner):
 
     def _layer_shapes(self) -> list[LayerShape]:
         """What the model's own attention puts into a cache, layer by layer."""
-        cache = SlotCache(1)
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.loaded.device)
-        self.run(token, cache, first=0, last=self.num_layers, base=0)
-        shapes = []
+        cache, shapes = self._one_slot, []
         for index in range(self.num_layers):
             if index not in cache.keys:
                 raise UnsupportedModel(
