@@ -1,4 +1,4 @@
-// The ops on a batch: rows taken out and put back, and drafts verified.
+// The ops on a batch: gathering and scattering rows, and verifying drafts.
 #include <cstring>
 #include <tuple>
 
@@ -24,7 +24,7 @@ void copy_rows(const RowCopyArgs& args, int64_t begin, int64_t end) {
 void run(const Call& call, const RowCopyArgs& args) {
   if (args.rows == 0 || args.row_bytes == 0) return;
   if (!call.on_cpu()) return call.on_gpu([&](void* stream) { return launch_row_copy(args, stream); });
-  // Rows of a scatter may name the same target: one thread keeps the last one's victory certain.
+  // Several rows of a scatter may have the same target. On one thread the last of them always wins.
   if (args.scatter) return copy_rows(args, 0, args.rows);
   parallel(args.rows, (double)args.rows * args.row_bytes, [&](int64_t b, int64_t e) { copy_rows(args, b, e); });
 }
@@ -61,7 +61,7 @@ void scatter_rows(Tensor out, Tensor rows, Tensor index, std::optional<Tensor> c
   run(call, args);
 }
 
-// Item: a sequence. Its last row tests nothing.
+// Counts the accepted drafts of each sequence. A sequence's last row has no draft to test.
 void accept(const VerifyArgs& args) {
   for (int64_t s = 0; s < args.sequences; ++s) {
     const int64_t begin = args.starts[s], end = args.starts[s + 1];

@@ -1,4 +1,4 @@
-// Rows copied, and drafts verified: see RowCopyArgs and VerifyArgs.
+// Copying rows and verifying drafts: see RowCopyArgs and VerifyArgs.
 #pragma once
 #include "batches.h"
 #include "device.cuh"
@@ -7,7 +7,7 @@ namespace neap::gpu {
 
 constexpr int kChoiceThreads = 256, kChoiceWarps = kChoiceThreads / kWarp;
 
-// A block per row, in units of the largest type that addresses and sizes allow.
+// One block per row. `Unit`: the type that is copied; its size must divide all addresses and sizes.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) row_copy_kernel(RowCopyArgs args) {
   const int64_t row = blockIdx.x, count = args.count ? *args.count : args.rows, at = args.index[row];
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads) row_copy_kernel(RowCopyArgs args) {
 struct Largest {
   double value;
   int64_t index;
-  // A NaN is larger than any number, as in PyTorch; of equals the first is the largest.
+  // NaN is larger than any number, as in PyTorch. Of equal values the first is the largest.
   __device__ __forceinline__ bool beats(const Largest& other) const {
     if (index < 0 || other.index < 0) return other.index < 0 && index >= 0;
     const bool nan = value != value, other_nan = other.value != other.value;
@@ -34,6 +34,7 @@ __device__ __forceinline__ double weight_of(double value) { return value; }
 template <class E>
 __device__ __forceinline__ double weight_of(E value) { return (double)to_float(value); }
 
+// Greedy choice of one row: the index of the largest score.
 template <class E>
 __device__ __forceinline__ void choose_largest(const E* scores, const VerifyArgs& args, Largest* found) {
   Largest best{0, -1};
@@ -54,8 +55,9 @@ __device__ __forceinline__ void choose_largest(const E* scores, const VerifyArgs
   args.choices[blockIdx.x] = best.index;
 }
 
-// The token at `point` of the running total of weight(i): every thread sums a piece, and the piece that passes the point is
-// walked. Returns -1 where nothing has any mass. For all threads of the block.
+// Draws from the distribution with weights weight(i): the first i whose running total exceeds `point` times the total. Every thread sums a
+// piece of the weights; the thread whose piece contains the point then searches it. Returns -1 if all weights are 0. All threads of
+// the block must call it and get the result.
 template <class F>
 __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* ends, int64_t* answer, const F& weight) {
   const int64_t piece = (size + blockDim.x - 1) / blockDim.x, begin = min(size, threadIdx.x * piece), end = min(size, begin + piece);
@@ -77,7 +79,7 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
     total += ends[w];
   }
   const double wanted = point * total;
-  // Rounding may leave neighbours' sums an ulp out of order: the first piece to exceed the point counts.
+  // Rounding can make neighbouring sums an ulp out of order, so several pieces may contain the point. The first one counts.
   const bool passes = own > 0 && before + sum > wanted;
   const unsigned passing = __ballot_sync(kAll, passes);
   NEAP_SHARED(int, firsts, kChoiceWarps);
@@ -102,6 +104,8 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
   return found < size ? found : -1;
 }
 
+// Sampled choice of one row. Without `proposed`: draws from `scores`. With it: accepts the draft or draws from the remaining distribution
+// (speculative sampling), so that the choice has the distribution of `scores`.
 template <class E>
 __device__ __forceinline__ void draw(const E* scores, const VerifyArgs& args, double* ends, int64_t* answer) {
   const int64_t row = blockIdx.x, draft = args.drafts[row];
@@ -115,7 +119,7 @@ __device__ __forceinline__ void draw(const E* scores, const VerifyArgs& args, do
     const double wanted = weight_of(scores[draft]), offered = weight_of(proposed[draft]);
     token = draft;
     if (uniform * offered >= wanted) {
-      // Rejected, the number is uniform over what is left of [0, 1): it serves a second time.
+      // Given the rejection, the uniform number is uniform over the rest of [0, 1), so it can be rescaled and used for the second draw.
       const double bound = wanted / offered;
       token = at_point(args.vocabulary, (uniform - bound) / (1 - bound), ends, answer, [=](int64_t i) {
         const double difference = weight_of(scores[i]) - weight_of(proposed[i]);
@@ -127,7 +131,7 @@ __device__ __forceinline__ void draw(const E* scores, const VerifyArgs& args, do
   if (threadIdx.x == 0) args.choices[row] = token;
 }
 
-// A block per row of scores.
+// One block per row of scores.
 template <class E>
 __global__ void __launch_bounds__(kChoiceThreads) choose_kernel(VerifyArgs args) {
   NEAP_SHARED(Largest, found, kChoiceWarps);
@@ -137,7 +141,7 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_kernel(VerifyArgs args)
   if (args.uniforms) draw(scores, args, ends, answer); else choose_largest(scores, args, found);
 }
 
-// A thread per sequence; its last row tests nothing.
+// Counts the accepted drafts. One thread per sequence. A sequence's last row has no draft to test.
 __global__ void __launch_bounds__(kThreads) accept_kernel(VerifyArgs args) {
   const int64_t sequence = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (sequence >= args.sequences) return;
