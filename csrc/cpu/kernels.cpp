@@ -1,4 +1,4 @@
-// One instruction set's table. Compiled once per set, with that set's flags: see shared/ops/build.py.
+// The table of kernels of one instruction set. Compiled once per set, with that set's flags: see shared/ops/build.py.
 #include "../include/attention.h"
 #include "../include/choose.h"
 #include "../include/draft_top.h"

@@ -1,4 +1,5 @@
-// The launches. One translation unit for all but attention: the compiler reads CUDA's headers once per architecture, which is most of its time.
+// The launches of all kernels but paged attention. They share one translation unit because most of nvcc's time goes into reading
+// CUDA's headers, once per unit and architecture.
 #include <type_traits>
 
 #include "../include/choose.cuh"

@@ -1,4 +1,4 @@
-// The token that each row of scores chooses: see ChoiceArgs.
+// The token that each row of scores chooses, greedy or sampled: see ChoiceArgs.
 #pragma once
 #include "choices.h"
 #include "device.cuh"
@@ -10,7 +10,7 @@ constexpr int kChoiceThreads = 256, kChoiceWarps = kChoiceThreads / kWarp;
 struct Largest {
   double value;
   int64_t index;
-  // A NaN is larger than any number, as in PyTorch; of equals the first is the largest.
+  // NaN is larger than any number, as in PyTorch. Of equal values the first is the largest.
   __device__ __forceinline__ bool beats(const Largest& other) const {
     if (index < 0 || other.index < 0) return other.index < 0 && index >= 0;
     const bool nan = value != value, other_nan = other.value != other.value;
@@ -23,6 +23,7 @@ __device__ __forceinline__ double weight_of(double value) { return value; }
 template <class E>
 __device__ __forceinline__ double weight_of(E value) { return (double)to_float(value); }
 
+// Greedy choice of one row: the index of the largest score.
 template <class E>
 __device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs& args, Largest* found) {
   Largest best{0, -1};
@@ -43,8 +44,9 @@ __device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs
   args.choices[blockIdx.x] = best.index;
 }
 
-// The token at `point` of the running total of weight(i): every thread sums a piece, and the piece that passes the point is
-// walked. Returns -1 where nothing has any mass. For all threads of the block.
+// Draws from the distribution with weights weight(i): the first i whose running total exceeds `point` times the total. Every thread sums a
+// piece of the weights; the thread whose piece contains the point then searches it. Returns -1 if all weights are 0. All threads of
+// the block must call it and get the result.
 template <class F>
 __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* ends, int64_t* answer, const F& weight) {
   const int64_t piece = (size + blockDim.x - 1) / blockDim.x, begin = min(size, threadIdx.x * piece), end = min(size, begin + piece);
@@ -66,7 +68,7 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
     total += ends[w];
   }
   const double wanted = point * total;
-  // Rounding may leave neighbours' sums an ulp out of order: the first piece to exceed the point counts.
+  // Rounding can make neighbouring sums an ulp out of order, so several pieces may contain the point. The first one counts.
   const bool passes = own > 0 && before + sum > wanted;
   const unsigned passing = __ballot_sync(kAll, passes);
   NEAP_SHARED(int, firsts, kChoiceWarps);
@@ -91,7 +93,7 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
   return found < size ? found : -1;
 }
 
-// A block per row of scores.
+// One block per row of scores.
 template <class E>
 __global__ void __launch_bounds__(kChoiceThreads) choose_kernel(ChoiceArgs args) {
   NEAP_SHARED(Largest, found, kChoiceWarps);

@@ -1,4 +1,4 @@
-// An exit head: see ExitHeadArgs. Three launches after the norms, since each needs all of what the one before made.
+// An exit head: see ExitHeadArgs. Three launches after the norms, because each needs the whole result of the one before.
 #pragma once
 #include "dots.cuh"
 #include "exits.h"
@@ -17,7 +17,7 @@ __device__ __forceinline__ void norm_row(const X* x, int64_t width, float eps, f
   for (int64_t i = threadIdx.x; i < width; i += blockDim.x) write(i, to_float(x[i]) * scale);
 }
 
-// A block per token.
+// Norms without gain. One block per token.
 template <class X>
 __global__ void __launch_bounds__(kThreads) norm_kernel(NormArgs args) {
   NEAP_SHARED(float, scratch, kWarps);
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(NormArgs args) {
            [=](int64_t i, float value) { out[i] = value; });
 }
 
-// A warp per row of `mix`, gated: per pair of rows; blockIdx.y is the tile of tokens.
+// The product with `mix`, the offset, and the gate. One warp per row of `mix` (gated: per pair of rows) and tile of tokens (blockIdx.y).
 template <class W>
 __global__ void __launch_bounds__(kThreads) exit_inner_kernel(ExitHeadArgs args, bool fours) {
   const bool gated = args.out.data != nullptr;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) exit_inner_kernel(ExitHeadArgs args,
   if (lane < tokens) args.inner[(first + lane) * size + row] = value;
 }
 
-// A warp per row of `out`.
+// The product with `out`, and the scaled states. One warp per row of `out` and tile of tokens (blockIdx.y).
 template <class W>
 __global__ void __launch_bounds__(kThreads) exit_out_kernel(ExitHeadArgs args, bool fours) {
   const int64_t size = args.out.rows, columns = args.out.columns, stride = args.mix.rows;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) exit_out_kernel(ExitHeadArgs args, b
   args.adapted[(first + lane) * size + row] = value;
 }
 
-// A block per token: the norm and the gain.
+// The norm and the gain of the result. One block per token.
 __global__ void __launch_bounds__(kThreads) exit_finish_kernel(ExitHeadArgs args) {
   NEAP_SHARED(float, scratch, kWarps);
   const bool affine = args.out.data == nullptr;

@@ -1,4 +1,4 @@
-// The parts of an exit head that lie around its matrices: see ExitHeadArgs.
+// The parts of an exit head between its matrix products: see ExitHeadArgs.
 #pragma once
 #include "exits.h"
 #include "half_simd.h"
@@ -35,7 +35,7 @@ inline void norm(const NormArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// Adds the offset to the product with `mix`; gated: silu(first half) * second half, in place of the first.
+// Adds the offset to the product with `mix`. Gated: replaces the first half by silu(first half) * second half.
 inline void exit_gate(const ExitHeadArgs& args, int64_t begin, int64_t end) {
   const int64_t size = args.mix.rows, rank = size / 2;
   for (int64_t token = begin; token < end; ++token) {
@@ -51,7 +51,7 @@ inline void exit_gate(const ExitHeadArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// Adds the scaled states to `adapted` (what left the matrices) and norms it.
+// Adds the scaled states to the product of the last matrix, normalises the sum and applies the gain. The result is `adapted`.
 inline void exit_finish(const ExitHeadArgs& args, int64_t begin, int64_t end) {
   const bool affine = args.out.data == nullptr;
   const int64_t size = affine ? args.mix.rows : args.out.rows;

@@ -1,4 +1,4 @@
-// From the product of a router's hidden layer to its probability: see RouteArgs.
+// A router's probability from the product of its hidden layer: see RouteArgs.
 #pragma once
 #include "exits.h"
 #include "half_simd.h"
