@@ -14,8 +14,9 @@ from neap.inference.v1 import inference_pb2_grpc
 from inference_service.client_waits_metrics import ClientWaitsCollector
 from inference_service.engine.engine import Engine
 from inference_service.metrics import WorkerMetrics
+from inference_service.pools import Pools
 from inference_service.router_watch import RouterWatch
-from inference_service.routers import RouterStore
+from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.errors import InvalidInput, NeapError
@@ -66,8 +67,13 @@ async def serve(settings: WorkerSettings) -> int:
     )
     # An embedded registry is on this disk already.
     is_remote = isinstance(registry, SharedRegistry) and settings.router_cache_mb > 0
+    pools = Pools()
+    # Requests that wait for the registry leave at least half of the places to the others.
+    max_waiting = min(MAX_WAITING, max(1, (settings.max_queue + settings.max_running) // 2))
     routers = RouterStore(
         registry,
+        pools=pools,
+        max_waiting=max_waiting,
         read_blob=cache.read_blob if is_remote else None,
         capacity=settings.max_routers,
         default_alias=settings.default_alias,
@@ -79,6 +85,7 @@ async def serve(settings: WorkerSettings) -> int:
         stall_timeout_s=settings.stall_timeout_s,
         metrics=metrics,
         relaxed_bound=settings.relaxed_bound,
+        pools=pools,
     )
     server = RpcServer(
         settings.listen,
@@ -122,6 +129,7 @@ async def serve(settings: WorkerSettings) -> int:
         watch.stop()
     for engine in engines:
         await asyncio.to_thread(engine.close)
+    pools.close()
     await asyncio.to_thread(registry.close)
     return 0
 
