@@ -4,23 +4,23 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from inference_service.engine.admission import Admission
-from inference_service.engine.bindings import MAX_BOUND_LADDERS, Bindings
-from inference_service.engine.decoder import Decoder
+from inference_service.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, Bindings
 from inference_service.engine.failure import RETRY_AFTER_S, failure_of
-from inference_service.engine.handle import GenerationHandle, OnEvent
 from inference_service.engine.loop import EngineLoop, Job
-from inference_service.engine.memory import default_budget, slot_bytes
-from inference_service.engine.prefixes import Prefixes, common_prefix
-from inference_service.engine.prompt import Prompt, encode_prompt
-from inference_service.engine.request import (
+from inference_service.engine.memory.budget import default_budget, slot_bytes
+from inference_service.engine.memory.prefixes import Prefixes, common_prefix
+from inference_service.engine.quality.shadow import Shadow
+from inference_service.engine.request.admission import Admission
+from inference_service.engine.request.handle import GenerationHandle, OnEvent
+from inference_service.engine.request.prompt import Prompt, encode_prompt
+from inference_service.engine.request.request import (
     Finished,
     GeneratedToken,
     Generation,
     GenerationRequest,
     StoppingParams,
 )
-from inference_service.engine.shadow import Shadow
+from inference_service.engine.step import Decoder
 from shared.errors import Exhausted, Unavailable
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy

@@ -10,18 +10,18 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from inference_service.engine.admission import Admission
-from inference_service.engine.bindings import Binding, Bindings
-from inference_service.engine.chores import Chores
-from inference_service.engine.costs import measure_deep, measure_wide
-from inference_service.engine.decoder import Decoder
-from inference_service.engine.drafting import Drafter
+from inference_service.engine.background import Chores
+from inference_service.engine.drafting.costs import measure_deep, measure_wide
+from inference_service.engine.drafting.drafter import Drafter
+from inference_service.engine.drafting.ladder_cache import Binding, Bindings
+from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.failure import failure_of
-from inference_service.engine.handle import EngineEvent, GenerationHandle
 from inference_service.engine.lifetime import stop_at_exit
-from inference_service.engine.planner import PassCosts
-from inference_service.engine.sequence import Sequence
-from inference_service.engine.shadow import Shadow
+from inference_service.engine.quality.shadow import Shadow
+from inference_service.engine.request.admission import Admission
+from inference_service.engine.request.handle import EngineEvent, GenerationHandle
+from inference_service.engine.request.sequence import Sequence
+from inference_service.engine.step import Decoder
 from shared.errors import Cancelled, DeadlineExceeded, NeapError, Unavailable
 from shared.ladder.ladder import Ladder
 

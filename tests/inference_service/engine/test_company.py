@@ -6,13 +6,13 @@ from collections.abc import Sequence as Rows
 import pytest
 import torch
 
-from inference_service.engine import decoder as decoder_module
-from inference_service.engine.decoder import Decoder
-from inference_service.engine.drafting import Drafter
-from inference_service.engine.planner import ExitCost, ExitGains, PassCosts
-from inference_service.engine.prefixes import Prefixes
-from inference_service.engine.request import GenerationRequest, StoppingParams
-from inference_service.engine.sequence import Sequence
+from inference_service.engine import step as decoder_module
+from inference_service.engine.drafting.drafter import Drafter
+from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
+from inference_service.engine.request.sequence import Sequence
+from inference_service.engine.step import Decoder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.load import wrap_model

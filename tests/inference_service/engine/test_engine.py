@@ -7,7 +7,7 @@ import pytest
 
 from inference_service.engine import loop
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import (
+from inference_service.engine.request.request import (
     Finished,
     GenerationRequest,
     StoppingParams,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from inference_service.engine import sequence as sequence_module
 from inference_service.engine import verification
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import (
+from inference_service.engine.request import sequence as sequence_module
+from inference_service.engine.request.request import (
     Finished,
     GenerationRequest,
     StoppingParams,

@@ -10,14 +10,14 @@ import torch
 
 from bench.imposed import SHAPES, impose
 from inference_service.engine.engine import Engine
-from inference_service.engine.prefixes import Prefixes
-from inference_service.engine.request import (
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.quality.shadow import Shadow
+from inference_service.engine.request.request import (
     Finished,
     GenerationRequest,
     StoppingParams,
     TokenChunk,
 )
-from inference_service.engine.shadow import Shadow
 from shared.errors import Cancelled, Exhausted
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel

@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from inference_service.engine.text import Detokenizer, StopStrings
+from inference_service.engine.request.text import Detokenizer, StopStrings
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from inference_service.engine.request import Finished, GenerationEvent, GenerationRequest
+from inference_service.engine.request.request import Finished, GenerationEvent, GenerationRequest
 from shared.errors import DeadlineExceeded, NeapError
 
 # None: the generation has ended, after Finished or after an error.

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from inference_service.engine.logprobs import Logprobs, logprobs, unpacked
+from inference_service.engine.request.logprobs import Logprobs, logprobs, unpacked
 
 
 def test_what_is_packed_is_unpacked() -> None:

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from inference_service.engine.decoder import Decoder
-from inference_service.engine.drafting import Drafter
+from inference_service.engine.drafting.drafter import Drafter
+from inference_service.engine.drafting.planner import ExitGains, PassCosts
 from inference_service.engine.engine import Engine
-from inference_service.engine.planner import ExitGains, PassCosts
-from inference_service.engine.request import (
+from inference_service.engine.request.request import (
     FinishReason,
     GeneratedToken,
     GenerationRequest,
     TokenChunk,
 )
-from inference_service.engine.sequence import Sequence
+from inference_service.engine.request.sequence import Sequence
+from inference_service.engine.step import Decoder
 from shared.ladder.policy import DepthPolicy
 from shared.model import distribution
 from shared.model.load import LoadedModel, wrap_model

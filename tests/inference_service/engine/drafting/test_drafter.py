@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference_service.engine.decoder import Decoder
-from inference_service.engine.drafting import Drafter, draft_chains
-from inference_service.engine.planner import ExitCost, ExitGains, PassCosts
-from inference_service.engine.request import GenerationRequest, StoppingParams
-from inference_service.engine.sequence import Sequence
+from inference_service.engine.drafting.drafter import Drafter, draft_chains
+from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
+from inference_service.engine.request.sequence import Sequence
+from inference_service.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft

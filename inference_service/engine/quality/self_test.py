@@ -2,11 +2,11 @@
 
 import math
 
-from inference_service.engine.chores import Slices
-from inference_service.engine.decoder import Decoder
-from inference_service.engine.drafting import Drafter
-from inference_service.engine.planner import ExitGains, PassCosts
-from inference_service.engine.request import GenerationRequest, StoppingParams
+from inference_service.engine.background import Slices
+from inference_service.engine.drafting.drafter import Drafter
+from inference_service.engine.drafting.planner import ExitGains, PassCosts
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
+from inference_service.engine.step import Decoder
 from shared.errors import Corrupt, NeapError
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from inference_service.engine import bindings
-from inference_service.engine.bindings import MAX_BOUND_LADDERS
-from inference_service.engine.chores import STEPS_PER_SLICE
-from inference_service.engine.costs import exit_timings
+from inference_service.engine.background import STEPS_PER_SLICE
+from inference_service.engine.drafting import ladder_cache
+from inference_service.engine.drafting.costs import exit_timings
+from inference_service.engine.drafting.ladder_cache import MAX_BOUND_LADDERS
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import GenerationRequest, StoppingParams
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.errors import Corrupt, RouterMismatch, Unavailable
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
@@ -29,7 +29,7 @@ def loaded() -> LoadedModel:
 @pytest.fixture(autouse=True)
 def _measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here exits are timed as they are while serving, in many slices."""
-    monkeypatch.setattr(bindings, "exit_timings", exit_timings)
+    monkeypatch.setattr(ladder_cache, "exit_timings", exit_timings)
 
 
 def request(**changes: object) -> GenerationRequest:
@@ -46,7 +46,7 @@ def exits(token: int = 3, probability: float = 0.5) -> ScriptedLadder:
 def test_what_was_prepared_is_bound_once_and_measured_once_per_layout(loaded, monkeypatch) -> None:
     measured: list[object] = []
     monkeypatch.setattr(
-        bindings, "exit_timings", lambda *args: measured.append(args) or exit_timings(*args)
+        ladder_cache, "exit_timings", lambda *args: measured.append(args) or exit_timings(*args)
     )
     first, second = exits(), exits()
     with Engine(loaded) as engine:

@@ -5,8 +5,8 @@ from collections import Counter
 
 from torch import Tensor
 
-from inference_service.engine.planner import REQUEST_WEIGHT, Reliability
-from inference_service.engine.request import (
+from inference_service.engine.drafting.planner import REQUEST_WEIGHT, Reliability
+from inference_service.engine.request.request import (
     DepthStatistics,
     Finished,
     FinishReason,
@@ -14,8 +14,8 @@ from inference_service.engine.request import (
     GenerationRequest,
     TokenChunk,
 )
+from inference_service.engine.request.text import Detokenizer, StopStrings
 from inference_service.engine.statistics import Progress
-from inference_service.engine.text import Detokenizer, StopStrings
 from shared.errors import NeapError
 from shared.ladder.ladder import BoundLadder, SequenceDrafter
 from shared.model.cache import SlotCache

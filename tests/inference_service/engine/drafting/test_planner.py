@@ -3,8 +3,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from inference_service.engine.costs import smoothed
-from inference_service.engine.planner import (
+from inference_service.engine.drafting.costs import smoothed
+from inference_service.engine.drafting.planner import (
     REQUEST_WEIGHT,
     SERVED_WEIGHT,
     ExitCost,

@@ -4,8 +4,8 @@ from collections.abc import Sequence as Rows
 
 from torch import Tensor
 
-from inference_service.engine.chain import Chain
-from inference_service.engine.planner import (
+from inference_service.engine.drafting.chain import Chain
+from inference_service.engine.drafting.planner import (
     MIN_SURVIVAL,
     ExitGains,
     PassCosts,
@@ -13,7 +13,7 @@ from inference_service.engine.planner import (
     least_survival,
     worth_asking,
 )
-from inference_service.engine.sequence import Sequence
+from inference_service.engine.request.sequence import Sequence
 from shared.errors import Corrupt
 from shared.ladder.rungs import Draft
 

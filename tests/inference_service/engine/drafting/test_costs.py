@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_service.engine.costs import exit_timings, measure_deep
+from inference_service.engine.drafting.costs import exit_timings, measure_deep
 from shared.model.runner import DepthRunner
 from tests.paged import load_family
 from tests.scripted_ladder import ScriptedLadder

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inference_service.engine.admission import num_slots
-from inference_service.engine.chain import Chain, settle
-from inference_service.engine.drafting import Drafter, draft_chains
+from inference_service.engine.drafting.adaptive import DraftingWorth
+from inference_service.engine.drafting.chain import Chain, settle
+from inference_service.engine.drafting.drafter import Drafter, draft_chains
+from inference_service.engine.drafting.planner import PassCosts, Reliability, best_lengths
 from inference_service.engine.failure import attempt, fail_all
-from inference_service.engine.planner import PassCosts, Reliability, best_lengths
-from inference_service.engine.prefixes import Prefixes
-from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
-from inference_service.engine.sequence import Sequence
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.request.admission import num_slots
+from inference_service.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
+from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.statistics import EngineStatistics
 from inference_service.engine.verification import Verdict, verify
-from inference_service.engine.worth import DraftingWorth
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
 from shared.model.sampling import Trial

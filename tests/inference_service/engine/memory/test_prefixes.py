@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from inference_service.engine.engine import Engine
-from inference_service.engine.prefixes import MIN_SHARED, Prefixes, common_prefix
-from inference_service.engine.request import (
+from inference_service.engine.memory.prefixes import MIN_SHARED, Prefixes, common_prefix
+from inference_service.engine.request.request import (
     Finished,
     GenerationEvent,
     GenerationRequest,

@@ -4,11 +4,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator
 from dataclasses import replace
 
-from inference_service.engine.chores import Slices
-from inference_service.engine.costs import exit_timings
-from inference_service.engine.drafting import Drafter
-from inference_service.engine.planner import ExitCost, ExitGains, PassCosts
-from inference_service.engine.self_test import check_draft, self_test
+from inference_service.engine.background import Slices
+from inference_service.engine.drafting.costs import exit_timings
+from inference_service.engine.drafting.drafter import Drafter
+from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from inference_service.engine.quality.self_test import check_draft, self_test
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.model.runner import DepthRunner
 

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable
 
-from inference_service.engine.memory import whole_pages
-from inference_service.engine.planner import PassCosts
-from inference_service.engine.prompt import check_prompt_ids
-from inference_service.engine.request import DEFAULT_MAX_TOKENS, GenerationRequest
+from inference_service.engine.drafting.planner import PassCosts
+from inference_service.engine.memory.budget import whole_pages
+from inference_service.engine.request.prompt import check_prompt_ids
+from inference_service.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
 from shared.ladder.ladder import Ladder
 from shared.model.load import LoadedModel

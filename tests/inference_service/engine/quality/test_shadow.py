@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from inference_service.engine import shadow as shadow_module
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import Finished, GenerationRequest, StoppingParams
-from inference_service.engine.shadow import ShadowCounts
+from inference_service.engine.quality import shadow as shadow_module
+from inference_service.engine.quality.shadow import ShadowCounts
+from inference_service.engine.request.request import Finished, GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams

@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-from inference_service.engine.disagreement import exceeds, lower_limit
-from inference_service.engine.memory import whole_pages
-from inference_service.engine.prefixes import Prefixes
-from inference_service.engine.request import GenerationRequest
-from inference_service.engine.sequence import Sequence
+from inference_service.engine.memory.budget import whole_pages
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.quality.disagreement import exceeds, lower_limit
+from inference_service.engine.request.request import GenerationRequest
+from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.verification import verify
 from shared.model.cache import SlotCache
 from shared.model.runner import DepthRunner

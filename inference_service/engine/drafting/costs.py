@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from inference_service.engine.planner import ExitCost
+from inference_service.engine.drafting.planner import ExitCost
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.model.cache import SlotCache

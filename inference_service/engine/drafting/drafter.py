@@ -7,17 +7,17 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from inference_service.engine.chain import Chain, bring_to
-from inference_service.engine.failure import attempt, fail_all
-from inference_service.engine.growing import GrowingChain, worth_taking
-from inference_service.engine.planner import (
+from inference_service.engine.drafting.chain import Chain, bring_to
+from inference_service.engine.drafting.draft_builder import GrowingChain, worth_taking
+from inference_service.engine.drafting.planner import (
     SERVED_WEIGHT,
     ExitGains,
     PassCosts,
     Reliability,
 )
-from inference_service.engine.request import GenerationRequest
-from inference_service.engine.sequence import Sequence
+from inference_service.engine.failure import attempt, fail_all
+from inference_service.engine.request.request import GenerationRequest
+from inference_service.engine.request.sequence import Sequence
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from inference_service.engine.worth import MIN_STEPS, DraftingWorth
+from inference_service.engine.drafting.adaptive import MIN_STEPS, DraftingWorth
 
 ALONE = (1, 1)
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from inference_service.engine.disagreement import ALPHA, exceeds, log_evidence, lower_limit
+from inference_service.engine.quality.disagreement import ALPHA, exceeds, log_evidence, lower_limit
 
 
 def first_alarm(rate: float, bound: float, num_checks: int, seed: int) -> int | None:
