@@ -1,4 +1,4 @@
-"""Work of the engine's thread that belongs to no request, in slices between the steps of those that do."""
+"""Background tasks of the engine's thread, such as binding a ladder. They run in slices between the steps of requests."""
 
 import logging
 from collections import deque
@@ -9,14 +9,14 @@ from shared.errors import NeapError
 
 logger = logging.getLogger(__name__)
 
-# While requests run, a slice follows every so many steps: it is about as long as a step, and delays one token of each stream.
+# While requests run, one slice follows every so many steps. It takes about as long as a step and delays each stream by one token.
 STEPS_PER_SLICE = 4
 
 Slices = Generator[None, None, None]
 
 
-class Chores:
-    """First come, first done. `add` and `close` under the engine's lock; the rest is the engine's thread's."""
+class BackgroundTasks:
+    """First in, first out. Call `add` and `close` with the engine's lock held, all other methods on the engine's thread."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Slices, Future[None]]] = deque()
@@ -27,20 +27,20 @@ class Chores:
         return not self._waiting
 
     def add(self, slices: Slices) -> "Future[None]":
-        """`slices` yields where a step may come between. The future ends when it has, or fails as it does; the engine's thread may
-        cancel it, and what is left of the work with it."""
+        """Queues a task. It yields wherever a step may run in between. The future completes or fails as the task does. Cancelling the
+        future drops the rest of the task; only the engine's thread may do so."""
         future: Future[None] = Future()
         self._waiting.append((slices, future))
         return future
 
     def after_step(self) -> None:
-        """A slice, if it is time for one."""
+        """Runs a slice if it is time for one."""
         self._steps += 1
         if self._steps % STEPS_PER_SLICE == 0:
-            self.slice()
+            self.run_slice()
 
-    def slice(self) -> None:
-        """The next slice of the first chore. What it raises goes to whoever waits for it."""
+    def run_slice(self) -> None:
+        """Runs the next slice of the first task. An error goes to the task's future."""
         if not self._waiting:
             return
         slices, future = self._waiting[0]
@@ -52,14 +52,14 @@ class Chores:
         except StopIteration:
             future.set_result(None)
         except Exception as error:
-            logger.warning("work between steps failed", exc_info=True)
+            logger.warning("a background task failed", exc_info=True)
             future.set_exception(error.with_traceback(None))
         else:
             return
         self._waiting.popleft()
 
     def close(self, error: NeapError) -> None:
-        """Whoever waits is told `error`."""
+        """Fails all tasks with `error`."""
         while self._waiting:
             future = self._waiting.popleft()[1]
             if not future.cancelled():

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
+from inference_service.engine.failure import RETRY_AFTER_S
 from shared.errors import Exhausted
-
-# What a refused client is told to wait before it tries again.
-RETRY_AFTER_S = 1.0
 
 
 class Schedulable(Protocol):
@@ -68,6 +66,11 @@ class Scheduler(Generic[R]):
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def running(self) -> list[R]:
+        """Requests that were admitted and have not been removed."""
+        return list(self._running)
 
     @property
     def runnable(self) -> list[R]:

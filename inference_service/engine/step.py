@@ -1,20 +1,20 @@
-"""One step of a batch: each sequence drafts shallow, all settle deep in one pass, each is verified."""
+"""One decode step, top to bottom: admit, prefill, draft, plan, verify, commit."""
 
 import logging
 import time
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from inference_service.engine.drafting.adaptive import DraftingWorth
+from inference_service.engine.drafting.adaptive import AdaptiveDrafting
 from inference_service.engine.drafting.chain import Chain, settle
 from inference_service.engine.drafting.drafter import Drafter, draft_chains
 from inference_service.engine.drafting.planner import PassCosts, Reliability, best_lengths
 from inference_service.engine.failure import attempt, fail_all
 from inference_service.engine.memory.prefixes import Prefixes
-from inference_service.engine.request.admission import num_slots
+from inference_service.engine.request.admission import max_num_tokens
 from inference_service.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.statistics import EngineStatistics
@@ -25,248 +25,260 @@ from shared.model.sampling import Trial
 
 logger = logging.getLogger(__name__)
 
-# Prompt tokens per step, so that a long prompt can be cancelled; fewer where running streams would have to wait for them.
+# Prompt tokens per step, so that a long prompt can be cancelled. Fewer if running streams would have to wait for them.
 PREFILL_TOKENS = 256
-PREFILL_TOKENS_IN_COMPANY = 64
+PREFILL_TOKENS_BESIDE_DECODING = 64
 FULL = "full"
+
+# A sequence, and the drafter of its ladder.
+Member = tuple[Sequence, Drafter]
 
 
 @dataclass
-class _Turn:
-    """A sequence's part in one step. `num_answers`: the states, from the end, whose logits are wanted."""
+class _Part:
+    """One sequence's part in a step.
+
+    `chain`: the tokens that go through the deep pass. `num_logits`: how many of their states, from the last, need logits; 0 for a
+    piece of a prompt that is not the last piece. `chunks`: what became final in this step.
+    """
 
     sequence: Sequence
     chain: Chain
-    chunks: list[TokenChunk]
-    num_answers: int
+    num_logits: int
     is_prefill: bool
+    chunks: list[TokenChunk] = field(default_factory=list)
 
     @property
-    def trial(self) -> Trial:
-        """What the deep pass tests. Once what is final before it has been handed out."""
-        tested = self.chain.drafts[self.chain.num_final :]
-        request = self.sequence.request
-        return Trial(request.sampling, self.sequence.tokens, [draft.token for draft in tested])
+    def drafts_to_verify(self) -> Trial:
+        """Only after drafts that are final already (policy relaxed) have been committed."""
+        drafts = self.chain.drafts[self.chain.num_final :]
+        sequence = self.sequence
+        return Trial(sequence.request.sampling, sequence.tokens, [draft.token for draft in drafts])
 
 
 class Decoder:
-    """Steps sequences of one model. One thread. `prefixes`: what ended sequences left to those whose prompts start alike."""
+    """Steps the sequences of one model. Used by one thread. `prefixes` keeps the KV caches of ended sequences for reuse."""
 
     def __init__(self, runner: DepthRunner, prefixes: Prefixes | None = None) -> None:
         self.runner = runner
         self.prefixes = prefixes or Prefixes(0)
-        self._worth = DraftingWorth()
         self.statistics = EngineStatistics(runner.num_layers)
+        self._adaptive = AdaptiveDrafting()
 
-    def start(
+    def admit(
         self, request: GenerationRequest, ladder: BoundLadder | None, served: Reliability
     ) -> Sequence:
-        """A new sequence; nothing runs yet. The request must have been checked against the model.
+        """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
 
-        `served`: how the ladder's drafts fared in requests like this one. Raises `Exhausted` (reasons OUT_OF_MEMORY, KV_PAGES).
+        `served`: how the ladder's drafts fared in earlier requests of this kind. Raises `Exhausted` (reasons OUT_OF_MEMORY,
+        KV_PAGES).
         """
         loaded = self.runner.loaded
-        capacity = num_slots(request, loaded.context_length)
+        capacity = max_num_tokens(request, loaded.context_length)
         cache = self.runner.new_cache(capacity)
         self.runner.reserve(cache)
         return Sequence(request, loaded, ladder, cache, capacity - len(request.prompt_ids), served)
 
-    def step(
-        self, batch: Rows[tuple[Sequence, Drafter]], costs: PassCosts
-    ) -> list[list[TokenChunk]]:
-        """A piece of the prompt, or one chain, of each sequence. Returns per sequence what became final.
+    def step(self, batch: Rows[Member], costs: PassCosts) -> list[list[TokenChunk]]:
+        """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns what became final, per sequence.
 
-        One deep pass serves all, where the model can be run so; else one each. A sequence that fails has a `failure` afterwards:
-        alone where the work was its own, with all that shared a pass where the pass failed. The others' tokens do not change.
+        One deep pass serves all sequences if the model supports ragged batches; otherwise each has its own. A sequence that fails
+        has a `failure` afterwards: alone if the work was its own, with all that shared a pass if the pass failed. The tokens of the
+        other sequences do not change.
         """
         now = time.monotonic()
         sequences = [sequence for sequence, _ in batch]
         first = [sequence for sequence in sequences if sequence.started_s is None]
         for sequence in first:
             sequence.started_s = now
-        if self.runner.can_pack:
-            results = self._step(batch, costs, batch)
-        else:
-            results = [self._step([member], costs, batch)[0] for member in batch]
+        groups = [batch] if self.runner.can_pack else [[member] for member in batch]
+        results = [chunks for group in groups for chunks in self._step(group, sequences, costs)]
         try:
             for sequence in first:
                 self.statistics.queue_s.record(now - sequence.submitted_s)
             self.statistics.record_step(time.monotonic() - now, sequences, results)
-        except Exception:  # what cannot be counted has been generated nevertheless
+        except Exception:  # the tokens have been generated, counted or not
             logger.exception("a step could not be counted")
         return results
 
-    def check_model(self) -> None:
-        """One token through all layers and the head. Raises what the model raises; a step in which something failed may have left
-        a device that runs nothing any more."""
-        cache = self.runner.new_cache(1)
-        states = self.runner.run(
-            self.runner.ids([0]), cache, first=0, last=self.runner.num_layers, base=0
-        )
-        self.runner.logits(states[0]).argmax(-1).tolist()
-
     def _step(
-        self,
-        batch: Rows[tuple[Sequence, Drafter]],
-        costs: PassCosts,
-        company: Rows[tuple[Sequence, Drafter]],
+        self, batch: Rows[Member], running: Rows[Sequence], costs: PassCosts
     ) -> list[list[TokenChunk]]:
+        """A step of the sequences that share a deep pass. `running`: all running sequences, which may share their prefixes."""
         start_s = time.perf_counter()
-        turns: dict[int, _Turn] = {}
-        reading: list[Sequence] = []
-        num_decoding = sum(sequence.num_generated > 0 for sequence, _ in batch)
-        num_open = sum(s.num_generated > 0 and s.leaves_drafting_open for s, _ in batch)
-        drafts = num_open == 0 or self._worth.choose((num_open, num_decoding))
-        room = PREFILL_TOKENS_IN_COMPANY if num_decoding else PREFILL_TOKENS
-        decoding = [index for index, (sequence, _) in enumerate(batch) if sequence.num_generated]
-        chains = draft_chains((batch[i] for i in decoding), num_decoding, drafts=drafts)
-        for index, chain in zip(decoding, chains, strict=True):
-            if batch[index][0].failure is None:
-                turns[index] = _Turn(batch[index][0], chain, [], 1, False)
-        for index, (sequence, _) in enumerate(batch):
-            if not sequence.num_generated and room:
-                turn = attempt(sequence, self._read_on, sequence, company, reading, room)
-                if turn is None:
-                    continue
-                turns[index] = turn
-                reading.append(sequence)
-                room -= len(turn.chain.tokens)
-        self._choose_lengths(list(turns.values()), costs)
-        going = [turn for turn in turns.values() if attempt(turn.sequence, self._emit_final, turn)]
-        self._settle(going)
-        results = [turns[index].chunks if index in turns else [] for index in range(len(batch))]
-        if num_open and not reading:
+        decoding = [member for member in batch if member[0].num_generated]
+        reading = [sequence for sequence, _ in batch if not sequence.num_generated]
+        # Sequences for which the engine may choose whether to draft. The choice changes the speed, never the output.
+        num_adaptive = sum(sequence.may_skip_drafting for sequence, _ in decoding)
+        adaptive_key = (num_adaptive, len(decoding))
+        drafts = num_adaptive == 0 or self._adaptive.choose(adaptive_key)
+
+        prefills = self._prefill(reading, running, is_decoding=bool(decoding))
+        drafted = self._draft(decoding, drafts=drafts)
+        self._plan(drafted, prefills, costs)
+        parts = [*self._commit_final(drafted), *prefills]
+        self._verify_and_commit(parts)
+
+        chunks_of = {id(part.sequence): part.chunks for part in (*drafted, *prefills)}
+        results = [chunks_of.get(id(sequence), []) for sequence, _ in batch]
+        if num_adaptive and not prefills:
             num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
             seconds = time.perf_counter() - start_s
-            self._worth.record((num_open, num_decoding), drafts, num_tokens, seconds)
+            self._adaptive.record(adaptive_key, drafts, num_tokens, seconds)
         return results
 
-    def _read_on(
-        self,
-        sequence: Sequence,
-        company: Rows[tuple[Sequence, Drafter]],
-        reading: Rows[Sequence],
-        room: int,
-    ) -> _Turn | None:
-        """The next piece of the prompt, of `room` tokens at most; None where another sequence reads the same in this very step."""
-        self.prefixes.lend(sequence, (other for other, _ in company))
-        if self.prefixes.is_being_read(sequence, reading):
-            return None  # in the next step it is there for the taking
-        start = sequence.num_settled
-        prompt = sequence.request.prompt_ids
-        chain = Chain(start, list(prompt[start : start + room]), sequence.cache)
-        is_last = start + len(chain.tokens) == len(prompt)
-        return _Turn(sequence, chain, [], int(is_last), True)
+    # Prefill.
 
-    def _choose_lengths(self, turns: list[_Turn], costs: PassCosts) -> None:
-        decoding = [turn for turn in turns if not turn.is_prefill]
+    def _prefill(
+        self, reading: Rows[Sequence], running: Rows[Sequence], *, is_decoding: bool
+    ) -> list[_Part]:
+        """The next pieces of prompts, first come, first served, within the token budget of a step."""
+        budget = PREFILL_TOKENS_BESIDE_DECODING if is_decoding else PREFILL_TOKENS
+        parts: list[_Part] = []
+        for sequence in reading:
+            if budget:
+                others = [part.sequence for part in parts]
+                part = attempt(sequence, self._prefill_piece, sequence, running, others, budget)
+                if part is not None:
+                    parts.append(part)
+                    budget -= len(part.chain.tokens)
+        return parts
+
+    def _prefill_piece(
+        self, sequence: Sequence, running: Rows[Sequence], others: Rows[Sequence], budget: int
+    ) -> _Part | None:
+        """The next piece of a prompt. None if one of `others` computes the same keys and values in this step: they are copied in the
+        next step."""
+        self.prefixes.match(sequence, running)
+        if self.prefixes.is_being_computed(sequence, others):
+            return None
+        start, prompt = sequence.num_settled, sequence.request.prompt_ids
+        chain = Chain(start, list(prompt[start : start + budget]), sequence.cache)
+        is_last = start + len(chain.tokens) == len(prompt)
+        return _Part(sequence, chain, int(is_last), is_prefill=True)
+
+    # Draft.
+
+    def _draft(self, decoding: Rows[Member], *, drafts: bool) -> list[_Part]:
+        """Each sequence's last token and the drafts after it; sequences that want the same exit share its pass."""
+        chains = draft_chains(decoding, len(decoding), drafts=drafts)
+        return [
+            _Part(sequence, chain, 1, is_prefill=False)
+            for (sequence, _), chain in zip(decoding, chains, strict=True)
+            if sequence.failure is None
+        ]
+
+    # Plan.
+
+    def _plan(self, drafted: Rows[_Part], prefills: Rows[_Part], costs: PassCosts) -> None:
+        """Truncates each chain to the number of drafts whose verification is expected to pay."""
         lengths = best_lengths(
-            [turn.chain.probabilities for turn in decoding],
+            [part.chain.probabilities for part in drafted],
             costs,
             least=[
-                len(turn.chain.drafts)
-                if turn.sequence.request.policy.max_drafts
-                else turn.chain.num_final
-                for turn in decoding
+                len(part.chain.drafts)
+                if part.sequence.request.policy.max_drafts
+                else part.chain.num_final
+                for part in drafted
             ],
-            num_other_tokens=sum(len(t.chain.tokens) for t in turns if t.is_prefill),
+            num_other_tokens=sum(len(part.chain.tokens) for part in prefills),
         )
-        for turn, length in zip(decoding, lengths, strict=True):
-            turn.chain.truncate(length)
-            turn.num_answers = length - turn.chain.num_final + 1
+        for part, length in zip(drafted, lengths, strict=True):
+            part.chain.truncate(length)
+            part.num_logits = length - part.chain.num_final + 1
 
-    def _emit_final(self, turn: _Turn) -> bool:
-        """Hands out what is final before the deep pass; whether the sequence still wants one."""
-        if turn.is_prefill:
-            return True
-        sequence, chain = turn.sequence, turn.chain
+    def _commit_final(self, drafted: Rows[_Part]) -> list[_Part]:
+        """Commits the drafts that need no verification (policy relaxed). Returns the parts that still need the deep pass."""
+        return [part for part in drafted if attempt(part.sequence, self._emit_final, part)]
+
+    def _emit_final(self, part: _Part) -> bool:
+        sequence, chain = part.sequence, part.chain
         final = chain.drafts[: chain.num_final]
-        turn.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
+        part.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
         sequence.num_drafted += len(chain.drafts)
         sequence.num_accepted += len(final)
         self.statistics.record_drafts(final, len(final), sequence.request.router_version)
-        if sequence.is_finished:  # no deep pass will count what ran to draft
-            sequence.num_layer_executions += chain.num_layer_executions
-            sequence.num_token_layers += chain.num_token_layers
+        if sequence.is_finished:  # there will be no deep pass that counts these layers
+            sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
         return not sequence.is_finished
 
-    def _settle(self, turns: list[_Turn]) -> None:
-        if not turns:
+    # Verify and commit.
+
+    def _verify_and_commit(self, parts: Rows[_Part]) -> None:
+        """Runs the deep pass over all chains, verifies their drafts, and commits what the full model confirms."""
+        if not parts:
             return
         try:
-            states, logits = self._deep_pass(turns)
+            states, logits = self._deep_pass(parts)
         except Exception as error:
-            fail_all([turn.sequence for turn in turns], error, "a pass failed that was shared by")
+            failed = [part.sequence for part in parts]
+            fail_all(failed, error, "a pass failed that was shared by")
             return
-        answered = [turn for turn in turns if turn.num_answers]
-        verdicts = dict(zip(map(id, answered), self._verdicts(logits, answered), strict=True))
-        for turn, own in zip(turns, states, strict=True):
-            if turn.sequence.failure is not None:
-                continue
-            if turn.is_prefill:
-                turn.sequence.num_settled += len(own)
-                turn.sequence.deep_state = own[-1]
-            verdict = verdicts.get(id(turn))
-            if verdict is not None:
-                attempt(turn.sequence, self._conclude, turn, own, verdict)
+        answered = [part for part in parts if part.num_logits]
+        verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
+        for part, own in zip(parts, states, strict=True):
+            if part.sequence.failure is None:
+                attempt(part.sequence, self._commit, part, own, verdicts.get(id(part)))
 
-    def _deep_pass(self, turns: Rows[_Turn]) -> tuple[Rows[Tensor], Tensor | None]:
-        """Per turn its states at depth L [T, D]; and the logits [N, V] of all answers, turn after turn, None where none is wanted."""
-        states = settle([turn.chain for turn in turns], self.runner)
-        settled: Rows[Tensor] = states.split_with_sizes([len(turn.chain.tokens) for turn in turns])
+    def _deep_pass(self, parts: Rows[_Part]) -> tuple[Rows[Tensor], Tensor | None]:
+        """States at depth L [T, D] per part, and the logits [N, V] that the parts need, part after part; None if none does."""
+        states = settle([part.chain for part in parts], self.runner)
+        own: Rows[Tensor] = states.split_with_sizes([len(part.chain.tokens) for part in parts])
         wanted = [
-            own[len(own) - turn.num_answers :]
-            for turn, own in zip(turns, settled, strict=True)
-            if turn.num_answers
+            rows[len(rows) - part.num_logits :]
+            for part, rows in zip(parts, own, strict=True)
+            if part.num_logits
         ]
-        return settled, self.runner.logits(torch.cat(wanted)) if wanted else None
+        return own, self.runner.logits(torch.cat(wanted)) if wanted else None
 
-    def _verdicts(self, logits: Tensor | None, turns: Rows[_Turn]) -> Rows[Verdict | None]:
-        """Together, which reads the device once; where that fails, each alone, so that only those fail that are to blame."""
+    def _verify(self, logits: Tensor | None, parts: Rows[_Part]) -> Rows[Verdict | None]:
+        """Verifies all parts together, which reads the device once. If that fails, each alone, so that only the culprits fail."""
         if logits is None:
             return []
         try:
-            trials = [turn.trial for turn in turns]
-            return verify(logits, trials, [turn.sequence.request.logprobs for turn in turns])
+            trials = [part.drafts_to_verify for part in parts]
+            return verify(logits, trials, [part.sequence.request.logprobs for part in parts])
         except Exception:
             logger.warning("verification failed; each request is verified alone", exc_info=True)
-        rows = logits.split_with_sizes([turn.num_answers for turn in turns])
+        rows = logits.split_with_sizes([part.num_logits for part in parts])
         return [
-            attempt(turn.sequence, self._verdict, turn, own)
-            for turn, own in zip(turns, rows, strict=True)
+            attempt(part.sequence, self._verify_alone, own, part)
+            for part, own in zip(parts, rows, strict=True)
         ]
 
-    def _verdict(self, turn: _Turn, logits: Tensor) -> Verdict:
-        [verdict] = verify(logits, [turn.trial], [turn.sequence.request.logprobs])
+    def _verify_alone(self, logits: Tensor, part: _Part) -> Verdict:
+        [verdict] = verify(logits, [part.drafts_to_verify], [part.sequence.request.logprobs])
         return verdict
 
-    def _conclude(self, turn: _Turn, states: Tensor, verdict: Verdict) -> None:
-        sequence, chain = turn.sequence, turn.chain
-        confirmed = self._tokens(turn, verdict)
-        if not turn.is_prefill:
-            num_confirmed = len(confirmed) - 1
+    def _commit(self, part: _Part, states: Tensor, verdict: Verdict | None) -> None:
+        """Moves the sequence to what has been through every layer, and emits its new tokens. Rejected drafts are overwritten later."""
+        sequence, chain = part.sequence, part.chain
+        if part.is_prefill:
+            num_through = len(chain.tokens)
+        else:
+            assert verdict is not None
+            num_confirmed = len(verdict.tokens) - 1
+            tested = chain.drafts[chain.num_final :]
+            sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
             sequence.num_deep_passes += 1
-            sequence.num_layer_executions += chain.num_layer_executions
-            sequence.num_token_layers += chain.num_token_layers
             sequence.num_accepted += num_confirmed
-            sequence.reliability.record(chain.drafts[chain.num_final :], num_confirmed)
-            self.statistics.record_drafts(
-                chain.drafts[chain.num_final :], num_confirmed, sequence.request.router_version
-            )
-            # Everything but the last token chosen has now been through every layer; rejected drafts are overwritten later.
+            sequence.reliability.record(tested, num_confirmed)
+            self.statistics.record_drafts(tested, num_confirmed, sequence.request.router_version)
+            # Every token but the last one, which the full model has just chosen.
             num_through = 1 + chain.num_final + num_confirmed
-            sequence.num_settled = chain.base + num_through
-            sequence.deep_state = states[num_through - 1]
-        turn.chunks += sequence.emit(confirmed)
+        sequence.num_settled = chain.base + num_through
+        sequence.deep_state = states[num_through - 1]
+        if verdict is not None:
+            part.chunks += sequence.emit(self._tokens(chain, verdict))
 
-    def _tokens(self, turn: _Turn, verdict: Verdict) -> list[GeneratedToken]:
-        """The drafts that were confirmed, as they were drafted, and the token that the full model chose after them."""
-        tested = turn.chain.drafts[turn.chain.num_final :]
-        origins = [(draft.depth, draft.rung) for draft in tested[: len(verdict.tokens) - 1]]
-        origins.append((self.runner.num_layers, FULL))
+    def _tokens(self, chain: Chain, verdict: Verdict) -> list[GeneratedToken]:
+        """The drafts that were confirmed, with the exits that made them, and the token that the full model chose after them."""
+        tested = chain.drafts[chain.num_final :]
+        exits = [(draft.depth, draft.rung) for draft in tested[: len(verdict.tokens) - 1]]
+        exits.append((self.runner.num_layers, FULL))
         tokens = [
             GeneratedToken(token, depth, rung)
-            for token, (depth, rung) in zip(verdict.tokens, origins, strict=True)
+            for token, (depth, rung) in zip(verdict.tokens, exits, strict=True)
         ]
         if verdict.logprobs is None:
             return tokens
@@ -274,3 +286,12 @@ class Decoder:
             replace(token, logprob=found.value, alternatives=found.alternatives)
             for token, found in zip(tokens, verdict.logprobs, strict=True)
         ]
+
+    def check_model(self) -> None:
+        """Runs one token through all layers and the head. A failed step may have left a device that cannot run anything any more;
+        then this raises what the model raises."""
+        cache = self.runner.new_cache(1)
+        states = self.runner.run(
+            self.runner.ids([0]), cache, first=0, last=self.runner.num_layers, base=0
+        )
+        self.runner.logits(states[0]).argmax(-1).tolist()

@@ -37,8 +37,8 @@ class DepthRunner:
         return self._gates.counters
 
     @property
-    def page_slots(self) -> int:
-        """Positions by which a cache's memory grows."""
+    def block_tokens(self) -> int:
+        """Tokens per block of KV cache memory."""
         return 1
 
     def usable_bytes(self, wanted: int) -> int:

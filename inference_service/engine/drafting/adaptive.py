@@ -55,7 +55,7 @@ def _kind(company: Company) -> Company:
     return about(num_open), about(num_decoding)
 
 
-class DraftingWorth:
+class AdaptiveDrafting:
     """Chooses between drafting and plain decoding, apart for each kind of company: about (sequences that leave the choice,
     sequences)."""
 

@@ -21,7 +21,7 @@ from shared.ladder.rungs import Draft
 USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
 
-class GrowingChain:
+class DraftBuilder:
     """A sequence's last final token and what is drafted after it, draft by draft; how many of them to settle is the planner's choice.
 
     `best` is the most probable next token so far, `known` its probability as trusted for this request; `survival` is how
@@ -45,7 +45,7 @@ class GrowingChain:
         if (
             policy.name == "full"
             or sequence.ladder is None
-            or (not drafts and sequence.leaves_drafting_open)
+            or (not drafts and sequence.may_skip_drafting)
         ):
             self._room = 0
         # A fixed number is what the caller asked for, worth it or not.
@@ -117,13 +117,13 @@ class GrowingChain:
 
 
 def worth_taking(
-    growing: Rows[GrowingChain],
+    growing: Rows[DraftBuilder],
     index: int,
     depth: int,
     num_sequences: int,
     costs: PassCosts,
     gains: ExitGains,
-) -> list[GrowingChain]:
+) -> list[DraftBuilder]:
     """The chains whose last tokens are worth taking to exit `index` at `depth`, together."""
     able = [one for one in growing if depth >= one.min_layers]
     gains_s = [one.gain_s(index, one.known, num_sequences, costs, gains) for one in able]

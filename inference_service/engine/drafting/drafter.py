@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.drafting.chain import Chain, bring_to
-from inference_service.engine.drafting.draft_builder import GrowingChain, worth_taking
+from inference_service.engine.drafting.draft_builder import DraftBuilder, worth_taking
 from inference_service.engine.drafting.planner import (
     SERVED_WEIGHT,
     ExitGains,
@@ -37,7 +37,7 @@ class Drafter:
         return self._served[request.sampling.is_greedy]
 
     def ask_exits(
-        self, ladder: BoundLadder, growing: Rows[GrowingChain], num_sequences: int
+        self, ladder: BoundLadder, growing: Rows[DraftBuilder], num_sequences: int
     ) -> None:
         """Takes the chains' last tokens to the layer exits that are worth it, shallowest first; those at one exit go together."""
         for index, depth in enumerate(ladder.depths):
@@ -65,7 +65,7 @@ def draft_chains(
     that fail have a `failure` afterwards: one alone, or all that shared the exits that failed.
     """
     growing = [
-        (GrowingChain(sequence, drafter.costs, num_sequences, drafts=drafts), drafter)
+        (DraftBuilder(sequence, drafter.costs, num_sequences, drafts=drafts), drafter)
         for sequence, drafter in members
     ]
     going = [(one, drafter) for one, drafter in growing if one.wants_more]
@@ -86,11 +86,11 @@ def draft_chains(
 
 
 def _by_ladder(
-    going: Rows[tuple[GrowingChain, Drafter]],
-) -> Iterable[tuple[Drafter, BoundLadder, list[GrowingChain]]]:
+    going: Rows[tuple[DraftBuilder, Drafter]],
+) -> Iterable[tuple[Drafter, BoundLadder, list[DraftBuilder]]]:
     """Versions of a router may run side by side."""
 
-    def key(member: tuple[GrowingChain, Drafter]) -> tuple[int, int]:
+    def key(member: tuple[DraftBuilder, Drafter]) -> tuple[int, int]:
         return id(member[1]), id(member[0].sequence.ladder)
 
     able = [(one, drafter) for one, drafter in going if one.sequence.failure is None]

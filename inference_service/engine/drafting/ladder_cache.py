@@ -20,7 +20,7 @@ MAX_LAYOUTS = 64
 Binding = tuple[BoundLadder | None, Drafter]
 
 
-class Bindings:
+class LadderCache:
     """The engine's thread alone. `costs` of passes must be measured before anything is bound.
 
     Of the ladders not `in_use`, whose id() it tells, the least recently used are dropped as soon as more than `max_ladders` are

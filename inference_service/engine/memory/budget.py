@@ -1,4 +1,4 @@
-"""How much memory keys and values may take: decided once, at start-up, so that running out is a queue and not a crash."""
+"""The memory budget of keys and values. It is fixed at start-up, so that requests queue when it is used up and nothing crashes."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ import torch
 
 from shared.model.runner import DepthRunner
 
-# Of what is free once the model is loaded; the rest is for activations, and for whatever else runs there.
+# Share of the memory that is free once the model is loaded. Activations and other processes need the rest.
 BUDGET_SHARE = 0.5
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
-def slot_bytes(runner: DepthRunner) -> int:
-    """Bytes of keys and values that one position of one sequence takes, over all layers."""
+def kv_token_bytes(runner: DepthRunner) -> int:
+    """Bytes of the keys and values of one token, over all layers."""
     cache = runner.new_cache(1)
     token = torch.zeros(1, 1, dtype=torch.long, device=runner.loaded.device)
     runner.run(token, cache, first=0, last=runner.num_layers, base=0)
@@ -21,18 +21,18 @@ def slot_bytes(runner: DepthRunner) -> int:
     return cache.kv_bytes // cache.capacity
 
 
-def whole_pages(num_slots: int, page_slots: int) -> int:
-    """Positions that so many take up where they are given out `page_slots` at a time."""
-    return -(-num_slots // page_slots) * page_slots
+def in_whole_blocks(num_tokens: int, block_tokens: int) -> int:
+    """`num_tokens` rounded up to a multiple of `block_tokens`."""
+    return -(-num_tokens // block_tokens) * block_tokens
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for all sequences together."""
+    """Bytes of keys and values that all sequences share."""
     return int(BUDGET_SHARE * available_bytes(device))
 
 
 def available_bytes(device: torch.device) -> int:
-    """What is free on `device`: of a GPU's memory, or of this container's and this machine's."""
+    """Free memory of `device`: that of a GPU, or the smaller of what this machine and its container have left."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(min(_machine_bytes(), _container_bytes()))
@@ -46,7 +46,7 @@ def _machine_bytes() -> int:
 
 
 def _container_bytes() -> float:
-    """What a memory limit on this process' cgroup (version 2) leaves; without limit, infinity."""
+    """Memory that the limit of this process' cgroup (version 2) leaves; infinite without a limit."""
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = int((CGROUP / "memory.current").read_text())

@@ -1,4 +1,4 @@
-"""Prompts that start alike share the work: keys and values of a common beginning are copied, not computed again."""
+"""The prefix cache: keys and values of a common prompt prefix are copied instead of being computed again."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Protocol
 
 from shared.model.cache import SlotCache
 
-# Shorter beginnings are read faster than looked for, and every chat starts with the same few template tokens.
+# A shorter prefix is computed faster than it is found, and every chat starts with the same few tokens of its template.
 MIN_SHARED = 16
 
 
@@ -22,7 +22,7 @@ class Donor(Protocol):
 
 
 class Reader(Donor, Protocol):
-    """A sequence that is still reading its prompt."""
+    """A sequence whose prompt is still being prefilled."""
 
     num_settled: int
     num_cached: int
@@ -33,11 +33,11 @@ class Reader(Donor, Protocol):
 
 @dataclass(frozen=True)
 class _Kept:
-    """What an ended sequence left. `num_slots`: how many its cache holds, used or not."""
+    """The cache of an ended sequence. `num_tokens`: its capacity, used or not."""
 
     tokens: tuple[int, ...]
     cache: SlotCache
-    num_slots: int
+    num_tokens: int
 
     @property
     def num_settled(self) -> int:
@@ -45,50 +45,49 @@ class _Kept:
 
 
 class Prefixes:
-    """Caches of ended sequences, the most recently useful last, `max_slots` positions in all; running sequences lend, too.
+    """Keeps the KV caches of ended sequences, with a capacity of at most `max_tokens` tokens in all, in LRU order.
 
-    With `max_slots` 0 nothing is shared at all.
-
-    The engine's thread alone, but for `longest`.
+    Prefixes are also copied from running sequences. With `max_tokens` 0 nothing is shared. Only the engine's thread may use it;
+    any thread may call `match_length`.
     """
 
-    def __init__(self, max_slots: int) -> None:
-        self._max_slots = max_slots
-        # Replaced, never changed, so that other threads may read it.
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        # The tuple is replaced and never changed, so that other threads can read it.
         self._kept: tuple[_Kept, ...] = ()
 
     @property
-    def is_open(self) -> bool:
-        """Whether anything is shared."""
-        return self._max_slots > 0
+    def is_enabled(self) -> bool:
+        """Whether prefixes are shared at all."""
+        return self._max_tokens > 0
 
     @property
-    def num_slots(self) -> int:
-        return sum(kept.num_slots for kept in self._kept)
+    def num_tokens(self) -> int:
+        return sum(kept.num_tokens for kept in self._kept)
 
-    def keep(self, sequence: Donor) -> None:
-        """Takes over the cache of a sequence that has ended; drops what it makes superfluous and what no longer fits."""
+    def insert(self, sequence: Donor) -> None:
+        """Takes over the cache of an ended sequence. Drops caches that it makes redundant and those that no longer fit."""
         tokens = tuple(sequence.tokens[: sequence.num_settled])
         new = _Kept(tokens, sequence.cache, sequence.cache.capacity)
-        if len(tokens) < MIN_SHARED or new.num_slots > self._max_slots:
+        if len(tokens) < MIN_SHARED or new.num_tokens > self._max_tokens:
             return
         if any(kept.tokens[: len(tokens)] == tokens for kept in self._kept):
             return
         others = (kept for kept in self._kept if tokens[: len(kept.tokens)] != kept.tokens)
         self._kept = (*others, new)
-        self.fit(self._max_slots)
+        self.fit(self._max_tokens)
 
-    def fit(self, num_slots: int) -> None:
-        """Drops the least recently useful until at most `num_slots` positions are held."""
-        while self.num_slots > max(num_slots, 0):
+    def fit(self, num_tokens: int) -> None:
+        """Drops the least recently used caches until they hold at most `num_tokens` tokens."""
+        while self.num_tokens > max(num_tokens, 0):
             self._kept = self._kept[1:]
 
-    def lend(self, reader: Reader, running: Iterable[Donor]) -> None:
-        """Moves `reader` ahead to where its prompt parts from all that is known, if that saves it anything.
+    def match(self, reader: Reader, running: Iterable[Donor]) -> None:
+        """Copies the longest prefix of the prompt that a kept or running sequence has, and moves `reader` behind it.
 
-        The last token of a prompt is always read: what follows it is chosen from its state.
+        The last token of a prompt is always computed, because the next token is chosen from its state.
         """
-        if not self.is_open:
+        if not self.is_enabled:
             return
         prompt = reader.tokens[: reader.num_prompt_tokens - 1]
         best: Donor | None = None
@@ -106,20 +105,20 @@ class Prefixes:
         if isinstance(best, _Kept):
             self._kept = (*(kept for kept in self._kept if kept is not best), best)
 
-    def is_being_read(self, reader: Reader, reading: Iterable[Donor]) -> bool:
-        """Whether a sequence of `reading`, at work on its prompt in this very step, reads what `reader` would read next."""
+    def is_being_computed(self, reader: Reader, reading: Iterable[Donor]) -> bool:
+        """Whether a sequence of `reading` computes in this step what `reader` would compute next."""
         prompt = reader.tokens[: reader.num_prompt_tokens - 1]
         wanted = reader.num_settled + MIN_SHARED
-        return self.is_open and any(
+        return self.is_enabled and any(
             common_prefix(prompt, other.tokens) >= wanted for other in reading
         )
 
-    def longest(self, prompt: Sequence[int]) -> int:
-        """How many tokens of `prompt` an ended sequence could lend now. From any thread."""
+    def match_length(self, prompt: Sequence[int]) -> int:
+        """Length of the longest prefix of `prompt` that a kept cache holds. Any thread may call it."""
         return max((common_prefix(prompt, kept.tokens) for kept in self._kept), default=0)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their start."""
+    """Length of the common prefix of two token sequences."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))

@@ -41,7 +41,7 @@ def self_test(runner: DepthRunner, ladder: BoundLadder, costs: PassCosts) -> Sli
     try:
         decoder = Decoder(runner)
         drafter = Drafter(runner, costs, ExitGains(ladder.agreements))
-        sequence = decoder.start(request, ladder, drafter.served(request))
+        sequence = decoder.admit(request, ladder, drafter.served(request))
         while not sequence.is_finished:
             assert sequence.drafter is not None
             draft = sequence.drafter.table_draft([])

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-from inference_service.engine.memory.budget import whole_pages
+from inference_service.engine.memory.budget import in_whole_blocks
 from inference_service.engine.memory.prefixes import Prefixes
 from inference_service.engine.quality.disagreement import exceeds, lower_limit
 from inference_service.engine.request.request import GenerationRequest
@@ -47,7 +47,7 @@ class ShadowCounts:
 
 @dataclass
 class _Check:
-    """`tokens`: prompt and answer; `num_settled` of them are in `cache`. A `Reader` for `Prefixes.lend`."""
+    """`tokens`: prompt and answer; `num_settled` of them are in `cache`. A `Reader` for `Prefixes.match`."""
 
     tokens: Rows[int]
     num_prompt_tokens: int
@@ -89,7 +89,7 @@ class Shadow:
         return self._check is None and not self._waiting
 
     @property
-    def num_slots(self) -> int:
+    def num_tokens(self) -> int:
         """Positions that the check under way holds keys and values for."""
         return 0 if self._check is None else self._check.cache.capacity
 
@@ -101,14 +101,14 @@ class Shadow:
         """Count a request that was. One thread of the caller's choice."""
         self.num_served_exact[version] = self.num_served_exact.get(version, 0) + 1
 
-    def offer(self, sequence: Sequence, max_slots: int) -> None:
-        """A generation that has ended; `max_slots`: positions there is memory for. Takes a share of those it can judge: greedy ones."""
+    def offer(self, sequence: Sequence, max_tokens: int) -> None:
+        """A generation that has ended; `max_tokens`: positions there is memory for. Takes a share of those it can judge: greedy ones."""
         request = sequence.request
         if not self._share or request.policy.name != "relaxed" or not request.sampling.is_greedy:
             return
         if self._random.random() >= self._share:
             return
-        if len(self._waiting) >= MAX_WAITING or len(sequence.tokens) > max_slots:
+        if len(self._waiting) >= MAX_WAITING or len(sequence.tokens) > max_tokens:
             self._counts((request.router_version, request.risk_bound)).num_dropped += 1
             return
         self._waiting.append((self._judged(sequence), request))
@@ -124,15 +124,15 @@ class Shadow:
         size = next((number for number, token in enumerate(answer, 1) if token in ends), limit)
         return (*sequence.tokens[:prompt], *answer[:size])
 
-    def make_room(self, num_slots: int) -> None:
+    def make_room(self, num_tokens: int) -> None:
         """Requests need the memory: a check that holds more positions begins anew some other time."""
-        if self.num_slots > num_slots:
+        if self.num_tokens > num_tokens:
             self._check = None  # its request is still the first of the queue
 
-    def slice(self, max_slots: int) -> None:
-        """A few tokens of the check under way, or of the next; one that does not fit `max_slots` positions now is dropped."""
+    def slice(self, max_tokens: int) -> None:
+        """A few tokens of the check under way, or of the next; one that does not fit `max_tokens` positions now is dropped."""
         try:
-            check = self._check or self._begin(max_slots)
+            check = self._check or self._begin(max_tokens)
             if check is None:
                 return
             differs = self._read(check)
@@ -145,13 +145,13 @@ class Shadow:
             self._check = None
             self._conclude(check.stratum, differs)
 
-    def _begin(self, max_slots: int) -> _Check | None:
+    def _begin(self, max_tokens: int) -> _Check | None:
         tokens, request = self._waiting[0]
-        if len(tokens) > max_slots:
+        if len(tokens) > max_tokens:
             self._drop()
             return None
         # What is kept for later makes room for this, too.
-        self._prefixes.fit(max_slots - whole_pages(len(tokens), self._runner.page_slots))
+        self._prefixes.fit(max_tokens - in_whole_blocks(len(tokens), self._runner.block_tokens))
         check = self._check = _Check(
             tokens,
             len(request.prompt_ids),
@@ -159,7 +159,7 @@ class Shadow:
             (request.router_version, request.risk_bound),
             self._runner.new_cache(len(tokens)),
         )
-        self._prefixes.lend(check, ())
+        self._prefixes.match(check, ())
         return check
 
     def _drop(self) -> None:

@@ -1,10 +1,10 @@
-"""What is asked of a request before any work is done for it."""
+"""Checks of a request before any work is done for it."""
 
 import time
 from collections.abc import Callable
 
 from inference_service.engine.drafting.planner import PassCosts
-from inference_service.engine.memory.budget import whole_pages
+from inference_service.engine.memory.budget import in_whole_blocks
 from inference_service.engine.request.prompt import check_prompt_ids
 from inference_service.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
@@ -12,43 +12,48 @@ from shared.ladder.ladder import Ladder
 from shared.model.load import LoadedModel
 
 
-def num_slots(request: GenerationRequest, context_length: int) -> int:
-    """Positions that a request may come to fill: its prompt and its longest answer."""
+def max_num_tokens(request: GenerationRequest, context_length: int) -> int:
+    """The most tokens that a request can grow to: its prompt and its longest possible answer."""
     room = context_length - len(request.prompt_ids)
     return len(request.prompt_ids) + min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)
 
 
 class Admission:
-    """Checks requests against model, router, memory and clock. `slot_bytes`: keys and values of one position, all layers.
+    """Checks a request against the model, its router, the memory and its deadline before it is queued.
 
-    `kv_budget_bytes` is for all running requests together, given out `page_slots` positions at a time. `costs` None: not measured
-    yet.
+    `kv_token_bytes`: bytes of the keys and values of one token, over all layers. `kv_budget_bytes` is shared by all running
+    requests and is allocated in blocks of `block_tokens` tokens. `costs` is None until the costs of passes have been measured.
     """
 
     def __init__(
-        self, loaded: LoadedModel, slot_bytes: int, kv_budget_bytes: int, page_slots: int = 1
+        self, loaded: LoadedModel, kv_token_bytes: int, kv_budget_bytes: int, block_tokens: int = 1
     ) -> None:
-        self._page_slots = page_slots
-        self.slot_bytes = slot_bytes
+        self._block_tokens = block_tokens
+        self.kv_token_bytes = kv_token_bytes
         self.kv_budget_bytes = kv_budget_bytes
         self.costs: PassCosts | None = None
         self._loaded = loaded
 
-    def kv_bytes(self, request: GenerationRequest) -> int:
-        """What the request's keys and values may come to take."""
-        slots = num_slots(request, self._loaded.context_length)
-        return whole_pages(slots, self._page_slots) * self.slot_bytes
+    @property
+    def kv_budget_tokens(self) -> int:
+        """Tokens whose keys and values fit into the budget."""
+        return self.kv_budget_bytes // self.kv_token_bytes
+
+    def num_kv_tokens(self, request: GenerationRequest) -> int:
+        """Tokens for which the request reserves keys and values."""
+        num_tokens = max_num_tokens(request, self._loaded.context_length)
+        return in_whole_blocks(num_tokens, self._block_tokens)
 
     def check(
         self, request: GenerationRequest, ladder: Ladder | None, num_known: Callable[[], int]
     ) -> None:
-        """`num_known` tells how many tokens of the prompt need not be read; it is asked only where that matters.
+        """`num_known` returns how many tokens of the prompt are cached; it is called only if the deadline is close.
 
         Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
         `DeadlineExceeded` and `Exhausted` (reason KV_BUDGET).
         """
         self._check_against_model(request, ladder)
-        needed = self.kv_bytes(request)
+        needed = self.num_kv_tokens(request) * self.kv_token_bytes
         if needed > self.kv_budget_bytes:
             raise Exhausted(
                 f"keys and values of this request may take {needed} bytes; this worker has {self.kv_budget_bytes} for all",
@@ -90,7 +95,7 @@ class Admission:
             ladder.check_model(self._loaded)
 
     def _least_prefill_s(self, num_tokens: int) -> float:
-        """Less than reading so many tokens can ever take: half the measured time of wide passes. 0 while cold."""
+        """A lower bound of the time to prefill so many tokens: half the measured time of wide passes; 0 before it is measured."""
         if self.costs is None or not self.costs.wide:
             return 0.0
         width, seconds = self.costs.wide[-1]

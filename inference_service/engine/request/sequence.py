@@ -1,4 +1,4 @@
-"""One request's state while it is generated."""
+"""The state of one request while it is generated."""
 
 import time
 from collections import Counter
@@ -25,10 +25,10 @@ from shared.model.load import LoadedModel
 class Sequence:
     """Tokens, KV cache and counts of one request.
 
-    Positions [0, num_settled) have been through every layer; `deep_state` [D] is the state at depth L of the last of them.
-    Tokens from there on are final but pending: their deeper keys and values are still to be made. `num_cached`: positions of
-    the prompt whose keys and values came from another sequence. `failure`: why the request ends without an answer; a sequence
-    that has one takes part in no further step.
+    The tokens at positions [0, num_settled) have been through every layer; `deep_state` [D] is the state at depth L of the last
+    of them. Later tokens are final but pending: their keys and values in deeper layers are not computed yet. `num_cached`: prompt
+    tokens whose keys and values were copied from another sequence. `failure`: why the request ends without an answer; a failed
+    sequence takes part in no further step.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Sequence:
         self._finish: tuple[FinishReason, str] | None = None
 
     @property
-    def leaves_drafting_open(self) -> bool:
-        """Whether it is the engine's choice if this request drafts: nothing but the time depends on it."""
+    def may_skip_drafting(self) -> bool:
+        """Whether the engine may choose not to draft for this request. The choice changes the speed only, never the output."""
         policy = self.request.policy
         return self.ladder is not None and policy.name == "exact" and not policy.max_drafts
 
@@ -94,8 +94,13 @@ class Sequence:
     def is_finished(self) -> bool:
         return self._finish is not None
 
+    def count_layers(self, num_layer_executions: int, num_token_layers: int) -> None:
+        """Adds the layers that ran for one chain of drafts: see `DepthStatistics`."""
+        self.num_layer_executions += num_layer_executions
+        self.num_token_layers += num_token_layers
+
     def emit(self, tokens: list[GeneratedToken]) -> list[TokenChunk]:
-        """Makes tokens final, in order, up to the one that ends the request. A chunk each, so that text and token go together."""
+        """Makes tokens final, in order, up to the one that ends the request. Returns one chunk per token, with its text."""
         chunks: list[TokenChunk] = []
         for token in tokens:
             if self._finish:
@@ -125,7 +130,7 @@ class Sequence:
         return chunks
 
     def finished(self) -> Finished:
-        """Closes the request. Only once `is_finished`."""
+        """The last event of the request. Call it once, after `is_finished` has become true."""
         assert self._finish is not None
         reason, match = self._finish
         text = ""

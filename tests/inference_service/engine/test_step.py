@@ -268,7 +268,7 @@ def test_a_step_of_mixed_requests_reads_the_device_once(
             request = GenerationRequest(
                 tuple(PROMPT[: 1 + index]), sampling=sampling, policy=DRAFTING, logprobs=logprobs
             )
-            sequence = decoder.start(request, ladder, drafter.served(request))  # type: ignore[arg-type]
+            sequence = decoder.admit(request, ladder, drafter.served(request))  # type: ignore[arg-type]
             batch.append((sequence, drafter))
     for is_decoding in (False, True):  # the prompts, then drafts
         with Reads() as reads:

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from inference_service.engine.drafting.adaptive import MIN_STEPS, DraftingWorth
+from inference_service.engine.drafting.adaptive import MIN_STEPS, AdaptiveDrafting
 
 ALONE = (1, 1)
 
 
 def run(
-    worth: DraftingWorth,
+    worth: AdaptiveDrafting,
     tokens: dict[bool, float],
     seconds: dict[bool, float],
     steps: int,
@@ -33,7 +33,7 @@ def run(
     ("drafting", "plain"), [(1.9, 1.0), (1.2, 1.0), (0.9, 1.0), (0.5, 1.0), (1.0, 1.0)]
 )
 def test_the_better_of_the_two_is_nearly_reached(drafting: float, plain: float) -> None:
-    worth = DraftingWorth()
+    worth = AdaptiveDrafting()
     tokens, seconds = {True: 16 * drafting, False: 16 * plain}, {True: 1.0, False: 1.0}
     learning, _ = run(worth, tokens, seconds, 100)
     assert learning > 0.8 * max(tokens.values())
@@ -42,12 +42,14 @@ def test_the_better_of_the_two_is_nearly_reached(drafting: float, plain: float) 
 
 
 def test_a_first_request_drafts() -> None:
-    _, choices = run(DraftingWorth(), {True: 2.0, False: 1.0}, {True: 1.0, False: 1.0}, MIN_STEPS)
+    _, choices = run(
+        AdaptiveDrafting(), {True: 2.0, False: 1.0}, {True: 1.0, False: 1.0}, MIN_STEPS
+    )
     assert all(choices)
 
 
 def test_what_was_better_may_become_worse() -> None:
-    worth = DraftingWorth()
+    worth = AdaptiveDrafting()
     seconds = {True: 1.0, False: 1.0}
     run(worth, {True: 32.0, False: 16.0}, seconds, 200)
     _, choices = run(worth, {True: 8.0, False: 16.0}, seconds, 600)
@@ -57,7 +59,7 @@ def test_what_was_better_may_become_worse() -> None:
 
 
 def test_each_company_is_judged_by_itself() -> None:
-    worth = DraftingWorth()
+    worth = AdaptiveDrafting()
     seconds = {True: 1.0, False: 1.0}
     run(worth, {True: 8.0, False: 16.0}, seconds, 200, company=(16, 16))
     _, choices = run(worth, {True: 32.0, False: 16.0}, seconds, 200, company=(8, 16))
@@ -65,7 +67,7 @@ def test_each_company_is_judged_by_itself() -> None:
 
 
 def test_companies_nearly_as_large_learn_together() -> None:
-    worth = DraftingWorth()
+    worth = AdaptiveDrafting()
     tokens, seconds = {True: 8.0, False: 16.0}, {True: 1.0, False: 1.0}
     run(worth, tokens, seconds, 200, company=(16, 16))
     _, choices = run(worth, tokens, seconds, 50, company=(13, 14))

@@ -53,7 +53,7 @@ def members(
         prompt = tuple(range(3 + number, 9 + 3 * number))
         stopping = StoppingParams(max_tokens=20, ignore_eos=True)
         request = GenerationRequest(prompt, stopping=stopping, policy=policy)
-        sequence = decoder.start(request, own, drafter.served(request))
+        sequence = decoder.admit(request, own, drafter.served(request))
         while not sequence.num_generated:
             decoder.step([(sequence, drafter)], COSTS)
         found.append((sequence, drafter))

@@ -64,11 +64,13 @@ def test_what_was_prepared_is_bound_once_and_measured_once_per_layout(loaded, mo
 def test_streams_go_on_while_a_ladder_is_prepared(loaded, monkeypatch) -> None:
     with Engine(loaded) as engine:
         order: list[str] = []
-        step, slice_ = engine._decoder.step, engine._chores.slice
+        step, slice_ = engine._decoder.step, engine._loop.background.run_slice
         monkeypatch.setattr(
             engine._decoder, "step", lambda *args: order.append("step") or step(*args)
         )
-        monkeypatch.setattr(engine._chores, "slice", lambda: order.append("slice") or slice_())
+        monkeypatch.setattr(
+            engine._loop.background, "run_slice", lambda: order.append("slice") or slice_()
+        )
         handle = engine.submit(request())
         thread = threading.Thread(target=engine.prepare, args=(exits(),))
         thread.start()
@@ -132,4 +134,4 @@ def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
             list(handle.events())
         assert numbers == [1] * len(ladders)
         list(engine.submit(exact, ladders[-1]).events())
-        assert len(engine._bindings) == MAX_BOUND_LADDERS
+        assert len(engine._ladders) == MAX_BOUND_LADDERS

@@ -44,9 +44,9 @@ def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _
 
 def test_keys_and_values_of_the_common_beginning_are_copied_and_no_more():
     prefixes = Prefixes(1000)
-    prefixes.keep(sequence([*STEM, 900, 901], num_settled=LENGTH + 1, fill=3.0))
+    prefixes.insert(sequence([*STEM, 900, 901], num_settled=LENGTH + 1, fill=3.0))
     reader = sequence([*STEM[:20], 700, 701, 702])
-    prefixes.lend(reader, [])
+    prefixes.match(reader, [])
     assert (reader.num_settled, reader.num_cached) == (20, 20)
     assert (reader.cache.keys[0][0, 0, :20] == 3).all()
     assert (reader.cache.values[0][0, 0, :20] == -3).all()
@@ -55,9 +55,9 @@ def test_keys_and_values_of_the_common_beginning_are_copied_and_no_more():
 
 def test_the_last_token_of_a_prompt_is_always_read():
     prefixes = Prefixes(1000)
-    prefixes.keep(sequence([*STEM, 900], num_settled=LENGTH + 1, fill=3.0))
+    prefixes.insert(sequence([*STEM, 900], num_settled=LENGTH + 1, fill=3.0))
     reader = sequence(list(STEM))
-    prefixes.lend(reader, [])
+    prefixes.match(reader, [])
     assert reader.num_settled == LENGTH - 1
 
 
@@ -65,13 +65,13 @@ def test_a_running_sequence_lends_only_what_it_has_settled():
     prefixes = Prefixes(1)
     donor = sequence([*STEM, 900], num_settled=MIN_SHARED + 4, fill=1.0)
     reader = sequence([*STEM, 800])
-    prefixes.lend(reader, [reader, donor])
+    prefixes.match(reader, [reader, donor])
     assert reader.num_settled == MIN_SHARED + 4
     donor.num_settled = MIN_SHARED + 8  # a few more are not worth a look
-    prefixes.lend(reader, [donor])
+    prefixes.match(reader, [donor])
     assert reader.num_settled == MIN_SHARED + 4
     donor.num_settled = LENGTH
-    prefixes.lend(reader, [donor])
+    prefixes.match(reader, [donor])
     assert reader.num_settled == reader.num_cached == LENGTH
 
 
@@ -79,38 +79,38 @@ def test_the_longest_beginning_wins_and_counts_as_used():
     prefixes = Prefixes(2 * LENGTH)
     short = sequence([*STEM[:20], *range(500, 500 + LENGTH - 20)], num_settled=LENGTH, fill=1.0)
     other = sequence(list(range(600, 600 + LENGTH)), num_settled=LENGTH, fill=2.0)
-    prefixes.keep(short)
-    prefixes.keep(other)
+    prefixes.insert(short)
+    prefixes.insert(other)
     reader = sequence([*STEM[:20], 1, 1, 1])
-    prefixes.lend(reader, [])
+    prefixes.match(reader, [])
     assert reader.num_settled == 20
-    prefixes.keep(sequence(list(range(800, 800 + LENGTH)), num_settled=LENGTH))
-    assert prefixes.longest(short.tokens) == LENGTH  # used last, so the other one went
-    assert prefixes.longest(other.tokens) == 0
+    prefixes.insert(sequence(list(range(800, 800 + LENGTH)), num_settled=LENGTH))
+    assert prefixes.match_length(short.tokens) == LENGTH  # used last, so the other one went
+    assert prefixes.match_length(other.tokens) == 0
 
 
 def test_slots_are_bounded_and_given_up_on_demand():
     prefixes = Prefixes(2 * LENGTH)
     for start in range(0, 500, 100):
-        prefixes.keep(sequence(list(range(start, start + LENGTH)), num_settled=LENGTH))
-        assert prefixes.num_slots <= 2 * LENGTH
-    assert prefixes.num_slots == 2 * LENGTH
-    prefixes.keep(sequence(list(range(3 * LENGTH)), num_settled=3 * LENGTH))
-    assert prefixes.num_slots == 2 * LENGTH  # larger than all the room there is
+        prefixes.insert(sequence(list(range(start, start + LENGTH)), num_settled=LENGTH))
+        assert prefixes.num_tokens <= 2 * LENGTH
+    assert prefixes.num_tokens == 2 * LENGTH
+    prefixes.insert(sequence(list(range(3 * LENGTH)), num_settled=3 * LENGTH))
+    assert prefixes.num_tokens == 2 * LENGTH  # larger than all the room there is
     prefixes.fit(LENGTH)
-    assert prefixes.longest(list(range(400, 400 + LENGTH))) == LENGTH
+    assert prefixes.match_length(list(range(400, 400 + LENGTH))) == LENGTH
     prefixes.fit(-5)
-    assert prefixes.num_slots == 0
+    assert prefixes.num_tokens == 0
 
 
 def test_what_is_known_already_is_not_kept_twice():
     prefixes = Prefixes(1000)
-    prefixes.keep(sequence(list(STEM), num_settled=20))
-    prefixes.keep(sequence(list(STEM), num_settled=LENGTH))
-    assert prefixes.num_slots == LENGTH
-    prefixes.keep(sequence(list(STEM), num_settled=30))
-    assert prefixes.num_slots == LENGTH
-    assert prefixes.longest(STEM) == LENGTH
+    prefixes.insert(sequence(list(STEM), num_settled=20))
+    prefixes.insert(sequence(list(STEM), num_settled=LENGTH))
+    assert prefixes.num_tokens == LENGTH
+    prefixes.insert(sequence(list(STEM), num_settled=30))
+    assert prefixes.num_tokens == LENGTH
+    assert prefixes.match_length(STEM) == LENGTH
 
 
 def test_common_prefix():
@@ -192,14 +192,14 @@ def test_nothing_is_shared_where_that_is_turned_off(loaded):
 
 def test_what_is_kept_makes_room_for_what_runs(loaded):
     with Engine(loaded) as probe:
-        slot = probe._admission.slot_bytes
+        slot = probe._admission.kv_token_bytes
     budget = (LENGTH + 6 + 10) * slot
     with Engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget) as engine:
         run(engine, STEM)
-        assert engine._decoder.prefixes.num_slots == LENGTH + 6
+        assert engine._decoder.prefixes.num_tokens == LENGTH + 6
         run(engine, tuple(range(60, 60 + 30)))  # fits only once the first is let go
-        assert engine._decoder.prefixes.longest(STEM) == 0
-        assert engine._decoder.prefixes.num_slots <= LENGTH + 16
+        assert engine._decoder.prefixes.match_length(STEM) == 0
+        assert engine._decoder.prefixes.num_tokens <= LENGTH + 16
 
 
 def test_a_failed_step_leaves_nothing_behind(loaded, monkeypatch):
@@ -208,7 +208,7 @@ def test_a_failed_step_leaves_nothing_behind(loaded, monkeypatch):
         monkeypatch.setattr(engine._decoder, "step", _raise)
         with pytest.raises(Exception, match="failed inside"):
             run(engine, STEM)
-        assert engine._decoder.prefixes.num_slots == 0
+        assert engine._decoder.prefixes.num_tokens == 0
 
 
 def _raise(*_: object) -> None:

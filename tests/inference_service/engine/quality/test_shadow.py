@@ -192,7 +192,7 @@ def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) 
     """With room for one request only, a check under way begins anew rather than keep the request waiting."""
     monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
     with Engine(loaded) as engine:
-        bytes_per_slot = engine._admission.slot_bytes
+        bytes_per_slot = engine._admission.kv_token_bytes
     slots = len(PROMPT) + NUM_NEW
     with Engine(
         loaded, shadow_share=1.0, kv_budget_bytes=slots * bytes_per_slot, prefix_cache_bytes=0
@@ -207,7 +207,7 @@ def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) 
                 started.set()
                 assert go.wait(30)
             original(max_slots)
-            held.append(engine.shadow.num_slots)
+            held.append(engine.shadow.num_tokens)
 
         monkeypatch.setattr(engine.shadow, "slice", slice_)
         run(engine, ScriptedLadder(script(answer)))
@@ -216,7 +216,7 @@ def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) 
         holding: list[int] = []
 
         def stepping(batch, costs):
-            holding.append(engine.shadow.num_slots)
+            holding.append(engine.shadow.num_tokens)
             return step(batch, costs)
 
         monkeypatch.setattr(engine._decoder, "step", stepping)
