@@ -14,10 +14,16 @@ from shared.config import CalibratorSettings, WorkerSettings
 from shared.settings_flags import flag_of
 
 ROOT = Path(__file__).parents[2]
+# A decision that is replaced describes code that is gone.
+REPLACED = re.compile(r"^(\*\*Superseded by|Date: .* State: replaced by) \d{3}", re.MULTILINE)
 DOCUMENTS = [
-    ROOT / "README.md",
-    ROOT / "bench/RESULTS.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
+    document
+    for document in (
+        ROOT / "README.md",
+        ROOT / "bench/RESULTS.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
+    if not REPLACED.search(document.read_text())
 ]
 SERVICES = {"worker": WorkerSettings, "calibrator": CalibratorSettings}
 FENCE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
