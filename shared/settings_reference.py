@@ -95,7 +95,7 @@ def _values(name: str, field: FieldInfo) -> str:
     word = next((word for kind, word in WORDS.items() if kind in types), "")
     if int in types or float in types:
         limits = [
-            f"{words} {getattr(limit, attribute):g}"
+            f"{words} {getattr(limit, attribute):.15g}"
             for limit in field.metadata
             for kind, attribute, words in LIMITS
             if isinstance(limit, kind)
