@@ -1,4 +1,4 @@
-"""`make bench`: the CPU benchmarks on the demo model with the router that ships.
+"""`make bench`: runs the CPU benchmarks on the demo model with the router in bench/router.
 
 python -m bench [--only decode | batch | load] [--data-dir DIR] [flags of the benchmark]
 """

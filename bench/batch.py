@@ -1,14 +1,14 @@
-"""Tokens per second with several requests at once: exact against our full depth, and both against Hugging Face with padding.
+"""Tokens per second with several requests at once: `exact`, our full depth, and Hugging Face's `generate` in padded batches.
 
     python -m bench.batch --model DIR --router FOLDER [--device cuda] [--batch 1 2 4 8 16] [--per-task 3] [--rounds 3]
 
-A closed loop: so many requests are always under way, over the same prompts for both sides, which take turns within a round; what
-comes after there is no further request to start does not count.
-Greedy, float32 on a CPU and the checkpoint's own dtype on a GPU, at most 64 new tokens; medians over rounds. Twice: whole answers, each prompt read by the request that
-brings it; and decoding, where the prompts' keys and values are there from an earlier reading (`Prefixes`), all but the last token.
+A closed loop keeps B requests running (`--batch`). Both policies get the same prompts and take turns within a round. The time ends
+when the first request ends that no other can replace. Greedy, at most 64 new tokens; float32 on a CPU and the checkpoint's own dtype
+on a GPU; medians over rounds. There are two tables. Whole answers: each request prefills its prompt. Decoding: the keys and values of
+the prompts, except the last token's, are in the prefix cache.
 
-On a CPU an answer that differs from full depth's alone ends the run. On a GPU passes of more than 16 tokens run other kernels than
-smaller ones, so a near-tie may fall otherwise in company (docs/decisions/015): there the answers that differ are counted.
+On a CPU, an answer that differs from the one at full depth and batch 1 ends the run. On a GPU, passes of more than 16 tokens run other
+kernels than smaller ones, so nearly equal logits may be ranked differently (docs/decisions/015); there, differing answers are counted.
 """
 
 import argparse
@@ -26,9 +26,8 @@ import transformers
 
 from bench.hugging_face import HF, hugging_face_batch
 from bench.machine import described
-from bench.prompts import DEFAULT_FILE, read_prompts
+from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
 from inference_service.engine.engine import MAX_RUNNING, Engine
-from inference_service.engine.prompt import encode_prompt
 from inference_service.engine.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
@@ -40,7 +39,7 @@ HF_BATCH = 8
 FULL: Literal["full"] = "full"
 EXACT: Literal["exact"] = "exact"
 PolicyName = Literal["full", "exact"]
-# Bytes of keys and values that ended requests may leave to others; None: as a worker does.
+# Size of the prefix cache in bytes per table; None: the engine's default.
 TABLES = {"whole answers": 0, "decoding": None}
 Answers = list[tuple[int, ...]]
 
@@ -52,9 +51,9 @@ def closed_loop(
     prompts: Sequence[list[int]],
     batch: int,
 ) -> tuple[float, Answers]:
-    """(tokens per second while `batch` requests are under way, answers).
+    """(tokens per second while `batch` requests are running, answers).
 
-    The time counts until the first request ends that no other can replace; the tokens that came by then count.
+    The time ends when the first request ends that no other can replace. Later tokens do not count.
     """
     queue = deque(enumerate(prompts))
     answers: dict[int, tuple[int, ...]] = {}
@@ -109,8 +108,10 @@ def main() -> None:
         parser.error("there is no CUDA device")
     loaded = load_model(options.model, device=options.device)
     ladder = read_ladder(options.router)
+    if not takes_chat(loaded):
+        print(PLAIN_TEXT_NOTE)
     prompts = [
-        list(encode_prompt(loaded, [{"role": "user", "content": prompt.turns[0]}]))
+        encode_turns(loaded, prompt.turns[:1])
         for prompt in read_prompts(options.prompts, options.per_task)
     ]
     tables: dict[str, dict[str, list[float]]] = {}
@@ -141,9 +142,9 @@ def measure(
     batches: Sequence[int],
     rounds: int,
 ) -> tuple[dict[str, list[float]], int]:
-    """(tokens per second by policy and batch, one figure per round, answers that are not those of full depth alone).
+    """(tokens per second by policy and batch, one figure per round; number of answers that differ from full depth at batch 1).
 
-    Raises `SystemExit` for such an answer on a CPU.
+    Raises `SystemExit` if an answer differs on a CPU.
     """
     speeds: dict[str, list[float]] = defaultdict(list)
     num_differing = 0
@@ -159,7 +160,7 @@ def measure(
                 num_differing += differing
                 if differing and engine.loaded.device.type == "cpu":
                     raise SystemExit(
-                        f"answers under {policy} at batch {batch} differ from full depth alone"
+                        f"answers under {policy} at batch {batch} differ from those at full depth and batch 1"
                     )
             latest = ", ".join(
                 f"{side} {speeds[f'{side} {batch}'][-1]:.1f}" for side in (FULL, EXACT)

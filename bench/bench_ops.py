@@ -2,8 +2,8 @@
 
     python -m bench.bench_ops --model /path/to/hf/model [--threads 2] [--rounds 15]
 
-Medians in ms. The contenders of a line take turns within each round, so that a busy machine slows all of them alike;
-the floor is the time to read the line's weights once. Compare within a line, not across runs.
+Medians in ms. The contenders of a line take turns within each round, so that a busy machine slows all of them alike.
+The floor is the time to read the line's weights once. Compare figures within a line, not across runs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Contenders = Mapping[str, Callable[[], object]]
 
 
 def medians_ms(contenders: Contenders, rounds: int) -> dict[str, float]:
-    """The median of each, after one untimed call of each."""
+    """The median time of each contender in ms, after one untimed call of each."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(rounds + 1):
         for name, run in contenders.items():
@@ -47,21 +47,22 @@ def print_row(label: str, figures: Mapping[str, float]) -> None:
 
 
 def floor_of(weights: list[Tensor]) -> Callable[[], object]:
-    """Reads as many bytes as the weights have, by all threads."""
+    """A contender in which all threads together read as many bytes as the weights have."""
     block = torch.ones(sum(w.numel() for w in weights))
     return block.sum
 
 
 def onednn(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """x @ weight.T by oneDNN, on weights in its own packed layout."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
     op = torch.ops.mkldnn._linear_pointwise
     return lambda x: op(x, packed, None, "none", [], "")
 
 
 def bench_linears(title: str, weights: list[Tensor], rounds: int) -> None:
-    """All `weights` [N, K] in turn, as a model would run them."""
+    """Times the products with all `weights` [N, K] in turn, as a model runs them."""
     packed = [(w.shape[1], ops.pack_linear(w), w.shape[0]) for w in weights]
-    one = [(w.shape[1], onednn(w)) for w in weights]
+    onednn_runs = [(w.shape[1], onednn(w)) for w in weights]
     floor = floor_of(weights)
 
     def contenders(tokens: int) -> Contenders:
@@ -69,7 +70,7 @@ def bench_linears(title: str, weights: list[Tensor], rounds: int) -> None:
         return {
             "neap": lambda: [ops.packed_linear(x[width], p, n) for width, p, n in packed],
             "F.linear": lambda: [F.linear(x[w.shape[1]], w) for w in weights],
-            "oneDNN": lambda: [run(x[width]) for width, run in one],
+            "oneDNN": lambda: [run(x[width]) for width, run in onednn_runs],
             "floor": floor,
         }
 
@@ -92,14 +93,14 @@ def attention_contenders(tokens: int, length: int) -> Contenders:
 
 
 def bench_attention(rounds: int) -> None:
-    """9 query heads on 3 key heads of width 64, as SmolLM2 has."""
+    """Times attention with 9 query heads on 3 key heads of width 64, SmolLM2's sizes."""
     for tokens, length in ((1, 200), (8, 208), (1, 2000), (8, 2000), (1, 8000), (300, 300)):
         figures = medians_ms(attention_contenders(tokens, length), rounds)
         print_row(f"attention Q={tokens} S={length}", figures)
 
 
 def model_pass(model: PreTrainedModel, tokens: int, slots: bool) -> Callable[[], object]:
-    """One pass of `tokens` over a cache of CONTEXT tokens, which each pass leaves as it found it."""
+    """A pass over `tokens` tokens after CONTEXT cached ones. Each call restores the cache's length."""
     ids = torch.randint(model.config.vocab_size, (1, CONTEXT + tokens))
     if slots:
         slot_cache = SlotCache(CONTEXT + 64)
@@ -126,17 +127,17 @@ def bench_model(path: str, rounds: int) -> None:
     fast = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     plain.requires_grad_(False).train(False)
     fast.requires_grad_(False).train(False)
-    # The rotary function is replaced for the whole process: the plain model gets its own one back for its turns.
-    file = sys.modules[
+    # `accelerate` replaces the rotary function for the whole process, so it is switched back for the plain model's turns.
+    modeling = sys.modules[
         type(next(m for m in plain.modules() if "Attention" in type(m).__name__)).__module__
     ]
-    original = getattr(file, FUNCTION)
+    original = getattr(modeling, FUNCTION)
     print(accelerate(fast))
-    replaced = getattr(file, FUNCTION)
+    replaced = getattr(modeling, FUNCTION)
 
     def with_rotary(function: object, run: Callable[[], object]) -> Callable[[], object]:
         def switched() -> None:
-            setattr(file, FUNCTION, function)
+            setattr(modeling, FUNCTION, function)
             run()
 
         return switched

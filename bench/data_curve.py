@@ -1,7 +1,7 @@
-"""How often each rung says what the full model does, by how much text it was learnt from.
+"""The agreement of each rung with the full model as a function of the amount of text it was trained on.
 
-One text for all: less of it is its beginning. Every ladder is judged on what the largest amount set apart for it, which none has learnt
-from, as sequences are dealt out one after the other.
+All amounts are prefixes of one text. Every ladder is judged on the held-out split of the largest amount. No ladder was trained on that
+split: sequences are assigned to splits in order, so a sequence belongs to the same split in every prefix.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,11 @@ TOKENS_PER_PASS = "rung0.tokens_per_pass_5"
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """`agreement` by rung over all held-out positions; `tokens_per_pass` of the tables alone, 0 where they drafted nothing."""
+    """The ladder of one amount of text.
+
+    `tokens`: the amount. `agreement`: by rung, over all held-out positions. `tokens_per_pass`: simulated, with the suffix and
+    successor rungs alone; 0 if they drafted nothing. `seconds`: time of the training.
+    """
 
     tokens: int
     agreement: dict[str, float]
@@ -46,13 +50,13 @@ def data_curve(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Iterator[CurvePoint]:
-    """A point per amount, rising; each is trained when it is asked for. What is in `work_dir` is not done again.
+    """One point per amount, in ascending order. Each is trained when the iterator reaches it; work found in `work_dir` is reused.
 
-    Nothing is certified for `relaxed`. Raises as `calibrate`.
+    No risk of `relaxed` is certified. Raises as `calibrate`.
     """
     runner = DepthRunner(loaded)
 
-    def begun(tokens: int) -> tuple[Run, Material]:
+    def gathered(tokens: int) -> tuple[Run, Material]:
         amount = replace(spec, max_tokens=tokens)
         run = Run(loaded, amount, work_dir, progress, lambda: False)
         material = Material(run, runner)
@@ -60,9 +64,9 @@ def data_curve(
         return run, material
 
     largest = max(amounts)
-    _, judge = whole = begun(largest)
+    _, judge = whole = gathered(largest)
     for tokens in sorted(set(amounts)):
-        run, material = whole if tokens == largest else begun(tokens)
+        run, material = whole if tokens == largest else gathered(tokens)
         chosen = material.frequent_choices(run.plan.draft_vocabulary_size)
         vocabulary = DraftVocabulary.of(loaded, chosen)
         ladder = fit_ladder(run, material, vocabulary, fit_heads(run, material, vocabulary))

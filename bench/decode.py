@@ -1,9 +1,9 @@
-"""Tokens per second while decoding: Hugging Face's generate, our full depth, and exact with each lever alone and together.
+"""Tokens per second while decoding: Hugging Face's `generate`, our full depth, and `exact` with all rungs or parts of the ladder.
 
     python -m bench.decode --model DIR [--router FOLDER] [--device cuda] [--per-task 5] [--levers]
 
-All sides answer every prompt in turn, in an order that rotates; a token's time counts from the first token to the last. Greedy, batch 1, at most 64 new tokens;
-float32 on a CPU, the checkpoint's own dtype on a GPU.
+All sides answer every prompt in turn, in an order that rotates. The decoding time runs from the first token to the last. Greedy,
+batch 1, at most 64 new tokens; float32 on a CPU, the checkpoint's own dtype on a GPU. `--levers`: also `exact` with each part alone.
 """
 
 import argparse
@@ -22,9 +22,15 @@ import transformers
 
 from bench.hugging_face import HF, Run, Side, hugging_face
 from bench.machine import described
-from bench.prompts import DEFAULT_FILE, BenchPrompt, read_prompts
+from bench.prompts import (
+    DEFAULT_FILE,
+    PLAIN_TEXT_NOTE,
+    BenchPrompt,
+    encode_turns,
+    read_prompts,
+    takes_chat,
+)
 from inference_service.engine.engine import Engine
-from inference_service.engine.prompt import encode_prompt
 from inference_service.engine.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
@@ -33,9 +39,12 @@ from shared.model.load import LoadedModel, load_model
 from shared.model.own_thread import in_own_thread
 
 FULL, EXACT = "full", "exact"
+MIN_TOKENS = 8
 
 
 def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:
+    """A `Side` that answers with the engine, greedily."""
+
     def run(ids: list[int]) -> Run:
         request = GenerationRequest(
             tuple(ids), stopping=StoppingParams(max_tokens=max_tokens), policy=policy
@@ -62,7 +71,7 @@ def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens:
 
 
 def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
-    """Each lever alone."""
+    """Ladders that hold only a part of `ladder`, by name."""
     no_tables = replace(ladder, suffix_router=None, successors=None, successor_router=None)
     no_exits = replace(ladder, exits=(), draft_vocabulary=None)
     found = {
@@ -81,7 +90,7 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
 def measure(
     loaded: LoadedModel, sides: dict[str, Side], prompts: list[BenchPrompt], seconds: float
 ) -> dict[str, dict[str, list[Run]]]:
-    """task -> side -> runs, one per prompt and turn. Starts no further prompt after `seconds`."""
+    """Runs by task and side, one per prompt and turn. After `seconds` no further prompt is started."""
     end_s = time.monotonic() + seconds
     results: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     assert loaded.tokenizer is not None
@@ -89,32 +98,37 @@ def measure(
     for number, prompt in enumerate(prompts):
         if time.monotonic() > end_s:
             break
-        messages: list[dict[str, str]] = []
+        turns: list[str] = []
         for turn in prompt.turns:
-            messages.append({"role": "user", "content": turn})
-            ids = encode_prompt(loaded, messages)
+            turns.append(turn)
+            ids = encode_turns(loaded, turns)
             shift = number % len(names)
             runs = {name: sides[name](list(ids)) for name in names[shift:] + names[:shift]}
             for name, run in runs.items():
                 results[prompt.task][name].append(run)
             answer = loaded.tokenizer.decode(list(runs[FULL].token_ids), skip_special_tokens=True)
-            messages.append({"role": "assistant", "content": str(answer)})
+            turns.append(str(answer))
         print(f"{number + 1}/{len(prompts)} {prompt.task}", flush=True)
     return results
 
 
 def summarise(results: dict[str, dict[str, list[Run]]]) -> dict[str, Any]:
-    """task -> side -> figures over prompts answered with at least 8 tokens. Ratios are against our full depth.
+    """Figures by task and side, over prompts that full depth answered with at least MIN_TOKENS tokens. Ratios are to our full depth.
 
-    `speed_up`: of the means over prompts of tokens per second, as Spec-Bench (2401.07851) has it; `speed_up_median`: the median
-    over prompts of the ratios; `speed_up_total`: of the times of whole answers, prefill included.
+    `speed_up`: ratio of the mean tokens per second over prompts, Spec-Bench's measure (2401.07851). `speed_up_median`: median over
+    prompts of the ratio of times per token. `speed_up_total`: ratio of the total times of whole answers, prefill included.
     """
     tables: dict[str, Any] = {}
     for task, sides in results.items():
+        if all(len(run.token_ids) < MIN_TOKENS for run in sides[FULL]):
+            print(f"{task}: no answer has {MIN_TOKENS} tokens; left out")
+            continue
         tables[task] = {}
         for name, runs in sides.items():
             pairs = [
-                (r, f) for r, f in zip(runs, sides[FULL], strict=True) if len(f.token_ids) >= 8
+                (r, f)
+                for r, f in zip(runs, sides[FULL], strict=True)
+                if len(f.token_ids) >= MIN_TOKENS
             ]
             tokens = sum(max(len(run.token_ids) - 1, 0) for run, _ in pairs)
             tables[task][name] = {
@@ -158,7 +172,7 @@ def print_tables(tables: dict[str, Any]) -> None:
     for name in names:
         rows = [tables[task][name] for task in tasks]
         mean = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
-        # Hugging Face counts none of these.
+        # `generate` reports none of these.
         depth = " | | "
         if name != HF:
             depth = (
@@ -184,9 +198,16 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument(
-        "--levers", nargs="*", help="also these levers alone; all where none is named"
+        "--levers",
+        nargs="*",
+        help="also exact with these parts of the ladder alone; all parts if none is named",
     )
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no prompt after")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="after this time no further prompt is started",
+    )
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -198,6 +219,8 @@ def main() -> None:
     loaded = load_model(options.model, device=options.device)
     ladder = read_ladder(options.router)
     prompts = read_prompts(options.prompts, options.per_task)
+    if not takes_chat(loaded):
+        print(PLAIN_TEXT_NOTE)
     with ExitStack() as stack:
         engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0))
         engine.warm_up()
@@ -212,10 +235,12 @@ def main() -> None:
                 if name in options.levers or not options.levers:
                     sides[name] = neap(engine, exact, part, options.max_tokens)
         sides[EXACT] = neap(engine, exact, ladder, options.max_tokens)
-        for side in sides.values():  # warm-up: binding, page faults
+        for side in sides.values():  # warm-up: binds the ladder, touches memory pages
             side(list(range(3, 40)))
         tables = summarise(measure(loaded, sides, prompts, options.seconds))
     print(f"{described(options.device)}, {loaded.model.dtype}")
+    if not tables:
+        parser.exit(1, "nothing was measured\n")
     print_tables(tables)
     if options.json:
         options.json.write_text(json.dumps(tables, indent=1))

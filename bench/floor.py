@@ -1,10 +1,10 @@
-"""Times passes of the whole model beside the time of reading its weights once.
+"""Times passes of the whole model and compares them with the time to read its weights once.
 
     python -m bench.floor --model DIR [--tokens 1 2 4 8 16] [--context 200] [--rounds 25]
 
-Medians in ms, logits included, float32 on CPU. `floor`: all threads read as many bytes as the model's matrices have, from one block.
-`modules`: the same model with its layers' modules run one by one. `HF`: Hugging Face's own forward over one token, in a process of its own
-(docs/decisions/004). The contenders take turns within each round, so that a busy machine slows all of them alike.
+Medians in ms, logits included, float32 on a CPU. `floor`: all threads read as many bytes as the model's matrices have, from one block.
+`modules`: the same model with its layers' modules run one by one instead of fused. `HF`: Hugging Face's own forward over one token, in
+a separate process (docs/decisions/004). The contenders take turns within each round, so that a busy machine slows all of them alike.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from shared.ops.hf_layer import FusedLayer
 
 
 def weight_bytes(loaded: LoadedModel) -> int:
-    """Bytes of all matrices that a pass reads. Freed weights count: their packed form has as many."""
+    """Bytes of all matrices that a pass reads. Freed weights count, because their packed form has the same size."""
     kinds = (nn.Linear, Conv1D)
     return sum(m.weight.nbytes for m in loaded.model.modules() if isinstance(m, kinds))
 
 
 def model_pass(runner: DepthRunner, num_tokens: int, context: int) -> Callable[[], Tensor]:
-    """Layers and logits over so many tokens, after `context` others."""
+    """A pass through all layers and the LM head over `num_tokens` tokens, after `context` cached ones."""
     cache = runner.new_cache(context + num_tokens)
     ids = torch.randint(runner.loaded.vocabulary_size, (1, context + num_tokens))
     depth = runner.num_layers
@@ -43,7 +43,7 @@ def model_pass(runner: DepthRunner, num_tokens: int, context: int) -> Callable[[
 
 @contextmanager
 def layers_by_modules() -> Iterator[None]:
-    """Within, fused layers leave every pass to their modules."""
+    """Within this context, fused layers run their modules instead of the fused op."""
     fused = FusedLayer.fused
     FusedLayer.fused = lambda self, args, kwargs: None  # type: ignore[method-assign]
     try:

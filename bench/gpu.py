@@ -1,13 +1,12 @@
-"""What a GPU gives: full depth against the card's bandwidth, exact against full depth, the router op alone.
+"""Benchmarks on a GPU: full depth against the card's bandwidth, `exact` against full depth, and the router op alone.
 
     python -m bench.gpu [--shape llama-3.1-8b] [--depth 2 4] [--batch 1 8 32] [--rounds 3] [--share 0.8] [--tide FOLDER] [--json FILE]
-    python -m bench.gpu --depth 2+4 --exit-decisions host device
 
-The model has the shape's sizes, random weights in bfloat16, and exits whose agreement is imposed (`bench.imposed`): the figures say
-what depth execution makes of a given acceptance, not what acceptance a trained router reaches. Rates are of decoding alone, from
-the moment every request has its first token until the first ends; policies take turns within a round; medians of the rounds.
-`floor`: the bytes of the weights that a pass reads, at the rate of a copy within the device's memory measured in the same run
-(a byte copied counts twice). `--device cpu --shape tiny` tries the program, not the machine.
+The model has the shape's sizes, random bfloat16 weights, and exits whose agreement is set by construction (`bench.imposed`). So the
+figures show the speed at a given acceptance rate, not the acceptance rate that a trained router reaches. Rates cover decoding alone:
+from the time when every request has its first token until the first request ends. Policies take turns within a round; reported are
+medians over rounds. `floor`: the time to read the weights of one pass, at the rate of a copy within the device's memory measured in
+the same run (a copied byte counts twice). `--device cpu --shape tiny` only checks that the program works.
 """
 
 import argparse
@@ -39,7 +38,6 @@ from shared.ladder.policy import DepthPolicy
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 from shared.model.paged_runner import PagedRunner
 from shared.model.runner import DepthRunner
-from shared.model.runners import make_runner
 from shared.ops import library
 from shared.ops.exits import new_tickets, route
 
@@ -52,10 +50,9 @@ CALLS_PER_GRAPH = 50
 
 @dataclass(frozen=True)
 class Rates:
-    """Tokens per second of decoding; `identical`: every answer by exact was that by full. `decisions`: by whom between exits."""
+    """Tokens per second of decoding; `identical`: every answer by exact was that by full."""
 
     depths: tuple[int, ...]
-    decisions: str
     batch: int
     full: float
     exact: float
@@ -64,7 +61,7 @@ class Rates:
 
 
 def copy_bytes_per_s(device: str, rounds: int = 9) -> float:
-    """Bytes read and written per second by a copy within the device's memory, the median of several."""
+    """Bytes read plus written per second by a copy within the device's memory, the median of `rounds`."""
     source = torch.ones(COPIED_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []
@@ -76,12 +73,17 @@ def copy_bytes_per_s(device: str, rounds: int = 9) -> float:
         seconds.append(time.perf_counter() - start)
     rate = 2 * source.numel() / statistics.median(seconds[2:])
     del source, target
-    _free(device)  # or what is small and stays would keep it whole
+    _free(
+        device
+    )  # otherwise a later small tensor could take a piece of the large block and keep it from being freed
     return rate
 
 
 class _Answer:
-    """What the engine hands out, with its moments, taken on the engine's thread; waiting threads would cost it time."""
+    """Collects the tokens of one request and their times.
+
+    `take` runs on the engine's thread: a consumer thread per request would take time from the engine.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -110,7 +112,7 @@ class _Answer:
 def decode(
     engine: Engine, policy: DepthPolicy, prompts: list[list[int]]
 ) -> tuple[float, float, list[list[int]]]:
-    """(tokens per second while all decode, tokens per deep pass, answers)."""
+    """(tokens per second while all requests decode, mean tokens per deep pass, answers)."""
     answers = [_Answer() for _ in prompts]
     stopping = StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     for answer, prompt in zip(answers, prompts, strict=True):
@@ -125,22 +127,19 @@ def decode(
     return count / (end - start), per_pass, [answer.tokens for answer in answers]
 
 
-def compare(imposed: Imposed, decisions: str, batches: list[int], rounds: int) -> list[Rates]:
-    """Exact and full in turns, at each number of requests at once. `decisions` between exits: "host" or "device"."""
+def compare(imposed: Imposed, batches: list[int], rounds: int) -> list[Rates]:
+    """Exact and full in turns, at each number of requests at once."""
     found = []
     most = max(batches)
     depths = tuple(layer_exit.depth for layer_exit in imposed.ladder.exits)
-    runner_of = partial(make_runner, compose=decisions == "device")
-    with Engine(
-        imposed.loaded, imposed.ladder, max_running=most, max_queue=most, runner_of=runner_of
-    ) as engine:
+    with Engine(imposed.loaded, imposed.ladder, max_running=most, max_queue=most) as engine:
         engine.warm_up()
-        print(f"passes {_way(engine._decoder.runner)}", file=sys.stderr, flush=True)
+        print(f"passes {_described_passes(engine._decoder.runner)}", file=sys.stderr, flush=True)
         for batch in batches:
             rates: dict[str, list[float]] = {"full": [], "exact": []}
             per_pass, identical = [], True
             for index in range(rounds + 1):  # the first warms up
-                # Other prompts each time: none finds its keys and values from the time before.
+                # Other prompts each round, so that none matches a cached prefix of an earlier round.
                 first = 1000 * index + 7 * batch
                 prompts = [imposed.prompt(first + 50 * i, PROMPT_TOKENS) for i in range(batch)]
                 full, _, expected = decode(engine, DepthPolicy("full"), prompts)
@@ -151,11 +150,9 @@ def compare(imposed: Imposed, decisions: str, batches: list[int], rounds: int) -
                     rates["exact"].append(exact)
                     per_pass.append(tokens_per_pass)
             full, exact = (statistics.median(rates[name]) for name in ("full", "exact"))
-            line = Rates(
-                depths, decisions, batch, full, exact, statistics.fmean(per_pass), identical
-            )
+            line = Rates(depths, batch, full, exact, statistics.fmean(per_pass), identical)
             print(
-                f"| {'+'.join(map(str, depths))} | {decisions} | {batch} | {full:.1f} | {exact:.1f} | {exact / full:.2f} | {line.tokens_per_pass:.2f} "
+                f"| {'+'.join(map(str, depths))} | {batch} | {full:.1f} | {exact:.1f} | {exact / full:.2f} | {line.tokens_per_pass:.2f} "
                 f"| {'yes' if identical else 'NO'} |",
                 flush=True,
             )
@@ -168,32 +165,29 @@ def router_us(
     tide: Mapping[int, TideTimes],
     timed: Callable[[Callable[[], object]], float] | None = None,
 ) -> dict[int, dict[str, float]]:
-    """Microseconds of norm, router, threshold and partition of N tokens; PyTorch's way eager and compiled.
+    """Microseconds for norm and router, by number of tokens and contender; PyTorch eager and compiled.
 
-    `timed` gives the microseconds of a call, in a CUDA graph if not told otherwise.
+    `timed` returns the microseconds of one call; by default it measures in a CUDA graph. `tide`: TIDE's times to print beside.
     """
     timed = timed or _graph_us
     router = DepthRouter(ROUTER_WIDTH).to(device).requires_grad_(False)
     weights = router_weights(router)
     found: dict[int, dict[str, float]] = {}
     for tokens in ROUTER_TOKENS:
-        # As the exit's head hands it over.
+        # float32, as exit heads return it.
         adapted = torch.randn(tokens, ROUTER_WIDTH, device=device)
         logits = torch.randn(tokens, 64, device=device)
         top = logits.topk(2).values.contiguous()
         log_mass, ago = logits.logsumexp(-1), torch.zeros(tokens, dtype=torch.int64, device=device)
         tickets = new_tickets(tokens, torch.device(device))
-        thresholds = torch.full((tokens,), 0.5, device=device)
 
-        def plain(adapted: Tensor, logits: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
-            leaves = router(adapted, scalar_features(logits, ago)) >= 0.5
-            return leaves.int().argsort(stable=True), (~leaves).sum()
+        def plain(adapted: Tensor, logits: Tensor, ago: Tensor) -> Tensor:
+            probabilities: Tensor = router(adapted, scalar_features(logits, ago))
+            return probabilities
 
         eager = partial(plain, adapted, logits, ago)
         compiled = partial(torch.compile(plain, dynamic=False), adapted, logits, ago)
-        own = partial(
-            route, adapted, weights, top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets
-        )
+        own = partial(route, adapted, weights, top, log_mass, ago, LOWEST, HIGHEST, tickets)
         found[tokens] = {
             "neap": timed(own),
             "PyTorch": timed(eager),
@@ -212,10 +206,10 @@ def _graph_us(run: Callable[[], object]) -> float:
     return median_call_us(captured(run, CALLS_PER_GRAPH).replay, CALLS_PER_GRAPH)
 
 
-def _way(runner: DepthRunner) -> str:
-    """How a runner's passes run: figures of a way that was not meant must not be taken for another's."""
+def _described_passes(runner: DepthRunner) -> str:
+    """How a runner executes its passes. Printed so that figures are not attributed to another execution mode."""
     if not isinstance(runner, PagedRunner):
-        return "run the model's own way"
+        return "by the model's own forward"
     recorded = "recorded" if runner.records else "not recorded"
     return f"over {runner.pool.num_pages} pages, {recorded}, layers {'' if runner.compiles else 'not '}compiled"
 
@@ -225,7 +219,7 @@ def _depths(text: str) -> tuple[int, ...]:
 
 
 def _free(device: str) -> None:
-    """Gives back what nobody holds any more: a gate and its layer name each other, so counting references is not enough."""
+    """Releases unused memory. The collector is needed because a gate and its layer refer to each other."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
@@ -245,25 +239,28 @@ def main() -> None:
     parser.add_argument(
         "--depth", type=_depths, nargs="+", default=[(2,), (4,)], metavar="D or D+D", help="of exits; each its own ladder"
     )  # fmt: skip
-    parser.add_argument("--exit-decisions", choices=["host", "device"], nargs="+", default=["host"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--share", type=float, default=0.8, help="of tokens that the exit says")
+    parser.add_argument(
+        "--share", type=float, default=0.8, help="of tokens on which the exit is right"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tide", type=Path, help="TIDE's unpacked package: see bench.tide")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     on_gpu = torch.device(options.device).type == "cuda"
     if on_gpu and not torch.cuda.is_available():
-        parser.error("there is no CUDA device; --device cpu --shape tiny tries the program")
+        parser.error(
+            "there is no CUDA device; --device cpu --shape tiny checks that the program works"
+        )
     if on_gpu and not library.runs_on("cuda"):
         parser.error("neap's kernels are not built for CUDA: run python -m shared.ops.build first")
     if options.tide and not on_gpu:
-        parser.error("--tide wants a GPU: TIDE's kernels run on nothing else")
+        parser.error("--tide needs a GPU: TIDE has no CPU kernels")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     machine = described(options.device)
     print(machine)
     try:
-        # First, as it takes a minute to fail.
+        # First, because a failing build takes a minute.
         tide = tide_router(options.tide, ROUTER_WIDTH, ROUTER_TOKENS) if options.tide else {}
     except NeapError as error:
         parser.error(error.message)
@@ -286,22 +283,18 @@ def main() -> None:
         print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
         figures["router_us"] = router_us(options.device, tide)
     print(f"\n{options.shape}, {dtype}, an exit that is right at {options.share:.0%} of tokens")
-    print(
-        "| exits at | decided by | requests | full tokens/s | exact | exact / full | tokens per pass | same |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print("| exits at | requests | full tokens/s | exact | exact / full | tokens per pass | same |")
+    print("|---|---|---|---|---|---|---|")
     rates: list[Rates] = []
     for depths in options.depth:
         imposed = impose(SHAPES[options.shape], depths, options.share, device=options.device, dtype=dtype)  # fmt: skip
         num_bytes = weight_bytes(imposed.loaded)
         least_s = num_bytes / speed
-        for decisions in options.exit_decisions:
-            rates += compare(imposed, decisions, options.batch, options.rounds)
-            _free(options.device)
+        rates += compare(imposed, options.batch, options.rounds)
         del imposed
         _free(options.device)
         figures |= {"floor_s": least_s, "rates": [asdict(line) for line in rates]}
-        if options.json:  # whatever ends the next
+        if options.json:  # after every ladder, so that a later failure loses nothing
             options.json.write_text(json.dumps(figures, indent=1))
     alone = [line.full for line in rates if line.batch == 1]
     if alone:

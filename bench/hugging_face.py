@@ -1,7 +1,7 @@
-"""Hugging Face's own `generate`, as the side to compare with.
+"""Hugging Face's `generate`, the baseline of the benchmarks.
 
-It runs in a process of its own: two OpenMP pools in one process would slow both down (docs/decisions/004). On a GPU both processes share
-it, but take turns; there `load_model` takes the checkpoint's own dtype for both.
+It runs in a separate process, because two OpenMP pools in one process slow each other down (docs/decisions/004). On a GPU both
+processes share the device and take turns, and both use the checkpoint's own dtype.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ PAD = 0
 
 @dataclass(frozen=True)
 class Run:
-    """One answer. Seconds from the first token to the last over `len(token_ids) - 1` tokens."""
+    """One answer. `decode_s`: seconds from the first token to the last, for `len(token_ids) - 1` tokens. `total_s`: with prefill."""
 
     token_ids: tuple[int, ...]
     decode_s: float
@@ -39,11 +39,12 @@ class Run:
         return self.decode_s / max(len(self.token_ids) - 1, 1)
 
 
+# One of the contenders of a benchmark: answers a prompt of token ids.
 Side = Callable[[list[int]], Run]
 
 
 class _Clock(BaseStreamer):
-    """Notes when each token of a generation comes; the prompt is handed over first."""
+    """Records the time of each token of a generation. `generate` passes the prompt first, so `times[0]` is the prompt's."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -80,16 +81,16 @@ def _one(model: Any, ids: list[int], max_tokens: int) -> Run:
 
 
 def _many(model: Any, prompts: list[list[int]], max_tokens: int, batch: int) -> float:
-    """Tokens per second, prefill included; what follows the end of an answer is padding and not counted."""
+    """Tokens per second, prefill included. Padding after the end of an answer is not counted."""
     start, tokens = time.perf_counter(), 0
-    for at in range(0, len(prompts), batch):
-        new = _generate(model, prompts[at : at + batch], max_tokens)
+    for first in range(0, len(prompts), batch):
+        new = _generate(model, prompts[first : first + batch], max_tokens)
         tokens += int((new != PAD).sum())
     return tokens / (time.perf_counter() - start)
 
 
 def _token_s(model: Any, context: int) -> float:
-    """Seconds of one forward over one token after `context` others, logits included."""
+    """Seconds of one forward pass over one token after `context` others, logits included."""
     ids = torch.randint(model.config.vocab_size, (1, context + 1))
     with torch.no_grad():
         cache = model(input_ids=ids[:, :context], use_cache=True).past_key_values
@@ -132,7 +133,7 @@ def _process(
 
 @contextmanager
 def hugging_face(source: str, max_tokens: int, device: str = "cpu") -> Iterator[Side]:
-    """Answers one prompt at a time."""
+    """A `Side` that runs `generate` on one prompt at a time. `source`: as for `load_model`."""
     with _process(source, device, _one, max_tokens=max_tokens) as run:
         yield run
 
@@ -141,13 +142,13 @@ def hugging_face(source: str, max_tokens: int, device: str = "cpu") -> Iterator[
 def hugging_face_batch(
     source: str, max_tokens: int, batch: int, device: str = "cpu"
 ) -> Iterator[Callable[[Sequence[list[int]]], float]]:
-    """Answers prompts in left-padded batches of `batch`; tells tokens per second."""
+    """A function that answers prompts in left-padded batches of `batch` and returns tokens per second."""
     with _process(source, device, _many, max_tokens=max_tokens, batch=batch) as run:
         yield run
 
 
 @contextmanager
 def hugging_face_token(source: str) -> Iterator[Callable[[int], float]]:
-    """Seconds of one token's forward after so many others, without what `generate` adds."""
+    """A function from a context length to the seconds of one token's forward pass after it, without the overhead of `generate`."""
     with _process(source, "cpu", _token_s) as run:
         yield run

@@ -1,17 +1,18 @@
-"""A model of any size whose tokens agree early by construction, and the ladder that finds them.
+"""Builds a model of any size whose exits agree with the full model at a chosen rate, and the ladder for it.
 
-For speed at sizes that nobody trains for a benchmark: what is read and multiplied is what a trained model of the shape would read and
-multiply, and how often an exit is right is chosen, not earned. **It says nothing about how often real exits are right.**
+For measuring speed at sizes that are too large to train a ladder for. The model reads and multiplies the same matrices as a trained
+model of its shape, but the rate at which exits are right is set by construction. **It says nothing about how often real exits are
+right.**
 
-- The tokens in use form one cycle: after t comes its successor, as the head's row of the successor is t's embedding. They are as
-  many as make the draft vocabulary the wanted share of them.
-- Layers before the last exit have random weights, their output projections scaled down so that the embedding stays the largest part.
-  From there on, output projections are 0: read and multiplied as any, they add nothing. So the state at that depth is the final
-  one, and full model and exit differ only where the exit cannot say the token.
-- Each exit's head has the form and rank of a trained one and passes the state on; it draws from the draft vocabulary, which lacks
-  the rest of the cycle at random places. So a draft is right with a chance of `share`, drawn anew at each token. The router says
-  `share` for every token: it knows no more. Of several exits those before the last are sure only of about half the tokens, picked by a
-  random direction of their states, and as good as certain of being wrong about the others, which go on.
+- The tokens in use form one cycle: the LM head's row of t's successor is t's embedding, so the model answers t with it. The cycle is
+  so long that the draft vocabulary holds the wanted share of it.
+- Layers before the last exit have random weights. Their output projections are scaled down so that the embedding dominates the state.
+  In deeper layers the output projections are 0: they are read and multiplied as usual but add nothing. So the state at the last exit
+  is the final state, and exit and full model differ only where the next token is not in the draft vocabulary.
+- Each exit's head has the form and rank of a trained one and returns its input state. The draft vocabulary is a random part of the
+  cycle, so a draft is right with probability `share`, independently at each token. The last exit's router gives `share` for every
+  token. Routers of earlier exits give `share` for about half of the tokens, selected by the sign of a random direction of the state,
+  and nearly 0 for the others, which go on to the next exit.
 """
 
 from collections.abc import Sequence
@@ -26,17 +27,17 @@ from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.model.load import LoadedModel, wrap_model
 
-# Token ids below are left to what tokenizers keep for themselves.
+# Lower token ids are not used: tokenizers reserve them for special tokens.
 FIRST_TOKEN = 16
-# What an exit gives the tokens that it would rather not say.
+# Router probability of an earlier exit for tokens that are to go on to the next one.
 UNSURE = 0.02
-# Of the output projections of layers before the exit.
+# Factor of the output projections in layers before the last exit.
 OUTPUT_SCALE = 0.1
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's sizes. `draft_tokens`: of the draft vocabulary."""
+    """Sizes of a Llama model. `draft_tokens`: size of the draft vocabulary."""
 
     hidden_size: int
     intermediate_size: int
@@ -64,7 +65,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Imposed:
-    """`cycle` [C] int64: the tokens in use, each followed by the next, the last by the first."""
+    """A built model and its ladder. `cycle` [C] int64: the tokens in use; each is followed by the next, and the last by the first."""
 
     loaded: LoadedModel
     ladder: Ladder
@@ -86,9 +87,9 @@ def impose(
     accelerate: bool = True,
     seed: int = 0,
 ) -> Imposed:
-    """A model with exits at `depths` (ascending, 1 <= depth < L) that are right at a share of tokens in (0, 1].
+    """A model with exits at `depths` (ascending, 1 <= depth < L) that are right on a `share` in (0, 1] of the tokens.
 
-    The state at the last of them is the final one.
+    The state at the last exit is the final state. Weights are drawn with `seed`.
     """
     assert depths[0] >= 1
     assert depths[-1] < shape.num_layers
@@ -123,13 +124,13 @@ def _shape_weights(model: LlamaForCausalLM, depth: int, cycle: Tensor) -> None:
 
 def _ladder(loaded: LoadedModel, depths: Sequence[int], share: float, vocabulary: Tensor) -> Ladder:
     exits = [_exit(loaded.hidden_size, depth, share) for depth in depths]
-    for before in exits[:-1]:
-        _leave_half(before.router, share)
+    for earlier in exits[:-1]:
+        _be_sure_of_half(earlier.router, share)
     return Ladder(ModelIdentity.of(loaded), exits=tuple(exits), draft_vocabulary=vocabulary)
 
 
 def _exit(width: int, depth: int, share: float) -> LayerExit:
-    """Says what its state says, and `share` of every token."""
+    """An exit whose head returns its input state and whose router gives `share` for every token."""
     head = ExitHead("gated", width, width, default_rank(width))
     router = DepthRouter(width)
     with torch.no_grad():
@@ -142,9 +143,12 @@ def _exit(width: int, depth: int, share: float) -> LayerExit:
     return LayerExit(depth, head, router, agreement=share)
 
 
-def _leave_half(router: DepthRouter, share: float) -> None:
-    """Log-odds that step from those of UNSURE to those of `share` where a random direction's sign changes: silu(z) - silu(z - 5) is
-    0 below and 5 above."""
+def _be_sure_of_half(router: DepthRouter, share: float) -> None:
+    """Makes the router give `share` on one side of a random hyperplane of the states and UNSURE on the other.
+
+    The log-odds follow the step silu(z) - silu(z - 5), which is 0 for z far below 0 and 5 far above. z is the state's component along
+    the hyperplane's normal, times 200, so that the step is steep.
+    """
     low, high = (float(torch.logit(torch.tensor(p), eps=1e-3)) for p in (UNSURE, share))
     step = (high - low) / 5
     with torch.no_grad():

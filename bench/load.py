@@ -1,11 +1,11 @@
-"""A worker process under load: times to first token and gaps between tokens at shares of its capacity, and beside a long prompt.
+"""A worker process under load: time to first token and gaps between tokens, at shares of its capacity and during a long prefill.
 
     python -m bench.load --model DIR --router FOLDER [--seconds 45] [--loads 0.5 0.8 1.2] [--policies exact full]
 
-Capacity is measured first, in the same run: tokens per second with 16 requests always under way, by the mean length of an answer.
-Then requests come at random (Poisson) at shares of it, whoever is still being served. Prompts are the first turns of Spec-Bench of
-at most 600 characters, in random order; greedy, at most 32 new tokens; nothing is kept of ended prompts. Client and worker share
-the machine.
+Capacity is measured first, in the same run: tokens per second with 16 requests always running, divided by the mean length of an
+answer. Then requests arrive at random times (Poisson) at shares of that rate, regardless of how many are running. Prompts are the
+first turns of Spec-Bench of at most 600 characters, in random order. Greedy, at most 32 new tokens, prefix cache off. Client and worker
+share the machine.
 """
 
 import argparse
@@ -36,7 +36,7 @@ WIDTH = 16
 RAMP_S = 5.0
 NUM_RUNNING = 4
 MIN_LONG_TOKENS = 1500
-# About four characters to a token; what is too much for the model is refused, which ends the run.
+# About four characters per token. If the model refuses the prompt as too long, the run ends.
 LONG_CHARACTERS = 8000
 POLICIES = {"exact": pb.DepthPolicy(exact=pb.Exact()), "full": pb.DepthPolicy(full=pb.Full())}
 
@@ -53,7 +53,7 @@ def chat(
 
 
 def shuffled(texts: Sequence[str], policy: str, seed: int) -> Iterator[pb.GenerateRequest]:
-    """Without end, all before one comes again, and in the same order for every policy."""
+    """An endless sequence of requests. Every text comes once before one repeats; the order depends on `seed` alone."""
     generator = random.Random(seed)
     while True:
         for text in generator.sample(texts, len(texts)):
@@ -63,7 +63,7 @@ def shuffled(texts: Sequence[str], policy: str, seed: int) -> Iterator[pb.Genera
 async def measure_capacity(
     client: StreamClient, texts: Sequence[str], policy: str, seconds: float
 ) -> tuple[float, float]:
-    """(tokens per second, requests per second) with WIDTH requests always under way, the first RAMP_S not counted."""
+    """(tokens per second, requests per second) with WIDTH requests always running, after a ramp of RAMP_S that does not count."""
     streams = await client.closed_loop(shuffled(texts, policy, 0), WIDTH, RAMP_S + seconds)
     begin_s = min(stream.arrival_s for stream in streams) + RAMP_S
     tokens_per_s = _tokens_between(streams, begin_s, begin_s + seconds) / seconds
@@ -74,7 +74,7 @@ async def measure_capacity(
 async def measure_load(
     client: StreamClient, texts: Sequence[str], policy: str, rate_per_s: float, seconds: float
 ) -> dict[str, Any]:
-    """Figures of one open loop."""
+    """Figures of one open loop at `rate_per_s` requests per second."""
     streams = await client.open_loop(
         shuffled(texts, policy, 1), rate_per_s, seconds, random.Random(2)
     )
@@ -95,13 +95,13 @@ async def measure_load(
     }
 
 
-async def measure_company(
+async def measure_long_prefill(
     client: StreamClient, texts: Sequence[str], policy: str
 ) -> dict[str, float]:
-    """Gaps of NUM_RUNNING streams while a long prompt is read, and how long one takes to read with nobody else there."""
+    """Gaps of NUM_RUNNING streams during the prefill of a long prompt, and the time of such a prefill on an idle worker."""
     long_text = " ".join(list(texts) * (LONG_CHARACTERS // sum(map(len, texts)) + 1))
     alone = Stream(0.0)
-    # Another beginning than the one below has: nothing that was read once may help.
+    # Starts one character later than the prompt below, so that the two share no prefix.
     await client.run(chat(long_text[1:LONG_CHARACTERS], policy, 1), alone)
     streams = [Stream(0.0) for _ in range(NUM_RUNNING)]
     running = [
@@ -131,7 +131,7 @@ async def measure_company(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that `percent` of them do not exceed."""
+    """The smallest value that at least `percent` per cent of `values` do not exceed."""
     ordered = sorted(values)
     rank = -(-len(ordered) * percent // 100)
     return ordered[max(int(rank), 1) - 1]
@@ -146,13 +146,11 @@ def _tokens_between(streams: Sequence[Stream], begin_s: float, end_s: float) -> 
 async def measure(
     target: str, texts: Sequence[str], options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """policy -> figures."""
+    """All figures, by policy."""
     results: dict[str, dict[str, Any]] = {}
     async with StreamClient(target) as client:
         for policy in options.policies:
-            warm = Stream(0.0)
-            await client.run(chat(texts[0], policy, 4), warm)
-            assert warm.outcome == FINISHED, warm.outcome
+            await client.warm_up(chat(texts[0], policy, 4))
             tokens, requests = await measure_capacity(client, texts, policy, options.seconds)
             print(
                 f"{policy}: capacity {tokens:.1f} tokens/s, {requests:.2f} requests/s", flush=True
@@ -167,7 +165,7 @@ async def measure(
                     client, texts, policy, load * requests, options.seconds
                 )
                 print(f"{policy}: {load:.0%} done", flush=True)
-            figures["company"] = await measure_company(client, texts, policy)
+            figures["company"] = await measure_long_prefill(client, texts, policy)
     return results
 
 
@@ -207,7 +205,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.2])
     parser.add_argument("--seconds", type=float, default=45.0, help="of each measurement")
-    # Small, so that what comes above capacity is refused within a run of this length.
+    # Small, so that arrivals above capacity are refused within a run of this length.
     parser.add_argument("--max-queue", type=int, default=16)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
@@ -217,7 +215,7 @@ def main() -> None:
         registry = Path(folder) / "registry"
         publish_router(options.router, registry)
         flags = ["--max-queue", str(options.max_queue), "--log-level", "warning"]
-        # Prompts come again and again here, and are to be read each time.
+        # Prompts repeat, and each is to be prefilled every time.
         flags += ["--prefix-cache-mb", "0"]
         with worker_process(options.model, registry, Path(folder) / "log", flags) as worker:
             results = asyncio.run(measure(worker.wait_serving(120.0), texts, options))

@@ -1,4 +1,4 @@
-"""What a run ran on, in one line, as bench/RESULTS.md has it beside every table."""
+"""A one-line description of the machine, as bench/RESULTS.md has it beside every table."""
 
 import platform
 import shutil
@@ -10,7 +10,7 @@ import transformers
 
 
 def described(device: str | torch.device) -> str:
-    """Date, device, driver and versions. What a driver does not tell is named as not known."""
+    """Date, device, driver and versions. If the driver's data cannot be read, the line says "not known"."""
     kind = torch.device(device)
     parts = [str(date.today())]
     if kind.type == "cuda":
@@ -28,11 +28,11 @@ def described(device: str | torch.device) -> str:
 
 
 def _driver(uuid: str) -> str:
-    """The driver's version, the clock that its multiprocessors may reach and the power it may take, as nvidia-smi tells them."""
+    """The driver's version, the GPU's highest SM clock and its power limit, from nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "not known (no nvidia-smi)"
-    # By its UUID: numbers differ where CUDA_VISIBLE_DEVICES hides some.
+    # By UUID: nvidia-smi's indices differ from torch's if CUDA_VISIBLE_DEVICES hides devices.
     device, fields = f"GPU-{uuid}", "driver_version,clocks.max.sm,power.limit"
     answer = subprocess.run(
         [tool, f"--id={device}", f"--query-gpu={fields}", "--format=csv,noheader"],

@@ -1,11 +1,11 @@
-"""Makes the router in bench/router: about twenty minutes on two cores, text the model writes itself.
+"""Calibrates the router in bench/router on text that the model writes itself: about twenty minutes on two cores.
 
     python -m bench.make_router --model DIR [--tokens 52_000] [--out bench/router] [--work-dir DIR] [--curve 5_000 15_000]
     python -m bench.make_router --model DIR --device cuda --tokens 30_000_000 --work-dir DIR --out DIR
 
-`--curve`: how often each rung agrees with the full model after learning from the first so many tokens, and from all of them (`bench.data_curve`);
-on a GPU a hundredth, a thirtieth, a tenth and a third unless told otherwise. A run that was killed goes on where it was, given the same
---work-dir: whole shards of text, and exits whose training had ended, are found again.
+`--curve`: also measures how often each rung agrees with the full model after training on the first N tokens, for these N and for all
+tokens (`bench.data_curve`). By default there is no curve on a CPU; on a GPU N is 1/100, 1/30, 1/10 and 1/3 of all tokens. A killed run
+continues if it is started with the same --work-dir: complete shards of text and exits that are fully trained are reused.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from shared.model.load import LoadedModel, load_model
 from shared.model.own_thread import in_own_thread
 
 DEFAULT_TOKENS = 52_000
-# Of all tokens, where a GPU makes them.
+# Default amounts of the curve on a GPU, as shares of all tokens.
 CURVE_SHARES = (0.01, 1 / 30, 0.1, 1 / 3)
 SHOW_INTERVAL_S = 10.0
 
 
 class Show:
-    """Prints progress: each phase, and within one every few seconds, with tokens per second while text is written."""
+    """Prints progress at each new phase and every SHOW_INTERVAL_S seconds, with tokens per second while text is generated."""
 
     def __init__(self) -> None:
         self._phase, self._shown_s, self._written = "", 0.0, 0.0
@@ -61,12 +61,14 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--dtype", choices=["float32", "float16", "bfloat16"],
-        help="of the model; float32 on a CPU, elsewhere the checkpoint's own",
+        help="of the model; default: float32 on a CPU, the checkpoint's own on a GPU",
     )  # fmt: skip
     parser.add_argument("--tokens", "--max-tokens", type=int, default=DEFAULT_TOKENS)
-    parser.add_argument("--curve", type=int, nargs="*", help="amounts of tokens; none: no curve")
+    parser.add_argument(
+        "--curve", type=int, nargs="*", help="amounts of tokens; if empty, no curve"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "router")
-    parser.add_argument("--work-dir", type=Path, help="kept, so that a killed run goes on")
+    parser.add_argument("--work-dir", type=Path, help="kept, so that a killed run can continue")
     parser.add_argument("--json", type=Path, help="write the curve here")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -76,7 +78,7 @@ def main() -> None:
     if options.curve is not None:
         curve = options.curve
     if any(not 0 < amount <= options.tokens for amount in curve):
-        parser.error("--curve names amounts of tokens up to --tokens")
+        parser.error("every amount of --curve must be between 1 and --tokens")
 
     print(described(options.device))
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -92,7 +94,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = options.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if curve:
-            # In a thread that ends, as `calibrate` is (docs/decisions/004).
+            # In a thread of its own, as `calibrate` does (docs/decisions/004).
             points = in_own_thread(_printed_curve, loaded, spec, curve, folder)
             if options.json:
                 options.json.write_text(json.dumps([asdict(point) for point in points], indent=1))
@@ -101,7 +103,7 @@ def main() -> None:
     write_packed(options.out, manifest, blobs)
     size = sum(map(len, blobs.values()))
     print(
-        f"written to {options.out}: {size / 1e6:.2f} MB, learnt in {result.report['seconds']['total']:.0f} s"
+        f"written to {options.out}: {size / 1e6:.2f} MB, calibrated in {result.report['seconds']['total']:.0f} s"
     )
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's way through a layer exit: what the engine ran before it had kernels of its own, for `bench.roofline` to compare with."""
+"""A layer exit in plain PyTorch, as the engine ran it before it had kernels. `bench.roofline` compares the kernels with it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ from shared.ladder.routers import DepthRouter, scalar_features
 
 @dataclass(frozen=True)
 class PlainExit:
-    """Modules and `project`: adapted states [N, W] -> draft logits [N, Vd]."""
+    """An exit's modules. `project`: adapted states [N, W] -> draft logits [N, Vd]. `precision`: a context for every call."""
 
     head: ExitHead
     router: DepthRouter
@@ -24,7 +24,7 @@ class PlainExit:
     precision: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def halved(self, rows: Tensor) -> "PlainExit":
-        """With float16 copies of the weights, `rows` [Vd, W] among them, and products in float16: what a GPU would do."""
+        """The same exit with float16 copies of the weights and of `rows` [Vd, W], and float16 products: PyTorch's best case on a GPU."""
         small = rows.half()
         return PlainExit(
             deepcopy(self.head).half(),
@@ -34,7 +34,7 @@ class PlainExit:
         )
 
     def exit(self, state: Tensor, deep: Tensor, ago: Tensor) -> object:
-        """States [N, D], ago [N] -> places and probabilities [N]."""
+        """The whole exit: states [N, D], ago [N] -> indices into the draft vocabulary [N] and probabilities [N]."""
         with self.precision():
             adapted = self.head(state, deep, ago)
             logits = self.project(adapted)
@@ -42,18 +42,17 @@ class PlainExit:
             return logits.argmax(-1), probability
 
     def exit_head(self, state: Tensor, deep: Tensor, ago: Tensor) -> object:
-        """-> adapted states [N, W]."""
+        """Head alone -> adapted states [N, W]."""
         with self.precision():
             return self.head(state, deep, ago)
 
     def draft_top(self, adapted: Tensor) -> object:
-        """Adapted states [N, W] -> what `shared.ops.exits.draft_top` gives."""
+        """Draft vocabulary alone: adapted states [N, W] -> best tokens, two largest logits and log mass, as `draft_top` computes."""
         with self.precision():
             logits = self.project(adapted)
             return logits.argmax(-1), torch.topk(logits, 2), logits.logsumexp(-1)
 
     def route(self, adapted: Tensor, ago: Tensor, logits: Tensor) -> object:
-        """-> order [N] and how many stay."""
+        """The router alone -> probabilities [N]."""
         with self.precision():
-            leaves = self.router(adapted, scalar_features(logits, ago)) >= 0.5
-            return leaves.int().argsort(stable=True), (~leaves).sum()
+            return self.router(adapted, scalar_features(logits, ago))

@@ -1,10 +1,11 @@
-"""The planner against fixed draft lengths and fixed thresholds, replayed over recorded answers.
+"""Simulates the planner, fixed draft lengths and fixed thresholds on recorded answers.
 
     python -m bench.planner --model DIR --router FOLDER [--per-task 3] [--batch 1 4 8 16]
 
-The model answers each prompt once, at full depth; whether a draft would have been accepted is then known. Every strategy sees the
-same drafts and pays what passes cost on this device. Rung 0 alone: what an exit says to a token that comes after a wrong draft is
-in no record. Speed-up of the whole batch over plain decoding at the same batch size.
+The model answers each prompt once, at full depth, so it is known which drafts would be accepted. Every strategy sees the same drafts
+and is charged the measured costs of passes on this device. Only the suffix and successor rungs draft, because the recording does not
+hold the states that an exit would need after a wrong draft. Reported is the speed-up of the whole batch over plain decoding at the
+same batch size.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import torch
 import transformers
 
 from bench.decode import neap
-from bench.prompts import DEFAULT_FILE, read_prompts
+from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
 from inference_service.engine.costs import measure_deep, measure_wide
 from inference_service.engine.engine import Engine
 from inference_service.engine.planner import (
@@ -29,7 +30,6 @@ from inference_service.engine.planner import (
     Reliability,
     best_lengths,
 )
-from inference_service.engine.prompt import encode_prompt
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy
@@ -45,14 +45,14 @@ THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 @dataclass(frozen=True)
 class Trace:
-    """A prompt, and what the full model answers."""
+    """A prompt and the full model's answer, as token ids."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
 
 class Replay:
-    """One recorded answer on its way out. Its first token is the prompt's pass'."""
+    """Replays one recorded answer. The prefill has produced its first token already."""
 
     def __init__(self, trace: Trace, ladder: Ladder, served: Reliability) -> None:
         self.reliability = Reliability(REQUEST_WEIGHT, parent=served)
@@ -65,7 +65,7 @@ class Replay:
         return len(self._answer) - self._done
 
     def drafts(self, max_drafts: int) -> list[Draft]:
-        """All that is worth a thought, whatever the strategy makes of it."""
+        """Up to `max_drafts` chained drafts, while the probability that all of them are right is at least MIN_SURVIVAL."""
         drafts: list[Draft] = []
         survival = 1.0
         while len(drafts) < min(max_drafts, self.num_left - 1) and survival >= MIN_SURVIVAL:
@@ -77,13 +77,13 @@ class Replay:
         return drafts
 
     def num_right(self, drafts: Sequence[Draft]) -> int:
-        """How many of them, from the first, the full model chooses, too."""
+        """How many drafts from the first on equal the full model's choices."""
         expected = self._answer[self._done :]
         pairs = enumerate(zip(drafts, expected, strict=False))
         return next((i for i, (draft, token) in pairs if draft.token != token), len(drafts))
 
     def settle(self, drafts: Sequence[Draft]) -> int:
-        """A deep pass over these: takes what is right and one token more. Returns how many tokens that is."""
+        """Runs a deep pass over `drafts`: accepts the right ones and adds one token. Returns the number of new tokens."""
         num_right = self.num_right(drafts)
         self.reliability.record(drafts, num_right)
         final = self._answer[self._done : self._done + num_right + 1]
@@ -99,13 +99,14 @@ Strategy = Callable[[Sequence[Replay], Sequence[Sequence[Draft]], PassCosts], li
 def fixed(
     length: int, _: Sequence[Replay], chains: Sequence[Sequence[Draft]], costs: PassCosts
 ) -> list[int]:
+    """Always `length` drafts."""
     return [min(length, len(chain)) for chain in chains]
 
 
 def threshold(
     least: float, _: Sequence[Replay], chains: Sequence[Sequence[Draft]], costs: PassCosts
 ) -> list[int]:
-    """Drafts on until a router says less than `least`."""
+    """Drafts up to the first with a router probability below `least`."""
     return [
         next((i for i, draft in enumerate(chain) if draft.probability < least), len(chain))
         for chain in chains
@@ -115,6 +116,7 @@ def threshold(
 def planner(
     replays: Sequence[Replay], chains: Sequence[Sequence[Draft]], costs: PassCosts
 ) -> list[int]:
+    """The engine's planner."""
     probabilities = [
         [replay.reliability.adjusted(draft) for draft in chain]
         for replay, chain in zip(replays, chains, strict=True)
@@ -125,19 +127,19 @@ def planner(
 def omniscient(
     replays: Sequence[Replay], chains: Sequence[Sequence[Draft]], costs: PassCosts
 ) -> list[int]:
-    """Verifies what will be accepted: nobody can do better with these drafts."""
+    """Exactly the drafts that will be accepted: an upper bound for every strategy with these drafts."""
     return [replay.num_right(chain) for replay, chain in zip(replays, chains, strict=True)]
 
 
 def simulate(
     traces: Sequence[Trace], ladder: Ladder, costs: PassCosts, batch: int, strategy: Strategy
 ) -> float:
-    """Tokens per second with `batch` answers under way at once."""
+    """Simulated tokens per second with `batch` answers running at once."""
     served = Reliability(SERVED_WEIGHT)
     waiting = [Replay(trace, ladder, served) for trace in reversed(traces)]
     running: list[Replay] = []
     num_tokens, seconds = 0, 0.0
-    # A batch that runs empty at the end says nothing about its size.
+    # Stops when the batch can no longer be filled: a smaller batch has another speed.
     while waiting or len(running) >= batch:
         while waiting and len(running) < batch:
             running.append(waiting.pop())
@@ -151,17 +153,20 @@ def simulate(
 
 
 def record(loaded: LoadedModel, file: Path, per_task: int) -> list[Trace]:
-    """Answers at full depth; those of a single token are left out. Tasks alternate."""
+    """Answers of the prompts in `file` at full depth, except those of a single token. Tasks alternate."""
     traces: list[Trace] = []
+    if not takes_chat(loaded):
+        print(PLAIN_TEXT_NOTE)
     with Engine(loaded, prefix_cache_bytes=0) as engine:
         side = neap(engine, DepthPolicy("full"), None, MAX_TOKENS)
         for prompt in read_prompts(file, per_task):
-            ids = encode_prompt(loaded, [{"role": "user", "content": prompt.turns[0]}])
+            ids = encode_turns(loaded, prompt.turns[:1])
             traces.append(Trace(tuple(ids), side(list(ids)).token_ids))
     return [trace for trace in traces if len(trace.answer) > 1]
 
 
 def measure_costs(loaded: LoadedModel) -> PassCosts:
+    """The costs of passes on this device, measured as the engine does at start-up."""
     runner = DepthRunner(loaded)
     deep = measure_deep(runner)
     return PassCosts(deep, wide=measure_wide(runner, deep))

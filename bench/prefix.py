@@ -1,8 +1,8 @@
-"""Time to the first token of prompts that start alike, with and without sharing what has been read.
+"""Time to first token of prompts with a common prefix, with and without the prefix cache.
 
     python -m bench.prefix --model DIR [--shared 600] [--own 40] [--requests 6] [--rounds 3]
 
-The same prompts for both sides, which take turns: one after the other, and all at once. Full depth, float32, one token each.
+Both sides get the same prompts, first one after the other and then all at once, and take turns. Full depth, float32, one token each.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from shared.model.load import LoadedModel, load_model
 
 
 def prompts(loaded: LoadedModel, shared: int, own: int, count: int) -> list[tuple[int, ...]]:
-    """Random tokens: what they say does not matter to the time they take."""
+    """`count` prompts of random tokens (the time does not depend on them): `shared` common ones, then `own` different ones."""
     draw = random.Random(0)
     stem = [draw.randrange(100, loaded.vocabulary_size) for _ in range(shared)]
     tails = [
@@ -32,7 +32,7 @@ def prompts(loaded: LoadedModel, shared: int, own: int, count: int) -> list[tupl
 
 
 def first_tokens(engine: Engine, texts: list[tuple[int, ...]]) -> list[float]:
-    """Seconds to each first token, the requests sent at once."""
+    """Seconds to the first token of each request; all are sent at once."""
     stopping = StoppingParams(max_tokens=1, ignore_eos=True)
     start = time.perf_counter()
     handles = [
@@ -64,7 +64,7 @@ def main() -> None:
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(options.rounds):
         for name, kept in (("read in full", 0), ("shared", None)):
-            # An engine each: nothing may be left from the round before.
+            # A new engine each time, so that its prefix cache is empty.
             with Engine(loaded, prefix_cache_bytes=kept) as engine:
                 engine.warm_up()
                 alone = [first_tokens(engine, [text])[0] for text in texts]

@@ -1,4 +1,4 @@
-"""The Spec-Bench prompts: 120 of the 480, every fourth id (Xia et al., 2401.07851; Apache-2.0)."""
+"""Spec-Bench prompts: 120 of the 480, those of every fourth id (Xia et al., 2401.07851; Apache-2.0)."""
 
 import json
 from collections import defaultdict
@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+
+from inference_service.engine.prompt import encode_prompt
+from shared.model.load import LoadedModel
 
 DEFAULT_FILE = Path(__file__).parent / "data" / "spec_bench_dev.jsonl"
 TASKS = {
@@ -16,30 +19,51 @@ TASKS = {
     "rag": "RAG",
 }
 MULTI_TURN = "multi-turn"
+PLAIN_TEXT_NOTE = "the model has no chat template: prompts are sent as plain text"
 
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """`turns` are the user's; a later turn follows the model's answers to those before it."""
+    """`turns`: the user's messages. Each later turn follows the model's answer to the one before it."""
 
     task: str
     turns: tuple[str, ...]
 
 
 def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchPrompt]:
-    """All prompts, or the first `per_task` of each of Spec-Bench's six tasks."""
+    """All prompts, or `per_task` of each of Spec-Bench's six tasks, evenly spaced. Tasks alternate."""
     by_task: Mapping[str, list[BenchPrompt]] = defaultdict(list)
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        if not line.strip():
+            continue
         record = json.loads(line)
         task = TASKS.get(record["category"], MULTI_TURN)
         by_task[task].append(BenchPrompt(task, tuple(record["turns"])))
     chosen = [_spread(prompts, per_task) for prompts in by_task.values()]
-    # A prompt of every task in turn, so that a run cut short has heard them all.
+    # Tasks alternate, so that a run that is cut short covers all of them.
     return [prompt for turn in zip_longest(*chosen) for prompt in turn if prompt is not None]
 
 
+def encode_turns(loaded: LoadedModel, turns: Sequence[str]) -> list[int]:
+    """Token ids of a conversation, the user's turn first and last: as a chat, or as plain text for a model without a template."""
+    if not takes_chat(loaded):
+        return list(encode_prompt(loaded, plain_text(turns)))
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return list(encode_prompt(loaded, messages))
+
+
+def takes_chat(loaded: LoadedModel) -> bool:
+    return loaded.tokenizer is not None and bool(loaded.tokenizer.chat_template)
+
+
+def plain_text(turns: Sequence[str]) -> str:
+    """The turns as paragraphs."""
+    return "\n\n".join(turns)
+
+
 def _spread(prompts: Sequence[BenchPrompt], count: int) -> Sequence[BenchPrompt]:
-    """`count` of them, evenly apart, so that every category of a task is heard."""
+    """`count` of the prompts, evenly spaced so that every category of a task occurs; all for 0."""
     if not count or count >= len(prompts):
         return prompts
     return [prompts[index * len(prompts) // count] for index in range(count)]

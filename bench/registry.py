@@ -1,6 +1,7 @@
-"""What a registry costs: `python -m bench.registry --registry URL [--records N]`. Publishes into it, under the model "bench".
+"""Times the operations of a registry: `python -m bench.registry --registry URL [--records N]`.
 
-Prints medians in milliseconds, and for a shared registry how long its index takes to restore.
+It publishes to that registry, under the model "bench". Prints medians in milliseconds, and for a shared registry the time to rebuild
+its index.
 """
 
 import argparse
@@ -17,7 +18,7 @@ BLOB_BYTES = 1 << 20
 
 
 def median_ms(call: Callable[[int], object], count: int) -> float:
-    """Of `count` calls, each given its number."""
+    """Median time of `count` calls, which get their number as argument."""
     times_s = []
     for number in range(count):
         started_s = time.perf_counter()

@@ -1,8 +1,9 @@
-"""On how many prompts relaxed differs from full, beside what the router's certificate allows.
+"""Counts the prompts on which `relaxed` differs from `full`, and compares the count with the router's certified bound.
 
     python -m bench.relaxed --model DIR --router FOLDER [--thresholds 0.99 0.95] [--per-task 6] [--drawn 40]
 
-Spec-Bench's first turns, and `--drawn` prompts drawn as the calibration draws its own, with another seed. Greedy, four requests at a time.
+Prompts are Spec-Bench's first turns, and `--drawn` prompts drawn as the calibration draws its own, with another seed. Greedy, four
+requests at a time.
 """
 
 import argparse
@@ -13,12 +14,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.prompts import DEFAULT_FILE, read_prompts
+from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
 from calibrator_service.calibration.certify import binomial_cdf
 from calibrator_service.calibration.held_out import HeldOutGenerator, Limits
 from calibrator_service.calibration.selfgen import SelfgenConfig
 from inference_service.engine.engine import Engine
-from inference_service.engine.prompt import encode_prompt
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
@@ -26,14 +26,15 @@ from shared.model.load import LoadedModel, load_model
 from shared.model.own_thread import in_own_thread
 
 DRAWN_SEED = 1_000_003
-# Requests that share the engine's steps.
+# Requests sent at once.
 AT_ONCE = 4
 
 Ids = tuple[int, ...]
 
 
 def drawn(loaded: LoadedModel, count: int, num_tokens: int) -> list[Ids]:
-    """Prompts of the certificate's own distribution, seen by no calibration with another seed but for chance."""
+    """Prompts from the distribution that the bound is certified for. A calibration with another seed saw none of them, except by
+    chance."""
     config = SelfgenConfig(seed=DRAWN_SEED, max_new_tokens=num_tokens)
     with tempfile.TemporaryDirectory() as folder:
         generator = HeldOutGenerator(loaded, config, Path(folder), lambda _: False)
@@ -44,7 +45,7 @@ def drawn(loaded: LoadedModel, count: int, num_tokens: int) -> list[Ids]:
 def differing(
     engine: Engine, prompts: Sequence[Ids], thresholds: Sequence[float], num_tokens: int
 ) -> dict[float, int]:
-    """Threshold -> prompts on which relaxed says anything else than full. All prompts of a policy at once, as the engine takes them."""
+    """Number of prompts on which the answer under `relaxed` differs from the one under `full`, by threshold."""
 
     def answers(policy: DepthPolicy) -> list[Ids]:
         def answer(prompt: Ids) -> Ids:
@@ -81,11 +82,11 @@ def main() -> None:
     num_tokens = risk.num_tokens or 128
     loaded = load_model(options.model)
     sources: dict[str, list[Ids]] = {}
+    if not takes_chat(loaded):
+        print(PLAIN_TEXT_NOTE)
     if options.per_task:
         turns = [prompt.turns[0] for prompt in read_prompts(DEFAULT_FILE, options.per_task)]
-        sources["Spec-Bench"] = [
-            encode_prompt(loaded, [{"role": "user", "content": turn}]) for turn in turns
-        ]
+        sources["Spec-Bench"] = [tuple(encode_turns(loaded, [turn])) for turn in turns]
     if options.drawn:
         sources["drawn"] = in_own_thread(drawn, loaded, options.drawn, num_tokens)
     print(

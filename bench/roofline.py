@@ -1,12 +1,16 @@
-"""Times the ops of exits and batches against what PyTorch does in their place, beside the least that their bytes allow.
+"""Times the ops of exits, choices and pages against PyTorch's equivalents and against the time that moving their bytes takes.
 
     python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40] [--json FILE]
 
 SmolLM2's sizes (D 576, rank 288, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, rank 512, 8,192, V 128,256).
-Microseconds (`bench.stopwatch`): on a CPU lower quartiles (others may be using the machine), and before every call 64 MB of other memory are read, as a deep pass would, so weights come from memory;
-on a GPU medians, of calls in a CUDA graph, the L2 cache swept before each. The contenders of a line take turns within each round.
-`floor`: all threads read as many bytes as the op must read and write; on a GPU a copy moves them. `GFLOP`: of the products, two each.
-`PyTorch`: what the engine ran before, eager (on a GPU its kernels without their launches); `PyTorch half`: the same with float16 weights.
+
+Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine; before every
+call 64 MB of other memory are read, as a deep pass would, so weights come from memory. On a GPU: medians of calls in a CUDA graph,
+with the L2 cache swept before each. The contenders of a line take turns within each round.
+
+`floor`: all threads read as many bytes as the op must read and write; on a GPU a copy moves them. `GFLOP`: two per product.
+`PyTorch`: the modules that the engine ran before it had kernels, eager; on a GPU without the launch overhead, as they are in a graph.
+`PyTorch half`: the same with float16 weights.
 """
 
 import argparse
@@ -29,22 +33,22 @@ from shared.ladder.fused_exit import DraftRows, FusedExit
 from shared.ladder.head_rows import projection
 from shared.ladder.heads import ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
-from shared.ops.batches import gather_rows, scatter_rows, verify_greedy, verify_sampled
+from shared.ops.choices import choose_greedy, choose_sampled
 from shared.ops.exits import draft_top, exit_head, new_tickets, route
 from shared.ops.library import runs_on
 from shared.ops.paged import paged_attention
 
 SIZES = {576: (288, 4587, 49152), 4096: (512, 8192, 128256)}
 TOKENS = {"cpu": (1, 2, 4, 8), "cuda": (1, 8, 32, 64)}
-# Of states, keys and values, as the engine has them there.
+# Dtype of states, keys and values, as in the engine.
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
-HEADS = {576: (9, 3, 64), 4096: (32, 8, 128)}  # query heads, key heads, width of one
+HEADS = {576: (9, 3, 64), 4096: (32, 8, 128)}  # query heads, key heads, width of a head
 CONTEXT, PAGE_SLOTS = 1024, 16
 
 
 @dataclass(frozen=True)
 class Line:
-    """One op at one size: bytes read and written, floating-point operations, and its time in us per contender."""
+    """One op at one size. `megabytes`: read and written. `gflop`: floating-point operations. `times_us`: by contender."""
 
     op: str
     width: int
@@ -55,7 +59,7 @@ class Line:
 
     def printed(self) -> str:
         figures = " ".join(
-            f"{name} {value:8.{self._places}f}" for name, value in self.times_us.items()
+            f"{name} {value:8.{self._decimals}f}" for name, value in self.times_us.items()
         )
         return (
             f"{self.op:>15} D={self.width:<5} N={self.tokens:<3} {self.megabytes:8.2f} MB"
@@ -63,7 +67,7 @@ class Line:
         )
 
     def row(self) -> str:
-        """As bench/RESULTS.md has it; ratios are of the best of PyTorch's times to ours, and of ours to the floor."""
+        """A table row for bench/RESULTS.md. Its ratios: the best of PyTorch's times to ours, and ours to the floor."""
         times = self.times_us
         plain = min(times[name] for name in ("PyTorch", "PyTorch half") if name in times)
         cells = [
@@ -73,22 +77,22 @@ class Line:
             f"{self.megabytes:.2f}",
             f"{1000 * self.gflop:.1f}",
         ]
-        cells += [f"{times[name]:.{self._places}f}" for name in ("floor", "PyTorch")]
+        cells += [f"{times[name]:.{self._decimals}f}" for name in ("floor", "PyTorch")]
         cells += [f"{times['PyTorch half']:.1f}" if "PyTorch half" in times else ""]
         cells += [
-            f"{times['neap']:.{self._places}f}",
+            f"{times['neap']:.{self._decimals}f}",
             f"{plain / times['neap']:.1f}",
             f"{times['neap'] / times['floor']:.1f}",
         ]
         return f"| {' | '.join(map(str, cells))} |"
 
     @property
-    def _places(self) -> int:
+    def _decimals(self) -> int:
         return 1 if max(self.times_us.values()) < 100 else 0
 
 
 class Bench:
-    """Times contenders that run cold, in turns. `tokens`: the numbers of them to ask for."""
+    """Times contenders in turns, with cold caches. `tokens`: the numbers of tokens to time."""
 
     def __init__(self, device: torch.device, rounds: int, tokens: Sequence[int]) -> None:
         self.device, self.tokens = device, tuple(tokens)
@@ -103,6 +107,7 @@ class Bench:
     def line(
         self, op: str, width: int, tokens: int, num_bytes: float, flop: float, runs: Contenders
     ) -> None:
+        """Times `runs` and a floor of `num_bytes`, prints the line and adds it to `lines`."""
         runs = {"floor": self._stopwatch.floor(num_bytes), **runs}
         times = self._stopwatch.times_us(runs)
         found = Line(op, width, tokens, num_bytes / 1e6, flop / 1e9, times)
@@ -111,7 +116,7 @@ class Bench:
 
 
 def bench_exit(bench: Bench, width: int) -> None:
-    """The whole way of tokens through an exit, and each of its ops alone."""
+    """Times a whole exit, and each of its ops alone."""
     rank, size, _ = SIZES[width]
     head = ExitHead("gated", width, width, rank).requires_grad_(False)
     router = DepthRouter(width).requires_grad_(False)
@@ -128,8 +133,7 @@ def bench_exit(bench: Bench, width: int) -> None:
         ago, tickets = torch.zeros(tokens, dtype=torch.int64), new_tickets(tokens, bench.device)
         adapted = head(state, deep, ago)
         top, _, log_mass = draft_top(adapted, small, None, 2)
-        thresholds = torch.full((tokens,), 0.5)
-        others = (top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets)
+        others = (top, log_mass, ago, LOWEST, HIGHEST, tickets)
         whole = mix_size + out_size + small.numel() + hidden_size
         each = bench.line
         each("exit", width, tokens, 2 * whole, 2 * whole * tokens, {
@@ -152,45 +156,31 @@ def bench_exit(bench: Bench, width: int) -> None:
         })  # fmt: skip
 
 
-def bench_batch(bench: Bench, width: int) -> None:
-    """Verification over the model's vocabulary, and rows of states taken out and put back."""
+def bench_choices(bench: Bench, width: int) -> None:
+    """Times choosing tokens from logits over the model's vocabulary."""
     vocabulary = SIZES[width][2]
     for tokens in bench.tokens:
         logits = torch.randn(tokens, vocabulary)
-        drafts, starts = logits.argmax(-1), torch.tensor([0, tokens])
-        probabilities = logits[:1].double().softmax(-1)
-        uniforms = torch.rand(tokens, dtype=torch.float64)
-
-        def plain(logits: Tensor = logits, drafts: Tensor = drafts) -> object:
-            choices = logits.argmax(-1)
-            return choices, (choices == drafts)[:-1].cumprod(0).sum()
-
-        bench.line("verify_greedy", width, tokens, logits.numel() * 4, 0,
-                   {"PyTorch": plain, "neap": partial(verify_greedy, logits, drafts, starts)})  # fmt: skip
+        bench.line("choose_greedy", width, tokens, logits.numel() * 4, 0,
+                   {"PyTorch": partial(logits.argmax, -1), "neap": partial(choose_greedy, logits)})  # fmt: skip
         if tokens == 1:
-            one = (probabilities, drafts, starts, uniforms)
+            probabilities = logits.double().softmax(-1)
+            uniforms = torch.rand(tokens, dtype=torch.float64)
 
             def drawn(target: Tensor = probabilities[0], uniform: float = 0.7) -> object:
                 total = target.cumsum(-1)
-                # Captured, nobody may ask for a number.
+                # On a GPU the total stays on the device: reading it would synchronise, which a capture forbids.
                 point = uniform * (total[-1] if bench.on_gpu else float(total[-1]))
                 return torch.searchsorted(total, point, right=True), torch.searchsorted(
                     total, total[-1]
                 )
 
-            bench.line("verify_sampled", width, 1, probabilities.numel() * 8, 0,
-                       {"PyTorch": drawn, "neap": partial(verify_sampled, *one)})  # fmt: skip
-        states = torch.randn(2 * tokens, width).to(bench.dtype)
-        order = torch.randperm(2 * tokens)[:tokens]
-        taken, moved = states[order], 2 * states.element_size() * tokens * width
-        bench.line("gather_rows", width, tokens, moved, 0,
-                   {"PyTorch": partial(states.index_select, 0, order), "neap": partial(gather_rows, states, order)})  # fmt: skip
-        bench.line("scatter_rows", width, tokens, moved, 0,
-                   {"PyTorch": partial(states.index_copy_, 0, order, taken), "neap": partial(scatter_rows, states, taken, order)})  # fmt: skip
+            bench.line("choose_sampled", width, 1, probabilities.numel() * 8, 0,
+                       {"PyTorch": drawn, "neap": partial(choose_sampled, probabilities, uniforms)})  # fmt: skip
 
 
 def bench_paged(bench: Bench, width: int) -> None:
-    """A token of each of N rows, every one CONTEXT positions long, its pages anywhere in the pool."""
+    """Times paged attention of one token of each of N sequences of CONTEXT positions, with pages in random order in the pool."""
     heads, kv_heads, size = HEADS[width]
     row_pages = CONTEXT // PAGE_SLOTS
     for tokens in bench.tokens:
@@ -244,7 +234,7 @@ def main() -> None:
         bench = Bench(device, arguments.rounds, arguments.tokens or TOKENS[device.type])
         for width in arguments.widths:
             bench_exit(bench, width)
-            bench_batch(bench, width)
+            bench_choices(bench, width)
             bench_paged(bench, width)
     print(
         "\n| op | D | tokens | MB | MFLOP | floor | PyTorch | half | neap | PyTorch / neap | neap / floor |"

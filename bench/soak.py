@@ -1,10 +1,10 @@
-"""Two worker processes under everything clients do, for as long as asked; any surprise makes the exit status 1.
+"""Soak test: two worker processes under all kinds of client behaviour. Any violation makes the exit status 1.
 
     python -m bench.soak --model DIR --router FOLDER [--minutes 20]
 
-Clients answer, cancel, run out of time, ask for nonsense and stop reading, at random times. In the middle the first worker gets
-SIGTERM and the second takes over. At the end: every request is accounted for, here and in the workers' logs; every answer is
-that of a run alone; memory has not grown; both workers have ended by themselves.
+At random times, clients read whole answers, cancel, exceed deadlines, send invalid requests and stop reading. In the middle the first
+worker gets SIGTERM and the second takes over. Checked: the clients' counts of requests agree with the workers' logs; every answer is
+the one of the request alone on an idle worker; memory has not grown; both workers exited by themselves after SIGTERM.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from bench.prompts import read_prompts
 from bench.soak_requests import (
     EXACT,
     FULL,
-    Alone,
     Outcome,
+    ReferenceAnswers,
     SoakRequests,
     Violation,
     answer_request,
@@ -37,7 +37,7 @@ from shared.cli.processes import ServiceProcess
 from shared.rpc.client import NeapClient
 
 READY_TIMEOUT_S = 180.0
-# Longest that a request may take once no new ones come, and a worker to drain.
+# Upper limit for the last requests to end, and for a worker to drain.
 END_TIMEOUT_S = 120.0
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
 SAMPLE_S = 0.25
@@ -45,7 +45,7 @@ PREFIX_CACHE_MB = 8
 
 
 class Soak:
-    """Counts what happens. `violations` is what must be empty at the end."""
+    """Counts the outcomes of all requests. `violations` must be empty at the end."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -58,7 +58,7 @@ class Soak:
         self._lock = threading.Lock()
 
     def client(self, requests: SoakRequests, number: int) -> None:
-        """One client's life."""
+        """Runs one client: makes random requests until `over` is set."""
         generator = random.Random(self.options.seed * 1000 + number)
         kinds = requests.kinds()
         shares = [share for share, _ in kinds.values()]
@@ -71,7 +71,7 @@ class Soak:
             except Violation as violation:
                 self.violate(f"{kind}: {violation}")
                 outcome = Outcome("violation")
-            except Exception as error:  # a client that dies would go unnoticed
+            except Exception as error:  # otherwise the thread would end without a trace
                 self.violate(f"{kind}: {error!r}")
                 outcome = Outcome("violation")
             with self._lock:
@@ -79,6 +79,7 @@ class Soak:
                 self.num_calls += outcome.num_calls
 
     def watch_memory(self, name: str, worker: ServiceProcess, over: threading.Event) -> None:
+        """Samples a worker's resident memory until `over` is set."""
         samples = self.resident.setdefault(name, [])
         while not over.wait(SAMPLE_S):
             samples.append(resident_bytes(worker.pid))
@@ -88,17 +89,19 @@ class Soak:
             self.violations.append(text)
 
     def expect(self, holds: bool, text: str) -> None:
+        """Records a violation unless `holds`."""
         if not holds:
             self.violate(text)
 
     def count(self, *names: str) -> int:
+        """Number of requests with one of these outcomes."""
         return sum(count for (_, name), count in self.outcomes.items() if name in names)
 
     def check_memory(self) -> None:
-        """Growth from the end of the first third, when all kinds of requests have been seen, to the last tenth."""
+        """Checks each worker's growth from after the first third, when all kinds of requests have occurred, to the last tenth."""
         for name, samples in self.resident.items():
             if len(samples) < 30:
-                self.violate(f"{name} served too shortly to judge its memory")
+                self.violate(f"{name} did not serve long enough to judge its memory")
                 continue
             begin = statistics.median(samples[len(samples) // 3 :][: len(samples) // 10])
             end = statistics.median(samples[-len(samples) // 10 :])
@@ -108,41 +111,45 @@ class Soak:
                 growth_mb <= self.options.max_growth_mb, f"{name} has grown by {growth_mb:.1f} MB"
             )
 
-    def check_counts(self, logs: list[Path], num_alone: int) -> None:
-        """Our counts against what the workers logged. A call that is cancelled or late here may have been answered there."""
+    def check_counts(self, logs: list[Path], num_reference_calls: int) -> None:
+        """Compares the clients' counts with the workers' logs.
+
+        A call that the client cancelled, or whose deadline passed, may be logged as answered.
+        """
         codes = sum((_logged_codes(log) for log in logs), Counter[str]())
         print("workers' calls: " + ", ".join(f"{n} {code}" for code, n in sorted(codes.items())))
         self.expect(
             self.outcomes.total() == self.num_begun,
-            f"{self.num_begun} requests were begun and {self.outcomes.total()} have ended",
+            f"{self.num_begun} requests were started and {self.outcomes.total()} have ended",
         )
-        finished = self.count("finished") + num_alone
+        finished = self.count("finished") + num_reference_calls
         maybe = self.count("cancelled", "too late", "caught up")
         self.expect(
             finished <= codes["OK"] <= finished + maybe,
-            f"{finished} requests finished, {maybe} may have; the workers say {codes['OK']}",
+            f"{finished} requests finished and {maybe} more may have; the workers logged {codes['OK']}",
         )
         refused = codes["INVALID_ARGUMENT"] + codes["NOT_FOUND"]
         self.expect(
             refused == self.count("rejected"),
-            f"{self.count('rejected')} bad requests were rejected; the workers say {refused}",
+            f"{self.count('rejected')} bad requests were rejected; the workers logged {refused}",
         )
-        # What ran out of time on its way, or found nobody, the workers never saw.
+        # Requests whose deadline passed before they arrived, or that reached no worker, are not logged.
         unseen = self.count("too late", "refused")
-        most = self.num_calls + num_alone
+        most = self.num_calls + num_reference_calls
         self.expect(
-            self.num_begun - unseen + num_alone <= codes.total() <= most,
-            f"{self.num_begun} requests in {self.num_calls} calls; the workers say {codes.total()}",
+            self.num_begun - unseen + num_reference_calls <= codes.total() <= most,
+            f"{self.num_begun} requests in {self.num_calls} calls; the workers logged {codes.total()}",
         )
-        odd = {code: n for code, n in codes.items() if code in ("INTERNAL", "UNKNOWN")}
-        self.expect(not odd, f"the workers logged {odd}")
-        for log in logs:  # the folder goes with the run
+        unexpected = {code: n for code, n in codes.items() if code in ("INTERNAL", "UNKNOWN")}
+        self.expect(not unexpected, f"the workers logged {unexpected}")
+        for log in logs:  # printed, because the folder is deleted after the run
             for line in log.read_text().splitlines():
                 if '"level": "error"' in line:
                     print(line)
 
 
 def _logged_codes(log: Path) -> "Counter[str]":
+    """Number of calls to Generate by status code."""
     codes: Counter[str] = Counter()
     for line in log.read_text().splitlines():
         record = json.loads(line) if line.startswith("{") else {}
@@ -151,21 +158,21 @@ def _logged_codes(log: Path) -> "Counter[str]":
     return codes
 
 
-def answers_alone(client: NeapClient, prompts: list[str]) -> Alone:
-    """Each generated with nobody else there, at full depth."""
-    alone: dict[tuple[str, bool], list[int]] = {}
+def reference_answers(client: NeapClient, prompts: list[str]) -> ReferenceAnswers:
+    """The reference answers: each prompt, greedy and sampled, at full depth with no other request running."""
+    references: dict[tuple[str, bool], list[int]] = {}
     for prompt in prompts:
         for sampled in (False, True):
             stream = client.generate(answer_request(prompt, sampled, FULL))
             for _ in stream:
                 pass
-            alone[prompt, sampled] = stream.token_ids
+            references[prompt, sampled] = stream.token_ids
     list(client.generate(answer_request(prompts[0], False, EXACT)))  # loads the router
-    return alone
+    return references
 
 
 def end(soak: Soak, name: str, worker: ServiceProcess) -> None:
-    """SIGTERM, and the worker must go by itself, leaving nobody."""
+    """Sends SIGTERM. The worker must exit by itself with status 0 and leave no process of its group behind."""
     group = worker.pid
     begin_s = time.monotonic()
     worker.send_signal(signal.SIGTERM)
@@ -180,13 +187,13 @@ def end(soak: Soak, name: str, worker: ServiceProcess) -> None:
 
 
 def run(soak: Soak, folder: Path) -> None:
-    """The whole of it: start, load, take over, end, check."""
+    """Runs the soak: starts workers and clients, ends the first worker in the middle, and checks everything at the end."""
     options = soak.options
     registry = folder / "registry"
     publish_router(options.router, registry)
     flags = ["--max-queue", str(options.max_queue), "--grace-s", "1"]
     flags += ["--stall-timeout-s", str(options.stall_s)]
-    # Full long before memory is looked at for the first time.
+    # So small that it is full long before the first memory sample that counts.
     flags += ["--prefix-cache-mb", str(PREFIX_CACHE_MB)]
     logs = [folder / "first.log", folder / "second.log"]
     with (
@@ -196,13 +203,13 @@ def run(soak: Soak, folder: Path) -> None:
         targets = ",".join(worker.wait_serving(READY_TIMEOUT_S) for worker in (first, second))
         half_s = options.minutes * 60 / 2
         with (
-            # Many attempts: an answer may find every place taken again and again, and is not to be lost.
+            # Many attempts: a request may be refused many times because the queues are full, and must be answered in the end.
             NeapClient(f"ipv4:{targets}", num_attempts=1000) as client,
             grpc.insecure_channel(f"ipv4:{targets}", options=SMALL_WINDOW) as slow,
         ):
             prompts = [prompt.turns[0][:200] for prompt in read_prompts(per_task=2)]
-            alone = answers_alone(client, prompts)
-            requests = SoakRequests(client, slow, alone, options.hold_s, soak.over)
+            references = reference_answers(client, prompts)
+            requests = SoakRequests(client, slow, references, options.hold_s, soak.over)
             threads = [
                 threading.Thread(target=soak.client, args=(requests, number), daemon=True)
                 for number in range(options.clients)
@@ -223,7 +230,7 @@ def run(soak: Soak, folder: Path) -> None:
             for thread in threads:
                 thread.join(max(give_up_s - time.monotonic(), 0))
             stuck = sum(thread.is_alive() for thread in threads)
-            soak.expect(not stuck, f"{stuck} clients hang")
+            soak.expect(not stuck, f"{stuck} clients did not end")
         end(soak, "second worker", second)
     soak.check_counts(logs, 2 * len(prompts) + 1)
     soak.check_memory()

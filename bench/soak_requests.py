@@ -1,4 +1,4 @@
-"""What the clients of a soak ask for, and what must come of it."""
+"""The requests that the clients of a soak make, and the checks of their results."""
 
 import random
 import threading
@@ -25,17 +25,17 @@ from shared.rpc.status import from_rpc_error
 
 MAX_TOKENS = 24
 FULL, EXACT = pb.DepthPolicy(full=pb.Full()), pb.DepthPolicy(exact=pb.Exact())
-# (prompt, whether sampled) -> the tokens of an answer that was generated with nobody else there.
-Alone = Mapping[tuple[str, bool], list[int]]
+# (prompt, whether sampled) -> tokens of the reference answer, generated with no other request running.
+ReferenceAnswers = Mapping[tuple[str, bool], list[int]]
 
 
 class Violation(Exception):
-    """Something came out that must not."""
+    """A request had a result that it must not have."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`name` says how a request ended; `num_calls` how many calls that took."""
+    """`name`: how a request ended. `num_calls`: RPCs made for it, retries included."""
 
     name: str
     num_calls: int = 1
@@ -44,7 +44,7 @@ class Outcome:
 def answer_request(
     prompt: str, sampled: bool, depth: pb.DepthPolicy, max_tokens: int = MAX_TOKENS
 ) -> pb.GenerateRequest:
-    """As long as asked for, and always the same: greedy, or sampled with the prompt's own seed."""
+    """A request with one possible answer of exactly `max_tokens` tokens: greedy, or sampled with a seed that the prompt determines."""
     return pb.GenerateRequest(
         model_id=MODEL_ID,
         text=prompt,
@@ -56,16 +56,20 @@ def answer_request(
 
 @dataclass(frozen=True)
 class SoakRequests:
-    """Each method makes one request, waits for its end and judges it; raises Violation. `slow`: a channel with a small window."""
+    """Each method makes one request, waits for its end and checks the result. Raises Violation.
+
+    `slow`: a channel with a small window. `references`: the reference answers. `hold_s`: how long a slow reader does not read.
+    `over`: set when the soak ends.
+    """
 
     client: NeapClient
     slow: grpc.Channel
-    alone: Alone
+    references: ReferenceAnswers
     hold_s: float
     over: threading.Event
 
     def kinds(self) -> dict[str, tuple[float, Callable[[random.Random], Outcome]]]:
-        """name -> (share, method)."""
+        """The kinds of requests: name -> (share of requests, method)."""
         return {
             "answer": (0.62, self.answer),
             "cancel": (0.12, self.cancel),
@@ -75,7 +79,7 @@ class SoakRequests:
         }
 
     def answer(self, generator: random.Random) -> Outcome:
-        """Must come whole, whatever happens to the workers: all that fails before the first token is safe to repeat."""
+        """Must be answered completely, whatever happens to the workers: the client retries failures before the first token."""
         expected, request = self._pick(generator)
         stream = self.client.generate(request)
         try:
@@ -90,7 +94,7 @@ class SoakRequests:
         return Outcome("finished", stream.num_attempts)
 
     def cancel(self, generator: random.Random) -> Outcome:
-        """Goes away after some tokens."""
+        """Cancels after some tokens."""
         expected, request = self._pick(generator)
         num_tokens = generator.randrange(len(expected))
         with self.client.generate(request) as stream:
@@ -101,7 +105,7 @@ class SoakRequests:
         return Outcome("cancelled", stream.num_attempts)
 
     def deadline(self, generator: random.Random) -> Outcome:
-        """Has little time, often too little."""
+        """Has a short deadline, which often passes."""
         expected, request = self._pick(generator)
         stream = self.client.generate(request, timeout_s=10 ** generator.uniform(-2, 0.7))
         try:
@@ -111,15 +115,15 @@ class SoakRequests:
             self._compare(stream, expected, whole=False)
             return Outcome("too late", stream.num_attempts)
         except (Exhausted, Unavailable) as error:
-            # Nothing was begun, and the wait would have outlasted the deadline.
+            # Correct only before the first token: the client gave up because the next retry would have come after the deadline.
             if stream.token_ids:
-                raise Violation(f"a stream broke off: {error.reason}") from error
+                raise Violation(f"a stream failed after its first token: {error.reason}") from error
             return Outcome("refused", stream.num_attempts)
         self._compare(stream, expected, whole=True)
         return Outcome("finished", stream.num_attempts)
 
     def bad(self, generator: random.Random) -> Outcome:
-        """Can never work, and must be told so."""
+        """Is invalid, and must be rejected with the right error."""
         request = answer_request("hello", False, FULL)
         expected: type[NeapError] = InvalidInput
         match generator.randrange(4):
@@ -137,12 +141,12 @@ class SoakRequests:
         except expected:
             return Outcome("rejected", stream.num_attempts)
         except NeapError as error:
-            raise Violation(f"a bad request came to {error.reason}") from error
+            raise Violation(f"a bad request failed with {error.reason}") from error
         raise Violation("a bad request was answered")
 
     def slow_reader(self, generator: random.Random) -> Outcome:
-        """Does not read for `hold_s`; is to be ended, or to catch up where the worker was too busy to fill its window."""
-        prompt, _ = generator.choice(sorted(self.alone))
+        """Does not read for `hold_s`. The worker must end it, unless the worker was too busy to fill the window: then it may finish."""
+        prompt, _ = generator.choice(sorted(self.references))
         request = answer_request(prompt, False, FULL, max_tokens=800)
         request.logprobs = 20
         call = inference_pb2_grpc.InferenceServiceStub(self.slow).Generate(request)
@@ -160,19 +164,19 @@ class SoakRequests:
                 return Outcome("ended")
             if reason in ("QUEUE_FULL", "GRPC_UNAVAILABLE"):
                 return Outcome("refused")
-            raise Violation(f"a slow reader came to {reason}") from error
+            raise Violation(f"a slow reader failed with {reason}") from error
         finally:
             call.cancel()
 
     def _pick(self, generator: random.Random) -> tuple[list[int], pb.GenerateRequest]:
-        """(what must come out, a request)."""
-        prompt, sampled = generator.choice(sorted(self.alone))
+        """(expected tokens, a random request)."""
+        prompt, sampled = generator.choice(sorted(self.references))
         max_tokens = generator.randint(1, MAX_TOKENS)
         depth = generator.choice([FULL, EXACT])
         request = answer_request(prompt, sampled, depth, max_tokens)
-        return self.alone[prompt, sampled][:max_tokens], request
+        return self.references[prompt, sampled][:max_tokens], request
 
     def _compare(self, stream: GenerationStream, expected: list[int], *, whole: bool) -> None:
         got = stream.token_ids
         if got != (expected if whole else expected[: len(got)]):
-            raise Violation(f"tokens differ from an answer alone: {got}, not {expected}")
+            raise Violation(f"tokens differ from the reference answer: {got}, not {expected}")

@@ -1,4 +1,4 @@
-"""How long ops take that find nothing in a cache, as in a deep pass: on a CPU by the clock, on a GPU in CUDA graphs.
+"""Times ops with cold caches, as in a deep pass: by the clock on a CPU, in CUDA graphs on a GPU.
 
 Contenders take turns within each round, so that a busy machine slows all of them alike.
 """
@@ -11,18 +11,19 @@ from typing import Protocol
 import torch
 
 Contenders = Mapping[str, Callable[[], object]]
+# Size of the memory that is read before each call, to evict the op's data from the cache ("sweep").
 SWEPT_FLOATS = 16 << 20
-# Calls in one graph, each after a sweep.
+# Calls per graph, each after a sweep.
 CALLS_PER_GRAPH = 20
 
 
 class Stopwatch(Protocol):
     def floor(self, num_bytes: float) -> Callable[[], object]:
-        """What moves so many bytes and does nothing else."""
+        """A contender that moves `num_bytes` bytes and does nothing else."""
         ...
 
     def times_us(self, runs: Contenders) -> dict[str, float]:
-        """Microseconds of each."""
+        """Microseconds per call of each contender."""
         ...
 
 
@@ -31,14 +32,14 @@ def stopwatch(device: torch.device, rounds: int) -> Stopwatch:
 
 
 class ClockStopwatch:
-    """Lower quartiles (others may be using the machine); before every call 64 MB of other memory are read."""
+    """Reports lower quartiles, because others may be using the machine. Reads 64 MB of other memory before every call."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
         self._swept = torch.ones(SWEPT_FLOATS)
 
     def floor(self, num_bytes: float) -> Callable[[], object]:
-        """All threads read so many bytes."""
+        """All threads together read `num_bytes` bytes."""
         return torch.ones(max(int(num_bytes) // 4, 1)).sum
 
     def times_us(self, runs: Contenders) -> dict[str, float]:
@@ -58,15 +59,16 @@ class ClockStopwatch:
 
 
 class GraphStopwatch:
-    """Medians of what a graph of calls, each after reading twice the L2 cache's size, takes longer than one of the reading alone.
+    """Captures graphs in which every call follows a read of twice the L2 cache's size.
 
-    A contender that waits for the device cannot be captured and raises, as torch does.
+    The time of a call is the graph's time minus that of a graph of the reads alone, divided by the calls; reported is the median. A
+    contender that synchronises with the device cannot be captured: torch's error is raised.
     """
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
         size = torch.cuda.get_device_properties().L2_cache_size
-        # Read, not written: lines to be written back would be the next op's burden.
+        # Read, not written: dirty cache lines would be written back during the next op.
         self._swept = torch.ones(max(2 * size // 4, SWEPT_FLOATS), device="cuda")
         self._sweep = self._swept_graph(lambda: None)
 
@@ -95,11 +97,11 @@ class GraphStopwatch:
 
 
 def captured(run: Callable[[], object], num_calls: int) -> torch.cuda.CUDAGraph:
-    """So many calls in one graph."""
+    """A CUDA graph of `num_calls` calls of `run`."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # libraries make their plans and workspaces now
+        for _ in range(3):  # libraries create their plans and workspaces before the capture
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -110,7 +112,7 @@ def captured(run: Callable[[], object], num_calls: int) -> torch.cuda.CUDAGraph:
 
 
 def elapsed_us(run: Callable[[], object]) -> float:
-    """Microseconds of what one `run` puts on the current stream, by the device's clock; waits for it."""
+    """Microseconds that the work of one `run` takes on the current stream, by CUDA events. Synchronises."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()
@@ -120,6 +122,6 @@ def elapsed_us(run: Callable[[], object]) -> float:
 
 
 def median_call_us(run: Callable[[], object], num_calls: int) -> float:
-    """Microseconds of one of the `num_calls` calls that `run` makes, the median of several runs."""
+    """Microseconds per call if `run` makes `num_calls` calls: the median of several runs."""
     taken = [elapsed_us(run) / num_calls for _ in range(12)]
     return statistics.median(taken[2:])

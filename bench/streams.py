@@ -1,4 +1,4 @@
-"""Streams of one worker over gRPC, each timed as its client sees it, in closed and open loops."""
+"""Generation streams from one worker over gRPC, timed at the client, in closed and open loops."""
 
 import asyncio
 import random
@@ -13,19 +13,23 @@ import grpc.aio
 from neap.inference.v1 import inference_pb2 as pb
 from neap.inference.v1 import inference_pb2_grpc
 
+from bench.prompts import PLAIN_TEXT_NOTE, plain_text
 from shared.rpc.client import CHANNEL_OPTIONS
 from shared.rpc.status import from_rpc_error
 
 FINISHED = "finished"
-# The tokens of one step come as messages of their own, right behind each other: one delivery.
+# The tokens of one engine step arrive as separate messages in quick succession. Within this time they count as one delivery.
 SAME_DELIVERY_S = 0.001
-# Longer than anything here may take.
+# Deadline of each call, above the longest time a benchmark's stream takes.
 TIMEOUT_S = 600.0
 
 
 @dataclass
 class Stream:
-    """One request. Times are `time.perf_counter()` seconds; `outcome` is FINISHED or the reason it failed with."""
+    """One request and its timing.
+
+    `outcome`: FINISHED or the reason of the error. `deliveries`: (time, number of tokens). Times are `time.perf_counter()` seconds.
+    """
 
     arrival_s: float
     outcome: str = ""
@@ -44,11 +48,12 @@ class Stream:
         return self.deliveries[0][0] - self.arrival_s
 
     def gaps_s(self, begin_s: float = 0.0, end_s: float = float("inf")) -> list[float]:
-        """Seconds between successive deliveries; of those that end after `begin_s` and begin before `end_s`."""
+        """Seconds between successive deliveries, for the gaps that end after `begin_s` and begin before `end_s`."""
         times = [at for at, _ in self.deliveries]
         return [b - a for a, b in pairwise(times) if b > begin_s and a < end_s]
 
     def deliver(self, num_tokens: int) -> None:
+        """Records that `num_tokens` tokens arrived now."""
         now = time.perf_counter()
         if self.deliveries and now - self.deliveries[-1][0] < SAME_DELIVERY_S:
             at, count = self.deliveries[-1]
@@ -58,9 +63,10 @@ class Stream:
 
 
 class StreamClient:
-    """Opens streams to one worker over one connection. Nothing is repeated: a refusal is a result. Async context manager."""
+    """Opens streams to one worker over one connection. Never retries: a refusal is a result. Async context manager."""
 
     def __init__(self, target: str) -> None:
+        self._takes_chat = True
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub: inference_pb2_grpc.InferenceServiceStub = (
             inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -78,8 +84,19 @@ class StreamClient:
     ) -> None:
         await self._channel.close()
 
+    async def warm_up(self, request: pb.GenerateRequest) -> None:
+        """One request that must succeed. Where the model has no chat template, this and all later ones go as plain text."""
+        outcome = (await self.run(request, Stream(0.0))).outcome
+        if outcome == "NO_CHAT_TEMPLATE":
+            self._takes_chat = False
+            print(PLAIN_TEXT_NOTE)
+            outcome = (await self.run(request, Stream(0.0))).outcome
+        assert outcome == FINISHED, outcome
+
     async def run(self, request: pb.GenerateRequest, stream: Stream) -> Stream:
-        """Fills `stream` until the generation has ended."""
+        """Makes the request and records its events in `stream` until it ends. Returns `stream`."""
+        if not self._takes_chat and request.HasField("chat"):
+            request.text = plain_text([message.content for message in request.chat.messages])
         try:
             async for event in self._stub.Generate(request, timeout=TIMEOUT_S):
                 if event.HasField("started"):
@@ -91,23 +108,23 @@ class StreamClient:
                     stream.deliver(len(event.chunk.tokens))
             stream.outcome = FINISHED
         except grpc.aio.AioRpcError as error:
-            # It has all that a synchronous error has.
+            # `from_rpc_error` is written for synchronous errors; this one has the same methods.
             stream.outcome = from_rpc_error(error).reason
         return stream
 
     async def closed_loop(
         self, requests: Iterator[pb.GenerateRequest], width: int, seconds: float
     ) -> list[Stream]:
-        """`width` streams under way for `seconds`, then all that were begun."""
+        """Keeps `width` streams running for `seconds`, then waits for those that have started. Returns all of them."""
         end_s = time.perf_counter() + seconds
         streams: list[Stream] = []
 
-        async def one_after_the_other() -> None:
+        async def one_at_a_time() -> None:
             while (now := time.perf_counter()) < end_s:
                 streams.append(Stream(now))
                 await self.run(next(requests), streams[-1])
 
-        await asyncio.gather(*(one_after_the_other() for _ in range(width)))
+        await asyncio.gather(*(one_at_a_time() for _ in range(width)))
         return streams
 
     async def open_loop(
@@ -117,7 +134,7 @@ class StreamClient:
         seconds: float,
         generator: random.Random,
     ) -> list[Stream]:
-        """Poisson arrivals for `seconds`, however many are still under way; returns when all have ended."""
+        """Starts streams at Poisson arrival times for `seconds`, regardless of how many are running. Returns when all have ended."""
         arrival_s = start_s = time.perf_counter()
         running: list[asyncio.Task[Stream]] = []
         while True:
@@ -125,6 +142,6 @@ class StreamClient:
             if arrival_s > start_s + seconds:
                 break
             await asyncio.sleep(arrival_s - time.perf_counter())
-            # Counted from when it was to come: a client that is late hides nothing.
+            # Latencies count from the scheduled arrival, so a delay of this client is included.
             running.append(asyncio.create_task(self.run(next(requests), Stream(arrival_s))))
         return list(await asyncio.gather(*running))

@@ -1,12 +1,12 @@
-"""What running streams feel of a router being swapped: gaps between tokens with an alias at rest, moved and newly published to.
+"""The effect of swapping routers on running streams: gaps between tokens while an alias rests, moves, or gets new versions.
 
     python -m bench.swap --model DIR --router FOLDER [--seconds 20] [--rounds 3] [--every 5.0] [--width 4]
 
-One worker, one run: `width` streams are always under way, and `rounds` times over the alias rests, is moved back and forth every
-`every` seconds between two versions that are loaded, and is pointed every `every` seconds at a version published just then (loaded,
-bound and tested beside the streams). Each lasts `seconds`; times belong to the phase they fall in. The versions hold the same
-ladder, so nothing but the swap differs. Prompts are the first turns of Spec-Bench of at most 600 characters; greedy, policy exact,
-at most 32 tokens. Client and worker share the machine. The exit status is 1 where a request failed.
+One worker serves `width` streams at all times. Each of `rounds` rounds has three phases of `seconds` each. `rest`: the alias does not
+change. `moves`: every `every` seconds it moves back and forth between two loaded versions. `publications`: every `every` seconds it
+gets a newly published version, which the worker loads, binds and tests beside the streams. A time counts for the phase it falls in.
+All versions hold the same ladder, so only the swap makes a difference. Prompts are the first turns of Spec-Bench of at most 600
+characters; greedy, policy exact, at most 32 tokens. Client and worker share the machine. The exit status is 1 if a request failed.
 """
 
 import argparse
@@ -40,16 +40,16 @@ PHASES = ("rest", "moves", "publications")
 
 @dataclass
 class Phase:
-    """`windows`: (begin, end) in `time.perf_counter()` seconds, one per round; `swaps`: when the alias was moved."""
+    """The times of one phase, in `time.perf_counter()` seconds. `windows`: (begin, end) per round. `swaps`: the alias's changes."""
 
     windows: list[tuple[float, float]] = field(default_factory=list)
     swaps: list[float] = field(default_factory=list)
 
 
-async def take_turns(
-    options: argparse.Namespace, acts: dict[str, Callable[[], object]]
+async def run_phases(
+    options: argparse.Namespace, actions: dict[str, Callable[[], object]]
 ) -> dict[str, Phase]:
-    """The phases, round after round; in each its act every `options.every` seconds."""
+    """Runs the phases, round after round. In each, runs its action every `options.every` seconds."""
     phases = {name: Phase() for name in PHASES}
     for _ in range(options.rounds):
         for name, phase in phases.items():
@@ -57,25 +57,25 @@ async def take_turns(
             end_s = begin_s + options.seconds
             while (now := time.perf_counter()) < end_s:
                 phase.swaps.append(now)
-                await asyncio.to_thread(acts[name])
+                await asyncio.to_thread(actions[name])
                 await asyncio.sleep(min(options.every, max(end_s - time.perf_counter(), 0)))
             phase.windows.append((begin_s, time.perf_counter()))
     return phases
 
 
 async def measure(
-    target: str, options: argparse.Namespace, acts: dict[str, Callable[[], object]]
+    target: str, options: argparse.Namespace, actions: dict[str, Callable[[], object]]
 ) -> tuple[list[Stream], dict[str, Phase]]:
+    """Runs streams beside the phases. Returns all streams, and the phases by name."""
     texts = [prompt.turns[0] for prompt in read_prompts(options.prompts, options.per_task)]
     texts = [text for text in texts if len(text) <= MAX_CHARACTERS]
     async with StreamClient(target) as client:
-        warm = await client.run(chat(texts[0], "exact", 4), Stream(0.0))
-        assert warm.outcome == FINISHED, warm.outcome
+        await client.warm_up(chat(texts[0], "exact", 4))
         total_s = options.seconds * len(PHASES) * options.rounds
-        turns = asyncio.create_task(take_turns(options, acts))
+        phases = asyncio.create_task(run_phases(options, actions))
         requests = shuffled(texts, "exact", 0)
         streams = await client.closed_loop(requests, options.width, total_s)
-        return streams, await turns
+        return streams, await phases
 
 
 def print_table(streams: list[Stream], phases: dict[str, Phase]) -> None:
@@ -99,14 +99,14 @@ def print_table(streams: list[Stream], phases: dict[str, Phase]) -> None:
         )
 
 
-def acts_on(registry: Registry, folder: Path) -> dict[str, Callable[[], object]]:
-    """What each phase does to the alias; versions 1 and 2 are published here."""
+def alias_actions(registry: Registry, folder: Path) -> dict[str, Callable[[], object]]:
+    """The change that each phase makes to the alias, by phase. Publishes versions 1 and 2."""
     manifest, blobs = read_packed(folder)
     numbers = count(1)
 
     def publish() -> int:
         number = next(numbers)
-        # The number makes it another version.
+        # Equal manifests would be one version; the number makes them differ.
         return registry.publish(
             MODEL_ID, {**manifest, "bench": number}, blobs, request_id=f"swap-{number}"
         ).version
@@ -129,15 +129,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between swaps")
-    parser.add_argument("--width", type=int, default=4, help="streams under way")
+    parser.add_argument("--width", type=int, default=4, help="streams running at once")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry"
         with closing(open_registry(str(path))) as registry:
-            acts = acts_on(registry, options.router)
+            actions = alias_actions(registry, options.router)
             flags = ["--log-level", "warning", "--prefix-cache-mb", "0"]
             with worker_process(options.model, path, Path(folder) / "log", flags) as worker:
-                streams, phases = asyncio.run(measure(worker.wait_serving(120.0), options, acts))
+                streams, phases = asyncio.run(measure(worker.wait_serving(120.0), options, actions))
     print(
         f"{date.today()} {platform.machine()} {os.cpu_count()} cores for client and worker, torch {torch.__version__}, "
         f"{options.width} streams"

@@ -1,13 +1,16 @@
-"""Times the fused router kernel of TIDE 0.2.1, built from a folder that whoever runs this has unpacked; none of it is part of neap.
+"""Times the fused router kernel of TIDE 0.2.1. The user downloads and unpacks TIDE's source package; none of it is part of neap.
 
     pip download --no-deps --no-binary :all: --no-build-isolation tide-inference==0.2.1 && tar xzf tide_inference-0.2.1.tar.gz
-    python -m bench.tide tide_inference-0.2.1          or, beside our router op: python -m bench.gpu --tide tide_inference-0.2.1
+    python -m bench.tide tide_inference-0.2.1
+    python -m bench.gpu --tide tide_inference-0.2.1    beside our router op
 
-Called as TIDE's runtime calls it: N states of width D in bfloat16, the model's final norm in bfloat16 (which the op turns into float32
-at every call), router matrices transposed and in float32. `as called`: where a CUDA graph's replay computes anew, a call among many in a
-graph; otherwise, as the kernel is launched on the default stream and its result allocated, events around a loop of calls, so that the
-host's time counts where it is longer. `kernel`: the kernel alone, by the profiler. `error`: the largest difference from PyTorch's in
-float64. Weights are in the L2 cache, as in `bench.gpu`.
+The op is called as TIDE's runtime calls it: N states of width D in bfloat16, the model's final norm in bfloat16 (the op converts it to
+float32 at every call), router matrices transposed and in float32.
+
+`as called`: microseconds of one call of many in a CUDA graph, if the kernel can be captured. It cannot if it is launched on the
+default stream; then events around a loop of calls are used, which include the host's time where that is longer. `kernel`: the kernel
+alone, by the profiler. `error`: the largest difference from the scores of PyTorch in float64. Weights are in the L2 cache, as in
+`bench.gpu`.
 """
 
 import argparse
@@ -44,13 +47,14 @@ BOTTLENECK = 128
 CALLS = 50
 LEGEND = (
     "TIDE: norm, D -> 128, SiLU, 1, sigmoid; threshold and exits are further ops there, not timed. neap: also biases and three features\n"
-    "of the draft's logits, calibration, a threshold per token, and the stable partition of tokens into those that stay and leave."
+    "of the draft's logits, and calibration."
 )
 
 
 @dataclass(frozen=True)
 class TideTimes:
-    """Microseconds of N tokens. `in_graph` says how `us` was taken; `kernel_us` is NaN where the profiler sees no kernels."""
+    """Times for one number of tokens. `us`: "as called", measured in a CUDA graph if `in_graph`, else in a loop. `kernel_us`: NaN if
+    the profiler saw no kernel. `error`: the largest difference from the expected scores."""
 
     us: float
     in_graph: bool
@@ -58,32 +62,32 @@ class TideTimes:
     error: float
 
     def printed(self) -> str:
-        way = "" if self.in_graph else " (loop)"
+        method = "" if self.in_graph else " (loop)"
         kernel = "not seen" if math.isnan(self.kernel_us) else f"{self.kernel_us:.1f}"
-        return f"{self.us:.1f}{way} | {kernel}"
+        return f"{self.us:.1f}{method} | {kernel}"
 
 
 def sources(folder: Path) -> list[Path]:
-    """The files of TIDE's kernels in the unpacked package. Raises `NotFound` where `folder` is not that package."""
+    """The files of TIDE's kernels in the unpacked package. Raises `NotFound` if `folder` is another package or a file is missing."""
     about = folder / "PKG-INFO"
     if not about.is_file() or f"Name: {PACKAGE}\n" not in about.read_text(encoding="utf-8"):
         raise NotFound(
-            f"{folder} is not the unpacked source package of {PACKAGE}: its PKG-INFO is missing or another's"
+            f"{folder} is not the unpacked source package of {PACKAGE}: PKG-INFO is missing or names another package"
         )
     found = [folder / "csrc" / name for name in SOURCES]
     missing = [str(path) for path in found if not path.is_file()]
     if missing:
-        raise NotFound(f"{folder} has no {', '.join(missing)}: another version than 0.2.1?")
+        raise NotFound(f"missing in {folder}: {', '.join(missing)}; is this version 0.2.1?")
     return found
 
 
 def build(folder: Path) -> None:
     """Compiles the kernels with TIDE's own flags and registers torch.ops.tide. Raises `NotFound`, `PreconditionFailed`."""
     files = sources(folder)
-    # Its ninja is the one on PATH; ours stands beside the interpreter.
+    # torch takes ninja from PATH; the one installed with this environment is beside the interpreter.
     os.environ["PATH"] = f"{Path(find_ninja()).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
-        # Imported here: it wants setuptools, which nothing else of neap does.
+        # Imported here because it needs setuptools, which nothing else in neap needs.
         from torch.utils.cpp_extension import load
 
         load(
@@ -100,16 +104,16 @@ def build(folder: Path) -> None:
 
 
 def tide_router(folder: Path, width: int, tokens: Sequence[int]) -> dict[int, TideTimes]:
-    """Times by number of tokens, taken in processes of their own: a capture that failed may leave one unfit for anything else.
+    """Times by number of tokens. They are measured in separate processes, because a failed capture can make a process unusable.
 
     Raises `NotFound`, `PreconditionFailed`.
     """
     sources(folder)
-    found = _elsewhere(_timed_alone, folder, width, tuple(tokens))
+    found = _in_own_process(_timed_in_loops, folder, width, tuple(tokens))
     if isinstance(found, str):
         raise PreconditionFailed(found, reason="TIDE_BUILD_FAILED")
     try:
-        graphs = _elsewhere(_timed_in_graphs, folder, width, tuple(tokens))
+        graphs = _in_own_process(_timed_in_graphs, folder, width, tuple(tokens))
     except BrokenProcessPool:
         graphs = {}
     for count, us in graphs.items():
@@ -117,15 +121,17 @@ def tide_router(folder: Path, width: int, tokens: Sequence[int]) -> dict[int, Ti
     return found
 
 
-def _elsewhere(work: Callable[[Path, int, tuple[int, ...]], T], *arguments: Any) -> T:
+def _in_own_process(work: Callable[[Path, int, tuple[int, ...]], T], *arguments: Any) -> T:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(work, *arguments).result()
 
 
 @torch.no_grad()
-def _timed_alone(folder: Path, width: int, tokens: tuple[int, ...]) -> dict[int, TideTimes] | str:
-    """Without graphs; or why there are no times, as our errors do not travel between processes."""
+def _timed_in_loops(
+    folder: Path, width: int, tokens: tuple[int, ...]
+) -> dict[int, TideTimes] | str:
+    """Times without graphs, or the message of the build's error: our error classes cannot be pickled between processes."""
     try:
         build(folder)
     except NeapError as error:
@@ -139,7 +145,7 @@ def _timed_alone(folder: Path, width: int, tokens: tuple[int, ...]) -> dict[int,
 
 @torch.no_grad()
 def _timed_in_graphs(folder: Path, width: int, tokens: tuple[int, ...]) -> dict[int, float]:
-    """Microseconds, up to the first number of tokens whose capture does not work."""
+    """Microseconds by number of tokens, up to the first whose capture fails."""
     build(folder)
     found: dict[int, float] = {}
     for count in tokens:
@@ -151,7 +157,7 @@ def _timed_in_graphs(folder: Path, width: int, tokens: tuple[int, ...]) -> dict[
 
 
 def _call(tokens: int, width: int) -> tuple[Callable[[], Tensor], float]:
-    """(the op on random states and weights, how far its scores are off)."""
+    """(a call of the op on random states and weights, the largest error of its scores)."""
     states = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
     gain = torch.rand(width, device="cuda", dtype=torch.bfloat16)
     down = torch.randn(width, BOTTLENECK, device="cuda") * width**-0.5
@@ -165,7 +171,7 @@ def _call(tokens: int, width: int) -> tuple[Callable[[], Tensor], float]:
 
 
 def expected_scores(states: Tensor, gain: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """States [N, D], gain [D], down [D, B], up [B, 1] -> the scores [N] that TIDE's router means, float64."""
+    """The scores [N], float64, that TIDE's router defines, from states [N, D], gain [D], down [D, B] and up [B, 1]."""
     x = states.double()
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain.double()
     inner = torch.nn.functional.silu(normed @ down.double())
@@ -190,7 +196,10 @@ def _kernel_us(call: Callable[[], Tensor]) -> float:
 
 
 def _graph_us(call: Callable[[], Tensor]) -> float | None:
-    """None where the kernel cannot be captured: it is refused, or runs beside the graph, whose replay then computes nothing."""
+    """Microseconds per call, or None if the kernel cannot be captured.
+
+    Either the capture raises, or the kernel runs outside the graph. Then the replay leaves the outputs NaN.
+    """
     graph = torch.cuda.CUDAGraph()
     try:
         torch.cuda.synchronize()
@@ -218,7 +227,7 @@ def main() -> None:
     try:
         sources(options.folder)
         if not torch.cuda.is_available():
-            parser.error("there is no CUDA device, and TIDE's kernels run on nothing else")
+            parser.error("there is no CUDA device, and TIDE has no CPU kernels")
         found = tide_router(options.folder, options.width, options.tokens)
     except NeapError as error:
         parser.error(error.message)

@@ -1,4 +1,4 @@
-"""Worker processes for what is measured over gRPC."""
+"""Worker processes for benchmarks over gRPC."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ MODEL_ID = "bench"
 
 
 def publish_router(folder: Path, registry: Path) -> None:
-    """Puts a packed ladder where workers of `registry` find it, as the newest of MODEL_ID."""
+    """Publishes the packed ladder in `folder` to `registry`, as the newest version of MODEL_ID."""
     opened = open_registry(str(registry))
     try:
         opened.publish(MODEL_ID, *read_packed(folder), request_id="bench")
@@ -22,14 +22,14 @@ def publish_router(folder: Path, registry: Path) -> None:
 def worker_process(
     model: str, registry: Path, log_path: Path, flags: Sequence[str] = ()
 ) -> ServiceProcess:
-    """A worker that serves `model` as MODEL_ID, to be entered as a context."""
+    """A worker process that serves `model` as MODEL_ID. A context manager: entering it starts the process."""
     arguments = ["--model", f"{MODEL_ID}={model}", "--registry", str(registry), *flags]
     return ServiceProcess("worker", "inference_service", arguments, log_path)
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process holds now. Linux only."""
+    """Resident memory of a process in bytes. Linux only."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError(f"process {pid} names no VmRSS")
+    raise AssertionError(f"/proc/{pid}/status has no VmRSS")

@@ -3,6 +3,8 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 
 import structlog
 from neap.calibration.v1 import calibration_pb2_grpc
@@ -10,13 +12,16 @@ from neap.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
 from calibrator_service.blocking import BlockingPool, Watchers
+from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import DEFAULT_RECIPE, JobFolder, ModelOptions
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.config import CalibratorSettings, settings_from_command_line
 from shared.errors import NeapError
+from shared.metrics_server import metrics_served
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
 from shared.rpc.security import ServerSecurity, open_security
+from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
 
@@ -36,6 +41,7 @@ class CalibratorServer(RpcServer):
             drain_timeout_s=settings.drain_timeout_s,
             security=security,
             health_listen=settings.health_listen,
+            request_timeout_s=settings.request_timeout_s,
         )
         self._watchers = watchers
 
@@ -44,11 +50,15 @@ class CalibratorServer(RpcServer):
         super().request_stop()
 
 
-async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -> None:
-    """Until SIGTERM or SIGINT. Raises NeapError when the registry, the data folder or the address cannot be had."""
+async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -> int:
+    """Until SIGTERM, SIGINT or the death of the queue's thread. Returns the exit status: 1 after such a death, else 0.
+
+    Raises NeapError when the registry, the data folder or the address cannot be had.
+    """
     models = {model.model_id: model.source for model in settings.models}
     security = open_security(settings, settings.listen)
-    pool, watchers = BlockingPool(), Watchers()
+    pool, watchers, metrics = BlockingPool(), Watchers(), CalibratorMetrics()
+    metrics.registry.register(SecurityCollector(security))
     registry = open_registry(settings.registry)
     try:
         supervisor = Supervisor(
@@ -57,6 +67,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 models=models,
                 registry=settings.registry,
                 text_folders=settings.text_folders,
+                hub_datasets=settings.hub_datasets,
                 options=ModelOptions(
                     device=settings.device,
                     dtype=settings.dtype,
@@ -66,6 +77,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 log_level=settings.log_level,
                 recipe=recipe,
             ),
+            metrics=metrics,
         )
         try:
             server = CalibratorServer(settings, watchers, security)
@@ -74,7 +86,9 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                     supervisor,
                     models,
                     settings.text_folders,
+                    settings.hub_datasets,
                     max_queued_jobs=settings.max_queued_jobs,
+                    max_time_budget_s=settings.max_time_budget_s,
                     pool=pool,
                     watchers=watchers,
                 ),
@@ -85,10 +99,15 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 server.grpc_server,
             )
 
-            async def prepare() -> None:
-                supervisor.start()
+            loop = asyncio.get_running_loop()
 
-            await server.run(prepare)
+            async def prepare() -> None:
+                # A service without its queue is of no use: it says NOT_SERVING, drains, ends, and is started anew.
+                supervisor.start(on_failure=partial(_stop_soon, loop, server))
+
+            with metrics_served(settings.metrics_listen, metrics.registry):
+                await server.run(prepare)
+            return 1 if supervisor.has_died else 0
         finally:
             await asyncio.to_thread(supervisor.stop)
     finally:
@@ -96,19 +115,24 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
         registry.close()
 
 
+def _stop_soon(loop: asyncio.AbstractEventLoop, server: RpcServer) -> None:
+    """From the queue's thread."""
+    with suppress(RuntimeError):  # the loop is gone: the service is ending
+        loop.call_soon_threadsafe(server.request_stop)
+
+
 def main(argv: Sequence[str] | None = None, *, recipe: str = DEFAULT_RECIPE) -> int:
-    """Exit status 0 after a stop that was asked for, 2 for a configuration that cannot work."""
+    """Exit status 0 after a stop that was asked for, 1 when the queue has died, 2 for a configuration that cannot work."""
     try:
         settings = settings_from_command_line(
             CalibratorSettings, "python -m calibrator_service", argv
         )
         configure_logging(settings.log_level)
         with traces_exported(settings.exports_traces, "neap-calibrator"):
-            asyncio.run(serve(settings, recipe=recipe))
+            return asyncio.run(serve(settings, recipe=recipe))
     except NeapError as error:
         print(f"error: {error.message} [{error.reason}]", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -3,19 +3,23 @@
 from collections.abc import Iterable
 from typing import Any
 
+import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from neap.calibration.v1 import calibration_pb2
 from neap.router.v1 import router_pb2
 
-from calibrator_service.job import Job, JobState
+from calibrator_service.job import Job, JobState, unreadable
 from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, Source, TextFile
-from shared.errors import InvalidInput
+from shared.errors import Corrupt, InvalidInput
+from shared.plain_text import check_plain_text
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.canonical import canonical_json
+from shared.rpc.durations import MAX_DURATION_S, seconds_of
 
 MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
+MAX_SOURCE_CHARACTERS = 1000
 _RUNG_FIGURES = ("agreement", "router_auc", "router_brier", "router_precision", "coverage")
 _LABELS = {
     calibration_pb2.LABEL_UNSPECIFIED: "agreement",
@@ -28,13 +32,20 @@ _HEAD_FORMS = {
     calibration_pb2.HEAD_FORM_GATED: "gated",
 }
 
+log = structlog.get_logger("neap.calibration")
 
-def spec_from_proto(spec: calibration_pb2.CalibrationSpec) -> JobSpec:
+
+def spec_from_proto(
+    spec: calibration_pb2.CalibrationSpec, *, max_time_budget_s: float = MAX_DURATION_S
+) -> JobSpec:
     """Without aliases, which are the job's. Raises InvalidInput."""
-    if spec.label not in _LABELS:
-        raise InvalidInput(f"label {spec.label} is not known", reason="BAD_SPEC")
-    if spec.head_form not in _HEAD_FORMS:
-        raise InvalidInput(f"head_form {spec.head_form} is not known", reason="BAD_SPEC")
+    for name, known in (("label", _LABELS), ("head_form", _HEAD_FORMS)):
+        if getattr(spec, name) not in known:
+            raise InvalidInput(
+                f"{name} {getattr(spec, name)} is not known",
+                reason="BAD_SPEC",
+                metadata={"field": f"spec.{name}"},
+            )
     # What is absent is left to the defaults of JobSpec.
     chosen: dict[str, Any] = {}
     if (head_form := _HEAD_FORMS[spec.head_form]) is not None:
@@ -46,7 +57,9 @@ def spec_from_proto(spec: calibration_pb2.CalibrationSpec) -> JobSpec:
     if spec.HasField("seed"):
         chosen["seed"] = spec.seed
     if spec.HasField("time_budget"):
-        chosen["time_budget_s"] = spec.time_budget.seconds + spec.time_budget.nanos * 1e-9
+        chosen["time_budget_s"] = seconds_of(
+            spec.time_budget, "spec.time_budget", at_most_s=max_time_budget_s, reason="BAD_SPEC"
+        )
     return JobSpec(
         model_id=spec.model_id,
         source=_source(spec),
@@ -68,9 +81,13 @@ def _source(
             max_new_tokens=spec.self_generated.max_new_tokens,
         )
     if kind == "text_file":
+        _check_source("BAD_TEXT_FILE", path=spec.text_file.path, field=spec.text_file.field)
         return TextFile(path=spec.text_file.path, field=spec.text_file.field or "text")
     if kind == "hub_dataset":
         hub = spec.hub_dataset
+        _check_source(
+            "BAD_SPEC", name=hub.name, config=hub.config, split=hub.split, field=hub.field
+        )
         return HubDataset(
             name=hub.name,
             config=hub.config,
@@ -81,6 +98,18 @@ def _source(
         "the spec names no source: self_generated, text_file or hub_dataset",
         reason="SOURCE_REQUIRED",
     )
+
+
+def _check_source(reason: str, **texts: str) -> None:
+    """What names a source is shown to people as it was given. Raises InvalidInput."""
+    for field, text in texts.items():
+        check_plain_text(
+            text,
+            field,
+            max_characters=MAX_SOURCE_CHARACTERS,
+            reason=reason,
+            too_long=reason,
+        )
 
 
 def spec_to_proto(spec: JobSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
@@ -120,7 +149,27 @@ def spec_to_proto(spec: JobSpec, aliases: Iterable[str]) -> calibration_pb2.Cali
 
 
 def job_to_proto(job: Job) -> calibration_pb2.Calibration:
-    """The job as callers see it."""
+    """The job as callers see it. Raises Corrupt (JOB_UNREADABLE) for a record that cannot be shown, whatever is wrong with it."""
+    try:
+        return _calibration(job)
+    except (ValueError, TypeError, OverflowError) as error:
+        log.exception("a record cannot be shown", calibration_id=job.calibration_id)
+        raise unreadable(job, "it holds a value that cannot be shown") from error
+
+
+def unreadable_to_proto(job: Job, error: Corrupt) -> calibration_pb2.UnreadableCalibration:
+    """What a list holds in place of a job that `job_to_proto` has refused with `error`."""
+    name = f"STATE_{job.state_text}".upper()
+    is_known = name in calibration_pb2.State.keys()  # noqa: SIM118
+    return calibration_pb2.UnreadableCalibration(
+        calibration_id=job.calibration_id,
+        state=calibration_pb2.State.Value(name) if is_known else 0,  # type: ignore[arg-type]
+        reason=error.reason,
+        message=error.message,
+    )
+
+
+def _calibration(job: Job) -> calibration_pb2.Calibration:
     phase = f"PHASE_{job.phase.upper()}" if job.phase else "PHASE_UNSPECIFIED"
     message = calibration_pb2.Calibration(
         calibration_id=job.calibration_id,
@@ -155,11 +204,13 @@ def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> route
         rungs=[_rung(rung) for rung in manifest.get("rungs", ())],
         size_bytes=version.size_bytes,
         manifest_json=canonical_json(manifest).decode() if with_manifest else "",
+        damage=version.damage,
     )
 
 
 def _rung(rung: dict[str, Any]) -> router_pb2.Rung:
-    figures = {name: float(rung.get(name) or 0.0) for name in _RUNG_FIGURES}
+    held_out = rung.get("figures") or {}
+    figures = {name: float(held_out.get(name) or 0.0) for name in _RUNG_FIGURES}
     return router_pb2.Rung(name=str(rung["name"]), depth=int(rung.get("depth", 0)), **figures)
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from sqlite3 import Row
 
 from calibrator_service.job_spec import JobSpec
+from shared.errors import Corrupt
 
 JOBS_SCHEMA_VERSION = 1
 JOBS_SCHEMA = """
@@ -40,19 +41,23 @@ class JobState(StrEnum):
 class Job:
     """One job as it stood when it was read. `number` orders jobs; `revision` grows with every change but heartbeats.
 
-    `publishing`: past the point up to which it can be cancelled. `num_deaths` counts starts that ended without a result and
-    not by the service's own doing.
+    `publishing`: past the point up to which it can be cancelled. `num_deaths` counts processes that died by themselves while
+    their service lived.
+
+    The properties read what is stored as text. Another build may have written it, so they raise Corrupt (JOB_UNREADABLE) where
+    this one cannot read it; all that the queue needs of such a job can be read nevertheless.
     """
 
     number: int
     calibration_id: str
     request_id: str
-    spec: JobSpec
-    aliases: tuple[str, ...]
-    state: JobState
+    model_id: str
+    spec_text: str
+    aliases_text: str
+    state_text: str
     phase: str
     fraction: float
-    figures: Mapping[str, float]
+    figures_text: str
     create_time_s: float
     end_time_s: float | None
     failure_reason: str
@@ -67,6 +72,47 @@ class Job:
     num_heartbeats: int
     revision: int
 
+    @property
+    def state(self) -> JobState:
+        try:
+            return JobState(self.state_text)
+        except ValueError as error:
+            raise unreadable(self, "its state is not one this build knows") from error
+
+    @property
+    def spec(self) -> JobSpec:
+        try:
+            return JobSpec.from_json(self.spec_text)
+        except Corrupt as error:
+            raise unreadable(self, error.message) from error
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        try:
+            return tuple(map(str, json.loads(self.aliases_text)))
+        except (ValueError, TypeError) as error:
+            raise unreadable(self, "its aliases cannot be read") from error
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        try:
+            return {str(name): float(n) for name, n in json.loads(self.figures_text).items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise unreadable(self, "its figures cannot be read") from error
+
+
+def unreadable(job: Job, why: str) -> Corrupt:
+    """The error of a record that this build cannot show. The metadata holds what is known of the job nevertheless."""
+    return Corrupt(
+        f"the record of calibration {job.calibration_id} cannot be read by this build: {why}",
+        reason="JOB_UNREADABLE",
+        metadata={
+            "calibration_id": job.calibration_id,
+            "state": str(job.state_text),
+            "failure_reason": str(job.failure_reason),
+        },
+    )
+
 
 def job_of(row: Row) -> Job:
     """The job that a row of the store's table holds."""
@@ -74,12 +120,13 @@ def job_of(row: Row) -> Job:
         number=row["number"],
         calibration_id=row["calibration_id"],
         request_id=row["request_id"],
-        spec=JobSpec.from_json(row["spec"]),
-        aliases=tuple(json.loads(row["aliases"])),
-        state=JobState(row["state"]),
+        model_id=row["model_id"],
+        spec_text=row["spec"],
+        aliases_text=row["aliases"],
+        state_text=row["state"],
         phase=row["phase"],
         fraction=row["fraction"],
-        figures=json.loads(row["figures"]),
+        figures_text=row["figures"],
         create_time_s=row["create_time_s"],
         end_time_s=row["end_time_s"],
         failure_reason=row["failure_reason"],

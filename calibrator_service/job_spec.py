@@ -4,17 +4,21 @@ The job's process makes the `CalibrationSpec` of `calibrator_service.calibration
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
-from shared.errors import InvalidInput
+from shared.errors import Corrupt, InvalidInput
 
 MAX_ROUTER_WIDTH = 8192
 MAX_NEW_TOKENS = 65_536
 MAX_RUNGS = 64
+# What google.protobuf.Duration can hold, about 10,000 years. The service's own limit is a setting, and far below.
+MAX_BUDGET_S = 315_576_000_000.0
+Label = Literal["agreement", "cosine"]
+HeadForm = Literal["affine", "gated"]
 _LARGEST_INTEGER = 2**63 - 1
+_LARGEST_UINT32 = 2**32 - 1
 
 
 class ProgressReport(Protocol):
@@ -43,8 +47,11 @@ class SelfGenerated:
     max_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens > MAX_NEW_TOKENS:
-            raise _bad(f"max_new_tokens is {self.max_new_tokens}; at most {MAX_NEW_TOKENS}")
+        if not 0 <= self.max_new_tokens <= MAX_NEW_TOKENS:
+            raise _bad(
+                "self_generated.max_new_tokens",
+                f"max_new_tokens is {self.max_new_tokens}; it must be in [0, {MAX_NEW_TOKENS}]",
+            )
         if any(not prompt.strip() for prompt in self.prompts):
             raise InvalidInput("one of the prompts is empty", reason="EMPTY_PROMPT")
 
@@ -64,7 +71,7 @@ class HubDataset:
 
     def __post_init__(self) -> None:
         if not self.name.strip():
-            raise _bad("the hub dataset has no name")
+            raise _bad("hub_dataset.name", "the hub dataset has no name")
 
 
 Source = SelfGenerated | TextFile | HubDataset
@@ -85,26 +92,42 @@ class JobSpec:
     max_tokens: int = 0
     time_budget_s: float | None = None
     rung_depths: tuple[int, ...] = ()
-    label: Literal["agreement", "cosine"] = "agreement"
+    label: Label = "agreement"
     cosine_threshold: float = 0.98
-    head_form: Literal["affine", "gated"] = "gated"
+    head_form: HeadForm = "gated"
     draft_vocabulary_size: int = 0
     router_width: int = 128
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_tokens <= _LARGEST_INTEGER:
-            raise _bad(f"max_tokens is {self.max_tokens}; it must be in [0, 2^63)")
-        if self.time_budget_s is not None and not 0 < self.time_budget_s < math.inf:
-            raise _bad(f"time_budget is {self.time_budget_s} s; it must be positive")
+            raise _bad("max_tokens", f"max_tokens is {self.max_tokens}; it must be in [0, 2^63)")
+        if self.time_budget_s is not None and not 0 < self.time_budget_s <= MAX_BUDGET_S:
+            raise _bad(
+                "time_budget",
+                f"time_budget is {self.time_budget_s} s; it must be positive and at most {MAX_BUDGET_S:.0f} s",
+            )
         if len(self.rung_depths) > MAX_RUNGS or len(set(self.rung_depths)) < len(self.rung_depths):
-            raise _bad(f"rung_depths must be at most {MAX_RUNGS} different depths")
+            raise _bad("rung_depths", f"rung_depths must be at most {MAX_RUNGS} different depths")
+        if any(not 0 <= depth <= _LARGEST_UINT32 for depth in self.rung_depths):
+            raise _bad("rung_depths", "a rung's depth must be in [0, 2^32)")
+        if self.label not in get_args(Label):
+            raise _bad("label", f"label is {self.label!r}; it must be agreement or cosine")
+        if self.head_form not in get_args(HeadForm):
+            raise _bad("head_form", f"head_form is {self.head_form!r}; it must be affine or gated")
         if not 0.0 < self.cosine_threshold <= 1.0:
-            raise _bad(f"cosine_threshold is {self.cosine_threshold}; it must be in (0, 1]")
+            raise _bad(
+                "cosine_threshold",
+                f"cosine_threshold is {self.cosine_threshold}; it must be in (0, 1]",
+            )
+        if not 0 <= self.draft_vocabulary_size <= _LARGEST_UINT32:
+            raise _bad("draft_vocabulary_size", "draft_vocabulary_size must be in [0, 2^32)")
         if not 1 <= self.router_width <= MAX_ROUTER_WIDTH:
-            raise _bad(f"router_width is {self.router_width}; at most {MAX_ROUTER_WIDTH}")
+            raise _bad(
+                "router_width", f"router_width is {self.router_width}; at most {MAX_ROUTER_WIDTH}"
+            )
         if not 0 <= self.seed <= _LARGEST_INTEGER:
-            raise _bad(f"seed is {self.seed}; it must be in [0, 2^63)")
+            raise _bad("seed", f"seed is {self.seed}; it must be in [0, 2^63)")
 
     def to_json(self) -> str:
         """Equal specs give equal text."""
@@ -114,11 +137,17 @@ class JobSpec:
 
     @classmethod
     def from_json(cls, text: str) -> "JobSpec":
-        """Raises TypeError for fields that this version does not know."""
-        record: dict[str, Any] = json.loads(text)
-        source = record.pop("source")
-        kind = _SOURCES[source.pop("kind")]
-        return cls(source=kind(**_frozen(source)), **_frozen(record))
+        """Raises Corrupt for a text that this build does not understand: a newer one may have written it, or an older one what is
+        no longer allowed."""
+        try:
+            record: dict[str, Any] = json.loads(text)
+            source = record.pop("source")
+            kind = _SOURCES[source.pop("kind")]
+            return cls(source=kind(**_frozen(source)), **_frozen(record))
+        except InvalidInput as error:
+            raise Corrupt(f"its spec is not one this build takes: {error.message}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Corrupt("its spec has fields or values that this build does not know") from error
 
 
 def _frozen(record: dict[str, Any]) -> dict[str, Any]:
@@ -126,5 +155,5 @@ def _frozen(record: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
 
 
-def _bad(message: str) -> InvalidInput:
-    return InvalidInput(message, reason="BAD_SPEC")
+def _bad(field_name: str, message: str) -> InvalidInput:
+    return InvalidInput(message, reason="BAD_SPEC", metadata={"field": f"spec.{field_name}"})

@@ -7,9 +7,11 @@ holds `num_starts` as a fencing token: writes of a process that was taken for de
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection
+from typing import TypeVar
 
 from calibrator_service.job import JOBS_SCHEMA, JOBS_SCHEMA_VERSION, Job, JobState, job_of
 from calibrator_service.job_spec import JobSpec
@@ -21,6 +23,18 @@ MAX_RESUMES = 3
 PUBLISHING = "publishing"
 _LARGEST_INTEGER = 2**63 - 1
 _QUEUE_RETRY_S = 30.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class JobCount:
+    """How many jobs of a model are in a state, and how often these have been resumed."""
+
+    model_id: str
+    state: str
+    num_jobs: int
+    num_resumes: int
 
 
 class JobStore:
@@ -41,9 +55,19 @@ class JobStore:
     # What callers do.
 
     def create(
-        self, request_id: str, spec: JobSpec, aliases: Sequence[str], *, max_queued: int
-    ) -> Job:
-        """The job of `request_id`, new or as an earlier call made it. Raises AlreadyExists, Exhausted (QUEUE_FULL)."""
+        self,
+        request_id: str,
+        spec: JobSpec,
+        aliases: Sequence[str],
+        *,
+        max_queued: int,
+        answer: Callable[[Job], T],
+    ) -> T:
+        """What `answer` makes of the job of `request_id`, new or as an earlier call made it.
+
+        `answer` is called before a new job is committed, so a job that cannot be answered for is not kept. Raises AlreadyExists,
+        Exhausted (QUEUE_FULL), and what `answer` raises.
+        """
         encoded = (spec.to_json(), json.dumps(list(aliases)))
         with self._database.transaction() as connection:
             known = connection.execute(
@@ -55,7 +79,7 @@ class JobStore:
                         f"request {request_id!r} has already started another calibration, {known['calibration_id']}",
                         metadata={"calibration_id": known["calibration_id"]},
                     )
-                return job_of(known)
+                return answer(job_of(known))
             (num_queued,) = connection.execute(
                 "SELECT count(*) FROM jobs WHERE state = 'queued'"
             ).fetchone()
@@ -71,7 +95,7 @@ class JobStore:
                 " VALUES (?, ?, ?, ?, ?, 'queued', ?)",
                 (calibration_id, request_id, spec.model_id, *encoded, time.time()),
             )
-            return self.get(calibration_id)
+            return answer(self.get(calibration_id))
 
     def get(self, calibration_id: str) -> Job:
         """Raises NotFound."""
@@ -90,6 +114,13 @@ class JobStore:
             (before, model_id, model_id, limit),
         )
         return [job_of(row) for row in rows]
+
+    def counts(self) -> tuple[JobCount, ...]:
+        """Of all jobs on record."""
+        rows = self._database.rows(
+            "SELECT model_id, state, count(*), sum(num_resumes) FROM jobs GROUP BY model_id, state"
+        )
+        return tuple(JobCount(*row) for row in rows)
 
     def cancel(self, calibration_id: str) -> Job:
         """Ends a waiting job, asks a running one to stop. Changes nothing once it publishes or has ended. Raises NotFound."""
@@ -128,7 +159,8 @@ class JobStore:
     def interrupted(self, calibration_id: str, how: str, *, is_death: bool) -> Job:
         """The process is gone without a result: cancelled if that was asked for, failed after too many deaths, else waiting.
 
-        `how` says it for people. `is_death` False: the service itself stopped it, which does not count.
+        `how` says it for people. `is_death` False: not by the job's own doing, which does not count: its service stopped it or
+        was killed itself.
         """
         with self._database.transaction() as connection:
             job = self.get(calibration_id)
@@ -150,6 +182,14 @@ class JobStore:
                     int(is_death),
                 )
             return self.get(calibration_id)
+
+    def check_writable(self, calibration_id: str) -> None:
+        """Writes what a heartbeat would, and changes nothing. Raises as `heartbeat` would have to."""
+        with self._database.transaction() as connection:
+            connection.execute(
+                "UPDATE jobs SET num_heartbeats = num_heartbeats WHERE calibration_id = ?",
+                (calibration_id,),
+            )
 
     # What the job's process does; `start` is the `num_starts` it was given.
 

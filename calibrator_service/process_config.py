@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 DEFAULT_RECIPE = "calibrator_service.recipe:run"
+# Exit statuses of a job's process. TAKEN_OVER: the job was no longer its own; UNRECORDED: the job store could not be written.
+TAKEN_OVER, UNRECORDED = 3, 4
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class ProcessConfig:
     source: str
     registry: str
     text_folders: tuple[str, ...]
+    hub_datasets: tuple[str, ...]
     options: ModelOptions
     log_level: str = "info"
     recipe: str = DEFAULT_RECIPE
@@ -40,6 +43,7 @@ class ProcessConfig:
         record = json.loads(line)
         record["options"] = ModelOptions(**record["options"])
         record["text_folders"] = tuple(record["text_folders"])
+        record["hub_datasets"] = tuple(record["hub_datasets"])
         return cls(**record)
 
 

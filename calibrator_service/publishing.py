@@ -12,6 +12,7 @@ from calibrator_service.jobs import JobStore
 from calibrator_service.process_config import ProcessConfig
 from calibrator_service.recipe import Product
 from shared.errors import Unavailable
+from shared.registry.base import PublishedVersion
 from shared.registry.contents import failed_checks
 from shared.registry.factory import open_registry
 
@@ -24,8 +25,8 @@ T = TypeVar("T")
 log = structlog.get_logger("neap.calibration")
 
 
-def publish(config: ProcessConfig, store: JobStore, product: Product) -> None:
-    """Publish and record it. Safe to repeat: the job's id is the request's. Raises what the registry and the store raise."""
+def publish(config: ProcessConfig, store: JobStore, product: Product) -> PublishedVersion:
+    """The version published. Safe to repeat: the job's id is the request's. Raises what the registry and the store raise."""
     job = store.get(config.calibration_id)
 
     def still_wanted() -> None:
@@ -41,7 +42,7 @@ def publish(config: ProcessConfig, store: JobStore, product: Product) -> None:
         store.begin_publishing(job.calibration_id, config.start)
         made = _patiently(
             lambda: registry.publish(
-                job.spec.model_id,
+                job.model_id,
                 product.manifest,
                 product.blobs,
                 request_id=job.calibration_id,
@@ -52,8 +53,8 @@ def publish(config: ProcessConfig, store: JobStore, product: Product) -> None:
         )
     finally:
         registry.close()
-    store.succeed(job.calibration_id, config.start, made.version, made.manifest_digest)
     log.info("published", version=made.version, manifest_digest=made.manifest_digest)
+    return made
 
 
 def _patiently(call: Callable[[], T], before_pause: Callable[[], None]) -> T:

@@ -5,14 +5,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from calibrator_service.job_spec import JobSpec, ProgressReport
+from calibrator_service.job_spec import HubDataset, JobSpec, ProgressReport
 from calibrator_service.process_config import ModelOptions
 from shared.errors import Cancelled
 
 
 @dataclass(frozen=True)
 class Task:
-    """`work_dir` outlives the process: a resumed job finds there what it had. `progress` and `should_stop` are cheap."""
+    """`work_dir` outlives the process: a resumed job finds there what it had. `progress` and `should_stop` are cheap.
+    `public_only`: a dataset of the hub is read without this machine's token."""
 
     source: str
     spec: JobSpec
@@ -20,6 +21,7 @@ class Task:
     work_dir: Path
     progress: Callable[[ProgressReport], None]
     should_stop: Callable[[], bool]
+    public_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def run(task: Task) -> Product:
     source = task.spec.source
     kind = getattr(calibration, type(source).__name__)
     values = {field.name: getattr(task.spec, field.name) for field in fields(task.spec)}
-    values["source"] = kind(**asdict(source))
+    of_task = {"public_only": task.public_only} if isinstance(source, HubDataset) else {}
+    values["source"] = kind(**asdict(source), **of_task)
     result = calibrate(
         loaded,
         calibration.CalibrationSpec(**values),

@@ -16,8 +16,9 @@ from calibrator_service.convert import (
     page,
     version_to_proto,
 )
-from shared.errors import InvalidInput
+from shared.errors import Corrupt, InvalidInput
 from shared.registry.base import PublishedVersion, Registry, RegistryEvent
+from shared.registry.version_reader import version_damaged
 from shared.rpc.callers import recorded_actor
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
@@ -121,10 +122,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return pb.PromoteCanaryResponse(change=change_to_proto(change))
 
     def _check_contents(self, model_id: str, version: int) -> None:
-        """Before an alias names a version: that all of it is there, byte by byte. Raises NotFound, Corrupt, InvalidInput."""
-        published = self._registry.get(model_id, version)
-        for name in published.manifest.get("blobs", {}):
-            self._registry.read_blob(published, name)
+        """Before an alias names a version: that all of it is there, byte by byte. Raises NotFound, Corrupt (VERSION_DAMAGED),
+        InvalidInput."""
+        try:
+            published = self._registry.get(model_id, version)
+            for name in published.manifest.get("blobs", {}):
+                self._registry.read_blob(published, name)
+        except Corrupt as error:
+            raise version_damaged(model_id, version, error) from error
 
     async def RollbackAlias(  # noqa: N802
         self, request: pb.RollbackAliasRequest, context: Any

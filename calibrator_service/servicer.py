@@ -1,6 +1,7 @@
 """neap.calibration.v1.CalibrationService over the job store. Errors are raised; the interceptor of shared.rpc maps them."""
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,18 @@ from neap.calibration.v1 import calibration_pb2 as pb
 from neap.calibration.v1 import calibration_pb2_grpc
 
 from calibrator_service.blocking import BlockingPool, Watchers
-from calibrator_service.convert import job_to_proto, page, spec_from_proto
-from calibrator_service.job import Job
-from calibrator_service.job_spec import JobSpec, TextFile
+from calibrator_service.convert import (
+    job_to_proto,
+    page,
+    spec_from_proto,
+    unreadable_to_proto,
+)
+from calibrator_service.hub_datasets import check_allowed, check_hub_dataset
+from calibrator_service.job_spec import HubDataset, JobSpec, TextFile
 from calibrator_service.jobs import JobStore
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.text_files import find_text_file
-from shared.errors import InvalidInput, NotFound
+from shared.errors import Corrupt, InvalidInput, NotFound
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
 from shared.rpc.callers import Role, require_role
 from shared.rpc.interceptors import annotate_call
@@ -27,15 +33,20 @@ LATEST = "latest"
 
 
 class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
-    """`models`: id -> source, what can be calibrated."""
+    """`models`: id -> source, what can be calibrated. `max_time_budget_s`: a job asked to last longer is refused.
+
+    A job whose record this build cannot read is answered with DATA_LOSS (JOB_UNREADABLE); a list names it beside the others.
+    """
 
     def __init__(
         self,
         supervisor: Supervisor,
         models: Mapping[str, str],
         text_folders: tuple[Path, ...],
+        hub_datasets: tuple[str, ...],
         *,
         max_queued_jobs: int,
+        max_time_budget_s: float,
         pool: BlockingPool,
         watchers: Watchers,
     ) -> None:
@@ -43,7 +54,9 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         self._store: JobStore = supervisor.store
         self._models = models
         self._text_folders = text_folders
+        self._hub_datasets = hub_datasets
         self._max_queued_jobs = max_queued_jobs
+        self._max_time_budget_s = max_time_budget_s
         self._pool = pool
         self._watchers = watchers
 
@@ -53,24 +66,31 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         # They decide what everybody is served with, as RouterService.SetAlias does; "latest" moves with every calibration.
         if any(alias != LATEST for alias in request.spec.aliases):
             require_role(Role.ADMIN, "an alias other than latest")
-        job = await self._pool.call(self._create, request)
-        annotate_call(calibration_id=job.calibration_id)
+        calibration = await self._pool.call(self._create, request)
+        annotate_call(calibration_id=calibration.calibration_id)
         self._supervisor.wake()
-        return pb.CreateCalibrationResponse(calibration=job_to_proto(job))
+        return pb.CreateCalibrationResponse(calibration=calibration)
 
-    def _create(self, request: pb.CreateCalibrationRequest) -> Job:
+    def _create(self, request: pb.CreateCalibrationRequest) -> pb.Calibration:
         check_request_id(request.request_id)
         if not request.HasField("spec"):
             raise InvalidInput("the request has no spec", reason="BAD_SPEC")
-        spec = spec_from_proto(request.spec)
+        spec = spec_from_proto(request.spec, max_time_budget_s=self._max_time_budget_s)
         if len(request.spec.aliases) > MAX_ALIASES:
             raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
         aliases = unique_aliases((LATEST, *request.spec.aliases))
         self._check_model(spec)
         if isinstance(spec.source, TextFile):
             find_text_file(spec.source.path, self._text_folders)
+        elif isinstance(spec.source, HubDataset):
+            check_hub_dataset(**asdict(spec.source))
+            check_allowed(spec.source.name, self._hub_datasets)
         return self._store.create(
-            request.request_id, spec, aliases, max_queued=self._max_queued_jobs
+            request.request_id,
+            spec,
+            aliases,
+            max_queued=self._max_queued_jobs,
+            answer=job_to_proto,
         )
 
     def _check_model(self, spec: JobSpec) -> None:
@@ -97,9 +117,13 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             self._store.list, request.model_id, before=before, limit=limit + 1
         )
         token = str(jobs[limit - 1].number) if len(jobs) > limit else ""
-        return pb.ListCalibrationsResponse(
-            calibrations=[job_to_proto(job) for job in jobs[:limit]], next_page_token=token
-        )
+        response = pb.ListCalibrationsResponse(next_page_token=token)
+        for job in jobs[:limit]:
+            try:
+                response.calibrations.append(job_to_proto(job))
+            except Corrupt as error:
+                response.unreadable.append(unreadable_to_proto(job, error))
+        return response
 
     async def CancelCalibration(  # noqa: N802
         self, request: pb.CancelCalibrationRequest, context: Any

@@ -8,22 +8,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import structlog
 
-from calibrator_service.job import Job
-from calibrator_service.jobs import JobStore
+from calibrator_service.job import Job, JobState
+from calibrator_service.jobs import JobCount, JobStore
+from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import (
     DEFAULT_RECIPE,
+    UNRECORDED,
     JobFolder,
     ModelOptions,
     ProcessConfig,
 )
-from shared.errors import NeapError, PreconditionFailed
+from shared.errors import Corrupt, NeapError, PreconditionFailed
 
 POLL_INTERVAL_S = 0.1
 # After that long without stopping by itself, a cancelled job's process is killed.
@@ -32,6 +34,8 @@ CANCEL_GRACE_S = 3.0
 HEARTBEAT_TIMEOUT_S = 120.0
 TERMINATE_TIMEOUT_S = 3.0
 RETRY_INTERVAL_S = 5.0
+# How the run of a job ended that was still recorded as running when this service started.
+_SERVICE_DIED = ("with the service itself", False)
 
 log = structlog.get_logger("neap.calibration")
 
@@ -43,6 +47,7 @@ class SupervisorConfig:
     models: Mapping[str, str]
     registry: str
     text_folders: tuple[Path, ...] = ()
+    hub_datasets: tuple[str, ...] = ()
     options: ModelOptions = field(default_factory=ModelOptions)
     log_level: str = "info"
     recipe: str = DEFAULT_RECIPE
@@ -54,9 +59,16 @@ class Supervisor:
     The constructor takes back what a killed service left running. `start` and `stop` at most once each.
     """
 
-    def __init__(self, folder: JobFolder, config: SupervisorConfig) -> None:
+    def __init__(
+        self,
+        folder: JobFolder,
+        config: SupervisorConfig,
+        *,
+        metrics: CalibratorMetrics | None = None,
+    ) -> None:
         self._folder = folder
         self._config = config
+        self._metrics = metrics or CalibratorMetrics()
         folder.root.mkdir(parents=True, exist_ok=True)
         folder.log("x").parent.mkdir(exist_ok=True)
         self._lock = _locked(folder.lock)
@@ -65,15 +77,41 @@ class Supervisor:
         self._wake = threading.Event()
         # The kernel ties a job's process to this thread, so the thread lives as long as the service.
         self._thread = threading.Thread(target=self._run, name="calibrations", daemon=True)
-        for job in self.store.running():
-            after = self.store.interrupted(
-                job.calibration_id, "with the service itself", is_death=True
-            )
-            log.warning("found again", calibration_id=job.calibration_id, state=after.state)
+        self._on_failure: Callable[[], object] = lambda: None
+        self._has_died = self._is_held_up = False
+        # Of jobs whose process has ended: how, for people, and whether it died by itself. Kept until it is recorded.
+        self._outcomes: dict[str, tuple[str, bool]] = {}
+        self._settle()
         self._clean_up()
+        self._metrics.observe(self)
 
-    def start(self) -> None:
+    def start(self, *, on_failure: Callable[[], object] = lambda: None) -> None:
+        """`on_failure` is called, from the queue's thread, if that dies of an unexpected exception: no job runs any more then."""
+        self._on_failure = on_failure
         self._thread.start()
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the queue's thread has ended without being asked to."""
+        return self._has_died
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the queue's thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the queue waits for the disk or the job store."""
+        return self._is_held_up
+
+    def counts(self) -> tuple[JobCount, ...]:
+        """Of all jobs on record. Raises as the store does."""
+        return self.store.counts()
+
+    def running(self) -> tuple[Job, ...]:
+        """Jobs at work. Raises as the store does."""
+        return self.store.running()
 
     def wake(self) -> None:
         """A job was created or cancelled: look now."""
@@ -89,44 +127,95 @@ class Supervisor:
         self._lock.close()
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._wake.clear()
-                job = self.store.claim()
-                if job is None:
-                    self._clean_up()
-                    self._wake.wait()
-                else:
-                    self._supervise(job)
-            except (NeapError, OSError):
-                # A full disk or a locked database: the queue must go on when that has passed.
-                log.exception("the queue is held up")
-                self._stop.wait(RETRY_INTERVAL_S)
+        try:
+            while not self._stop.is_set():
+                self._turn()
+        except Exception:
+            log.exception("the queue has died")
+            self._has_died = True
+            self._on_failure()
 
-    def _supervise(self, job: Job) -> None:
-        source = self._config.models.get(job.spec.model_id)
-        if source is None:
-            message = f"model {job.spec.model_id!r} is no longer configured"
-            self.store.fail(job.calibration_id, job.num_starts, "MODEL_NOT_FOUND", message)
-            return
-        log.info("starting", calibration_id=job.calibration_id, start=job.num_starts)
-        how, is_death = "before it could be watched", True
-        with self._folder.log(job.calibration_id).open("ab") as job_log:
-            process = self._spawn(job, source, job_log)
-            try:
-                how, is_death = self._watch(job, process)
-            finally:
-                _kill(process)
-                after = self.store.interrupted(job.calibration_id, how, is_death=is_death)
+    def _turn(self) -> None:
+        """Runs the next job, or waits until there may be one."""
+        try:
+            self._wake.clear()
+            self._settle()
+            job = self.store.claim()
+            self._is_held_up = False
+            if job is None:
+                self._clean_up()
+                self._wake.wait()
+            else:
+                self._take_up(job)
+        except (NeapError, OSError):
+            # A full disk or a locked database: the queue must go on when that has passed.
+            log.exception("the queue is held up")
+            self._is_held_up = True
+            self._stop.wait(RETRY_INTERVAL_S)
+
+    def _settle(self) -> None:
+        """No process runs: what is recorded as running has ended. A service that died with its job says nothing about the job."""
+        for job in self.store.running():
+            how, is_death = self._outcomes.get(job.calibration_id, _SERVICE_DIED)
+            after = self.store.interrupted(job.calibration_id, how, is_death=is_death)
+            log.warning(
+                "interrupted", calibration_id=job.calibration_id, how=how, state=after.state
+            )
+            if is_death and after.state is not JobState.CANCELLED:
+                self._metrics.process_deaths.labels(job.model_id).inc()
+        self._outcomes.clear()
+
+    def _take_up(self, job: Job) -> None:
+        """Runs a claimed job until it has ended or is to be run again."""
+        self._run_or_fail(job)
+        after = self.store.get(job.calibration_id)
         log.info(
             "ended",
             calibration_id=job.calibration_id,
             state=after.state,
-            exit_status=process.returncode,
             reason=after.failure_reason,
         )
         if after.state.has_ended:
+            self._metrics.job_ended(after)
             shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
+
+    def _run_or_fail(self, job: Job) -> None:
+        """A job that this build cannot run ends, so that the queue goes on."""
+        try:
+            model_id = job.spec.model_id
+        except Corrupt as error:
+            log.warning("not understood", calibration_id=job.calibration_id, reason=error.reason)
+            self.store.fail(job.calibration_id, job.num_starts, error.reason, error.message)
+            return
+        source = self._config.models.get(model_id)
+        if source is None:
+            message = f"model {model_id!r} is no longer configured"
+            self.store.fail(job.calibration_id, job.num_starts, "MODEL_NOT_FOUND", message)
+            return
+        try:
+            self._supervise(job, source)
+        except (NeapError, OSError):
+            raise
+        except Exception:
+            log.exception("cannot be run", calibration_id=job.calibration_id)
+            message = f"internal error; the service's log has it under {job.calibration_id}"
+            self.store.fail(job.calibration_id, job.num_starts, "INTERNAL", message)
+
+    def _supervise(self, job: Job, source: str) -> None:
+        log.info("starting", calibration_id=job.calibration_id, start=job.num_starts)
+        # Also where it cannot be started, or this thread fails: neither is the job's own doing.
+        self._outcomes[job.calibration_id] = ("before it could be watched", False)
+        with self._folder.log(job.calibration_id).open("ab") as job_log:
+            process = self._spawn(job, source, job_log)
+            try:
+                self._outcomes[job.calibration_id] = self._watch(job, process)
+            finally:
+                _kill(process)
+        log.info("exited", calibration_id=job.calibration_id, exit_status=process.returncode)
+        self._settle()
+        if process.returncode == UNRECORDED:
+            self._is_held_up = True
+            self._stop.wait(RETRY_INTERVAL_S)
 
     def _spawn(self, job: Job, source: str, job_log: IO[bytes]) -> "subprocess.Popen[bytes]":
         process = subprocess.Popen(
@@ -145,6 +234,7 @@ class Supervisor:
             source=source,
             registry=self._config.registry,
             text_folders=tuple(map(str, self._config.text_folders)),
+            hub_datasets=self._config.hub_datasets,
             options=self._config.options,
             log_level=self._config.log_level,
             recipe=self._config.recipe,
@@ -158,24 +248,41 @@ class Supervisor:
         return process
 
     def _watch(self, job: Job, process: "subprocess.Popen[bytes]") -> tuple[str, bool]:
-        """Until the process has ended or has to be killed. Returns how, for people, and whether that counts as a death."""
+        """Until the process has ended or has to be killed. Returns how, for people, and whether it died by itself."""
         num_heartbeats, heard_at_s = -1, time.monotonic()
         cancelled_at_s: float | None = None
+        now = job
         while process.poll() is None:
             if self._stop.is_set():
                 return "when the service stopped", False
-            now = self.store.get(job.calibration_id)
+            try:
+                now = self.store.get(job.calibration_id)
+            except NeapError as error:
+                log.warning("the job store cannot be read", reason=error.reason)
             now_s = time.monotonic()
             if now.num_heartbeats != num_heartbeats:
                 num_heartbeats, heard_at_s = now.num_heartbeats, now_s
             if now_s - heard_at_s > HEARTBEAT_TIMEOUT_S:
-                return f"after {HEARTBEAT_TIMEOUT_S:.0f} s without a sign of life", True
+                if self._records_heartbeats(job):
+                    return f"after {HEARTBEAT_TIMEOUT_S:.0f} s without a sign of life", True
+                heard_at_s = now_s
             if now.cancel_requested and cancelled_at_s is None:
                 cancelled_at_s = now_s
             if cancelled_at_s is not None and now_s - cancelled_at_s > CANCEL_GRACE_S:
                 return "when it did not stop in time", True
             self._stop.wait(POLL_INTERVAL_S)
+        if process.returncode == UNRECORDED:
+            return "unable to record its end", False
         return _how(process.returncode), True
+
+    def _records_heartbeats(self, job: Job) -> bool:
+        """Whether a process that lives could say so: not while the disk is full or the store cannot be had."""
+        try:
+            self.store.check_writable(job.calibration_id)
+        except NeapError as error:
+            log.warning("heartbeats cannot be recorded", reason=error.reason)
+            return False
+        return True
 
     def _clean_up(self) -> None:
         """Remove the files of jobs that have ended, or that the store does not know."""

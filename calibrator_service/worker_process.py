@@ -1,7 +1,7 @@
 """The process of one job: `python -m calibrator_service.worker_process`, configuration on standard input.
 
 It reports to the job store and ends; the supervisor learns everything from there. Exit status 0 means that the job's end is
-recorded, 3 that the job was no longer this process's.
+recorded, 3 that the job was no longer this process's, 4 that the job store could not be written: the job is then to be run again.
 """
 
 import fcntl
@@ -10,17 +10,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
 import structlog
 
 from calibrator_service.finished import load_product, save_product
-from calibrator_service.job_spec import JobSpec, Progress, ProgressReport, TextFile
+from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
+from calibrator_service.job_spec import (
+    HubDataset,
+    JobSpec,
+    Progress,
+    ProgressReport,
+    TextFile,
+)
 from calibrator_service.jobs import PUBLISHING, JobStore
 from calibrator_service.parent import die_with_parent
-from calibrator_service.process_config import JobFolder, ProcessConfig
+from calibrator_service.process_config import TAKEN_OVER, UNRECORDED, JobFolder, ProcessConfig
 from calibrator_service.publishing import publish
 from calibrator_service.recipe import Product, Task
 from calibrator_service.text_files import find_text_file
@@ -31,7 +38,6 @@ from shared.storage import storage_error
 HEARTBEAT_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.2
 LOCK_TIMEOUT_S = 30.0
-TAKEN_OVER = 3
 
 log = structlog.get_logger("neap.calibration")
 
@@ -98,7 +104,7 @@ def run_job(config: ProcessConfig) -> None:
             _lock(lock)
             reporter = Reporter(store, job_id, start)
             product = _product(config, store, work_dir, reporter)
-            publish(config, store, product)
+            made = publish(config, store, product)
     except Conflict as error:
         if error.reason == "JOB_TAKEN_OVER":
             raise
@@ -117,6 +123,9 @@ def run_job(config: ProcessConfig) -> None:
         log.exception("failed unexpectedly")
         message = f"internal error; the service's log has it under {job_id}"
         store.fail(job_id, start, "INTERNAL", message)
+    else:
+        # Where this cannot be written the job has not failed, for it is published; the next start finds that out.
+        store.succeed(job_id, start, made.version, made.manifest_digest)
 
 
 def _product(config: ProcessConfig, store: JobStore, work_dir: Path, reporter: Reporter) -> Product:
@@ -133,6 +142,8 @@ def _product(config: ProcessConfig, store: JobStore, work_dir: Path, reporter: R
         work_dir=work_dir,
         progress=reporter.progress,
         should_stop=reporter.should_stop,
+        public_only=isinstance(spec.source, HubDataset)
+        and is_public_only(spec.source.name, config.hub_datasets),
     )
     product = _recipe(config.recipe)(task)
     if reporter.should_stop():
@@ -146,7 +157,10 @@ def _product(config: ProcessConfig, store: JobStore, work_dir: Path, reporter: R
 
 
 def _resolved(spec: JobSpec, config: ProcessConfig) -> JobSpec:
-    # Checked when the job was created, too; but files and symlinks may have changed since.
+    # Checked when the job was created, too; but files, symlinks and settings may have changed since.
+    if isinstance(spec.source, HubDataset):
+        check_hub_dataset(**asdict(spec.source))
+        check_allowed(spec.source.name, config.hub_datasets)
     if not isinstance(spec.source, TextFile):
         return spec
     path = find_text_file(spec.source.path, [Path(folder) for folder in config.text_folders])
@@ -183,6 +197,9 @@ def main() -> int:
     except Conflict:
         log.warning("taken over by another process")
         return TAKEN_OVER
+    except NeapError as error:
+        log.exception("the job's end could not be recorded", reason=error.reason)
+        return UNRECORDED
     return 0
 
 

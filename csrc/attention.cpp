@@ -1,4 +1,4 @@
-// The attention ops: one sequence batch over one cache, and several sequences packed in a row over a cache each.
+// The attention ops on the CPU: a batch over one cache, and a ragged batch of several sequences, each over its own cache.
 #include <cstring>
 
 #include "attention_problem.h"
@@ -7,7 +7,7 @@ namespace neap::binding {
 
 namespace {
 
-// `q` [B, Hq, Q, D] and `out` start at the first query of this problem.
+// The query side of a problem. `q` [B, Hq, Q, D] gives sizes and strides; `queries_begin` and `out` point to the problem's first query.
 AttentionArgs attention_args(const Tensor& q, const float* queries_begin, int64_t queries, float* out) {
   AttentionArgs args{};
   args.q = queries_begin, args.out = out, args.batch = q.size(0), args.heads = q.size(1), args.queries = queries;
@@ -15,7 +15,7 @@ AttentionArgs attention_args(const Tensor& q, const float* queries_begin, int64_
   return args;
 }
 
-// A few items with many keys: the keys are split so that every thread has work.
+// Attention with keys split over threads, for few items with many keys.
 void attend_split(AttentionArgs args) {
   const Kernels& kernels = neap::kernels();
   const int64_t items = num_items(args), blocks = num_blocks(args), scratch = kernels.attention_scratch(args);
@@ -26,7 +26,7 @@ void attend_split(AttentionArgs args) {
   parallel(items, (double)partials.numel(), [&](int64_t b, int64_t e) { kernels.attention_join(args, thread_scratch(scratch), b, e); });
 }
 
-// Problems of different sizes in one parallel loop over all their items.
+// Runs problems of different sizes in one parallel loop over all their items.
 void attend_together(const std::vector<AttentionArgs>& problems) {
   const Kernels& kernels = neap::kernels();
   std::vector<int64_t> ends;
@@ -42,7 +42,7 @@ void attend_together(const std::vector<AttentionArgs>& problems) {
   });
 }
 
-// New keys or values [1, H, T, D], tokens [from, from + count), into slots [base, base + count) of store [1, H, S, D].
+// Copies tokens [from, from + count) of new keys or values [1, H, T, D] into slots [base, base + count) of a store [1, H, S, D].
 void write_slots(const Tensor& fresh, int64_t from, int64_t count, const Tensor& store, int64_t base) {
   const int64_t width = fresh.size(3);
   for (int64_t head = 0; head < fresh.size(1); ++head)
@@ -103,7 +103,7 @@ Tensor packed_slot_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> k
     NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": stores ", text(keys[s]), " and ", text(values[s]), " cannot take ", counts[s], " tokens at ", bases[s]);
     covered += counts[s];
   }
-  NEAP_CHECK(covered == tokens, op, ": the segments hold ", covered, " tokens of ", tokens);
+  NEAP_CHECK(covered == tokens, op, ": the counts sum to ", covered, " tokens, but q has ", tokens);
   for (size_t s = 0; s < segments; ++s)
     if (masks[s].numel() > 0) check_mask(op, masks[s], 1, counts[s], bases[s] + counts[s]);
 

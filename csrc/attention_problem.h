@@ -1,4 +1,4 @@
-// One sequence's queries over its cache as the kernels see them, and how much work that is.
+// The arguments of attention of one sequence's queries over its cache, and the amount of work.
 #pragma once
 #include "binding.h"
 
@@ -10,7 +10,7 @@ inline void check_mask(const char* op, const Tensor& mask, int64_t batch, int64_
              ": mask has shape ", text(mask), ", want [", batch, " or 1, 1, ", queries, ", ", keys, "]");
 }
 
-// The cache's part of a problem: `k` and `v` [B, Hkv, >= keys, D].
+// Sets the fields of a problem that concern the cache. `k` and `v` [B, Hkv, >= keys, D]; the first `keys` slots are attended over.
 inline void attend_over(AttentionArgs* args, const Tensor& k, const Tensor& v, int64_t keys, const Tensor* mask, bool causal, double scaling,
                         const std::optional<double>& softcap) {
   args->k = floats(k), args->v = floats(v), args->keys = keys, args->kv_heads = k.size(1), args->width = k.size(3), args->value_width = v.size(3);
@@ -28,10 +28,11 @@ inline int64_t num_items(const AttentionArgs& a) { return a.batch * a.kv_heads *
 inline int64_t num_blocks(const AttentionArgs& a) { return (a.keys + kKeyBlock - 1) / kKeyBlock; }
 inline double num_flops(const AttentionArgs& a) { return (double)a.batch * a.heads * a.queries * a.keys * (a.width + a.value_width); }
 
-// Keys are split over threads where whole heads alone would not keep them busy. Either way the bits are the same.
+// False if keys should be split over threads because there are too few (head, query tile) items. The result has the same bits either way.
 inline bool keeps_threads_busy(int64_t items, int64_t blocks, int64_t threads) { return items >= 4 * threads || blocks < 2; }
 
-// Loops of different lengths one after another as one loop: f(loop, begin, end) for what [begin, end) holds of each.
+// Runs the part [begin, end) of several loops laid end to end. ends[i] is the total length of loops 0 to i. Calls
+// f(loop, begin, end) with the range of each loop that overlaps.
 template <class F>
 void each_loop(const std::vector<int64_t>& ends, int64_t begin, int64_t end, const F& f) {
   for (size_t at = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin(); begin < end; ++at) {

@@ -1,4 +1,5 @@
-// The ops: checks every argument, allocates what is returned, and hands plain pointers to the kernels.
+// The ops on packed weights, norms and rotary positions: argument checks, allocation of outputs, and calls of the CPU kernels. Also
+// the schemas of the ops that run on the CPU only.
 #include "binding.h"
 
 #if defined(__linux__)
@@ -10,7 +11,7 @@ namespace neap::binding {
 
 namespace {
 
-// Weights are read from end to end at every pass; 2 MiB pages spare the page walks. Advice only: it may be ignored.
+// Asks for 2 MiB pages, which save page walks: weights are read from end to end at every pass. The system may ignore the advice.
 void advise_huge_pages(const Tensor& t) {
 #if defined(__linux__)
   constexpr uintptr_t kHuge = 2 << 20;
@@ -101,7 +102,7 @@ std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) {
 std::string cpu_isa() { return neap::kernels().name; }
 
 void set_cpu_isa(std::string name) {
-  NEAP_CHECK(neap::select_kernels(name.c_str()), "set_cpu_isa: this machine or build has no '", name, "'; known are auto, portable, avx2, avx512");
+  NEAP_CHECK(neap::select_kernels(name.c_str()), "set_cpu_isa: this machine or build has no '", name, "'; names are auto, portable, avx2, avx512");
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What the bindings share: argument checks, allocation, and torch's own threads. LibTorch Stable ABI only, so one library
-// serves torch 2.11 and later.
+// Shared by the bindings: argument checks, allocation, and parallel loops on torch's threads. Uses the LibTorch Stable ABI only, so
+// one library works with torch 2.11 and later.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -26,7 +26,7 @@ using Sizes = std::vector<int64_t>;
 
 #define NEAP_CHECK(condition, ...) STD_TORCH_CHECK(condition, "neap: ", __VA_ARGS__)
 
-inline constexpr int64_t kGrainFlops = 100'000;  // below this a second thread costs more than it brings
+inline constexpr int64_t kGrainFlops = 100'000;  // least work per thread: below this, waking a thread costs more than it saves
 
 inline std::string text(const Tensor& t) {
   std::string out = "[";
@@ -68,7 +68,7 @@ inline Sizes sizes_of(const Tensor& t) {
 inline const float* floats(const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); }
 inline float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
-// Runs f over [0, items) on torch's threads; a thread gets at least the items that are worth waking it for.
+// Runs f(begin, end) over [0, items) on torch's threads. `flops`: work of all items. Each thread gets at least kGrainFlops of it.
 template <class F>
 void parallel(int64_t items, double flops, const F& f) {
   if (items == 0) return;
@@ -78,7 +78,7 @@ void parallel(int64_t items, double flops, const F& f) {
   torch::stable::parallel_for(0, items, grain, f);
 }
 
-// Memory that a thread keeps between calls: a fresh allocation of this size would fault its pages in every time.
+// Memory for `count` floats that the thread keeps between calls. A new allocation of this size would cause page faults each time.
 inline float* thread_scratch(int64_t count) {
   struct Free { void operator()(float* p) const { std::free(p); } };
   thread_local std::unique_ptr<float, Free> memory;

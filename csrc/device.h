@@ -1,15 +1,15 @@
-// What the ops that run on CPU and GPU share: checks that name the argument, allocation beside the input, and the launch.
+// Shared by the ops that run on CPU and GPU: argument checks, allocation on the input's device, and launches on its current stream.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 
 #include "binding.h"
 
-// Absent from a torch without CUDA, hence weak: one library serves both.
+// Weak, because a torch without CUDA does not define it: one library works with both.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace neap::binding {
 
-// Checks the tensors of one call against its first.
+// Checks the tensors of one call of an op. All must be on the device of `first`; error messages name op and argument.
 class Call {
  public:
   Call(const char* op, const Tensor& first) : op_(op), first_(first), cpu_(first.is_cpu()) {}
@@ -26,7 +26,7 @@ class Call {
     return kFloat32;
   }
 
-  // `sizes`: -1 for any.
+  // `sizes`: -1 matches any size.
   void shape(const char* name, const Tensor& t, const Sizes& sizes) const {
     bool fits = t.dim() == (int64_t)sizes.size();
     for (size_t i = 0; fits && i < sizes.size(); ++i) fits = sizes[i] < 0 || t.size(i) == sizes[i];
@@ -36,7 +36,7 @@ class Call {
     NEAP_CHECK(t.is_cpu() == cpu_ && (cpu_ || t.get_device_index() == first_.get_device_index()), op_, ": ", name, " is on another device than the first tensor");
   }
 
-  // Rows whose numbers lie side by side; the rows may lie apart.
+  // A matrix whose rows are contiguous; the stride between rows is arbitrary.
   void rows(const char* name, const Tensor& t, const Sizes& sizes) const {
     shape(name, t, sizes);
     NEAP_CHECK(t.numel() == 0 || t.size(1) == 1 || t.stride(1) == 1, op_, ": the last dimension of ", name, " must be contiguous");
@@ -73,7 +73,7 @@ class Call {
     return Tensor(handle);
   }
 
-  // Runs `launch(stream)` on the current stream of the first tensor's device.
+  // Calls `launch(stream)` with the current stream of the first tensor's device. `launch` returns 0 or a CUDA error.
   template <class F>
   void on_gpu(const F& launch) const {
 #if defined(NEAP_WITH_CUDA)
@@ -83,7 +83,7 @@ class Call {
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
     const int code = launch(stream);
-    NEAP_CHECK(code == 0, op_, ": the launch failed: ", cuda_error(code));
+    NEAP_CHECK(code == 0, op_, ": the kernel launch failed: ", cuda_error(code));
 #else
     (void)launch;
     NEAP_CHECK(false, op_, ": this library was built without CUDA");

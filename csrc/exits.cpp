@@ -16,13 +16,13 @@ void dots(const RowDotsArgs& args) {
 }
 
 Tensor exit_head(Tensor state, Tensor deep_state, Tensor ago, Tensor mix, Tensor offset, std::optional<Tensor> out, std::optional<Tensor> scale, Tensor gain,
-                 double eps, bool centred) {
+                 double eps) {
   const Call call("exit_head", state);
   call.rows("state", state, {-1, -1});
   const int64_t tokens = state.size(0), width = state.size(1);
   call.rows("deep_state", deep_state, {tokens, width});
   ExitHeadArgs args{};
-  args.tokens = tokens, args.width = width, args.eps = (float)eps, args.centred = centred;
+  args.tokens = tokens, args.width = width, args.eps = (float)eps;
   args.ago = call.integers("ago", ago, {tokens});
   args.mix = call.weight("mix", mix, -1, 2 * width);
   args.offset = call.floats("offset", offset, {-1, args.mix.rows});
@@ -44,8 +44,8 @@ Tensor exit_head(Tensor state, Tensor deep_state, Tensor ago, Tensor mix, Tensor
   Tensor units = call.empty({tokens, 2 * width}, aoti_torch_dtype_float32()), inner = call.empty({tokens, args.mix.rows}, aoti_torch_dtype_float32());
   float* unit = static_cast<float*>(units.mutable_data_ptr());
   args.units = unit, args.inner = static_cast<float*>(inner.mutable_data_ptr());
-  const NormArgs own{state.const_data_ptr(), call.dtype("state", state), unit, width, state.stride(0), 2 * width, args.eps, centred};
-  const NormArgs deep{deep_state.const_data_ptr(), call.dtype("deep_state", deep_state), unit + width, width, deep_state.stride(0), 2 * width, args.eps, centred};
+  const NormArgs own{state.const_data_ptr(), call.dtype("state", state), unit, width, state.stride(0), 2 * width, args.eps};
+  const NormArgs deep{deep_state.const_data_ptr(), call.dtype("deep_state", deep_state), unit + width, width, deep_state.stride(0), 2 * width, args.eps};
   if (!call.on_cpu()) {
     call.on_gpu([&](void* stream) {
       if (const int code = launch_norm(own, tokens, stream)) return code;
@@ -95,18 +95,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optiona
   return {values, indices, log_mass};
 }
 
-void partition(const RouteArgs& args) {
-  int64_t stays = 0;
-  for (int64_t i = 0; i < args.tokens; ++i)
-    if (!args.leaves[i]) args.order[stays++] = i;
-  *args.num_stays = stays;
-  for (int64_t i = 0; i < args.tokens; ++i)
-    if (args.leaves[i]) args.order[stays++] = i;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top,
-                                                 Tensor log_mass, Tensor ago, Tensor thresholds, double shift, double eps, bool centred, double lowest,
-                                                 double highest, Tensor tickets) {
+Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor ago, double shift,
+             double eps, double lowest, double highest, Tensor tickets) {
   const Call call("route", x);
   call.rows("x", x, {-1, -1});
   RouteArgs args{};
@@ -122,30 +112,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor x, Tensor hidden, Tensor
   NEAP_CHECK(top.size(1) >= 1, "route: top has no columns");
   args.k = (int)top.size(1);
   args.log_mass = call.floats("log_mass", log_mass, {tokens}), args.ago = call.integers("ago", ago, {tokens});
-  args.thresholds = call.floats("thresholds", thresholds, {tokens});
   args.shift = (float)shift, args.eps = (float)eps, args.lowest = (float)lowest, args.highest = (float)highest;
-  args.centred = centred;
   call.contiguous("tickets", tickets, {-1});
-  NEAP_CHECK(tickets.scalar_type() == ScalarType::Int && tickets.size(0) >= 1 + route_tiles(tokens), "route: tickets must be int32 zeros, at least ",
-             1 + route_tiles(tokens), " of them");
-  Tensor probability = call.empty({tokens}, aoti_torch_dtype_float32()), leaves = call.empty({tokens}, aoti_torch_dtype_bool());
-  Tensor order = call.empty({tokens}, aoti_torch_dtype_int64()), num_stays = call.empty({1}, aoti_torch_dtype_int64());
-  args.probability = static_cast<float*>(probability.mutable_data_ptr()), args.leaves = static_cast<bool*>(leaves.mutable_data_ptr());
-  args.order = static_cast<int64_t*>(order.mutable_data_ptr()), args.num_stays = static_cast<int64_t*>(num_stays.mutable_data_ptr());
+  NEAP_CHECK(tickets.scalar_type() == ScalarType::Int && tickets.size(0) >= route_tiles(tokens), "route: tickets must be int32 zeros, at least ",
+             route_tiles(tokens), " of them");
+  Tensor probability = call.empty({tokens}, aoti_torch_dtype_float32());
+  if (tokens == 0) return probability;
+  args.probability = static_cast<float*>(probability.mutable_data_ptr());
   if (!call.on_cpu()) {
-    Tensor partial = call.empty({std::max<int64_t>(tokens, 1), route_blocks(width)}, aoti_torch_dtype_float32());
+    Tensor partial = call.empty({tokens, route_blocks(width)}, aoti_torch_dtype_float32());
     args.inner = static_cast<float*>(partial.mutable_data_ptr()), args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
     call.on_gpu([&](void* stream) { return launch_route(args, stream); });
-    return {probability, leaves, order, num_stays};
+    return probability;
   }
   const Kernels& kernels = neap::kernels();
   float* units = thread_scratch(tokens * (columns + width));
   args.inner = units + tokens * columns;
-  kernels.norm({args.x, args.dtype, units, columns, args.x_stride, columns, args.eps, centred}, 0, tokens);
+  kernels.norm({args.x, args.dtype, units, columns, args.x_stride, columns, args.eps}, 0, tokens);
   dots({units, args.hidden, args.inner, tokens, columns});
   kernels.route_finish(args, 0, tokens);
-  partition(args);
-  return {probability, leaves, order, num_stays};
+  return probability;
 }
 
 }  // namespace
@@ -153,12 +139,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route(Tensor x, Tensor hidden, Tensor
 
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def(
-      "exit_head(Tensor state, Tensor deep_state, Tensor ago, Tensor mix, Tensor offset, Tensor? out, Tensor? scale, Tensor gain, float eps, "
-      "bool centred=False) -> Tensor");
+      "exit_head(Tensor state, Tensor deep_state, Tensor ago, Tensor mix, Tensor offset, Tensor? out, Tensor? scale, Tensor gain, "
+      "float eps) -> Tensor");
   m.def("draft_top(Tensor x, Tensor rows, Tensor? bias, int k) -> (Tensor, Tensor, Tensor)");
   m.def(
       "route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor ago, "
-      "Tensor thresholds, float shift, float eps, bool centred, float lowest, float highest, Tensor(a!) tickets) -> (Tensor, Tensor, Tensor, Tensor)");
+      "float shift, float eps, float lowest, float highest, Tensor(a!) tickets) -> Tensor");
 }
 
 #define NEAP_REGISTER(device)                                  \

@@ -1,6 +1,6 @@
-// A pre-norm decoder layer as one op: x + attention(norm(x)), then h + mlp(norm(h)), all steps in one parallel region.
+// A pre-norm decoder layer as one op: h = x + attention(norm(x)), then h + mlp(norm(h)), all steps in one parallel region.
 //
-// The steps are the kernels that the ops of a step each call, in the same order, so the layer has the bits of its modules.
+// It calls the same kernels in the same order as the separate ops do, so its result is bit-identical to that of the modules.
 #include "attention_problem.h"
 #include "team.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kOp = "decoder_layer";
 
-// Hands out pieces of one block of floats, each on a cache line of its own. Without a block it only counts.
+// Allocates pieces of one block of floats, each starting on a cache line. With a null block it only adds up their sizes.
 class Arena {
  public:
   explicit Arena(float* base) : base_(base) {}
@@ -26,17 +26,17 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// Everything that the threads share while they run one layer.
+// The arguments of all steps of one layer, shared by the threads that run it.
 struct Layer {
   int64_t tokens = 0, ranks = 1, scratch = 0, max_rows = 0;
   RmsNormArgs input_norm{}, mlp_norm{};
-  std::vector<LinearArgs> projections;  // q, k and v, or all of them in one
+  std::vector<LinearArgs> projections;  // q, k and v, or one for all three
   PlaceArgs place{};
   std::vector<Slot> slots;
   std::vector<AttentionArgs> problems;  // one per sequence
   bool split_keys = false;
   LinearArgs out{}, gated{}, down{};
-  std::vector<int64_t> projection_items, projection_ends, problem_ends, block_ends;  // ends: of loops laid end to end
+  std::vector<int64_t> projection_items, projection_ends, problem_ends, block_ends;  // *_ends: running totals, see each_loop
   int64_t out_items = 0, gated_items = 0, down_items = 0;
   float* scratches = nullptr;
 
@@ -45,7 +45,7 @@ struct Layer {
   void run(const Team& team) const;
 };
 
-// Points every step at its piece of the arena.
+// Sets the input and output pointers of every step to pieces of the arena.
 void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
   float* normed = arena->take(tokens * width);
   input_norm.out = mlp_norm.out = normed;
@@ -72,7 +72,7 @@ void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
   scratches = arena->take(ranks * scratch);
 }
 
-// How many items each step has for this team.
+// Computes the number of items of each step for a team of `ranks` threads, and whether keys are split.
 void Layer::count(const Kernels& kernels) {
   int64_t items = 0, blocks = 0, parts = 0, most_blocks = 0;
   for (const LinearArgs& projection : projections) {
@@ -125,7 +125,7 @@ void Layer::run(const Team& team) const {
   linear(down, down_items);
 }
 
-// A packed matrix and its bias as a step's arguments; an empty bias is none. x and out are set by `lay_out`.
+// The arguments of a product with a packed matrix. An empty or null bias means none. `lay_out` sets x and out.
 LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* bias, int64_t rows, int64_t in_features, int64_t out_features, bool gated,
                        Activation activation) {
   check_float(kOp, name, packed, 3);
@@ -137,7 +137,7 @@ LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* bia
   return {nullptr, floats(packed), bias ? floats(*bias) : nullptr, nullptr, rows, in_features, out_features, in_features, gated, activation, nullptr};
 }
 
-// Tokens [from, from + count) of one sequence: where they are kept, and what they attend over.
+// Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, and their attention problem.
 void add_sequence(Layer* layer, const Tensor& keys, const Tensor& values, int64_t base, int64_t count, const Tensor* mask, double scaling,
                   const std::optional<double>& softcap) {
   check_float(kOp, "a store of keys", keys, 4);
@@ -172,9 +172,9 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
   NEAP_CHECK(sequences > 0 && values.size() == sequences && bases.size() == sequences && counts.size() == sequences, kOp, ": ", sequences, " stores of keys, ",
              values.size(), " of values, ", bases.size(), " bases and ", counts.size(), " counts");
   NEAP_CHECK(masks.empty() || masks.size() == sequences, kOp, ": ", masks.size(), " masks for ", sequences, " sequences");
-  NEAP_CHECK(norms.size() == 2 || norms.size() == 4, kOp, ": ", norms.size(), " norms, want 2, or 4 with those of heads");
+  NEAP_CHECK(norms.size() == 2 || norms.size() == 4, kOp, ": ", norms.size(), " norms, want 2, or 4 with head norms");
   NEAP_CHECK((packed.size() == 4 || packed.size() == 6) && (biases.empty() || biases.size() == packed.size()), kOp, ": ", packed.size(), " matrices and ", biases.size(),
-             " biases, want 6 of each, or 4 where queries, keys and values are one; or no biases");
+             " biases, want 6 of each, or 4 if one matrix makes queries, keys and values; biases may be absent");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
   check_float(kOp, "a store of keys", keys[0], 4);
@@ -204,7 +204,7 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
     add_sequence(&layer, keys[s], values[s], bases[s], counts[s], masked ? &masks[s] : nullptr, scaling, softcap);
     covered += counts[s];
   }
-  NEAP_CHECK(covered == tokens, kOp, ": the sequences hold ", covered, " tokens of ", tokens);
+  NEAP_CHECK(covered == tokens, kOp, ": the counts sum to ", covered, " tokens, but x has ", tokens);
   place.slots = layer.slots.data();
 
   layer.input_norm = {floats(x), floats(norms[0]), nullptr, width, width, (float)eps, (float)weight_offset};

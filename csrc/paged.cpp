@@ -1,4 +1,4 @@
-// Attention over a cache of pages: the binding, and the CPU's kernel, which is there to be right more than to be fast.
+// Paged attention: the binding, and the CPU kernel. The CPU kernel is simple rather than fast.
 #include "include/paged.h"
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -13,24 +13,26 @@ namespace neap::binding {
 
 namespace {
 
-constexpr int64_t kLanes = 16;  // sums of a dot product that run side by side
+constexpr int64_t kLanes = 16;  // independent partial sums of a dot product
 
-// The index of a position's slot among the [page, kv head, slot] of a pool.
+// Index of the slot of a position in a pool of slots [page, kv head, slot].
 int64_t slot_of(const PagedArgs& args, int64_t row, int64_t position, int64_t head) {
   const int64_t page = args.pages[row * args.row_pages + position / args.page_slots];
   return (page * args.kv_heads + head) * args.page_slots + position % args.page_slots;
 }
 
-void check_places(const PagedArgs& args) {
+// Checks the contents of rows, positions and pages. CPU only: on a GPU this would need a synchronisation.
+void check_indices(const PagedArgs& args) {
   for (int64_t t = 0; t < args.tokens; ++t) {
     const int64_t row = args.rows[t], position = args.positions[t];
     if (position < 0) continue;
-    NEAP_CHECK(row >= 0 && row < args.num_rows, "paged_attention: token ", t, " is of row ", row, " of ", args.num_rows);
-    NEAP_CHECK(position < args.row_pages * args.page_slots, "paged_attention: token ", t, " is at position ", position, ", past its row's ",
-               args.row_pages, " pages of ", args.page_slots);
+    NEAP_CHECK(row >= 0 && row < args.num_rows, "paged_attention: token ", t, " has row ", row, ", but there are ", args.num_rows, " rows");
+    NEAP_CHECK(position < args.row_pages * args.page_slots, "paged_attention: token ", t, " has position ", position, ", but its row has ",
+               args.row_pages, " pages of ", args.page_slots, " slots");
     for (int64_t i = first_seen(args, position) / args.page_slots; i <= position / args.page_slots; ++i) {
       const int64_t page = args.pages[row * args.row_pages + i];
-      NEAP_CHECK(page >= 0 && page < args.num_pages, "paged_attention: page ", i, " of row ", row, " is ", page, " of ", args.num_pages);
+      NEAP_CHECK(page >= 0 && page < args.num_pages, "paged_attention: page ", i, " of row ", row, " is ", page, ", but the pool has ", args.num_pages,
+                 " pages");
     }
   }
 }
@@ -60,7 +62,7 @@ float dot(const float* query, const E* key, int64_t width) {
   return total;
 }
 
-// Items: (token, query head). `scratch`: a query, an output row and as many scores as there may be keys.
+// Item: a (token, query head). `scratch`: room for a query, an output row, and one score per key of the longest sequence.
 template <class E>
 void attend(const PagedArgs& args, float* scratch, int64_t begin, int64_t end) {
   const E *keys = static_cast<const E*>(args.keys), *values = static_cast<const E*>(args.values);
@@ -105,7 +107,7 @@ void run_on_cpu(const PagedArgs& args) {
            [&](int64_t b, int64_t e) { attend<E>(args, thread_scratch(args.width + args.value_width + longest), b, e); });
 }
 
-// The strides of a token and of a head; the numbers of a head lie side by side.
+// Checks q, k or v and returns the strides of a token and of a head. The numbers of a head must be contiguous.
 void strided(const Call& call, const char* name, const Tensor& t, const Sizes& sizes, Dtype dtype, int64_t& token, int64_t& head) {
   call.shape(name, t, sizes);
   NEAP_CHECK(call.dtype(name, t) == dtype, "paged_attention: ", name, " is of another dtype than q");
@@ -130,18 +132,18 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
   args.kv_heads = k.size(1);
   strided(call, "v", v, {args.tokens, args.kv_heads, -1}, args.dtype, args.v_token, args.v_head);
   args.value_width = v.size(2);
-  NEAP_CHECK(args.kv_heads > 0 && args.heads > 0 && args.heads % args.kv_heads == 0, "paged_attention: ", args.heads, " query heads on ", args.kv_heads,
-             " key heads");
-  NEAP_CHECK(args.width > 0 && args.value_width > 0, "paged_attention: heads have no width");
+  NEAP_CHECK(args.kv_heads > 0 && args.heads > 0 && args.heads % args.kv_heads == 0, "paged_attention: ", args.heads, " query heads cannot share ",
+             args.kv_heads, " key heads");
+  NEAP_CHECK(args.width > 0 && args.value_width > 0, "paged_attention: the heads' width is 0");
   args.keys = pool(call, "keys", keys, {-1, args.kv_heads, -1, args.width}, args.dtype);
   args.num_pages = keys.size(0), args.page_slots = keys.size(2);
   args.values = pool(call, "values", values, {args.num_pages, args.kv_heads, args.page_slots, args.value_width}, args.dtype);
   args.pages = call.integers("pages", pages, {-1, -1});
   args.num_rows = pages.size(0), args.row_pages = pages.size(1);
-  NEAP_CHECK(args.page_slots > 0 && args.page_slots * args.row_pages < INT32_MAX, "paged_attention: a row of ", args.row_pages, " pages of ",
-             args.page_slots, " slots");
+  NEAP_CHECK(args.page_slots > 0 && args.page_slots * args.row_pages < INT32_MAX, "paged_attention: rows of ", args.row_pages, " pages of ",
+             args.page_slots, " slots are empty or too long");
   args.rows = call.integers("rows", rows, {args.tokens}), args.positions = call.integers("positions", positions, {args.tokens});
-  NEAP_CHECK(softcap >= 0 && window >= 0, "paged_attention: softcap and window are at least 0, which is none");
+  NEAP_CHECK(softcap >= 0 && window >= 0, "paged_attention: softcap and window must be at least 0 (0: none)");
   args.scaling = (float)scaling, args.softcap = (float)softcap, args.window = window;
   args.q = q.const_data_ptr(), args.k = k.const_data_ptr(), args.v = v.const_data_ptr();
   int32_t dtype;
@@ -151,14 +153,15 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
   if (args.tokens == 0) return out;
   if (!call.on_cpu()) {
     const PagedPlan plan = paged_plan(args);
-    NEAP_CHECK(args.width <= kQueryFloats && plan.tiles <= UINT16_MAX, "paged_attention: heads of ", args.width, " numbers, or too many of them, for a GPU");
+    NEAP_CHECK(args.width <= kQueryFloats && plan.tiles <= UINT16_MAX, "paged_attention: heads of width ", args.width,
+               " are too wide, or there are too many of them, for a GPU");
     Tensor partials = call.empty({plan.num_partials(args.tokens)}, aoti_torch_dtype_float32());
     Tensor tickets = call.empty({plan.num_tickets(args.tokens)}, aoti_torch_dtype_int32());
     args.partials = static_cast<float*>(partials.mutable_data_ptr()), args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
     call.on_gpu([&](void* stream) { return launch_paged_attention(args, plan, stream); });
     return out;
   }
-  check_places(args);
+  check_indices(args);
   switch (args.dtype) {
     case kFloat32: run_on_cpu<float>(args); break;
     case kFloat16: run_on_cpu<torch::headeronly::Half>(args); break;

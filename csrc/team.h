@@ -1,4 +1,4 @@
-// Several steps of parallel work in one parallel region: threads meet at barriers instead of being woken for each step.
+// Several steps of parallel work in one parallel region. Threads wait at barriers between steps instead of being woken for each step.
 #pragma once
 #include <atomic>
 #include <thread>
@@ -7,12 +7,12 @@
 
 namespace neap::binding {
 
-// Where the ranks of a team meet.
+// A spinning barrier for the ranks of a team.
 class Barrier {
  public:
   explicit Barrier(int64_t ranks) : ranks_(ranks) {}
 
-  // Returns when all ranks have come; the calling thread stands for `count` of them.
+  // Returns when all ranks have arrived. The calling thread arrives for `count` of them.
   void arrive(int64_t count) {
     if (count == ranks_) return;
     const int64_t round = round_.load(std::memory_order_relaxed);
@@ -21,7 +21,7 @@ class Barrier {
       round_.store(round + 1, std::memory_order_release);
       return;
     }
-    // The others are a few microseconds away, unless the machine has given their core to somebody else.
+    // The other threads usually arrive within microseconds. If the system has preempted them, spinning on would waste the core.
     for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins)
       if (spins >= kSpins) std::this_thread::yield();
       else relax();
@@ -43,23 +43,24 @@ class Barrier {
   const int64_t ranks_;
 };
 
-// One thread's part in a team of `size` ranks: ranks [begin, end), one each unless torch gave fewer threads than it said.
+// One thread's part of a team of `size` ranks: ranks [begin, end). That is one rank per thread unless torch runs fewer threads than
+// requested.
 struct Team {
   int64_t begin, end, size;
   Barrier* barrier;
 
-  // This thread's part of a loop over items. Waits for nobody.
+  // Runs this thread's part of a loop over items. Does not wait for the other threads.
   template <class F>
   void share(int64_t items, const F& f) const {
     const int64_t first = items * begin / size, last = items * end / size;
     if (first < last) f(first, last);
   }
 
-  // Until every thread has done what it has to do so far.
+  // Waits until every thread has arrived here.
   void meet() const { barrier->arrive(end - begin); }
 };
 
-// Runs f(team) in each thread of one parallel region. f must not throw: the others would wait for ever.
+// Runs f(team) in each thread of one parallel region. f must not throw: the other threads would wait at a barrier forever.
 template <class F>
 void in_team(int64_t size, const F& f) {
   Barrier barrier(size);

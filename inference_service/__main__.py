@@ -11,15 +11,16 @@ import structlog
 import torch
 from neap.inference.v1 import inference_pb2_grpc
 
+from inference_service.client_waits_metrics import ClientWaitsCollector
 from inference_service.engine.engine import Engine
 from inference_service.metrics import WorkerMetrics
-from inference_service.metrics_server import metrics_served
+from inference_service.pools import Pools
 from inference_service.router_watch import RouterWatch
-from inference_service.routers import RouterStore
-from inference_service.security_metrics import SecurityCollector
+from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.errors import InvalidInput, NeapError
+from shared.metrics_server import metrics_served
 from shared.model.load import LoadedModel, load_model
 from shared.model.runners import make_runner
 from shared.registry.blob_cache import BlobCache
@@ -27,6 +28,7 @@ from shared.registry.factory import open_registry
 from shared.registry.shared import SharedRegistry
 from shared.rpc.logs import configure_logging
 from shared.rpc.security import open_security
+from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
 
@@ -65,8 +67,13 @@ async def serve(settings: WorkerSettings) -> int:
     )
     # An embedded registry is on this disk already.
     is_remote = isinstance(registry, SharedRegistry) and settings.router_cache_mb > 0
+    pools = Pools()
+    # Requests that wait for the registry leave at least half of the places to the others.
+    max_waiting = min(MAX_WAITING, max(1, (settings.max_queue + settings.max_running) // 2))
     routers = RouterStore(
         registry,
+        pools=pools,
+        max_waiting=max_waiting,
         read_blob=cache.read_blob if is_remote else None,
         capacity=settings.max_routers,
         default_alias=settings.default_alias,
@@ -78,6 +85,7 @@ async def serve(settings: WorkerSettings) -> int:
         stall_timeout_s=settings.stall_timeout_s,
         metrics=metrics,
         relaxed_bound=settings.relaxed_bound,
+        pools=pools,
     )
     server = RpcServer(
         settings.listen,
@@ -86,8 +94,10 @@ async def serve(settings: WorkerSettings) -> int:
         drain_timeout_s=settings.drain_timeout_s,
         security=security,
         health_listen=settings.health_listen,
+        request_timeout_s=settings.request_timeout_s,
     )
     metrics.registry.register(SecurityCollector(security))
+    metrics.registry.register(ClientWaitsCollector(server.waits))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     engines: list[Engine] = []
     watches: list[RouterWatch] = []
@@ -119,6 +129,7 @@ async def serve(settings: WorkerSettings) -> int:
         watch.stop()
     for engine in engines:
         await asyncio.to_thread(engine.close)
+    pools.close()
     await asyncio.to_thread(registry.close)
     return 0
 
@@ -145,6 +156,7 @@ def _load_engine(
         max_running=settings.max_running,
         max_queue=settings.max_queue,
         max_queue_tokens=settings.max_queue_tokens,
+        max_ladders=settings.max_routers,
         kv_budget_bytes=budget,
         prefix_cache_bytes=kept,
         shadow_share=settings.shadow_share,
@@ -153,7 +165,6 @@ def _load_engine(
             make_runner,
             record=SWITCH[settings.record_passes],
             compile_layers=SWITCH[settings.compile_layers],
-            compose=settings.exit_decisions == "device",
         ),
     )
     engine.warm_up()

@@ -10,7 +10,9 @@ from typing import Any
 
 import structlog
 
-from shared.errors import Corrupt, NeapError, Unavailable
+from inference_service.pools import Pools
+from inference_service.recent import Recent
+from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.risk import PublishedRisk
@@ -21,6 +23,9 @@ from shared.registry.base import PublishedVersion, Registry
 # is broken must be mended by somebody.
 RETRY_AWAY_S = 2.0
 RETRY_BROKEN_S = 10.0
+# Versions whose failure is remembered: clients can name any number of them.
+MAX_FAILURES = 128
+LOG_INTERVAL_S = 10.0
 
 Unpack = Callable[[Mapping[str, Any], Mapping[str, bytes]], Ladder]
 ReadBlob = Callable[[PublishedVersion, str], bytes]
@@ -48,9 +53,9 @@ class _Failure:
 
 
 class RouterLoader:
-    """Keeps the `capacity` routers last used. Belongs to one event loop; blocking work runs in threads.
+    """Keeps the `capacity` routers last used. Belongs to one event loop; blocking work runs in `pools`.
 
-    `read_blob` must check digests. A router counts as loaded once `prepare` of its model, where one was given, has returned for
+    What `is_kept(model_id, version)` says goes last of these. `read_blob` must check digests. A router counts as loaded once `prepare` of its model, where one was given, has returned for
     it. An evicted ladder lives on in the requests that use it.
     """
 
@@ -61,15 +66,21 @@ class RouterLoader:
         capacity: int,
         unpack: Unpack = unpack_ladder,
         read_blob: ReadBlob | None = None,
+        pools: Pools | None = None,
+        is_kept: Callable[[str, int], bool] = lambda model_id, version: False,
     ) -> None:
         self._registry = registry
         self._capacity = capacity
+        self._pools = pools or Pools()
+        self._is_kept = is_kept
+        self._logged_at_s: dict[str, float] = {}
+        self._num_unlogged = 0
         self._unpack = unpack
         self._read_blob = read_blob or registry.read_blob
         self._prepare: dict[str, Prepare] = {}
         self._loaded: OrderedDict[tuple[str, int], LoadedRouter] = OrderedDict()
         self._loading: dict[tuple[str, int], asyncio.Task[LoadedRouter]] = {}
-        self._failures: dict[tuple[str, int], _Failure] = {}
+        self._failures: Recent[tuple[str, int], _Failure] = Recent(MAX_FAILURES)
 
     def prepare_with(self, model_id: str, prepare: Prepare) -> None:
         """`prepare(ladder)` is called, in a thread, before a router of this model counts as loaded. May raise NeapError."""
@@ -117,23 +128,40 @@ class RouterLoader:
         key = (loaded.model_id, version)
         task = self._loading.get(key)
         if task is None:
-            task = asyncio.create_task(asyncio.to_thread(self._fetch, loaded, version, published))
+            task = asyncio.create_task(self._loaded_router(loaded, version, published))
             self._loading[key] = task
             task.add_done_callback(lambda done: self._settle(key, done))
         return task
 
-    def _fetch(
+    async def _loaded_router(
         self, loaded: LoadedModel, version: int, published: PublishedVersion | None
     ) -> LoadedRouter:
-        published = published or self._registry.get(loaded.model_id, version)
+        fetched, blobs = await self._pools.fetches.call(
+            self._fetch, loaded.model_id, version, published
+        )
+        return await self._pools.preparations.call(self._make, loaded, version, fetched, blobs)
+
+    def _fetch(
+        self, model_id: str, version: int, published: PublishedVersion | None
+    ) -> tuple[PublishedVersion, dict[str, bytes]]:
+        if published is None or published.damage:
+            published = self._registry.get(model_id, version)  # raises what the damage is
         entries = published.manifest["blobs"]
         size_bytes = sum(int(entry["size_bytes"]) for entry in entries.values())
         if size_bytes > MAX_BLOB_BYTES:
             raise Corrupt(
-                f"version {version} of {loaded.model_id!r} has {size_bytes} bytes; at most {MAX_BLOB_BYTES} are loaded",
+                f"version {version} of {model_id!r} has {size_bytes} bytes; at most {MAX_BLOB_BYTES} are loaded",
                 reason="ROUTER_TOO_LARGE",
             )
-        blobs = {name: self._read_blob(published, name) for name in entries}
+        return published, {name: self._read_blob(published, name) for name in entries}
+
+    def _make(
+        self,
+        loaded: LoadedModel,
+        version: int,
+        published: PublishedVersion,
+        blobs: Mapping[str, bytes],
+    ) -> LoadedRouter:
         ladder = self._unpack(published.manifest, blobs)
         ladder.check_model(loaded)
         risk = PublishedRisk.of(published.manifest)
@@ -160,12 +188,35 @@ class RouterLoader:
             reason = error.reason if isinstance(error, NeapError) else "INTERNAL"
             pause_s = RETRY_AWAY_S if isinstance(error, Unavailable) else RETRY_BROKEN_S
             retry_at_s = time.monotonic() + pause_s * random.uniform(0.5, 1.5)
-            self._failures[key] = _Failure(reason, retry_at_s)
-            log.error(
-                "a router could not be loaded", model_id=key[0], version=key[1], reason=reason
-            )
+            self._failures.set(key, _Failure(reason, retry_at_s))
+            self._log_failure(key, error, reason)
             return
-        self._failures.pop(key, None)
+        self._failures.discard(key)
         self._loaded[key] = task.result()
         while len(self._loaded) > self._capacity:
-            self._loaded.popitem(last=False)
+            del self._loaded[self._least_needed()]
+
+    def _least_needed(self) -> tuple[str, int]:
+        """Of all but the newest, which somebody is about to use: the first in the order of use that is not to be kept."""
+        *older, newest = self._loaded
+        return next(
+            (key for key in older if not self._is_kept(*key)), older[0] if older else newest
+        )
+
+    def _log_failure(self, key: tuple[str, int], error: BaseException, reason: str) -> None:
+        """One line per reason and interval. A version that does not exist is its caller's error, and in the call's own line."""
+        if isinstance(error, NotFound):
+            return
+        now_s = time.monotonic()
+        if now_s - self._logged_at_s.get(reason, float("-inf")) < LOG_INTERVAL_S:
+            self._num_unlogged += 1
+            return
+        self._logged_at_s[reason] = now_s
+        log.error(
+            "a router could not be loaded",
+            model_id=key[0],
+            version=key[1],
+            reason=reason,
+            num_not_logged=self._num_unlogged,
+        )
+        self._num_unlogged = 0

@@ -1,10 +1,12 @@
 """From what a request says about its router to a ladder in memory."""
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from inference_service.resolutions import Resolution, Resolutions
+from inference_service.pools import Pools
+from inference_service.recent import Recent
+from inference_service.resolutions import MAX_KNOWN, Resolution, Resolutions
 from inference_service.router_loader import (
     LoadedRouter,
     Prepare,
@@ -12,10 +14,10 @@ from inference_service.router_loader import (
     RouterLoader,
     Unpack,
 )
-from shared.errors import InvalidInput, NeapError, NotFound, PreconditionFailed
+from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, PreconditionFailed
 from shared.ladder.artefact import unpack_ladder
 from shared.model.load import LoadedModel
-from shared.registry.base import Registry
+from shared.registry.base import PublishedVersion, Registry
 from shared.registry.split import takes_canary
 
 __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
@@ -23,6 +25,8 @@ __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
 DEFAULT_ALIAS = "latest"
 # What a fallback was wanted for.
 ALIAS, CANARY = "alias", "canary"
+# Requests that may wait at once for the registry: those that name what is not known here.
+MAX_WAITING = 32
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,16 @@ class RouterChoice:
 
 
 class RouterStore:
-    """Chooses among published ladders and keeps the `capacity` last used. Belongs to one event loop; blocking work runs in threads.
+    """Chooses among published ladders and keeps the `capacity` last used. Belongs to one event loop; blocking work runs in `pools`.
+
+    Of the ladders it keeps, those that the default alias serves are given up last. An evicted one lives on in the requests that
+    use it. `max_waiting`: requests that may wait at once for an alias that was never resolved or a version that is not loaded;
+    more are refused with Exhausted (ROUTER_LOOKUPS_BUSY).
 
     An alias that has moved serves what it served until the new version is ready beside it; a canary's share gets the alias' own
     version until the candidate is. `on_fallback` is called for each such request with the model's id, "alias" or "canary", and
     why: LOADING, or the reason the version could not be loaded. `on_stale` is called with the model's id for each request
-    counted in `num_stale_resolutions`.
+    served by what an alias named before the registry went away.
     """
 
     def __init__(
@@ -56,16 +64,30 @@ class RouterStore:
         default_alias: str = DEFAULT_ALIAS,
         unpack: Unpack = unpack_ladder,
         read_blob: ReadBlob | None = None,
+        pools: Pools | None = None,
+        max_waiting: int = MAX_WAITING,
         on_stale: Callable[[str], object] = lambda model_id: None,
         on_fallback: Callable[[str, str, str], object] = lambda model_id, wanted, reason: None,
     ) -> None:
-        self._loader = RouterLoader(registry, capacity=capacity, unpack=unpack, read_blob=read_blob)
-        self._resolutions = Resolutions(registry.target, on_stale=on_stale)
+        self._pools = pools or Pools()
+        self._loader = RouterLoader(
+            registry,
+            capacity=capacity,
+            unpack=unpack,
+            read_blob=read_blob,
+            pools=self._pools,
+            is_kept=self._is_default,
+        )
+        self._resolutions = Resolutions(
+            registry.target, self._pools.known_aliases, self._pools.new_aliases, on_stale=on_stale
+        )
         self._registry = registry
+        self._capacity = capacity
         self._default_alias = default_alias
         self._on_fallback = on_fallback
-        # What each alias served last.
-        self._serving: dict[tuple[str, str], LoadedRouter] = {}
+        self._num_waiting, self._max_waiting = 0, max_waiting
+        # The version that each alias served last; the loader has it, or has given it up.
+        self._serving: Recent[tuple[str, str], int] = Recent(MAX_KNOWN)
 
     def prepare_with(self, model_id: str, prepare: Prepare) -> None:
         """See `RouterLoader.prepare_with`."""
@@ -75,23 +97,18 @@ class RouterStore:
         """Those of one model, by version. From any thread."""
         return self._loader.loaded(model_id)
 
-    @property
-    def num_stale_resolutions(self) -> int:
-        """Requests served by what an alias named before the registry went away."""
-        return self._resolutions.num_stale
-
     async def select(
         self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = ""
     ) -> LoadedRouter:
         """The chosen router, loaded, its digests checked. `request_id` decides whether it is the alias' canary.
 
         A version is immutable, so one that is loaded needs no look at the registry. An alias is resolved for every request;
-        while the registry or its store is away, the version it named last serves on (`num_stale_resolutions`).
+        while the registry or its store is away, the version it named last serves on (`on_stale`).
         Raises NotFound (version or alias), PreconditionFailed (ROUTER_REQUIRED: no choice was made and none is published),
-        RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be).
+        RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be), Exhausted (ROUTER_LOOKUPS_BUSY).
         """
         if choice.version is not None:
-            return await self._loader.get(loaded, choice.version)
+            return await self._get(loaded, choice.version)
         alias = choice.alias or self._default_alias
         resolution = await self._resolve(loaded.model_id, choice.alias)
         canary = resolution.target.canary
@@ -105,27 +122,34 @@ class RouterStore:
     async def refresh(self, loaded: LoadedModel) -> None:
         """Begin to load what the aliases that were asked for name now, canaries included. Never raises NeapError: the next
         request that needs the registry says what is wrong with it."""
-        for model_id, alias in list(self._serving):
-            if model_id != loaded.model_id:
-                continue
+        mine = [
+            (key, version)
+            for key, version in self._serving.newest_first()
+            if key[0] == loaded.model_id
+        ]
+        # Loading more than are kept would only push out what was loaded before.
+        for (model_id, alias), version in mine[: self._capacity]:
             try:
                 # Not as a request would: nobody is served by an old answer here.
-                target = await asyncio.to_thread(self._registry.target, model_id, alias)
+                target = await self._pools.fetches.call(self._registry.target, model_id, alias)
             except NeapError:
                 continue
             published, canary = target.published, target.canary
-            self._loader.get_soon(loaded, published.version, published)
+            # What has not moved and was given up is loaded when it is asked for.
+            if published.version != version:
+                self._loader.get_soon(loaded, published.version, published)
             if canary is not None:
                 self._loader.get_soon(loaded, canary.version)
 
     async def _own(self, loaded: LoadedModel, alias: str, resolution: Resolution) -> LoadedRouter:
         """The alias' own version, or what it served before while that is not ready."""
         published = resolution.target.published
-        serving = self._serving.get((loaded.model_id, alias))
+        key = (loaded.model_id, alias)
+        served = self._serving.get(key)
+        serving = None if served is None else self._loader.find(loaded.model_id, served)
         if serving is None:
-            router = await self._loader.get(loaded, published.version, published)
+            router = await self._get(loaded, published.version, published)
         elif serving.version == published.version:
-            self._loader.find(loaded.model_id, serving.version)  # counts as a use
             router = serving
         else:
             found = self._loader.get_soon(loaded, published.version, published)
@@ -133,13 +157,43 @@ class RouterStore:
                 self._on_fallback(loaded.model_id, ALIAS, found)
                 return serving
             router = found
-        self._serving[loaded.model_id, alias] = router
+        self._serving.set(key, router.version)
         self._resolutions.keep(loaded.model_id, alias, resolution)
         return router
 
-    async def _resolve(self, model_id: str, alias: str | None) -> Resolution:
+    async def _get(
+        self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None
+    ) -> LoadedRouter:
+        router = self._loader.find(loaded.model_id, version)
+        if router is not None:
+            return router
+        with self._one_waiting():
+            return await self._loader.get(loaded, version, published)
+
+    @contextmanager
+    def _one_waiting(self) -> Iterator[None]:
+        if self._num_waiting >= self._max_waiting:
+            raise Exhausted(
+                f"{self._num_waiting} requests wait for the registry; no more are let to wait",
+                reason="ROUTER_LOOKUPS_BUSY",
+                retry_after_s=1.0,
+            )
+        self._num_waiting += 1
         try:
-            return await self._resolutions.resolve(model_id, alias or self._default_alias)
+            yield
+        finally:
+            self._num_waiting -= 1
+
+    def _is_default(self, model_id: str, version: int) -> bool:
+        return self._serving.peek((model_id, self._default_alias)) == version
+
+    async def _resolve(self, model_id: str, alias: str | None) -> Resolution:
+        name = alias or self._default_alias
+        try:
+            if self._resolutions.knows(model_id, name):
+                return await self._resolutions.resolve(model_id, name)
+            with self._one_waiting():
+                return await self._resolutions.resolve(model_id, name)
         except NotFound as error:
             if alias is not None:
                 raise

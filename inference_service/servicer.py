@@ -1,6 +1,5 @@
 """neap.inference.v1 over the engine."""
 
-import asyncio
 import math
 import time
 from collections import Counter
@@ -17,12 +16,13 @@ from inference_service.engine.handle import GenerationHandle
 from inference_service.engine.request import GenerationRequest
 from inference_service.generate_call import GenerateCall
 from inference_service.metrics import WorkerMetrics
+from inference_service.pools import Pools
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_request import published_bound, with_router
 from inference_service.stream import EventStream
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from shared.rpc.callers import client_of
-from shared.rpc.interceptors import annotate_call, current_request_id
+from shared.rpc.interceptors import annotate_call, current_request_id, write_response
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -65,6 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Belongs to one event loop. UNAVAILABLE (reason NOT_READY) until `set_ready`.
 
     `stall_timeout_s`: how long a client may not read before its call is ended with RESOURCE_EXHAUSTED (SLOW_READER).
+    `pools`: those of `routers`, so that a process has each of them once.
     `relaxed_bound`: what shadow checks hold routers to that publish no bound for the policy relaxed; None: they are only counted.
     """
 
@@ -75,7 +76,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         stall_timeout_s: float = 30.0,
         metrics: WorkerMetrics | None = None,
         relaxed_bound: float | None = None,
+        pools: Pools | None = None,
     ) -> None:
+        self._pools = pools or Pools()
         self._routers = routers
         self._metrics = metrics or WorkerMetrics()
         self._stall_timeout_s = stall_timeout_s
@@ -120,7 +123,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: Any,
         call: GenerateCall,
     ) -> None:
-        generation = await asyncio.to_thread(
+        generation = await self._pools.requests.call(
             to_generation_request,
             request,
             engine.loaded,
@@ -140,12 +143,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 annotate_call(served_policy=generation.policy.name)
         stream = EventStream()
         try:
-            handle = await asyncio.to_thread(_submit, engine, generation, router, stream)
+            handle = await self._pools.requests.call(_submit, engine, generation, router, stream)
             call.accepted(handle)
-            await self._write(context, _started(generation, engine, router))
+            await write_response(
+                context, _started(generation, engine, router), self._stall_timeout_s
+            )
             while (event := await stream.next()) is not None:
                 call.event(event)
-                await self._write(context, from_event(event))
+                await write_response(context, from_event(event), self._stall_timeout_s)
         finally:
             # Cancellation and deadline both arrive as CancelledError, wherever this waits.
             stream.close()
@@ -191,15 +196,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 for router in self._routers.loaded(loaded.model_id)
             ],
         )
-
-    async def _write(self, context: Any, response: inference_pb2.GenerateResponse) -> None:
-        try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await context.write(response)
-        except TimeoutError as error:
-            raise Exhausted(
-                f"the client has not read for {self._stall_timeout_s:g} s", reason="SLOW_READER"
-            ) from error
 
 
 def _submit(

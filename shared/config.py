@@ -1,8 +1,8 @@
 """Settings of the two services. This is the only module that reads the environment for them.
 
 Every field has a variable `NEAP_<NAME>`. The listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN` (and
-`NEAP_WORKER_HEALTH_LISTEN`, `NEAP_CALIBRATOR_HEALTH_LISTEN`), so that both services can run from one environment. Lists are
-comma-separated in variables; their flags are repeated. Flags win over variables, variables over defaults.
+`NEAP_WORKER_HEALTH_LISTEN`, `NEAP_CALIBRATOR_HEALTH_LISTEN`, `NEAP_CALIBRATOR_METRICS_LISTEN`), so that both services can run from
+one environment. Lists are comma-separated in variables; their flags are repeated. Flags win over variables, variables over defaults.
 
 `description` of a field is its help text and its entry in docs/settings.md (`python -m shared.settings_reference`): it gives the unit
 and the meaning of the default. `shared.settings_flags` makes the flags.
@@ -26,6 +26,8 @@ from shared.settings_flags import add_flags
 
 B = TypeVar("B", bound=BaseSettings)
 S = TypeVar("S", bound="ServiceSettings")
+METRICS_LISTEN = "Address for Prometheus metrics over HTTP, in plain text. Port 0 picks a free port. Unset: metrics are not served."
+METRICS_LISTEN_PATTERN = r"^$|^.+:[0-9]+$"
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,12 @@ class ServiceSettings(SecuritySettings):
         ge=0,
         allow_inf_nan=False,
         description="Seconds that running calls then get to finish. Calls that are still running afterwards end with UNAVAILABLE (SHUTTING_DOWN).",
+    )
+    request_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds within which an opened call must send its request message. A call that does not is ended (REQUEST_TIMEOUT).",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level of log lines that are written."
@@ -213,15 +221,10 @@ class WorkerSettings(ServiceSettings):
         default="auto",
         description="Compile decoder layers with torch.compile. auto: on a GPU, if compiling works. on: the worker does not start if it fails.",
     )
-    exit_decisions: Literal["host", "device"] = Field(
-        default="host",
-        description="Who decides which tokens go on between a router's exits. host: the host, which reads once per exit. device: conditional nodes "
-        "of CUDA graphs.",
-    )
     max_routers: int = Field(
         default=4,
         ge=1,
-        description="Most routers kept in memory. The least recently used one is dropped first.",
+        description="Most routers in memory. The least recently used one is dropped first, those of the default alias last.",
     )
     stall_timeout_s: float = Field(
         default=30.0,
@@ -231,8 +234,8 @@ class WorkerSettings(ServiceSettings):
     )
     metrics_listen: str = Field(
         default="",
-        pattern=r"^$|^.+:[0-9]+$",
-        description="Address for Prometheus metrics over HTTP, in plain text. Port 0 picks a free port. Unset: metrics are not served.",
+        pattern=METRICS_LISTEN_PATTERN,
+        description=METRICS_LISTEN,
     )
     router_cache_mb: int = Field(
         default=1024,
@@ -280,14 +283,42 @@ class CalibratorSettings(ServiceSettings):
         "no file may be read.",
         json_schema_extra={"metavar": "FOLDER"},
     )
+    hub_datasets: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=("*",),
+        description="Dataset of the Hugging Face Hub that a calibration may read: a name or a pattern such as owner/*. * allows any public dataset; "
+        "none, or an empty variable, forbids all datasets. May be repeated; the variable takes a comma-separated list.",
+        json_schema_extra={"metavar": "PATTERN"},
+    )
     max_queued_jobs: int = Field(
         default=16, ge=1, description="Most jobs that wait to be run. Further jobs are refused."
+    )
+    metrics_listen: str = Field(
+        default="",
+        pattern=METRICS_LISTEN_PATTERN,
+        validation_alias="NEAP_CALIBRATOR_METRICS_LISTEN",
+        description=METRICS_LISTEN,
+    )
+    max_time_budget_s: float = Field(
+        default=604_800.0,
+        gt=0,
+        le=315_576_000_000,
+        description="Longest duration in seconds that a job may ask for. Jobs that ask for more are refused. The default is a week.",
     )
 
     @field_validator("text_folders", mode="before")
     @classmethod
     def _folders_from_text(cls, value: Any) -> Any:
         return _listed(value)
+
+    @field_validator("hub_datasets", mode="before")
+    @classmethod
+    def _datasets_from_text(cls, value: Any) -> Any:
+        patterns = list(_listed(value))
+        if "none" not in patterns:
+            return patterns
+        if len(patterns) > 1:
+            raise ValueError("none cannot be combined with names of datasets")
+        return ()
 
 
 def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] | None = None) -> S:

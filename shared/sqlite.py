@@ -4,17 +4,16 @@ WAL and `synchronous=FULL`: what a transaction committed survives a power cut, a
 processes may open the same file; within a process one connection is shared by all threads, one transaction at a time.
 """
 
-import fcntl
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shared.errors import Corrupt, Exhausted, NeapError, PreconditionFailed, Unavailable
-
-BUSY_TIMEOUT_S = 30.0
+from shared.file_lock import file_lock
+from shared.timeouts import DATABASE_BUSY_S
 
 
 def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
@@ -44,9 +43,11 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
 
 class Database:
     """`schema` is executed once on a new file, whose `user_version` becomes `schema_version`. `migrations[n]` takes a file of
-    version n to n + 1.
+    version n to n + 1. `before_create` is called before that is done to a new file, and may raise. `check_pages`: read the whole
+    file once and see whether it is sound.
 
-    Raises PreconditionFailed (reason SCHEMA_TOO_NEW, FOREIGN_DATABASE), Corrupt, Exhausted, Unavailable.
+    Raises PreconditionFailed (reason SCHEMA_TOO_NEW, FOREIGN_DATABASE), Corrupt, Exhausted, Unavailable (DATABASE_BUSY, LOCKED,
+    DATABASE_REPLACED: the file was removed or replaced since it was opened).
     """
 
     def __init__(
@@ -57,22 +58,44 @@ class Database:
         schema_version: int,
         application_id: int,
         migrations: Mapping[int, str] | None = None,
+        before_create: Callable[[], None] = lambda: None,
+        check_pages: bool = False,
     ) -> None:
         self.path = path
         self._lock = threading.RLock()
+        self._before_create = before_create
         # Two processes that create the same file at once: switching to WAL ignores the busy timeout, so a lock file it is.
-        with path.with_name(path.name + ".lock").open("w") as guard:
-            fcntl.flock(guard, fcntl.LOCK_EX)
+        with file_lock(path.with_name(path.name + ".lock")):
             with self._errors():
                 self._connection = sqlite3.connect(
-                    path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                    path, timeout=DATABASE_BUSY_S, isolation_level=None, check_same_thread=False
                 )
                 self._connection.row_factory = sqlite3.Row
             try:
                 self._prepare(schema, schema_version, application_id, migrations or {})
+                if check_pages:
+                    self._check_pages()
             except BaseException:
                 self._connection.close()
                 raise
+
+    def _check_pages(self) -> None:
+        with self._errors():
+            found = self._pragma("quick_check(1)")
+        if found != "ok":
+            raise Corrupt(
+                f"{self.path.name} is not a sound SQLite database",
+                metadata={"file": self.path.name, "sqlite_error": str(found)[:200]},
+            )
+
+    def _check_file(self) -> None:
+        # SQLite goes on with a file that was removed or replaced, and what it writes is lost with it.
+        if _identity(self.path) != self._file:
+            raise Unavailable(
+                f"{self.path} was removed or replaced while it was in use: restart this process",
+                reason="DATABASE_REPLACED",
+                metadata={"file": self.path.name},
+            )
 
     def _prepare(
         self,
@@ -85,6 +108,7 @@ class Database:
             found_application = int(self._pragma("application_id"))
             found_version = int(self._pragma("user_version"))
             tables = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        self._file = _identity(self.path)  # SQLite opens it with the first question
         if tables and found_application != application_id:
             raise PreconditionFailed(
                 f"{self.path} is a SQLite database of another program", reason="FOREIGN_DATABASE"
@@ -96,6 +120,8 @@ class Database:
                 reason="SCHEMA_TOO_NEW",
                 metadata={"found": str(found_version), "supported": str(schema_version)},
             )
+        if not tables:
+            self._before_create()
         with self._errors():
             self._pragma("journal_mode = WAL")
             self._pragma("synchronous = FULL")
@@ -124,6 +150,7 @@ class Database:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """A write transaction: everything inside or nothing. Raises Exhausted (reason DISK_FULL), Unavailable, Corrupt."""
         with self._lock, self._errors():
+            self._check_file()
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -137,6 +164,7 @@ class Database:
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """All rows of a read."""
         with self._lock, self._errors():
+            self._check_file()
             return self._connection.execute(query, parameters).fetchall()
 
     def row(self, query: str, parameters: Sequence[Any] = ()) -> sqlite3.Row | None:
@@ -148,3 +176,11 @@ class Database:
         """Idempotent."""
         with self._lock:
             self._connection.close()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -7,6 +7,8 @@ from shared.errors import Exhausted, NeapError, Unavailable
 # EFBIG: a file size limit of the process or the file system.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
+_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+
 
 def storage_error(error: OSError, what: str, *, place: str) -> NeapError:
     """`Exhausted` (DISK_FULL) or `Unavailable` (STORAGE_UNAVAILABLE); its text stays in the chained exception.
@@ -18,6 +20,12 @@ def storage_error(error: OSError, what: str, *, place: str) -> NeapError:
         return Exhausted(
             f"no space left in {place} for {what}; nothing was published",
             reason="DISK_FULL",
+            metadata={"errno": name},
+        )
+    if error.errno in _REFUSED:
+        return Unavailable(
+            f"{place} may not be used for {what} ({name}): it is read-only, or another user's",
+            reason="STORAGE_UNAVAILABLE",
             metadata={"errno": name},
         )
     return Unavailable(

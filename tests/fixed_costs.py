@@ -1,19 +1,27 @@
 """Costs that do not depend on how fast this machine is today."""
 
+from collections.abc import Generator
+
 import pytest
 
-from inference_service.engine import bindings, engine
+from inference_service.engine import bindings, loop
 from inference_service.engine.planner import ExitCost
+from shared.ladder.ladder import BoundLadder
+from shared.ladder.rungs import Draft
+from shared.model.runner import DepthRunner
 
 
 def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here drafting always pays."""
     monkeypatch.setattr(
-        engine, "measure_deep", lambda runner: tuple(1.0 + 0.001 * n for n in range(9))
+        loop, "measure_deep", lambda runner, **_: tuple(1.0 + 0.001 * n for n in range(9))
     )
-    monkeypatch.setattr(engine, "measure_wide", lambda runner, deep: ())
-    monkeypatch.setattr(
-        bindings,
-        "measure_exits",
-        lambda runner, ladder: (ExitCost(0.001, 0.0001),) * len(ladder.depths),
-    )
+    monkeypatch.setattr(loop, "measure_wide", lambda runner, deep, **_: ())
+    monkeypatch.setattr(bindings, "exit_timings", _exit_timings)
+
+
+def _exit_timings(
+    runner: DepthRunner, ladder: BoundLadder
+) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+    yield from ()
+    return (ExitCost(0.001, 0.0001),) * len(ladder.depths)

@@ -101,6 +101,40 @@ def _scalar(field: FieldDescriptor, chance: random.Random) -> Any:
     return chance.choice((0, 1, 2, 3, 7, 100, 1 << 16, low, high, chance.randint(low, high)))
 
 
+def extremes(message: Any) -> Iterator[tuple[str, Any]]:
+    """(what, copy) of a valid message with one number, enum or flag at an extreme, in the messages it holds, too."""
+    for field in message.DESCRIPTOR.fields:
+        if field.message_type is not None:
+            if field.is_repeated or (field.containing_oneof and not message.HasField(field.name)):
+                continue
+            for what, inner in extremes(getattr(message, field.name)):
+                changed = _copy(message)
+                getattr(changed, field.name).CopyFrom(inner)
+                yield f"{field.name}.{what}", changed
+            continue
+        for value in _EXTREMES.get(field.cpp_type, ()):
+            changed = _copy(message)
+            if field.is_repeated:
+                getattr(changed, field.name)[:] = [value]
+            else:
+                setattr(changed, field.name, value)
+            yield f"{field.name}={value}", changed
+
+
+def _copy(message: Any) -> Any:
+    copied = type(message)()
+    copied.CopyFrom(message)
+    return copied
+
+
+_EXTREMES: dict[int, tuple[Any, ...]] = {
+    FieldDescriptor.CPPTYPE_DOUBLE: (*_FLOATS, -1e308),
+    FieldDescriptor.CPPTYPE_FLOAT: (math.inf, -math.inf, math.nan),
+    FieldDescriptor.CPPTYPE_ENUM: (-1, 77, 2**31 - 1),
+    **{kind: (low, high) for kind, (low, high) in _WIDTHS.items()},
+}
+
+
 def mutated(data: bytes, chance: random.Random) -> bytes:
     """`data` with some of its bits flipped, cut, doubled, replaced or moved."""
     out = bytearray(data)

@@ -10,11 +10,19 @@ from shared.ladder.routers import DepthRouter
 from shared.model.load import LoadedModel
 
 
-def random_ladder(loaded: LoadedModel, seed: int, depths: Sequence[int] = (0, 2)) -> Ladder:
-    """Routers are unsure of this and sure of that; every second token of the vocabulary can be drafted."""
+def random_ladder(
+    loaded: LoadedModel, seed: int, depths: Sequence[int] = (0, 2), *, agreement: float = 0.0
+) -> Ladder:
+    """Routers are unsure of this and sure of that; every second token of the vocabulary can be drafted.
+
+    `agreement` is what a planner expects of each exit.
+    """
     torch.manual_seed(seed)
     width = loaded.hidden_size
-    exits = [LayerExit(d, ExitHead("gated", width, width, 8), DepthRouter(width, 8)) for d in depths]  # fmt: skip
+    exits = [
+        LayerExit(d, ExitHead("gated", width, width, 8), DepthRouter(width, 8), agreement)
+        for d in depths
+    ]
     for layer_exit in exits:
         for parameter in layer_exit.router.parameters():
             torch.nn.init.normal_(parameter)

@@ -1,7 +1,7 @@
 """A recorder for tests that is as strict on a CPU as a CUDA graph is on a GPU."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,13 +23,11 @@ class TracingRecorder:
     Tensors that were there before keep their places; those that arise come anew in each replay, and what the recording itself
     made of them is wrecked: so a number that Python computed, a tensor that it made, a result that was not written to its place
     is the wrong number ever after. Reading a number on the host, sizes that depend on numbers and random draws are refused.
-    `executed` counts the operators of all replays. `composes`: what stands behind a condition runs as a device would have it.
     """
 
     records = True
 
-    def __init__(self, *, composes: bool = False) -> None:
-        self.composes = composes
+    def __init__(self) -> None:
         self.executed: Counter[str] = Counter()
         self.num_recorded = 0
 
@@ -42,21 +40,6 @@ class TracingRecorder:
         def replay() -> None:
             with torch.inference_mode():
                 self.executed.update(trace.replay())
-
-        return replay
-
-    def compose(
-        self, recordings: Sequence[Callable[[], None]], counts: Sequence[Tensor]
-    ) -> Callable[[], None]:
-        assert self.composes
-        assert len(recordings) == len(counts) + 1
-
-        def replay() -> None:
-            recordings[0]()
-            for recording, count in zip(recordings[1:], counts, strict=True):
-                if not count.item() > 0:
-                    break
-                recording()
 
         return replay
 

@@ -1,6 +1,6 @@
 """A ladder whose drafts the test writes: right ones, wrong ones, at any depth."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,7 +27,6 @@ class ScriptedLadder:
         self.exits = exits
         self.depths = tuple(depths)
         self.layout = self.depths
-        self.walk = None
         self.agreements = (1.0,) * len(self.depths)
         self.fingerprint = fingerprint
         self.seen_states: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []
@@ -40,9 +39,6 @@ class ScriptedLadder:
 
     def bind(self, runner: DepthRunner) -> "ScriptedLadder":
         return self
-
-    def prepare(self) -> Iterator[None]:
-        return iter(())
 
     def new_sequence(self, prompt: Sequence[int]) -> "ScriptedLadder":
         self.context = list(prompt)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inference_service.engine.engine import Engine
 from inference_service.metrics import WorkerMetrics
+from inference_service.pools import Pools
 from inference_service.routers import RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.ladder.ladder import Ladder, ModelIdentity
@@ -95,9 +96,10 @@ def serving(
 
     async def serve() -> None:
         state.loop, state.finish = asyncio.get_running_loop(), asyncio.Event()
-        state.store = RouterStore(registry, **store_options)
+        pools = Pools()
+        state.store = RouterStore(registry, pools=pools, **store_options)
         state.servicer = InferenceServicer(
-            state.store, stall_timeout_s=stall_timeout_s, metrics=metrics
+            state.store, stall_timeout_s=stall_timeout_s, metrics=metrics, pools=pools
         )
         state.servicer.add_model(
             engine, max_active=max_active, max_active_per_client=max_active_per_client
@@ -112,6 +114,7 @@ def serving(
         started.set()
         await state.finish.wait()
         await server.grpc_server.stop(None)
+        pools.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()

@@ -46,6 +46,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of plain text as a worker reads it: with the special tokens that the tokenizer puts around a text."""
+    ids: list[int] = tokenizer(text)["input_ids"]
+    return ids
+
+
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[tuple[str, str]]) -> str:
     rendered = tokenizer.apply_chat_template(
         [{"role": role, "content": text} for role, text in messages],

@@ -25,6 +25,8 @@ from shared.model.runner import DepthRunner
 MAX_JUDGED_TOKENS = 100_000
 # A model that only ever repeats itself would write for ever: after so many known sequences in a row, that was all.
 MAX_STALE_SEQUENCES = 2000
+# Of the work for a token of generated text, what is done when it is written; what is left is one pass over many at once.
+WRITING_SHARE = 0.9
 
 
 class Material:
@@ -52,6 +54,8 @@ class Material:
         self.builder = SuccessorBuilder()
         self.splitter = Splitter()
         self.selfgen, self.risk_prompts = self._prompts()
+        # Tokens dealt to the splits, and those of the shard that is being written.
+        self._num_queued = self._num_writing = 0
         self._frequencies = torch.zeros(run.loaded.vocabulary_size, dtype=torch.long)
 
     def chunks(self, split: Split) -> list[Path]:
@@ -78,16 +82,16 @@ class Material:
         def is_late() -> bool:
             return run.elapsed_s() > 0.85 * COLLECTING_ENDS * run.plan.budget_s
 
-        num_queued = num_stale = 0
+        num_stale = 0
         for sequence in self._sequences(is_late):
             split = self.splitter.deal(sequence)
             num_stale = 0 if split is not None else num_stale + 1
             if split is not None:
-                num_queued += len(sequence.tokens) - sequence.answer_start or len(sequence.tokens)
+                self._num_queued += sequence.num_answer_tokens or len(sequence.tokens)
                 self._take(split, self._collector.add(split, sequence))
                 self._tell()
             if (
-                num_queued >= run.plan.max_tokens
+                self._num_queued >= run.plan.max_tokens
                 or num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.rows)
                 or self._is_over(is_late)
             ):
@@ -109,6 +113,7 @@ class Material:
             should_stop=run.should_stop, is_late=is_late, on_tokens=self._on_generated
         )
         for shard in shards:
+            self._num_writing = 0
             yield from shard
 
     def _prompts(self) -> tuple[SelfgenConfig | None, tuple[str, ...]]:
@@ -126,13 +131,21 @@ class Material:
     def _on_generated(self, num_tokens: int) -> None:
         figures = self._run.figures
         figures["generated_tokens"] = figures.get("generated_tokens", 0.0) + num_tokens
+        self._num_writing += num_tokens
         self._tell()
 
     def _tell(self) -> None:
         run, total = self._run, sum(self.num_tokens.values())
         run.figures["tokens"] = float(total)
         by_time = run.elapsed_s() / (COLLECTING_ENDS * run.plan.budget_s)
-        by_tokens = total / run.plan.max_tokens
+        done, aim = float(total), run.plan.max_tokens
+        if self.selfgen is not None:
+            # Hours may pass until the first shard is whole: what is written of it counts.
+            if self.selfgen.prompts:
+                aim = min(aim, len(self.selfgen.prompts) * self.selfgen.max_new_tokens)
+            written = min(self._num_queued + self._num_writing, aim)
+            done = WRITING_SHARE * written + (1 - WRITING_SHARE) * total
+        by_tokens = done / aim
         run.tell("collecting", COLLECTING_ENDS * min(1.0, max(by_time, by_tokens)))
 
     def _is_over(self, is_late: Callable[[], bool]) -> bool:

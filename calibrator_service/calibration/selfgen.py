@@ -19,8 +19,8 @@ from calibrator_service.calibration import seed_prompts
 from calibrator_service.calibration.batch_decode import DecodeParams, decode_batch
 from calibrator_service.calibration.chat import (
     UserTurn,
-    encode,
     encode_chat,
+    encode_text,
     has_chat_template,
     user_turn,
 )
@@ -197,7 +197,7 @@ class SelfGenerator:
         assert tokenizer is not None
         if self._is_chat:
             return encode_chat(tokenizer, messages)
-        return encode(tokenizer, messages[-1][1])
+        return encode_text(tokenizer, messages[-1][1])
 
     def _decode_text(self, tokens: Sequence[int]) -> str:
         tokenizer = self._loaded.tokenizer

@@ -1,54 +1,60 @@
 """Text that is given: files and datasets, tokenised and cut into sequences. Never replaced by another text."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from calibrator_service.calibration.documents import (
+    Document,
+    json_documents,
+    pieces,
+    text_documents,
+)
+from calibrator_service.calibration.hub import hub_texts
 from calibrator_service.calibration.shards import TokenSequence
 from calibrator_service.calibration.spec import HubDataset, TextFile
-from shared.errors import InvalidInput, NotFound, Unavailable
+from shared.errors import InvalidInput, NotFound
 from shared.model.load import LoadedModel
 
 SEQUENCE_TOKENS = 256
 MIN_SEQUENCE_TOKENS = 16
-# Documents are tokenised in pieces, so that one huge line does not decide the memory.
-MAX_PIECE_CHARACTERS = 100_000
 
 
 def text_sequences(loaded: LoadedModel, source: TextFile | HubDataset) -> Iterator[TokenSequence]:
-    """The source's documents packed into sequences of SEQUENCE_TOKENS tokens.
+    """The source's documents packed into sequences of SEQUENCE_TOKENS tokens, the model's end of sequence behind each document.
 
-    Raises `NotFound` (FILE_NOT_FOUND, DATASET_NOT_FOUND), `Unavailable` (DATASET_UNAVAILABLE) and `InvalidInput` (a file that is no
-    text, a field that is not there).
+    A document is a .txt file, a line of a .jsonl file, or a row of a dataset. Raises `NotFound` (FILE_NOT_FOUND), what
+    `documents` raises for a file that is no text, and what `hub_texts` raises.
     """
     if loaded.tokenizer is None:
         raise InvalidInput("text was given, but the model has no tokenizer")
-    documents = _file(source) if isinstance(source, TextFile) else _dataset(source)
+    documents = _file(source) if isinstance(source, TextFile) else map(pieces, hub_texts(source))
     length = min(SEQUENCE_TOKENS, loaded.context_length)
     return _pack(loaded.tokenizer, documents, length)
 
 
 def _pack(
-    tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], length: int
+    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], length: int
 ) -> Iterator[TokenSequence]:
     buffer: list[int] = []
     separator = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     for document in documents:
-        for start in range(0, len(document), MAX_PIECE_CHARACTERS):
-            piece = document[start : start + MAX_PIECE_CHARACTERS]
-            buffer += tokenizer(piece, add_special_tokens=False)["input_ids"]
+        is_empty = True
+        for piece in document:
+            tokens: list[int] = tokenizer(piece, add_special_tokens=False)["input_ids"]
+            buffer += tokens
+            is_empty = is_empty and not tokens
             while len(buffer) >= length:
                 yield TokenSequence(tuple(buffer[:length]), length)
                 del buffer[:length]
-        if buffer:
+        if not is_empty:
             buffer += separator
     if len(buffer) >= min(MIN_SEQUENCE_TOKENS, length):
         yield TokenSequence(tuple(buffer), len(buffer))
 
 
-def _file(source: TextFile) -> Iterator[str]:
+def _file(source: TextFile) -> Iterator[Document]:
     path = Path(source.path)
     if path.suffix not in (".txt", ".jsonl"):
         raise InvalidInput(
@@ -56,76 +62,6 @@ def _file(source: TextFile) -> Iterator[str]:
         )
     if not path.is_file():
         raise NotFound(f"there is no file {source.path}", reason="FILE_NOT_FOUND")
-    return _lines(path, source.field or "text")
-
-
-def _lines(path: Path, field: str) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                yield line if path.suffix == ".txt" else _field(line, field, f"line {number}")
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path.name} is not UTF-8", reason="NOT_UTF8") from error
-    except PermissionError as error:
-        raise InvalidInput(f"{path.name} may not be read", reason="FILE_UNREADABLE") from error
-
-
-def _field(line: str, field: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidInput(f"{where} is not JSON", reason="NOT_JSON") from error
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise InvalidInput(f"{where} has no text in the field {field!r}", reason="FIELD_NOT_FOUND")
-    return text
-
-
-def _dataset(source: HubDataset) -> Iterator[str]:
-    # Imported here: it takes seconds, and most calibrations need no dataset.
-    import datasets
-
-    missing = NotFound(
-        f"there is no dataset {source.name!r} that can be read", reason="DATASET_NOT_FOUND"
-    )
-    unreachable = Unavailable(
-        f"dataset {source.name!r} cannot be reached", reason="DATASET_UNAVAILABLE"
-    )
-    try:
-        rows = datasets.load_dataset(
-            source.name, source.config or None, split=source.split or "train", streaming=True
-        )
-    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError) as error:
-        raise missing from error
-    except ValueError as error:
-        raise InvalidInput(
-            f"dataset {source.name!r} has no such configuration or split",
-            reason="DATASET_CONFIG_NOT_FOUND",
-        ) from error
-    except (OSError, RuntimeError) as error:
-        raise unreachable from error
-    return _rows(rows, source, unreachable)
-
-
-def _rows(
-    rows: Iterable[dict[str, object]], source: HubDataset, unreachable: Unavailable
-) -> Iterator[str]:
-    field = source.field or "text"
-    iterator = iter(rows)
-    while True:
-        try:
-            row = next(iterator, None)
-        except (OSError, RuntimeError) as error:
-            raise unreachable from error
-        if row is None:
-            return
-        text = row.get(field)
-        if not isinstance(text, str):
-            raise InvalidInput(
-                f"dataset {source.name!r} has no text in the column {field!r}",
-                reason="FIELD_NOT_FOUND",
-            )
-        if text.strip():
-            yield text
+    if path.suffix == ".txt":
+        return text_documents(path)
+    return json_documents(path, source.field or "text")

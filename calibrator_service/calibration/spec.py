@@ -40,12 +40,13 @@ class TextFile:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the Hugging Face hub, streamed."""
+    """A dataset of the Hugging Face hub, streamed. `public_only`: read without this machine's token."""
 
     name: str
     config: str = ""
     split: str = "train"
     field: str = "text"
+    public_only: bool = False
 
 
 Source = SelfGenerated | TextFile | HubDataset

@@ -1,4 +1,4 @@
-// Chooses the instruction set at run time, so that one library serves every machine of its architecture.
+// Chooses the instruction set at run time, so that one library works on every machine of its architecture.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -20,14 +20,14 @@ namespace {
 std::atomic<const Kernels*> chosen{nullptr};
 
 #if defined(__x86_64__)
-// Not known to __builtin_cpu_supports in every compiler.
+// Needed because some compilers' __builtin_cpu_supports does not know F16C.
 bool has_f16c() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
 #endif
 
-// Best first; null where this machine lacks the instruction set.
+// The kernels of the rank-th best instruction set, or null if this machine does not have it.
 const Kernels* candidate(int rank) {
 #if defined(__x86_64__)
   __builtin_cpu_init();

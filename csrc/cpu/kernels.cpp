@@ -1,12 +1,12 @@
-// One instruction set's table. Compiled once per set, with that set's flags: see shared/ops/build.py.
+// The table of kernels of one instruction set. Compiled once per set, with that set's flags: see shared/ops/build.py.
 #include "../include/attention.h"
+#include "../include/choose.h"
 #include "../include/draft_top.h"
 #include "../include/exit_head.h"
 #include "../include/linear.h"
 #include "../include/place.h"
 #include "../include/route.h"
 #include "../include/rowwise.h"
-#include "../include/verify.h"
 
 namespace neap::NEAP_ISA {
 
@@ -14,7 +14,7 @@ const Kernels& table() {
   static constexpr Kernels kernels = {
       NEAP_STRINGIFY(NEAP_ISA), pack, linear_items, linear, rms_norm, rotary, place,
       attention_scratch, attention, attention_split, attention_join,
-      kDotRows, row_dots, norm, exit_gate, exit_finish, draft_blocks, draft_join, route_finish, verify,
+      kDotRows, row_dots, norm, exit_gate, exit_finish, draft_blocks, draft_join, route_finish, choose,
   };
   return kernels;
 }

@@ -1,7 +1,8 @@
-// The launches. One translation unit for all but attention: the compiler reads CUDA's headers once per architecture, which is most of its time.
+// The launches of all kernels but paged attention. They share one translation unit because most of nvcc's time goes into reading
+// CUDA's headers, once per unit and architecture.
 #include <type_traits>
 
-#include "../include/batches.cuh"
+#include "../include/choose.cuh"
 #include "../include/draft_top.cuh"
 #include "../include/exit_head.cuh"
 #include "../include/route.cuh"
@@ -74,39 +75,20 @@ int launch_route_of(const RouteArgs& args, void* stream) {
 }  // namespace
 
 int launch_route(const RouteArgs& args, void* stream) {
-  if (args.tokens == 0) return (int)cudaMemsetAsync(args.num_stays, 0, sizeof(int64_t), (cudaStream_t)stream);
   return with_element(args.hidden.dtype, [&](auto* w) {
     using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
     return args.dtype == kFloat32 ? launch_route_of<float, W>(args, stream) : launch_route_of<W, W>(args, stream);
   });
 }
 
-int launch_row_copy(const RowCopyArgs& args, void* stream) {
-  const uint64_t steps = (uint64_t)args.from | (uint64_t)args.to | (uint64_t)args.from_stride | (uint64_t)args.to_stride | (uint64_t)args.row_bytes;
+int launch_choose(const ChoiceArgs& args, void* stream) {
   const unsigned rows = (unsigned)args.rows;
-  if (steps % 16 == 0) {
-    NEAP_LAUNCH(row_copy_kernel<Sixteen>, rows, kThreads, stream, args);
-  } else if (steps % 4 == 0) {
-    NEAP_LAUNCH(row_copy_kernel<uint32_t>, rows, kThreads, stream, args);
-  } else {
-    NEAP_LAUNCH(row_copy_kernel<uint8_t>, rows, kThreads, stream, args);
+  switch (args.type) {
+    case kWeights32: NEAP_LAUNCH(choose_kernel<float>, rows, kChoiceThreads, stream, args); break;
+    case kWeights16: NEAP_LAUNCH(choose_kernel<Half>, rows, kChoiceThreads, stream, args); break;
+    case kWeightsB16: NEAP_LAUNCH(choose_kernel<Bfloat>, rows, kChoiceThreads, stream, args); break;
+    case kWeights64: NEAP_LAUNCH(choose_kernel<double>, rows, kChoiceThreads, stream, args); break;
   }
-  return (int)cudaGetLastError();
-}
-
-int launch_verify(const VerifyArgs& args, void* stream) {
-  const unsigned rows = (unsigned)args.rows;
-  if (rows) {
-    switch (args.type) {
-      case kWeights32: NEAP_LAUNCH(choose_kernel<float>, rows, kChoiceThreads, stream, args); break;
-      case kWeights16: NEAP_LAUNCH(choose_kernel<Half>, rows, kChoiceThreads, stream, args); break;
-      case kWeightsB16: NEAP_LAUNCH(choose_kernel<Bfloat>, rows, kChoiceThreads, stream, args); break;
-      case kWeights64: NEAP_LAUNCH(choose_kernel<double>, rows, kChoiceThreads, stream, args); break;
-    }
-    if (const int code = (int)cudaGetLastError()) return code;
-  }
-  if (args.sequences == 0) return 0;
-  NEAP_LAUNCH(accept_kernel, blocks_of(args.sequences, kThreads), kThreads, stream, args);
   return (int)cudaGetLastError();
 }
 

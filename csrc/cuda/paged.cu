@@ -1,4 +1,4 @@
-// The launches of attention over pages: apart from the others, as they take as long to compile as all of these.
+// The launches of paged attention. In a file of their own, because they take as long to compile as all other kernels together.
 #include <type_traits>
 
 #include "../include/paged.cuh"
@@ -26,7 +26,7 @@ int launch_paged_of(const PagedArgs& args, const PagedPlan& plan, void* stream) 
     NEAP_LAUNCH((paged_attention_kernel<E, 1, kSize>), grid, kThreads, stream, args);
     return (int)cudaGetLastError();
   }
-  // See paged_plan: what it never asks for is not compiled.
+  // Only the combinations that paged_plan can return are compiled.
   if constexpr (kSize > 1)
     if (plan.heads == 4) {
       NEAP_LAUNCH((paged_attention_kernel<E, 4, kSize>), grid, kThreads, stream, args);

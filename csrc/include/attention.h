@@ -1,10 +1,11 @@
-// Attention over a preallocated cache: fp32, grouped heads read in place, softmax taken 256 keys at a time.
+// Attention over a preallocated cache: float32, grouped heads read in place, softmax over blocks of 256 keys.
 //
-// Keys are cut into blocks counted from key 0. A block yields, per row, its maximum, its sum of exponentials and its
-// weighted values; blocks join in order. What a row gets from a block depends on its own keys alone: keys past its end
-// weigh exactly 0, which changes no bit of a sum. So a result is the same for any number of queries in the pass, any
-// longer view of the cache and any number of threads, and blocks may be computed apart (attention_split) and joined
-// later (attention_join). Online softmax as in FlashAttention (2205.14135), split keys as in Flash-Decoding.
+// Keys are cut into blocks, counted from key 0. A block yields, per row (a query of one head), the maximum score, the sum of
+// exponentials and the weighted sum of values. Blocks are joined in order. A row's result of a block depends on the keys that the row
+// sees alone: later keys get a weight of exactly 0, which changes no bit of a sum. So a row's result does not depend on the number of
+// queries in the pass, the length of the cache beyond the row's keys, or the number of threads. Blocks may also be computed separately
+// (attention_split) and joined later (attention_join). Online softmax as in FlashAttention (2205.14135), split keys as in
+// Flash-Decoding.
 #pragma once
 #include "attention_block.h"
 
@@ -18,6 +19,7 @@ inline void begin_rows(const AttentionArgs& a, const QueryTile& t, const Scratch
   for (int64_t i = 0; i < t.rows * padded_width(a); ++i) s.total[i] = 0.f;
 }
 
+// Adds a block's maximum, sum and values to the running ones of a row: one step of the online softmax.
 inline void join_row(int64_t width, const float* block, float block_max, float block_sum, float* total, float* total_max, float* total_sum) {
   if (block_max == kMinusInfinity) return;
   const float largest = block_max > *total_max ? block_max : *total_max;
@@ -31,7 +33,7 @@ inline void finish_rows(const AttentionArgs& a, const QueryTile& t, const Scratc
   for (int64_t row = 0; row < t.rows; ++row) {
     const int64_t head = t.kv_head * t.group + row % t.group, query = t.query + row / t.group;
     float* out = a.out + ((t.batch * a.queries + query) * a.heads + head) * a.value_width;
-    const float inverse = s.total_sum[row] > 0.f ? 1.f / s.total_sum[row] : s.total_sum[row];  // 0 stays 0, NaN shows
+    const float inverse = s.total_sum[row] > 0.f ? 1.f / s.total_sum[row] : s.total_sum[row];  // 0 stays 0; NaN is passed on
     const float* total = s.total + row * padded_width(a);
     for (int64_t i = 0; i < a.value_width; ++i) out[i] = total[i] * inverse;
   }

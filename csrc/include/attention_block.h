@@ -1,4 +1,4 @@
-// One tile of queries against one block of keys: scores, softmax and weighted values. Why blocks, see attention.h.
+// One tile of queries against one block of keys: scores, softmax and weighted values. attention.h explains the blocks.
 #pragma once
 #include "tile.h"
 
@@ -19,6 +19,7 @@ inline int64_t tile_queries(const AttentionArgs& a) { return max64(1, kQueryRows
 inline int64_t query_tiles(const AttentionArgs& a) { return ceil_div(a.queries, tile_queries(a)); }
 inline int64_t padded_width(const AttentionArgs& a) { return ceil_div(a.value_width, kPanel) * kPanel; }
 
+// Points `s` at pieces of the memory at `base` and returns their total size in floats. A null `base` gives the size alone.
 inline int64_t lay_out(const AttentionArgs& a, float* base, Scratch* s) {
   const int64_t rows = tile_queries(a) * (a.heads / a.kv_heads), padded_rows = ceil_div(rows, kPanel) * kPanel;
   float* p = base;
@@ -43,7 +44,7 @@ inline int64_t attention_scratch(const AttentionArgs& args) {
 
 inline QueryTile query_tile(const AttentionArgs& a, int64_t item) {
   const int64_t tiles = query_tiles(a), head = item / tiles, place = item % tiles;
-  // Causal tiles grow along the sequence: dealt alternately from both ends, so that threads get equal shares.
+  // Later causal tiles see more keys. Items take tiles alternately from both ends, so that consecutive ranges have about equal work.
   const int64_t index = place % 2 ? tiles - 1 - place / 2 : place / 2;
   QueryTile t;
   t.batch = head / a.kv_heads;
@@ -56,7 +57,7 @@ inline QueryTile query_tile(const AttentionArgs& a, int64_t item) {
   return t;
 }
 
-// q rows in order (query, head of the group), contiguous.
+// Copies the tile's queries to contiguous rows, in the order (query, head of the group).
 inline void gather_queries(const AttentionArgs& a, const QueryTile& t, float* out) {
   for (int64_t j = 0; j < t.queries; ++j)
     for (int64_t g = 0; g < t.group; ++g) {
@@ -68,7 +69,7 @@ inline void gather_queries(const AttentionArgs& a, const QueryTile& t, float* ou
 typedef float Quad __attribute__((vector_size(16)));
 typedef float UnalignedQuad __attribute__((vector_size(16), aligned(4), may_alias));
 
-// count keys [count, width] -> panels [ceil(count / 16)][width][16], zero padded.
+// Packs keys [count, width] into panels [ceil(count / 16)][width][16], padded with zeros.
 inline void pack_keys(const float* k, int64_t k_row, int64_t count, int64_t width, float* out) {
   for (int64_t panel = 0; panel * kPanel < count; ++panel, out += width * kPanel)
     for (int64_t c = 0; c < kPanel; c += 4) {
@@ -111,7 +112,8 @@ void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
       }
 }
 
-// Scores of one row -> weights, in place; keys from `visible` on weigh 0. `mask` is of this row and block, or null.
+// Turns the scores of one row into softmax weights, in place. Keys from `visible` on get weight 0. `mask`: the mask's part for this row
+// and block, or null.
 inline void softmax_row(const AttentionArgs& a, float* s, int64_t count, int64_t visible, const uint8_t* mask, float* max_out, float* sum_out) {
   const int64_t padded = ceil_div(count, kPanel) * kPanel;
   const Vec scale = splat(a.scaling), cap = splat(a.softcap), inverse_cap = splat(a.softcap > 0.f ? 1.f / a.softcap : 0.f);
@@ -151,7 +153,7 @@ inline bool all_masked(const AttentionArgs& a, const QueryTile& t, int64_t first
   return true;
 }
 
-// Fills s.block, s.block_max and s.block_sum for keys [first, first + 256). False when no row sees any of them.
+// Fills s.block, s.block_max and s.block_sum for keys [first, first + 256). Returns false if no row sees any of them.
 inline bool attend_block(const AttentionArgs& a, const QueryTile& t, const Scratch& s, int64_t first) {
   const int64_t count = min64(kKeyBlock, t.last_key - first), width = a.value_width;
   if (count <= 0 || all_masked(a, t, first, count)) return false;
@@ -164,7 +166,7 @@ inline bool attend_block(const AttentionArgs& a, const QueryTile& t, const Scrat
   const float* v = a.v + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
   const int64_t panels = width / kPanel, c_stride = padded_width(a);
   multiply<0>({s.scores, kKeyBlock, v, kPanel, a.v_row, 0, s.block, c_stride, false, 0, 0}, t.rows, panels, count);
-  if (width % kPanel) {  // the last columns go through a padded copy, so that no load leaves the row
+  if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
     for (int64_t i = 0; i < count; ++i)
       for (int64_t c = 0; c < kPanel; ++c) s.tail[i * kPanel + c] = panels * kPanel + c < width ? v[i * a.v_row + panels * kPanel + c] : 0.f;
     multiply<kPanel>({s.scores, kKeyBlock, s.tail, 0, kPanel, 0, s.block + panels * kPanel, c_stride, false, 0, 0}, t.rows, 1, count);

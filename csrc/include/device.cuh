@@ -1,4 +1,4 @@
-// What the kernels share. One source, two compilers: nvcc, or a host compiler with tests/shared/ops/emulator.h in nvcc's place.
+// Shared by the GPU kernels. They compile with nvcc, or with a host compiler and tests/shared/ops/emulator.h for tests without a GPU.
 #pragma once
 #include <stdint.h>
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ float to_float(Half value) {
 #endif
 }
 
-// Rounded to the nearest, of two as near to the even one.
+// Rounds to nearest, ties to even.
 template <class E>
 __device__ __forceinline__ E from_float(float value) {
   if constexpr (sizeof(E) == 4) {
@@ -57,7 +57,7 @@ struct alignas(16) Sixteen {
   uint32_t v[4];
 };
 
-// kSize numbers side by side: one, or 16 bytes of them, p being aligned to these.
+// Loads kSize consecutive numbers: either one, or 16 bytes of them, to which p must be aligned.
 template <int kSize, class E>
 __device__ __forceinline__ void load_chunk(const E* p, float (&out)[kSize]) {
   if constexpr (kSize == 1) {
@@ -77,7 +77,7 @@ struct Four {
   float v[4];
 };
 
-// Four numbers side by side; p is aligned to four of them.
+// Loads four consecutive numbers. p must be aligned to four of them: see takes_four.
 __device__ __forceinline__ Four load_four(const float* p) {
   const float4 raw = *reinterpret_cast<const float4*>(p);
   return {{raw.x, raw.y, raw.z, raw.w}};
@@ -87,6 +87,7 @@ __device__ __forceinline__ Four load_four(const E* p) {
   const uint2 raw = *reinterpret_cast<const uint2*>(p);
   return {{to_float(E{(uint16_t)raw.x}), to_float(E{(uint16_t)(raw.x >> 16)}), to_float(E{(uint16_t)raw.y}), to_float(E{(uint16_t)(raw.y >> 16)})}};
 }
+// Whether load_four can read all rows of a matrix at p with this stride.
 template <class E>
 inline bool takes_four(const E* p, int64_t stride) {
   return reinterpret_cast<uintptr_t>(p) % (4 * sizeof(E)) == 0 && stride % 4 == 0;
@@ -107,7 +108,7 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// The sum over the block's threads, for all of them. `scratch`: one number per warp, free again after the call.
+// The sum over the block's threads, returned to all of them. `scratch`: one number per warp; it may be reused right after the call.
 template <class T>
 __device__ __forceinline__ T block_sum(T value, T* scratch) {
   value = warp_sum(value);
@@ -119,7 +120,7 @@ __device__ __forceinline__ T block_sum(T value, T* scratch) {
   return total;
 }
 
-// Written for other blocks to read once this thread has passed a fence.
+// Writes a value that other blocks read after this thread has executed a fence (see is_last_block).
 template <class T>
 __device__ __forceinline__ void publish(T* p, T value) {
 #if defined(NEAP_EMULATED)
@@ -129,8 +130,8 @@ __device__ __forceinline__ void publish(T* p, T value) {
 #endif
 }
 
-// Whether this block is the last of `count` to come here, for all its threads; what they published before is then readable.
-// The ticket is zero again after the last.
+// True in all threads of the last of `count` blocks to call this. That block can read what the others published before. The ticket,
+// which must be zero before the first block, is zero again afterwards.
 __device__ __forceinline__ bool is_last_block(uint32_t* ticket, unsigned count, unsigned* scratch) {
   __threadfence();
   __syncthreads();
@@ -142,7 +143,7 @@ __device__ __forceinline__ bool is_last_block(uint32_t* ticket, unsigned count, 
   return last;
 }
 
-// Calls f with a null pointer of the type that `dtype` stands for.
+// Calls f with a null pointer of the element type of `dtype`.
 template <class F>
 int with_element(Dtype dtype, const F& f) {
   switch (dtype) {

@@ -1,10 +1,10 @@
-// A warp's products of one row of weights with up to kTile tokens, summed in float32.
+// Dot products of one row of weights with up to kTile tokens, computed by one warp in float32.
 #pragma once
 #include "device.cuh"
 
 namespace neap::gpu {
 
-// Every lane gets all sums; those of tokens past `tokens` are 0. `fours`: all rows may be read four numbers at a time.
+// All lanes get all sums; those of tokens past `tokens` are 0. `fours`: rows of x and of weights can be read by load_four.
 template <class X, class W>
 __device__ __forceinline__ void warp_dots(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, bool fours, float (&sums)[kTile]) {
   const int lane = threadIdx.x % kWarp;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void warp_dots(const X* x, int64_t x_stride, int toke
   for (int t = 0; t < kTile; ++t) sums[t] = warp_sum(sums[t]);
 }
 
-// sums[lane] without an indexed register: 0 from kTile on.
+// sums[lane], or 0 for lanes from kTile on. Written as a loop because indexing would move `sums` from registers to memory.
 __device__ __forceinline__ float of_lane(const float (&sums)[kTile]) {
   float mine = 0.f;
 #pragma unroll

@@ -1,23 +1,24 @@
-// The most likely tokens of a draft vocabulary and the mass of all; its logits never leave shared memory.
+// The k largest logits of a draft vocabulary and the log of the sum of exponentials of all. The logits never leave shared memory.
 #pragma once
 #include "dots.cuh"
 #include "exits.h"
 
 namespace neap::gpu {
 
-constexpr int kTopThreads = kTile * kWarp;  // a warp per token once the products are there
+constexpr int kTopThreads = kTile * kWarp;  // one warp per token selects the largest
 
 struct Candidate {
   float value;
   int64_t index;
-  // In the order of descending values; of equals the lower index comes first.
+  // Order: descending values; of equal values the lower index first.
   __device__ __forceinline__ bool before(const Candidate& other) const { return value > other.value || (value == other.value && index < other.index); }
 };
 
-// Where a choice begins, and what it ends with when nothing (or NaN) is left.
+// no_candidate: the initial best, and the result if only -infinity and NaN are left. above_all: comes before every candidate.
 __device__ __forceinline__ Candidate no_candidate() { return {-INFINITY, 0}; }
 __device__ __forceinline__ Candidate above_all() { return {INFINITY, -1}; }
 
+// Replaces `best` by `seen` if `seen` comes after `last` (the previously selected candidate) and before `best`.
 __device__ __forceinline__ void consider(const Candidate& seen, const Candidate& last, Candidate& best) {
   if (seen.value > -INFINITY && last.before(seen) && (best.value == -INFINITY || seen.before(best))) best = seen;
 }
@@ -31,7 +32,7 @@ __device__ __forceinline__ Candidate warp_best(Candidate best) {
   return best;
 }
 
-// A block per kVocabularyBlock rows and tile of tokens.
+// One block per (kVocabularyBlock rows, tile of tokens): finds the k largest logits of the block and their mass.
 template <class W>
 __global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs args, bool fours) {
   NEAP_SHARED(float, logits, kTile * kVocabularyBlock);
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs a
   if (lane == 0) args.block_mass[at * 2] = shift, args.block_mass[at * 2 + 1] = mass;
 }
 
-// A block per token joins what the blocks found.
+// One block per token: joins the results of all vocabulary blocks.
 __global__ void __launch_bounds__(kTopThreads) draft_join_kernel(DraftTopArgs args) {
   NEAP_SHARED(Candidate, found, kTopThreads / kWarp);
   NEAP_SHARED(float, scratch, kTopThreads / kWarp);

@@ -1,10 +1,10 @@
-// The most likely tokens of a draft vocabulary and the mass of all, without ever holding its logits.
+// The k largest logits of a draft vocabulary and the log of the sum of exponentials of all, without storing all logits.
 #pragma once
 #include "row_dots.h"
 
 namespace neap::NEAP_ISA {
 
-// Keeps the k largest so far, descending; of equals the first come. A NaN is never kept.
+// Inserts `value` into the k largest so far, which are in descending order. Of equal values the earlier one comes first. Ignores NaN.
 template <class Index>
 NEAP_INLINE void keep_top(float value, Index index, float* values, Index* indices, int k) {
   if (!(value > values[k - 1])) return;
@@ -13,12 +13,13 @@ NEAP_INLINE void keep_top(float value, Index index, float* values, Index* indice
   values[at] = value, indices[at] = index;
 }
 
+// Initialises the k largest to -infinity.
 template <class Index>
 NEAP_INLINE void keep_nothing(float* values, Index* indices, int k) {
   for (int i = 0; i < k; ++i) values[i] = -__builtin_inff(), indices[i] = 0;
 }
 
-// Item: kVocabularyBlock rows, for all tokens.
+// Finds the k largest logits and the mass within each vocabulary block. Item: kVocabularyBlock rows, for all tokens.
 inline void draft_blocks(const DraftTopArgs& args, int64_t begin, int64_t end) {
   const int64_t size = args.rows.rows, width = args.rows.columns;
   for (int64_t block = begin; block < end; ++block) {
@@ -37,7 +38,7 @@ inline void draft_blocks(const DraftTopArgs& args, int64_t begin, int64_t end) {
         int32_t* indices = args.block_indices + at * args.k;
         keep_nothing(values, indices, args.k);
         for (int64_t i = 0; i < count; ++i) keep_top(line[i], (int32_t)(first + i), values, indices, args.k);
-        // A finite shift even where every logit is -infinity: their mass is then 0, not NaN.
+        // The shift must be finite even if every logit is -infinity: the mass is then 0, not NaN.
         const float shift = values[0] > -__builtin_inff() ? values[0] : 0.f;
         Vec mass = {};
         for (int64_t i = 0; i < kVocabularyBlock; i += kLanes) mass = mass + exp(load(line + i) - splat(shift));
@@ -47,7 +48,7 @@ inline void draft_blocks(const DraftTopArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// Item: a token.
+// Joins the results of all vocabulary blocks. Item: a token.
 inline void draft_join(const DraftTopArgs& args, int64_t begin, int64_t end) {
   const int64_t blocks = ceil_div(args.rows.rows, kVocabularyBlock);
   for (int64_t token = begin; token < end; ++token) {

@@ -1,4 +1,4 @@
-// float16 and bfloat16 as bits. Kernels compute in float32: these are how weights and states are stored.
+// float16 and bfloat16 as bits: the formats of stored weights and states. Kernels compute in float32.
 #pragma once
 #include <cstdint>
 

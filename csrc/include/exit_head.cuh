@@ -1,35 +1,32 @@
-// An exit head: see ExitHeadArgs. Three launches after the norms, since each needs all of what the one before made.
+// An exit head: see ExitHeadArgs. Three launches after the norms, because each needs the whole result of the one before.
 #pragma once
 #include "dots.cuh"
 #include "exits.h"
 
 namespace neap::gpu {
 
-// out = (x - mean) / sqrt(mean((x - mean)^2) + eps), all threads of the block on one row; `centred` or the mean is 0.
+// out = x / sqrt(mean(x^2) + eps), all threads of the block on one row.
 template <class X, class F>
-__device__ __forceinline__ void norm_row(const X* x, int64_t width, float eps, bool centred, float* scratch, const F& write) {
-  float sum = 0.f, squares = 0.f;
-  if (centred)
-    for (int64_t i = threadIdx.x; i < width; i += blockDim.x) sum += to_float(x[i]);
-  const float mean = centred ? block_sum(sum, scratch) / (float)width : 0.f;
+__device__ __forceinline__ void norm_row(const X* x, int64_t width, float eps, float* scratch, const F& write) {
+  float squares = 0.f;
   for (int64_t i = threadIdx.x; i < width; i += blockDim.x) {
-    const float value = to_float(x[i]) - mean;
+    const float value = to_float(x[i]);
     squares += value * value;
   }
   const float scale = 1.f / sqrtf(block_sum(squares, scratch) / (float)width + eps);
-  for (int64_t i = threadIdx.x; i < width; i += blockDim.x) write(i, (to_float(x[i]) - mean) * scale);
+  for (int64_t i = threadIdx.x; i < width; i += blockDim.x) write(i, to_float(x[i]) * scale);
 }
 
-// A block per token.
+// Norms without gain. One block per token.
 template <class X>
 __global__ void __launch_bounds__(kThreads) norm_kernel(NormArgs args) {
   NEAP_SHARED(float, scratch, kWarps);
   float* out = args.out + blockIdx.x * args.out_stride;
-  norm_row(static_cast<const X*>(args.x) + blockIdx.x * args.x_stride, args.width, args.eps, args.centred, scratch,
+  norm_row(static_cast<const X*>(args.x) + blockIdx.x * args.x_stride, args.width, args.eps, scratch,
            [=](int64_t i, float value) { out[i] = value; });
 }
 
-// A warp per row of `mix`, gated: per pair of rows; blockIdx.y is the tile of tokens.
+// The product with `mix`, the offset, and the gate. One warp per row of `mix` (gated: per pair of rows) and tile of tokens (blockIdx.y).
 template <class W>
 __global__ void __launch_bounds__(kThreads) exit_inner_kernel(ExitHeadArgs args, bool fours) {
   const bool gated = args.out.data != nullptr;
@@ -51,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) exit_inner_kernel(ExitHeadArgs args,
   if (lane < tokens) args.inner[(first + lane) * size + row] = value;
 }
 
-// A warp per row of `out`.
+// The product with `out`, and the scaled states. One warp per row of `out` and tile of tokens (blockIdx.y).
 template <class W>
 __global__ void __launch_bounds__(kThreads) exit_out_kernel(ExitHeadArgs args, bool fours) {
   const int64_t size = args.out.rows, columns = args.out.columns, stride = args.mix.rows;
@@ -67,14 +64,14 @@ __global__ void __launch_bounds__(kThreads) exit_out_kernel(ExitHeadArgs args, b
   args.adapted[(first + lane) * size + row] = value;
 }
 
-// A block per token: the norm and the gain.
+// The norm and the gain of the result. One block per token.
 __global__ void __launch_bounds__(kThreads) exit_finish_kernel(ExitHeadArgs args) {
   NEAP_SHARED(float, scratch, kWarps);
   const bool affine = args.out.data == nullptr;
   const int64_t size = affine ? args.mix.rows : args.out.rows;
   float* adapted = args.adapted + blockIdx.x * size;
   const float* gain = args.gain;
-  norm_row(affine ? args.inner + blockIdx.x * size : adapted, size, args.eps, args.centred, scratch,
+  norm_row(affine ? args.inner + blockIdx.x * size : adapted, size, args.eps, scratch,
            [=](int64_t i, float value) { adapted[i] = value * gain[i]; });
 }
 

@@ -1,29 +1,26 @@
-// The parts of an exit head that lie around its matrices: see ExitHeadArgs.
+// The parts of an exit head between its matrix products: see ExitHeadArgs.
 #pragma once
 #include "exits.h"
 #include "half_simd.h"
 
 namespace neap::NEAP_ISA {
 
-// out = (x - mean) / sqrt(mean((x - mean)^2) + eps); the mean is taken as 0 unless `centred`.
+// out = x / sqrt(mean(x^2) + eps).
 template <class E>
-inline void norm_row(const E* x, int64_t width, float eps, bool centred, float* out) {
-  Vec sums = {}, squares = {};
-  if (centred) for_lanes(width, [&](int64_t i, auto get, auto) { sums = sums + get(x + i); });
-  const float mean = centred ? sum_lanes(sums) / (float)width : 0.f;
-  const Vec means = splat(mean);
+inline void norm_row(const E* x, int64_t width, float eps, float* out) {
+  Vec squares = {};
   const int64_t whole = width / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
-    const Vec value = load(x + i) - means;
+    const Vec value = load(x + i);
     squares = fma(value, value, squares);
   }
   float total = sum_lanes(squares);
   for (int64_t i = whole; i < width; ++i) {
-    const float value = to_float(x[i]) - mean;
+    const float value = to_float(x[i]);
     total += value * value;
   }
   const Vec scale = splat(1.f / __builtin_sqrtf(total / (float)width + eps));
-  for_lanes(width, [&](int64_t i, auto get, auto put) { put(out + i, (get(x + i) - means) * scale); });
+  for_lanes(width, [&](int64_t i, auto get, auto put) { put(out + i, get(x + i) * scale); });
 }
 
 inline void norm(const NormArgs& args, int64_t begin, int64_t end) {
@@ -31,14 +28,14 @@ inline void norm(const NormArgs& args, int64_t begin, int64_t end) {
     float* out = args.out + token * args.out_stride;
     const int64_t at = token * args.x_stride;
     switch (args.dtype) {
-      case kFloat32: norm_row((const float*)args.x + at, args.width, args.eps, args.centred, out); break;
-      case kFloat16: norm_row((const Half*)args.x + at, args.width, args.eps, args.centred, out); break;
-      case kBfloat16: norm_row((const Bfloat*)args.x + at, args.width, args.eps, args.centred, out); break;
+      case kFloat32: norm_row((const float*)args.x + at, args.width, args.eps, out); break;
+      case kFloat16: norm_row((const Half*)args.x + at, args.width, args.eps, out); break;
+      case kBfloat16: norm_row((const Bfloat*)args.x + at, args.width, args.eps, out); break;
     }
   }
 }
 
-// Adds the offset to the product with `mix`; gated: silu(first half) * second half, in place of the first.
+// Adds the offset to the product with `mix`. Gated: replaces the first half by silu(first half) * second half.
 inline void exit_gate(const ExitHeadArgs& args, int64_t begin, int64_t end) {
   const int64_t size = args.mix.rows, rank = size / 2;
   for (int64_t token = begin; token < end; ++token) {
@@ -54,7 +51,7 @@ inline void exit_gate(const ExitHeadArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// Adds the scaled states to `adapted` (what left the matrices) and norms it.
+// Adds the scaled states to the product of the last matrix, normalises the sum and applies the gain. The result is `adapted`.
 inline void exit_finish(const ExitHeadArgs& args, int64_t begin, int64_t end) {
   const bool affine = args.out.data == nullptr;
   const int64_t size = affine ? args.mix.rows : args.out.rows;
@@ -66,7 +63,7 @@ inline void exit_finish(const ExitHeadArgs& args, int64_t begin, int64_t end) {
       for_lanes(size, [&](int64_t i, auto get, auto put) {
         put(adapted + i, (get(adapted + i) + get(scale + i) * get(own + i)) + get(scale + size + i) * get(deep + i));
       });
-    norm_row(from, size, args.eps, args.centred, adapted);
+    norm_row(from, size, args.eps, adapted);
     for_lanes(size, [&](int64_t i, auto get, auto put) { put(adapted + i, get(adapted + i) * get(args.gain + i)); });
   }
 }

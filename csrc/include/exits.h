@@ -1,18 +1,18 @@
-// What a layer exit computes, as plain structs for the CPU's and the GPU's kernels. No torch.
+// The computation of a layer exit, and its arguments as plain structs for the CPU and GPU kernels. No torch.
 //
-//   own, deep = unit(state), unit(deep_state)               unit: RMS norm, or layer norm where `centred`; no gain
+//   own, deep = unit(state), unit(deep_state)               unit: RMS norm, no gain
 //   inner     = mix @ [own; deep] + offset[ago]
 //   adapted   = unit(gated ? out @ (silu(inner[:rank]) * inner[rank:]) + scale[0] * own + scale[1] * deep : inner) * gain
 //   top       = the k largest of rows @ adapted + bias
-//   leaves    = sigmoid(shift + output @ silu(hidden @ unit(adapted) + features...) + skip @ features) >= threshold of the token
+//   probability = sigmoid(shift + output @ silu(hidden @ unit(adapted) + features...) + skip @ features)
 #pragma once
 #include "elements.h"
 
 namespace neap {
 
-constexpr int kMaxTop = 8;                 // candidates kept of a draft vocabulary at most
-constexpr int kFeatures = 3;               // log p(top), its lead over the second, tokens since the last settled one / 4
-constexpr int64_t kVocabularyBlock = 64;   // draft vocabulary rows whose candidates are joined first
+constexpr int kMaxTop = 8;                 // largest k of the k best tokens of a draft vocabulary
+constexpr int kFeatures = 3;               // log p(top), p(top) - p(second), ago / 4 (see scalar_features in shared/ladder/routers.py)
+constexpr int64_t kVocabularyBlock = 64;   // draft vocabulary rows per block; each block's k best are found first, then joined
 
 // Weights are row-major and contiguous, [out, in].
 struct Weight {
@@ -27,7 +27,6 @@ struct NormArgs {
   float* out;      // [tokens, width], rows `out_stride` apart
   int64_t width, x_stride, out_stride;
   float eps;
-  bool centred;
 };
 
 struct RowDotsArgs {
@@ -38,17 +37,16 @@ struct RowDotsArgs {
 };
 
 struct ExitHeadArgs {
-  const int64_t* ago;    // [tokens]; the last offset counts for what exceeds it
+  const int64_t* ago;    // [tokens]: positions back to the last settled token, minus 1; values past num_offsets - 1 count as that
   Weight mix, out;       // [inner, 2 * width]; [head_width, rank], its data null: affine, and inner = head_width
   const float* offset;   // [num_offsets, inner]
-  const float* scale;    // [2, head_width], or null: nothing of the states is added
+  const float* scale;    // [2, head_width], or null: the states are not added
   const float* gain;     // [head_width]
   const float* units;    // [tokens, 2 * width]: own, deep
   float* inner;          // [tokens, inner]; gated: the first half of each row is replaced by the product
   float* adapted;        // [tokens, head_width]
   int64_t tokens, width, num_offsets;
   float eps;
-  bool centred;
 };
 
 struct DraftTopArgs {
@@ -57,7 +55,7 @@ struct DraftTopArgs {
   const float* bias;     // [rows.rows] or null
   int64_t tokens;
   int k;
-  // Per (block, token): k values descending and their rows, then the maximum and the sum of exp(logit - maximum).
+  // Per (vocabulary block, token): the k largest logits, descending, and their rows; the maximum and the sum of exp(logit - maximum).
   float* block_values;   // [blocks, tokens, k]
   int32_t* block_indices;
   float* block_mass;     // [blocks, tokens, 2]
@@ -75,26 +73,22 @@ struct RouteArgs {
   const float *skip;           // [kFeatures]
   const float *top, *log_mass; // [tokens, k >= 1], [tokens]
   const int64_t* ago;          // [tokens]
-  const float* thresholds;     // [tokens]
   int64_t tokens, x_stride;
   int k;
   float shift, eps, lowest, highest;
-  bool centred;
   float* inner;                // [tokens, width] (CPU) or partial sums [tokens, blocks] (GPU)
-  uint32_t* tickets;           // GPU: [1 + token tiles], zero before and after
+  uint32_t* tickets;           // GPU: [token tiles], zero before and after
   float* probability;          // [tokens]
-  bool* leaves;                // [tokens]
-  int64_t *order, *num_stays;  // [tokens]: those that stay, then those that leave, each in their order; [1]
 };
 
-// The GPU's launches, on `stream`; 0 or a CUDA error. `units`, `inner` and the block buffers are the caller's.
+// Launches of the GPU kernels on `stream`. They return 0 or a CUDA error. The caller allocates `units`, `inner` and the block buffers.
 int launch_norm(const NormArgs& args, int64_t tokens, void* stream);
 int launch_exit_head(const ExitHeadArgs& args, void* stream);
 int launch_draft_top(const DraftTopArgs& args, void* stream);
 int launch_route(const RouteArgs& args, void* stream);
 const char* cuda_error(int code);
 
-// The tokens that a block of the GPU's router handles, the rows of its hidden layer, and what follows from them.
+// Tokens, and rows of the hidden layer, per block of the GPU's router kernel, and the resulting grid.
 constexpr int64_t kRouteTokens = 8, kRouteRows = 4;
 constexpr int64_t route_tiles(int64_t tokens) { return (tokens + kRouteTokens - 1) / kRouteTokens; }
 constexpr int64_t route_blocks(int64_t width) { return (width + kRouteRows - 1) / kRouteRows; }

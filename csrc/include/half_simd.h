@@ -1,4 +1,4 @@
-// float16 and bfloat16 read as float32, one number or kLanes at a time.
+// Loads of float16 and bfloat16 as float32, one number or kLanes at a time.
 #pragma once
 #include "elements.h"
 #include "simd.h"
@@ -15,7 +15,7 @@ NEAP_INLINE float to_float(float value) { return value; }
 NEAP_INLINE float to_float(Bfloat value) { return float_of_bits((uint32_t)value.bits << 16); }
 NEAP_INLINE float to_float(Half value) {
   const uint32_t magnitude = value.bits & 0x7fffu, sign = (uint32_t)(value.bits & 0x8000u) << 16;
-  // Moving the exponent by a product also makes subnormal numbers right; infinity and NaN keep theirs.
+  // Scaling by 2^112 corrects the exponent's bias, also for subnormal numbers. Infinity and NaN get float32's exponent below.
   const float moved = float_of_bits(magnitude << 13) * 0x1p112f;
   uint32_t bits;
   __builtin_memcpy(&bits, &moved, 4);
@@ -41,7 +41,7 @@ NEAP_INLINE Vec load(const E* p) {
 }
 #endif
 
-// `count` < kLanes numbers, then zeros.
+// Loads `count` < kLanes numbers; the other lanes are 0.
 template <class E>
 NEAP_INLINE Vec load_part(const E* p, int64_t count) {
   float lanes[kLanes] = {};
@@ -55,7 +55,7 @@ NEAP_INLINE void store_part(float* p, Vec v, int64_t count) {
   for (int64_t i = 0; i < count; ++i) p[i] = lanes[i];
 }
 
-// f(i, load, store) for every kLanes numbers of `width`, the last of them perhaps partial.
+// Calls f(i, load, store) for each group of kLanes numbers of a row of `width`; the last group may be partial.
 template <class F>
 NEAP_INLINE void for_lanes(int64_t width, const F& f) {
   const auto load_whole = [](const auto* p) { return load(p); };

@@ -1,16 +1,16 @@
-// What the binding and the kernels agree on: plain structs, one table of entry points per instruction set. No torch.
+// The interface between the bindings and the CPU kernels: plain structs, and one table of functions per instruction set. No torch.
 #pragma once
 #include <cstdint>
 
-#include "batches.h"
+#include "choices.h"
 #include "exits.h"
 
 namespace neap {
 
 constexpr int64_t kPanel = 16;         // output columns of one weight panel
-constexpr int64_t kDepthBlock = 256;   // products summed in one chain before they join the total
-constexpr int64_t kKeyBlock = 256;     // keys whose softmax is taken at once
-constexpr int64_t kQueryRows = 48;     // (query, head) pairs that share one pass over the keys
+constexpr int64_t kDepthBlock = 256;   // products summed in one chain before they are added to the total
+constexpr int64_t kKeyBlock = 256;     // keys per step of the online softmax
+constexpr int64_t kQueryRows = 48;     // (query, head) pairs that share one read of the keys
 
 enum Activation : int32_t { kIdentity = 0, kSilu = 1, kGeluTanh = 2 };
 
@@ -46,13 +46,13 @@ struct RotaryArgs {
   int64_t angle_batch, angle_row;  // strides of cos and sin, which share them; angle_batch is 0 to broadcast
 };
 
-// Where a token's key and value of head 0 belong, and how far it is to the next head's.
+// Where a token's key and value of head 0 are stored in the cache, and the strides to the next head's.
 struct Slot {
   float *key, *value;
   int64_t key_head, value_head;
 };
 
-// What a layer does between its projections and attention: head norms, rotary positions, and keys and values into slots.
+// The steps of a layer between its projections and attention: head norms, rotary positions, and writing keys and values to slots.
 struct PlaceArgs {
   float* q;                     // [tokens, heads, width] rows `q_row` apart; changed in place
   const float *k, *v;           // [tokens, kv_heads, width or value_width], rows `k_row` and `v_row` apart
@@ -68,7 +68,7 @@ struct AttentionArgs {
   const float *q, *k, *v;
   const uint8_t* mask;  // bool [batch or 1, 1, queries, keys] or null
   float* out;           // [batch, queries, heads, value_width] contiguous
-  float* partials;      // one block's maximum, sum and values per row: see attention.h; null unless keys are split
+  float* partials;      // per key block and row: maximum, sum and values (see attention.h); null unless keys are split
   int64_t batch, heads, kv_heads, queries, keys, width, value_width;
   int64_t q_batch, q_head, q_row, q_column;
   int64_t k_batch, k_head, k_row;
@@ -78,33 +78,33 @@ struct AttentionArgs {
   float scaling, softcap;  // softcap 0: none
 };
 
-// Each entry handles items [begin, end) of a parallel loop; what an item is, `*_items` says.
+// Each function runs items [begin, end) of a parallel loop. The comments say what an item is.
 struct Kernels {
   const char* name;
   void (*pack)(const PackArgs&, int64_t begin, int64_t end);  // item: a panel
-  int64_t (*linear_items)(const LinearArgs&, int64_t threads);
+  int64_t (*linear_items)(const LinearArgs&, int64_t threads);  // number of items into which `linear` should be cut
   void (*linear)(const LinearArgs&, int64_t items, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);  // item: a row
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);     // item: (batch, head)
   void (*place)(const PlaceArgs&, int64_t begin, int64_t end);       // item: (token, head of q, then k, then v)
-  int64_t (*attention_scratch)(const AttentionArgs&);                // floats one thread needs
+  int64_t (*attention_scratch)(const AttentionArgs&);                // size of a thread's scratch memory in floats
   void (*attention)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);        // (batch, kv head, query tile)
-  void (*attention_split)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);  // the same x key block
+  void (*attention_split)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);  // (batch, kv head, query tile, key block)
   void (*attention_join)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);   // (batch, kv head, query tile)
   int64_t dot_rows;                                                   // weight rows of an item of row_dots
   void (*row_dots)(const RowDotsArgs&, int64_t begin, int64_t end);   // item: dot_rows rows
-  void (*norm)(const NormArgs&, int64_t begin, int64_t end);          // item: a token, as of all below unless they say otherwise
+  void (*norm)(const NormArgs&, int64_t begin, int64_t end);          // item: a token, also below unless noted
   void (*exit_gate)(const ExitHeadArgs&, int64_t begin, int64_t end);
   void (*exit_finish)(const ExitHeadArgs&, int64_t begin, int64_t end);
   void (*draft_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // item: kVocabularyBlock rows
   void (*draft_join)(const DraftTopArgs&, int64_t begin, int64_t end);
   void (*route_finish)(const RouteArgs&, int64_t begin, int64_t end);
-  void (*verify)(const VerifyArgs&, int64_t begin, int64_t end);      // item: a row of scores
+  void (*choose)(const ChoiceArgs&, int64_t begin, int64_t end);      // item: a row of scores
 };
 
-// The best this machine runs, or the one last asked for.
+// The kernels of the best instruction set that this machine has, or of the one last selected.
 const Kernels& kernels();
-// False when this build or machine has no such instruction set. "auto" returns to the best.
+// Selects an instruction set by name; "auto" selects the best. False if this build or machine does not have it.
 bool select_kernels(const char* name);
 
 }  // namespace neap

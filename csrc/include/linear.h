@@ -15,13 +15,13 @@ inline void pack(const PackArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-constexpr int64_t kRowChunk = 96;  // rows whose inputs stay in L2 while a thread walks its panels
+constexpr int64_t kRowChunk = 96;  // rows per chunk: their inputs stay in L2 while a thread processes its panels
 
-// Sums under way: a full chunk of a tile's panels, or of a gated pair.
+// Size of the buffer of partial sums: a chunk of rows times the panels of a tile, or of a gated pair.
 constexpr int64_t kChunkFloats = kRowChunk * kPanel * (panels_for(kMaxTileRows) > 2 ? panels_for(kMaxTileRows) : 2);
 
-// An item is one output panel (gated: a pair) of one group of row chunks. Rows are cut only when panels alone would
-// not keep the threads busy.
+// An item is one output panel (gated: a pair of panels) of one range of rows. Rows are split only if the panels alone are too few to keep
+// the threads busy.
 inline int64_t linear_items(const LinearArgs& args, int64_t threads) {
   const int64_t units = ceil_div(args.out_features, kPanel);
   if (units == 0 || args.rows == 0) return 0;
@@ -35,7 +35,7 @@ NEAP_INLINE Vec activate(Activation activation, Vec x) {
   return splat(0.5f) * x * (splat(1.f) + tanh(inner));
 }
 
-// Writes panel `unit` of the finished sums c [rows, 16 or 32] to out, bias and activation applied.
+// Applies bias, activation and residual to the sums c [rows, 16] (gated: [rows, 32]) of output panel `unit`, and writes them to out.
 inline void finish_panel(const LinearArgs& args, const float* c, int64_t c_stride, int64_t unit, int64_t row, int64_t rows) {
   const int64_t first = unit * kPanel, width = min64(kPanel, args.out_features - first);
   alignas(64) float bias[2 * kPanel] = {};
@@ -60,7 +60,7 @@ inline void finish_panel(const LinearArgs& args, const float* c, int64_t c_strid
   }
 }
 
-// All rows [row, row + rows) against units [begin, end).
+// Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
 inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const int64_t per_unit = args.gated ? 2 : 1;
   const RowTiles tiles(rows);
@@ -75,9 +75,9 @@ inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int6
     for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {
       t.depth = min64(kDepthBlock, args.in_features - k);
       t.accumulate = k > 0;
-      // The block after this one is fetched while this one is used, each row tile taking its share.
+      // While this depth block is used, the next one is prefetched; each row tile prefetches a part of it.
       t.prefetch_step = kPanel / tiles.count;
-      // A gated pair can be wider than the registers allow at this height: then the panels take turns.
+      // At this tile height a gated pair can need more registers than there are. Then its panels are processed one after the other.
       for (int64_t p = 0; p < panels; p += max_panels) {
         const int width = (int)min64(max_panels, panels - p);
         const TileFn tall = pick_tile<kPanel>((int)tiles.height, width);

@@ -1,29 +1,31 @@
-// Attention over a cache of pages: see PagedArgs and PagedPlan. Two launches: all keys and values are written, then read.
+// Paged attention: see PagedArgs and PagedPlan. Two launches: the first writes all keys and values, the second reads them.
 //
-// A block serves a token, a key head and a tile of its query heads, so that a key is read once for all of them. Its warps take
-// tiles of 32 keys each and know nothing of one another until the piece is done; then they are joined, and the pieces after them.
+// A block processes one token, one key head and a tile of its query heads, so that a key is read once for all of these heads. Its warps
+// process tiles of 32 keys independently. The warps' results are joined at the end of each piece, and the pieces' results after that.
 #pragma once
 #include "device.cuh"
 #include "paged.h"
 
 namespace neap::gpu {
 
-constexpr int kKeyLanes = 4;                    // lanes that share a key's product
-constexpr int kKeysAtOnce = kWarp / kKeyLanes;  // of each lane's two
+constexpr int kKeyLanes = 4;                    // lanes that share the dot products of a key
+constexpr int kKeysAtOnce = kWarp / kKeyLanes;  // keys that a warp processes at once; each lane processes two such sets
 static_assert(kPieceKeys == kThreads && kPieces == kWarp, "a tile of keys per warp, a piece per lane");
 
-// The index of a position's slot among the [page, kv head, slot] of a pool, or -1: there is no such page.
+// Index of the slot of a position in a pool of slots [page, kv head, slot], or -1 if the pool has no such page.
 __device__ __forceinline__ int64_t slot_of(const PagedArgs& args, int64_t row, int position, int64_t head) {
   const int slots = (int)args.page_slots;
   const int64_t page = args.pages[row * args.row_pages + position / slots];
   return page >= 0 && page < args.num_pages ? (page * args.kv_heads + head) * slots + position % slots : -1;
 }
 
+// Whether the block table has an entry for this row and position.
 __device__ __forceinline__ bool has_place(const PagedArgs& args, int64_t row, int64_t position) {
   return row >= 0 && row < args.num_rows && position < args.row_pages * args.page_slots;
 }
 
-// A block per token and pool (blockIdx.y: keys, values), in units that divide all sizes and addresses. Clears the tickets, too.
+// Writes the new keys and values to their slots, and clears the tickets. One block per token and pool (blockIdx.y: keys, values). `Unit`:
+// the type that is copied; its size must divide all sizes and addresses.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) paged_write_kernel(PagedArgs args, int64_t num_tickets) {
   const int64_t token = blockIdx.x, row = args.rows[token], position = args.positions[token];
@@ -42,27 +44,30 @@ __global__ void __launch_bounds__(kThreads) paged_write_kernel(PagedArgs args, i
   }
 }
 
-// exp(value - largest) where value may be the largest, also when both are -inf.
+// exp(value - largest), and 1 if both are equal, also if both are -infinity.
 __device__ __forceinline__ float share_of(float value, float largest) { return value == largest ? 1.f : expf(value - largest); }
 
-// What joins a piece to those before it. Explicitly, as the compiler may fuse a * b + c * d either way and both places must agree.
+// before * keep + part * add: joins a piece to the ones before it. The rounding is explicit because the compiler may fuse a * b + c * d in
+// either order, and all uses must give the same bits.
 __device__ __forceinline__ float joined(float before, float keep, float part, float add) { return fmaf(part, add, __fmul_rn(before, keep)); }
 
-// A warp's keys so far. Each lane: the values of its columns, over the keys it has read, and its share of the sums.
+// The running softmax of a warp over its keys so far. `values`: weighted sums of the lane's columns over the keys that the lane has read.
+// `sums`: the lane's part of the sum of weights.
 template <int kHeads, int kSize>
 struct WarpState {
   float largest[kHeads], sums[kHeads], values[kHeads][kSize];
 };
 
-// What the lanes know of the tile of 32 keys at hand, and where the block's share of the pools begins.
+// A lane's view of the warp's current tile of 32 keys. `keys` and `values` point into the pools.
 template <class E>
 struct KeyTile {
-  const E *keys, *values;  // values: from the block's first column on
-  int64_t slot;            // of the lane's own key, -1: none
-  bool seen;               // whether the lane has a key
-  int chunks, value_chunks, value_lanes;  // of a key, of a value's columns here, and that number rounded up to a power of two
+  const E *keys, *values;  // `values` begins at the block's first column
+  int64_t slot;            // slot of the lane's key, or -1 if there is none
+  bool seen;               // whether the lane has a key; if so, a slot of -1 means an invalid page
+  int chunks, value_chunks, value_lanes;  // chunks of kSize per key; of the block's value columns; the latter rounded up to a power of two
 };
 
+// The dot products of a tile of keys with the queries: `weights` [kHeads, 32].
 template <class E, int kHeads, int kSize>
 __device__ __forceinline__ void add_scores(const PagedArgs& args, const KeyTile<E>& tile, const float* query, float* weights) {
   const int lane = threadIdx.x % kWarp, group = lane / kKeyLanes, part = lane % kKeyLanes;
@@ -103,7 +108,7 @@ __device__ __forceinline__ void add_scores(const PagedArgs& args, const KeyTile<
   }
 }
 
-// One step of the running softmax: scores become weights relative to the largest so far.
+// One step of the online softmax: turns `weights` from dot products into weights relative to the largest score so far.
 template <class E, int kHeads, int kSize>
 __device__ __forceinline__ void weigh(const PagedArgs& args, const KeyTile<E>& tile, float* weights, WarpState<kHeads, kSize>& state) {
   const int lane = threadIdx.x % kWarp;
@@ -122,6 +127,7 @@ __device__ __forceinline__ void weigh(const PagedArgs& args, const KeyTile<E>& t
   }
 }
 
+// Adds the weighted values of a tile of keys.
 template <class E, int kHeads, int kSize>
 __device__ __forceinline__ void add_values(const PagedArgs& args, const KeyTile<E>& tile, const float* weights, WarpState<kHeads, kSize>& state) {
   const int lane = threadIdx.x % kWarp, column = lane % tile.value_lanes, keys = kWarp / tile.value_lanes;
@@ -140,7 +146,7 @@ __device__ __forceinline__ void add_values(const PagedArgs& args, const KeyTile<
   }
 }
 
-// A warp's tiles of the keys at positions [begin, end) of a row.
+// Attention of a warp over its tiles of the keys at positions [begin, end) of a row.
 template <class E, int kHeads, int kSize>
 __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t row, int64_t head, int begin, int end, const float* query,
                                        float* weights, WarpState<kHeads, kSize>& state) {
@@ -156,7 +162,7 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
 #pragma unroll 1
   for (; first < end; first += kThreads) {
     tile.slot = next, tile.seen = first + lane < end;
-    next = slot_at(first + kThreads + lane);  // the page's number is there by the time it is needed
+    next = slot_at(first + kThreads + lane);  // reads the next tile's page numbers early, to hide the latency
     add_scores<E, kHeads, kSize>(args, tile, query, weights);
     __syncwarp();
     weigh(args, tile, weights, state);
@@ -173,7 +179,8 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
   }
 }
 
-// The warps' findings joined in their order: `part` [kHeads, 32 * kSize], and per head `largest` and `sums`. For all threads.
+// Joins the results of the block's warps in their order into `part` [kHeads, 32 * kSize], and `largest` and `sums` [kHeads]. All threads of
+// the block must call it.
 template <int kHeads, int kSize>
 __device__ __forceinline__ void join_warps(const WarpState<kHeads, kSize>& state, int value_lanes, float* warp_largest, float* warp_sums, float* part,
                                            float* largest, float* sums) {
@@ -205,6 +212,7 @@ __device__ __forceinline__ void join_warps(const WarpState<kHeads, kSize>& state
   }
 }
 
+// One block per token (x), tile of its output (y) and share of its pieces (z): see PagedPlan.
 template <class E, int kHeads, int kSize>
 __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs args) {
   constexpr int kColumns = kWarp * kSize, kItems = kHeads * kColumns;
@@ -226,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   const int column = (int)blockIdx.y % column_tiles * kColumns, columns = min(kColumns, (int)args.value_width - column);
   const int first_head = (int)blockIdx.y / column_tiles % head_tiles * kHeads, heads = min(kHeads, group - first_head);
   const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x, row = args.rows[token], position = args.positions[token];
-  const int64_t first_row = token * args.heads + kv_head * group + first_head;  // of q and of the output
+  const int64_t first_row = token * args.heads + kv_head * group + first_head;  // of the output
   E* out = static_cast<E*>(args.out) + first_row * args.value_width + column;
   if (position < 0 || !has_place(args, row, position)) {
     for (int i = threadIdx.x; blockIdx.z == 0 && i < heads * columns; i += kThreads)
@@ -247,10 +255,10 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   while (tile.value_lanes < tile.value_chunks) tile.value_lanes *= 2;
   __syncthreads();
 
-  // Of this token and tile: [piece, head, columns], then per piece and head the largest score and the sum.
+  // Partial results of this token and tile: values [piece, head, columns], then marks [piece, head, 2]: the largest score and the sum.
   float* partials = args.partials + (token * gridDim.y + blockIdx.y) * kPieces * kHeads * (columns + 2);
   float* marks = partials + kPieces * kHeads * columns;
-  float running = -INFINITY, sum = 0.f;  // of threads 0 to kHeads: a head's
+  float running = -INFINITY, sum = 0.f;  // thread h < kHeads: largest score and sum of head h so far
   for (int piece = blockIdx.z; piece < pieces; piece += shares) {
     WarpState<kHeads, kSize> state;
     const int from = begin + piece * piece_keys;
@@ -277,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   }
   if (shares > 1) {
     if (!is_last_block(args.tickets + token * gridDim.y + blockIdx.y, shares, arrived)) return;
-    // A head per warp, a piece per lane: the same running maximum as above.
+    // One warp per head and one lane per piece: a prefix maximum gives each piece the same running maximum as the loop above.
     for (int h = warp; h < kHeads; h += kWarps) {
       const float own = lane < pieces ? __ldcg(marks + (lane * kHeads + h) * 2) : -INFINITY;
       float most = own;

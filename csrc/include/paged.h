@@ -1,9 +1,10 @@
-// Attention over a cache of pages, as a plain struct for the CPU's and the GPU's kernels. No torch.
+// Paged attention, with its arguments as a plain struct for the CPU and GPU kernels. No torch.
 //
-//   first   keys[slot(t)], values[slot(t)] = k[t], v[t]    for every token t; slot(t): row rows[t]'s, of positions[t]
-//   then    out[t, h] = sum over p of softmax(cap(scaling * q[t, h] . keys[slot(p)])) * values[slot(p)]
+//   1. keys[slot(t)], values[slot(t)] = k[t], v[t]    for every token t, where slot(t) is that of positions[t] in row rows[t]
+//   2. out[t, h] = sum over p of softmax(cap(scaling * q[t, h] . keys[slot(p)])) * values[slot(p)]
 //
-// p runs from first_seen(positions[t]) to positions[t] of the token's own row; query head h reads key head h / (heads / kv_heads).
+// p runs from first_seen(positions[t]) to positions[t] in the token's row. Query head h reads key head h / (heads / kv_heads). A row is a
+// sequence's line of the block table `pages`.
 #pragma once
 #include <algorithm>
 
@@ -16,52 +17,55 @@ struct PagedArgs {
   void *keys, *values;               // [num_pages, kv_heads, page_slots, width], [.., value_width], contiguous
   void* out;                         // [tokens, heads, value_width] contiguous
   const int64_t* pages;              // [num_rows, row_pages]: position p of a row is in its page p / page_slots, slot p % page_slots
-  const int64_t *rows, *positions;   // [tokens]; a negative position: padding, nothing is written and its output is 0
-  Dtype dtype;                       // of all that is not int64
+  const int64_t *rows, *positions;   // [tokens]; a negative position marks padding: nothing is written and its output is 0
+  Dtype dtype;                       // of all tensors that are not int64
   int64_t tokens, heads, kv_heads, width, value_width;
   int64_t num_pages, page_slots, num_rows, row_pages;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in elements
-  int64_t window;                    // the last positions that a query sees, or 0: all
+  int64_t window;                    // number of last positions that a query sees, or 0: all
   float scaling, softcap;            // softcap 0: none
-  float* partials;                   // GPU: what pieces gave, PagedPlan::num_partials of them; null where that is 0
-  uint32_t* tickets;                 // GPU: PagedPlan::num_tickets, of any content
+  float* partials;                   // GPU: results of pieces, [PagedPlan::num_partials]; null if that is 0
+  uint32_t* tickets;                 // GPU: counters, [PagedPlan::num_tickets]; the launch initialises them
 };
+
+// The first position that the query at `position` sees.
 
 NEAP_ANYWHERE constexpr int64_t first_seen(const PagedArgs& args, int64_t position) {
   return args.window > 0 && position >= args.window ? position - args.window + 1 : 0;
 }
 
-// How the GPU goes about it. A token's keys are cut into at most kPieces pieces, by its own position alone; `shares` blocks take
-// them in turns, and what the pieces gave is joined in their order. So the number of blocks, which depends on the pass, does not
-// change a bit of the result.
+// The GPU kernel's split of the work. A token's keys are cut into at most kPieces pieces, which depend on the token's position alone.
+// `shares` blocks process the pieces in turns, and the results of the pieces are joined in their order. So the bits of the result do not
+// depend on the number of blocks, which depends on the other tokens of the pass.
 constexpr int64_t kPieces = 32;
-constexpr int64_t kPieceKeys = 128;        // a piece's number of keys is a multiple of this
-constexpr int64_t kQueryFloats = 2048;     // of the queries that share a block
-constexpr int64_t kWantedBlocks = 512;     // enough for the largest GPU to have work on every multiprocessor
+constexpr int64_t kPieceKeys = 128;        // the number of keys of a piece is a multiple of this, except in the last
+constexpr int64_t kQueryFloats = 2048;     // room for the queries of a block in shared memory
+constexpr int64_t kWantedBlocks = 512;     // enough to give every multiprocessor of the largest GPU work
 
 struct PagedPlan {
   bool wide;              // keys and values are read 16 bytes at a time
-  int64_t heads;          // query heads of a block, one of 1, 4, 8
-  int64_t columns;        // output numbers of a head that a block makes
-  int64_t tiles;          // blocks that a token needs: key heads x tiles of their query heads x tiles of columns
-  int64_t shares;         // blocks among which a tile's pieces are shared out, at most
+  int64_t heads;          // query heads per block: 1, 4 or 8
+  int64_t columns;        // output numbers per head and block
+  int64_t tiles;          // tiles of a token's output: key heads x tiles of their query heads x tiles of columns
+  int64_t shares;         // largest number of blocks that divide a tile's pieces among them
 
   int64_t num_tickets(int64_t tokens) const { return shares > 1 ? tokens * tiles : 0; }
   int64_t num_partials(int64_t tokens) const { return shares > 1 ? tokens * tiles * kPieces * heads * (columns + 2) : 0; }
 };
 
+// Whether addresses and widths allow reading keys and values 16 bytes at a time.
 inline bool is_wide(const PagedArgs& args) {
   const uint64_t together = (uint64_t)args.keys | (uint64_t)args.values | (uint64_t)(args.width * element_bytes(args.dtype)) |
                             (uint64_t)(args.value_width * element_bytes(args.dtype));
   return together % 16 == 0;
 }
 
-// From shapes and addresses alone, never from positions: a captured graph is replayed with others.
+// The plan depends on shapes and addresses alone, never on positions, because a captured CUDA graph is replayed with other positions.
 inline PagedPlan paged_plan(const PagedArgs& args) {
   PagedPlan plan{};
   plan.wide = is_wide(args);
   const int64_t group = args.heads / args.kv_heads;
-  // Tiles of 4, and of 8 where 16 bytes are many numbers; one head at a time where the cache is read number by number, which is rare.
+  // Tiles of 4 heads, or 8 if 16 bytes hold eight numbers. One head at a time if the cache is read number by number, which is rare.
   plan.heads = group == 1 || !plan.wide ? 1 : group <= 4 || args.dtype == kFloat32 ? 4 : 8;
   while (plan.heads > 1 && plan.heads * args.width > kQueryFloats) plan.heads = plan.heads == 8 ? 4 : 1;
   const int64_t widest = 32 * (plan.wide ? 16 / element_bytes(args.dtype) : 1);
@@ -73,7 +77,7 @@ inline PagedPlan paged_plan(const PagedArgs& args) {
   return plan;
 }
 
-// On `stream`; 0 or a CUDA error.
+// Launches both kernels on `stream`. Returns 0 or a CUDA error.
 int launch_paged_attention(const PagedArgs& args, const PagedPlan& plan, void* stream);
 
 }  // namespace neap

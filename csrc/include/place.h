@@ -1,10 +1,10 @@
-// Head norms, rotary positions, and new keys and values on their way into their slots.
+// Head norms, rotary positions, and writing new keys and values to their slots: see PlaceArgs.
 #pragma once
 #include "rowwise.h"
 
 namespace neap::NEAP_ISA {
 
-// One head of one token from `in` to `out`, which may be the same.
+// Normalises (unless `norm` is null) and rotates one head of one token from `in` to `out`, which may be equal.
 inline void place_head(const PlaceArgs& args, const float* norm, int64_t token, const float* in, float* out) {
   if (norm) {
     rms_norm({in, norm, out, args.width, args.width, args.eps, args.weight_offset}, 0, 1);

@@ -1,7 +1,7 @@
-// Norm, router, threshold and partition in one launch: see RouteArgs.
+// Norm and router in one launch: see RouteArgs.
 //
-// A warp takes one row of the hidden layer and eight tokens. The last block of a tile of tokens joins what its blocks made, and
-// the last of those the tiles. Every sum has one order, so that the result does not depend on who came last.
+// A warp takes one row of the hidden layer and eight tokens. The last block of a tile of tokens joins what its blocks made. Every
+// sum has one order, so that the result does not depend on who came last.
 #pragma once
 #include "dots.cuh"
 #include "exits.h"
@@ -21,12 +21,11 @@ __device__ __forceinline__ Features features_of(const RouteArgs& args, int64_t t
   return {{first, expf(first) - second, (float)args.ago[token] * 0.25f}};
 }
 
-// What one reading of the tokens gives: products with a row of weights, and the sums that the norm needs.
+// What one reading of the tokens gives: products with a row of weights, and the squares that the norm needs.
 struct Sums {
-  float dots[kTile], squares[kTile], sums[kTile], pivots[kTile], weights;
+  float dots[kTile], squares[kTile];
 };
 
-// Centred: all numbers are taken less the token's first, or large means would cancel.
 template <bool kFours, class X, class W>
 __device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, Sums& sums) {
   constexpr int kWidth = kFours ? 4 : 1;
@@ -39,7 +38,6 @@ __device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int t
     } else {
       w[0] = to_float(weight[k]);
     }
-    for (int i = 0; i < kWidth; ++i) sums.weights += w[i];
 #pragma unroll
     for (int t = 0; t < kTile; ++t) {
       if (t >= tokens) break;
@@ -51,69 +49,32 @@ __device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int t
         value[0] = to_float(x[t * x_stride + k]);
       }
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        const float shifted = value[i] - sums.pivots[t];
-        sums.dots[t] += w[i] * shifted, sums.squares[t] += shifted * shifted, sums.sums[t] += shifted;
-      }
+      for (int i = 0; i < kWidth; ++i) sums.dots[t] += w[i] * value[i], sums.squares[t] += value[i] * value[i];
     }
   }
 }
 
 // The normed products of a row of weights with up to kTile tokens, token t's in lane t.
 template <class X, class W>
-__device__ __forceinline__ float normed_dot(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, float eps, bool centred, bool fours) {
+__device__ __forceinline__ float normed_dot(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, float eps, bool fours) {
   Sums s;
-  s.weights = 0.f;
 #pragma unroll
-  for (int t = 0; t < kTile; ++t) {
-    s.dots[t] = s.squares[t] = s.sums[t] = 0.f;
-    s.pivots[t] = centred && t < tokens ? to_float(x[t * x_stride]) : 0.f;
-  }
+  for (int t = 0; t < kTile; ++t) s.dots[t] = s.squares[t] = 0.f;
   if (fours) add_products<true>(x, x_stride, tokens, weight, columns, s);
   else add_products<false>(x, x_stride, tokens, weight, columns, s);
-  const float weights = warp_sum(s.weights);
   float mine = 0.f;
 #pragma unroll
   for (int t = 0; t < kTile; ++t) {
-    const float dot = warp_sum(s.dots[t]), square = warp_sum(s.squares[t]), sum = warp_sum(s.sums[t]);
-    const float mean = centred ? sum / (float)columns : 0.f;  // less the pivot
-    const float variance = fmaxf(square / (float)columns - mean * mean, 0.f);
-    if ((int)(threadIdx.x % kWarp) == t) mine = (dot - mean * weights) / sqrtf(variance + eps);
+    const float dot = warp_sum(s.dots[t]), square = warp_sum(s.squares[t]);
+    if ((int)(threadIdx.x % kWarp) == t) mine = dot / sqrtf(square / (float)columns + eps);
   }
   return mine;
-}
-
-// Stays first, then leaves, each in their order; by one block.
-__device__ __forceinline__ void partition(const RouteArgs& args, int* counts) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const uint8_t* leaves = reinterpret_cast<const uint8_t*>(args.leaves);
-  int64_t total = 0;
-  for (int pass = 0; pass < 2; ++pass) {
-    int64_t before = 0;  // that stay, among the tokens of earlier rounds
-    for (int64_t begin = 0; begin < args.tokens; begin += kThreads) {
-      const int64_t token = begin + threadIdx.x;
-      const bool stays = token < args.tokens && !__ldcg(leaves + token);
-      const unsigned staying = __ballot_sync(kAll, stays);
-      if (lane == 0) counts[warp] = __popc(staying);
-      __syncthreads();
-      int64_t mine = before + __popc(staying & ((1u << lane) - 1u));
-      for (int w = 0; w < kWarps; ++w) {
-        if (w < warp) mine += counts[w];
-        before += counts[w];
-      }
-      __syncthreads();
-      if (pass && token < args.tokens) args.order[stays ? mine : total + token - mine] = token;
-    }
-    total = before;
-  }
-  if (threadIdx.x == 0) *args.num_stays = total;
 }
 
 template <class X, class W>
 __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool fours) {
   NEAP_SHARED(float, parts, kWarps * kTile);
   NEAP_SHARED(unsigned, arrived, 1);
-  NEAP_SHARED(int, counts, kWarps);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t width = args.hidden.rows, columns = args.hidden.columns, first = (int64_t)blockIdx.y * kTile;
   const int64_t row = (int64_t)blockIdx.x * kRouteRows + warp;
@@ -121,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool
   float part = 0.f;
   if (row < width) {
     float value = normed_dot(static_cast<const X*>(args.x) + first * args.x_stride, args.x_stride, tokens,
-                             static_cast<const W*>(args.hidden.data) + row * columns, columns, args.eps, args.centred, fours);
+                             static_cast<const W*>(args.hidden.data) + row * columns, columns, args.eps, fours);
     if (lane < tokens) {
       const Features features = features_of(args, first + lane);
       value += args.bias[row];
@@ -136,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool
     for (int w = 0; w < kWarps; ++w) sum += parts[w * kTile + lane];
     publish(args.inner + (first + lane) * gridDim.x + blockIdx.x, sum);
   }
-  if (!is_last_block(args.tickets + 1 + blockIdx.y, gridDim.x, arrived)) return;
+  if (!is_last_block(args.tickets + blockIdx.y, gridDim.x, arrived)) return;
   for (int t = warp; t < tokens; t += kWarps) {
     const int64_t token = first + t;
     float score = 0.f;
@@ -145,12 +106,9 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool
     if (lane == 0) {
       const Features features = features_of(args, token);
       for (int f = 0; f < kFeatures; ++f) score += args.skip[f] * features.v[f];
-      const float probability = fminf(fmaxf(1.f / (1.f + expf(-score)), args.lowest), args.highest);
-      args.probability[token] = probability;
-      publish(reinterpret_cast<uint8_t*>(args.leaves) + token, (uint8_t)(probability >= args.thresholds[token]));
+      args.probability[token] = fminf(fmaxf(1.f / (1.f + expf(-score)), args.lowest), args.highest);
     }
   }
-  if (is_last_block(args.tickets, gridDim.y, arrived)) partition(args, counts);
 }
 
 }  // namespace neap::gpu

@@ -1,4 +1,4 @@
-// From the product of a router's hidden layer to its probability: see RouteArgs.
+// A router's probability from the product of its hidden layer: see RouteArgs.
 #pragma once
 #include "exits.h"
 #include "half_simd.h"
@@ -23,7 +23,6 @@ inline void route_finish(const RouteArgs& args, int64_t begin, int64_t end) {
     for (int f = 0; f < kFeatures; ++f) score += args.skip[f] * features[f];
     const float probability = 1.f / (1.f + __builtin_expf(-score));
     args.probability[token] = probability < args.lowest ? args.lowest : probability > args.highest ? args.highest : probability;
-    args.leaves[token] = args.probability[token] >= args.thresholds[token];
   }
 }
 

@@ -1,7 +1,7 @@
-// x @ weight.T for a few tokens over row-major weights of any type: what exit heads, draft vocabularies and routers are made of.
+// x @ weight.T for a few tokens over row-major weights of any type: the products of exit heads, draft vocabularies and routers.
 //
-// Reading the weights is all the time there is, so they stay as small as they are stored, and every row is read once for all
-// tokens. A sum is one chain per lane whatever block it falls in: tokens and threads never change its bits.
+// The time is that of reading the weights, so they are read in their stored type, and each row once for up to kTokenGroup tokens. Each
+// lane sums one chain of products in order, so the bits of a result do not depend on the number of tokens or threads.
 #pragma once
 #include "exits.h"
 #include "half_simd.h"
@@ -9,7 +9,7 @@
 namespace neap::NEAP_ISA {
 
 constexpr int64_t kRowGroup = 4, kTokenGroup = 4;
-constexpr int64_t kDotRows = 16;  // rows of an item
+constexpr int64_t kDotRows = 16;  // weight rows per item
 
 template <class W, int kRows, int kTokens>
 NEAP_INLINE void dot_group(const W* w, const float* x, int64_t x_stride, int64_t columns, float* out, int64_t out_stride) {
@@ -36,7 +36,7 @@ NEAP_INLINE void dot_group(const W* w, const float* x, int64_t x_stride, int64_t
     }
 }
 
-// As many rows at once as leave registers for the sums: eight of them hide a product's latency.
+// Takes as many rows at once as there are registers for the sums: about eight independent sums hide the latency of a multiply-add.
 template <class W, int kTokens>
 NEAP_INLINE void dot_rows_of(const W* rows, int64_t count, const float* x, int64_t x_stride, int64_t columns, float* out, int64_t out_stride) {
   constexpr int kRows = kTokens == kTokenGroup ? kRowGroup / 2 : kRowGroup;

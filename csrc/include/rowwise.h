@@ -1,4 +1,4 @@
-// RMS norm and rotary embedding: work that never crosses a row.
+// Operations on single rows: RMS norm and rotary embedding.
 #pragma once
 #include "kernels.h"
 #include "simd.h"
@@ -28,7 +28,7 @@ inline void rms_norm(const RmsNormArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// Two roundings per output and no fused multiply-add: the same bits as x * cos + rotate_half(x) * sin in PyTorch.
+// No fused multiply-add, so that the result has the bits of x * cos + rotate_half(x) * sin in PyTorch.
 inline void rotary(const RotaryArgs& args, int64_t begin, int64_t end) {
   const int64_t half = args.width / 2, whole = half / kLanes * kLanes;
   for (int64_t item = begin; item < end; ++item) {

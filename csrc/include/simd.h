@@ -1,8 +1,7 @@
-// A vector of kLanes floats, and the few functions the kernels need on it.
+// A vector of kLanes floats, and the functions on it that the kernels use.
 //
-// Compiled once per instruction set. Everything here lives in a namespace of that name, and the kernels use no std::
-// templates: an inline function shared by two objects would be merged by the linker, and AVX-512 code would then run
-// on a machine without it.
+// Compiled once per instruction set. Everything is in a namespace of that set's name, and the kernels use no std:: templates. Otherwise
+// the linker would merge inline functions of two objects, and AVX-512 code could run on a machine without it.
 #pragma once
 #include <cstdint>
 
@@ -31,13 +30,14 @@ constexpr int kLanes = 8, kAccumulators = 12, kMaxTileRows = 6;
 #elif defined(__ARM_NEON)
 constexpr int kLanes = 4, kAccumulators = 24, kMaxTileRows = 6;
 #elif defined(NEAP_PORTABLE_LANES)
-// Lets a test walk the paths of wider instruction sets on a machine that lacks them.
+// For tests: runs the code paths of wider instruction sets on a machine without them.
 constexpr int kLanes = NEAP_PORTABLE_LANES, kAccumulators = 24, kMaxTileRows = 8;
 #else
 constexpr int kLanes = 4, kAccumulators = 12, kMaxTileRows = 3;
 #endif
 
-// Weights of so many panels at once are fetched sooner by the machine itself than by requests of ours. Measured on AVX2; elsewhere: never.
+// From this number of panels per tile on, the hardware prefetcher is faster than software prefetches. Measured on AVX2; on other sets
+// software prefetches are always used.
 #if defined(NEAP_AVX2)
 constexpr int kFollowedPanels = 2;
 #else
@@ -67,8 +67,8 @@ NEAP_INLINE Vec splat(float x) {
 #endif
 }
 
-// a * b + c. Written as an intrinsic, and built with -ffp-contract=off, so that no compiler may fuse in one tile shape
-// and not in another: that would make a row's bits depend on the number of rows beside it.
+// a * b + c. An intrinsic, and the build uses -ffp-contract=off: otherwise a compiler could fuse in one tile shape and not in another, and
+// the bits of a row's result would depend on the number of rows in the pass.
 NEAP_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if defined(NEAP_AVX512)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -83,7 +83,7 @@ NEAP_INLINE Vec fma(Vec a, Vec b, Vec c) {
 
 NEAP_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-// The lanes' sum and maximum in one fixed order.
+// Sum of the lanes, in a fixed order.
 NEAP_INLINE float sum_lanes(Vec v) {
   float lanes[kLanes];
   store(lanes, v);
@@ -128,7 +128,7 @@ NEAP_INLINE Vec tanh(Vec x) {
   const IntVec negative = x < splat(0.f);
   const Vec magnitude = negative ? -x : x;
   const Vec square = x * x;
-  // Near zero the exponential form cancels, so a Taylor polynomial takes over there.
+  // Near zero the exponential form loses digits by cancellation, so a Taylor polynomial is used there.
   Vec p = fma(splat(-0.0539682540f), square, splat(0.133333333f));
   p = fma(p, square, splat(-0.333333333f));
   p = fma(p * square, magnitude, magnitude);

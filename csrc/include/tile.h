@@ -1,7 +1,7 @@
-// The one microkernel: a few rows times a few 16-wide panels, products summed over depth in order.
+// The microkernel of packed products and attention: a few rows times a few 16-wide panels, summed over depth in order.
 //
-// Every matrix product of this library ends here, so every output element is the same chain of fused multiply-adds
-// whatever tile it falls in: rows, threads and neighbours never change its bits.
+// Every output element is the same chain of fused multiply-adds in every tile shape, so its bits do not depend on the number of rows,
+// the number of threads or its position.
 #pragma once
 #include "kernels.h"
 #include "simd.h"
@@ -10,13 +10,14 @@ namespace neap::NEAP_ISA {
 
 constexpr int kPanelVecs = kPanel / kLanes;
 
-// Panels that keep the accumulators of `rows` rows in registers and enough chains in flight to hide latency.
+// The number of panels per tile of `rows` rows: as many as their accumulators fit in registers, so that enough chains of multiply-adds
+// are independent to hide the latency.
 constexpr int panels_for(int rows) {
   const int panels = kAccumulators / (rows * kPanelVecs);
   return panels < 1 ? 1 : panels;
 }
 
-// Tiles of at most so many rows walk enough panels for the machine to follow; 0: none do.
+// The largest number of rows whose tiles span at least kFollowedPanels panels, so that the hardware prefetcher follows; 0: none do.
 constexpr int low_tile_rows() {
   int rows = kMaxTileRows;
   while (rows > 0 && panels_for(rows) < kFollowedPanels) --rows;
@@ -33,11 +34,11 @@ struct TileArgs {
   float* c;              // [rows, panels * 16], rows `c_stride` apart
   int64_t c_stride;
   bool accumulate;       // add to c instead of overwriting it
-  // What this call fetches for later ones: panel p of b, from `prefetch` floats on, `prefetch_step` floats per depth.
+  // What this call prefetches for later ones: in each panel, `prefetch_step` floats per depth, beginning `prefetch` floats ahead of b.
   int64_t prefetch, prefetch_step;
 };
 
-// kStride: the row stride of b where it is known (16 for packed weights), 0 where it is not.
+// kStride: b_stride if known at compile time (16 for packed weights), else 0.
 template <int kRows, int kPanels, int kStride>
 __attribute__((noinline)) void tile(const TileArgs& t) {
   constexpr int kColumns = kPanels * kPanelVecs;
@@ -91,8 +92,9 @@ TileFn pick_tile(int rows, int panels) {
   return TilePicker<kStride, kMaxTileRows, panels_for(kMaxTileRows)>::pick(rows, panels);
 }
 
-// Rows are cut into tiles of nearly equal height: 8 rows are 4 + 4 rather than 6 + 2, which would starve the chains. What fits two
-// low tiles is cut so: the first reads more panels at once from memory, and the second finds them in the cache.
+// Cuts rows into tiles of nearly equal height: 8 rows become 4 + 4 rather than 6 + 2, because a tile of 2 rows has few independent
+// chains. Rows that fit in two tiles of kLowTileRows are cut into these: the first tile reads more panels at once from memory, and the
+// second finds them in the cache.
 struct RowTiles {
   int64_t count, height, taller;  // the first `taller` tiles have `height` rows, the others one less
   explicit RowTiles(int64_t rows) {

@@ -1,6 +1,5 @@
 """Measuring what passes cost on this device, once, at start-up."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -11,9 +10,7 @@ from torch import Tensor
 from inference_service.engine.planner import ExitCost
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
-from shared.ladder.walk import Walker
 from shared.model.cache import SlotCache
-from shared.model.paged_kv import PagedCache
 from shared.model.runner import DepthRunner
 
 MAX_PASS_TOKENS = 9
@@ -26,8 +23,13 @@ WIDE_REPEATS = 3
 EXIT_COMPANY = 8
 
 
-def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
-    """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head, smoothed: see `smoothed`."""
+def measure_deep(
+    runner: DepthRunner, *, between: Callable[[], None] = lambda: None
+) -> tuple[float, ...]:
+    """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head, smoothed: see `smoothed`.
+
+    `between` is called before each pass; what it raises ends the measurement.
+    """
     context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
     widest = min(MAX_PASS_TOKENS, runner.loaded.context_length - context)
     cache = runner.new_cache(context + widest)
@@ -35,6 +37,7 @@ def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
     runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
 
     def deep_pass(width: int) -> None:
+        between()
         state = runner.run(ids[:, :width], cache, first=0, last=runner.num_layers, base=context)
         runner.logits(state[0]).argmax(-1).tolist()
 
@@ -47,8 +50,10 @@ def measure_deep(runner: DepthRunner) -> tuple[float, ...]:
     return smoothed(medians)
 
 
-def measure_wide(runner: DepthRunner, deep: tuple[float, ...]) -> tuple[tuple[int, float], ...]:
-    """(tokens, seconds) of wider passes than `deep` has, never falling; () where the context is too short."""
+def measure_wide(
+    runner: DepthRunner, deep: tuple[float, ...], *, between: Callable[[], None] = lambda: None
+) -> tuple[tuple[int, float], ...]:
+    """(tokens, seconds) of wider passes than `deep` has, never falling; () where the context is too short. `between` as there."""
     points: list[tuple[int, float]] = []
     least = deep[-1]
     for width in WIDE_PASS_TOKENS:
@@ -58,6 +63,7 @@ def measure_wide(runner: DepthRunner, deep: tuple[float, ...]) -> tuple[tuple[in
         ids = torch.ones(1, width, dtype=torch.long, device=runner.loaded.device)
 
         def deep_pass(ids: Tensor = ids, cache: SlotCache = cache) -> None:
+            between()
             state = runner.run(ids, cache, first=0, last=runner.num_layers, base=0)
             runner.logits(state[0]).argmax(-1).tolist()
 
@@ -82,21 +88,11 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
     return min(seconds[0], first), *line
 
 
-def measure_exits(runner: DepthRunner, ladder: BoundLadder) -> tuple[ExitCost, ...]:
-    """What taking tokens from the embedding to each layer exit and through its head and router costs."""
-    timings = exit_timings(runner, ladder)
-    while True:
-        try:
-            next(timings)
-        except StopIteration as stop:
-            costs: tuple[ExitCost, ...] = stop.value
-            return costs
-
-
 def exit_timings(
     runner: DepthRunner, ladder: BoundLadder
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
-    """Returns what `measure_exits` does; yields what each timed exit said, so that other work may come between.
+    """What taking tokens from the embedding to each layer exit and through its head and router costs; yields what each timed exit
+    said, so that other work may come between.
 
     Before each a deep pass drives heads and tables out of the caches, as it does while serving: warm, they seem half as dear.
     """
@@ -110,15 +106,6 @@ def exit_timings(
     )
 
     def leave(index: int, depth: int, count: int) -> list[Draft]:
-        if ladder.walk is not None:
-            assert isinstance(cache, PagedCache)
-            # Past all exits before this one, and no further.
-            thresholds = (math.inf,) * index + (0.0,) * (len(ladder.depths) - index)
-            walkers = [
-                Walker(1, cache, context + place, deep_states[place], 1, thresholds)
-                for place in range(count)
-            ]
-            return [walked.drafts[-1] for walked in ladder.walk(walkers)]
         own = tokens[:, :count]
         if depth:
             states = runner.run(own, cache, first=0, last=depth, base=context)

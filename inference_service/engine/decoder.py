@@ -1,7 +1,7 @@
 """One step of a batch: each sequence drafts shallow, all settle deep in one pass, each is verified."""
 
+import logging
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from inference_service.engine.admission import num_slots
 from inference_service.engine.chain import Chain, settle
 from inference_service.engine.drafting import Drafter, draft_chains
+from inference_service.engine.failure import attempt, fail_all
 from inference_service.engine.planner import PassCosts, Reliability, best_lengths
 from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import GeneratedToken, GenerationRequest, TokenChunk
@@ -21,6 +22,8 @@ from inference_service.engine.worth import DraftingWorth
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
 from shared.model.sampling import Trial
+
+logger = logging.getLogger(__name__)
 
 # Prompt tokens per step, so that a long prompt can be cancelled; fewer where running streams would have to wait for them.
 PREFILL_TOKENS = 256
@@ -60,11 +63,12 @@ class Decoder:
     ) -> Sequence:
         """A new sequence; nothing runs yet. The request must have been checked against the model.
 
-        `served`: how the ladder's drafts fared in requests like this one.
+        `served`: how the ladder's drafts fared in requests like this one. Raises `Exhausted` (reasons OUT_OF_MEMORY, KV_PAGES).
         """
         loaded = self.runner.loaded
         capacity = num_slots(request, loaded.context_length)
         cache = self.runner.new_cache(capacity)
+        self.runner.reserve(cache)
         return Sequence(request, loaded, ladder, cache, capacity - len(request.prompt_ids), served)
 
     def step(
@@ -72,20 +76,34 @@ class Decoder:
     ) -> list[list[TokenChunk]]:
         """A piece of the prompt, or one chain, of each sequence. Returns per sequence what became final.
 
-        One deep pass serves all, where the model can be run so; else one each.
+        One deep pass serves all, where the model can be run so; else one each. A sequence that fails has a `failure` afterwards:
+        alone where the work was its own, with all that shared a pass where the pass failed. The others' tokens do not change.
         """
         now = time.monotonic()
         sequences = [sequence for sequence, _ in batch]
-        for sequence in sequences:
-            if sequence.started_s is None:
-                sequence.started_s = now
-                self.statistics.queue_s.record(now - sequence.submitted_s)
+        first = [sequence for sequence in sequences if sequence.started_s is None]
+        for sequence in first:
+            sequence.started_s = now
         if self.runner.can_pack:
             results = self._step(batch, costs, batch)
         else:
             results = [self._step([member], costs, batch)[0] for member in batch]
-        self.statistics.record_step(time.monotonic() - now, sequences, results)
+        try:
+            for sequence in first:
+                self.statistics.queue_s.record(now - sequence.submitted_s)
+            self.statistics.record_step(time.monotonic() - now, sequences, results)
+        except Exception:  # what cannot be counted has been generated nevertheless
+            logger.exception("a step could not be counted")
         return results
+
+    def check_model(self) -> None:
+        """One token through all layers and the head. Raises what the model raises; a step in which something failed may have left
+        a device that runs nothing any more."""
+        cache = self.runner.new_cache(1)
+        states = self.runner.run(
+            self.runner.ids([0]), cache, first=0, last=self.runner.num_layers, base=0
+        )
+        self.runner.logits(states[0]).argmax(-1).tolist()
 
     def _step(
         self,
@@ -103,18 +121,18 @@ class Decoder:
         decoding = [index for index, (sequence, _) in enumerate(batch) if sequence.num_generated]
         chains = draft_chains((batch[i] for i in decoding), num_decoding, drafts=drafts)
         for index, chain in zip(decoding, chains, strict=True):
-            turns[index] = _Turn(batch[index][0], chain, [], 1, False)
+            if batch[index][0].failure is None:
+                turns[index] = _Turn(batch[index][0], chain, [], 1, False)
         for index, (sequence, _) in enumerate(batch):
             if not sequence.num_generated and room:
-                self.prefixes.lend(sequence, (other for other, _ in company))
-                if self.prefixes.is_being_read(sequence, reading):
-                    continue  # in the next step it is there for the taking
-                turn = self._prefill_turn(sequence, room)
+                turn = attempt(sequence, self._read_on, sequence, company, reading, room)
+                if turn is None:
+                    continue
                 turns[index] = turn
                 reading.append(sequence)
                 room -= len(turn.chain.tokens)
         self._choose_lengths(list(turns.values()), costs)
-        going = [turn for turn in turns.values() if self._emit_final(turn)]
+        going = [turn for turn in turns.values() if attempt(turn.sequence, self._emit_final, turn)]
         self._settle(going)
         results = [turns[index].chunks if index in turns else [] for index in range(len(batch))]
         if num_open and not reading:
@@ -123,7 +141,17 @@ class Decoder:
             self._worth.record((num_open, num_decoding), drafts, num_tokens, seconds)
         return results
 
-    def _prefill_turn(self, sequence: Sequence, room: int) -> _Turn:
+    def _read_on(
+        self,
+        sequence: Sequence,
+        company: Rows[tuple[Sequence, Drafter]],
+        reading: Rows[Sequence],
+        room: int,
+    ) -> _Turn | None:
+        """The next piece of the prompt, of `room` tokens at most; None where another sequence reads the same in this very step."""
+        self.prefixes.lend(sequence, (other for other, _ in company))
+        if self.prefixes.is_being_read(sequence, reading):
+            return None  # in the next step it is there for the taking
         start = sequence.num_settled
         prompt = sequence.request.prompt_ids
         chain = Chain(start, list(prompt[start : start + room]), sequence.cache)
@@ -165,30 +193,52 @@ class Decoder:
     def _settle(self, turns: list[_Turn]) -> None:
         if not turns:
             return
+        try:
+            states, logits = self._deep_pass(turns)
+        except Exception as error:
+            fail_all([turn.sequence for turn in turns], error, "a pass failed that was shared by")
+            return
+        answered = [turn for turn in turns if turn.num_answers]
+        verdicts = dict(zip(map(id, answered), self._verdicts(logits, answered), strict=True))
+        for turn, own in zip(turns, states, strict=True):
+            if turn.sequence.failure is not None:
+                continue
+            if turn.is_prefill:
+                turn.sequence.num_settled += len(own)
+                turn.sequence.deep_state = own[-1]
+            verdict = verdicts.get(id(turn))
+            if verdict is not None:
+                attempt(turn.sequence, self._conclude, turn, own, verdict)
+
+    def _deep_pass(self, turns: Rows[_Turn]) -> tuple[Rows[Tensor], Tensor | None]:
+        """Per turn its states at depth L [T, D]; and the logits [N, V] of all answers, turn after turn, None where none is wanted."""
         states = settle([turn.chain for turn in turns], self.runner)
-        settled = states.split_with_sizes([len(turn.chain.tokens) for turn in turns])
+        settled: Rows[Tensor] = states.split_with_sizes([len(turn.chain.tokens) for turn in turns])
         wanted = [
-            states[len(states) - turn.num_answers :]
-            for turn, states in zip(turns, settled, strict=True)
+            own[len(own) - turn.num_answers :]
+            for turn, own in zip(turns, settled, strict=True)
             if turn.num_answers
         ]
-        logits = self.runner.logits(torch.cat(wanted)) if wanted else None
-        answered = [turn for turn in turns if turn.num_answers]
-        verdicts: Iterator[Verdict] = iter(())
-        if logits is not None:
-            verdicts = iter(
-                verify(
-                    logits,
-                    [turn.trial for turn in answered],
-                    [turn.sequence.request.logprobs for turn in answered],
-                )
-            )
-        for turn, states in zip(turns, settled, strict=True):
-            if turn.is_prefill:
-                turn.sequence.num_settled += len(states)
-                turn.sequence.deep_state = states[-1]
-            if turn.num_answers:
-                self._conclude(turn, states, next(verdicts))
+        return settled, self.runner.logits(torch.cat(wanted)) if wanted else None
+
+    def _verdicts(self, logits: Tensor | None, turns: Rows[_Turn]) -> Rows[Verdict | None]:
+        """Together, which reads the device once; where that fails, each alone, so that only those fail that are to blame."""
+        if logits is None:
+            return []
+        try:
+            trials = [turn.trial for turn in turns]
+            return verify(logits, trials, [turn.sequence.request.logprobs for turn in turns])
+        except Exception:
+            logger.warning("verification failed; each request is verified alone", exc_info=True)
+        rows = logits.split_with_sizes([turn.num_answers for turn in turns])
+        return [
+            attempt(turn.sequence, self._verdict, turn, own)
+            for turn, own in zip(turns, rows, strict=True)
+        ]
+
+    def _verdict(self, turn: _Turn, logits: Tensor) -> Verdict:
+        [verdict] = verify(logits, [turn.trial], [turn.sequence.request.logprobs])
+        return verdict
 
     def _conclude(self, turn: _Turn, states: Tensor, verdict: Verdict) -> None:
         sequence, chain = turn.sequence, turn.chain

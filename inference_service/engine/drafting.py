@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.chain import Chain, bring_to
+from inference_service.engine.failure import attempt, fail_all
 from inference_service.engine.growing import GrowingChain, worth_taking
 from inference_service.engine.planner import (
     SERVED_WEIGHT,
@@ -17,7 +18,6 @@ from inference_service.engine.planner import (
 )
 from inference_service.engine.request import GenerationRequest
 from inference_service.engine.sequence import Sequence
-from inference_service.engine.walking import ask_by_walk
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import DepthRunner
 
@@ -40,11 +40,6 @@ class Drafter:
         self, ladder: BoundLadder, growing: Rows[GrowingChain], num_sequences: int
     ) -> None:
         """Takes the chains' last tokens to the layer exits that are worth it, shallowest first; those at one exit go together."""
-        if ladder.walk is not None:
-            ask_by_walk(
-                ladder.walk, ladder, growing, num_sequences, self._runner, self.costs, self._gains
-            )
-            return
         for index, depth in enumerate(ladder.depths):
             asked = worth_taking(growing, index, depth, num_sequences, self.costs, self._gains)
             if not asked:
@@ -55,7 +50,9 @@ class Drafter:
             drafts = ladder.ask(index, states, deep_states, offsets)
             for one, draft in zip(asked, drafts, strict=True):
                 known = one.known
-                self._gains.record(index, known, one.consider(draft))
+                probability = attempt(one.sequence, one.consider, draft)
+                if probability is not None:
+                    self._gains.record(index, known, probability)
 
 
 def draft_chains(
@@ -64,7 +61,8 @@ def draft_chains(
     """Each member's last final token and all drafts worth a thought. `num_sequences` will share the deep pass.
 
     In rounds of one draft each, so that all that want the same exit share one shallow pass, one launch and one read-back.
-    Without `drafts` only requests draft that do not leave the choice. Several members only where the runner can pack.
+    Without `drafts` only requests draft that do not leave the choice. Several members only where the runner can pack. Sequences
+    that fail have a `failure` afterwards: one alone, or all that shared the exits that failed.
     """
     growing = [
         (GrowingChain(sequence, drafter.costs, num_sequences, drafts=drafts), drafter)
@@ -73,10 +71,17 @@ def draft_chains(
     going = [(one, drafter) for one, drafter in growing if one.wants_more]
     while going:
         for one, _ in going:
-            one.look_up()
+            attempt(one.sequence, one.look_up)
         for drafter, ladder, own in _by_ladder(going):
-            drafter.ask_exits(ladder, own, num_sequences)
-        going = [(one, drafter) for one, drafter in going if one.extend() and one.wants_more]
+            try:
+                drafter.ask_exits(ladder, own, num_sequences)
+            except Exception as error:
+                fail_all([one.sequence for one in own], error, "asking exits failed for")
+        going = [
+            (one, drafter)
+            for one, drafter in going
+            if one.sequence.failure is None and one.extend() and one.wants_more
+        ]
     return [one.chain for one, _ in growing]
 
 
@@ -88,7 +93,8 @@ def _by_ladder(
     def key(member: tuple[GrowingChain, Drafter]) -> tuple[int, int]:
         return id(member[1]), id(member[0].sequence.ladder)
 
-    for _, group in groupby(sorted(going, key=key), key):
+    able = [(one, drafter) for one, drafter in going if one.sequence.failure is None]
+    for _, group in groupby(sorted(able, key=key), key):
         own = list(group)
         one, drafter = own[0]
         assert one.sequence.ladder is not None

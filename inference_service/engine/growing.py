@@ -14,6 +14,7 @@ from inference_service.engine.planner import (
     worth_asking,
 )
 from inference_service.engine.sequence import Sequence
+from shared.errors import Corrupt
 from shared.ladder.rungs import Draft
 
 # Belief in what a deep pass yields of a sequence that has had none, and its weight in passes.
@@ -86,7 +87,15 @@ class GrowingChain:
                 self.consider(draft)
 
     def consider(self, draft: Draft) -> float:
-        """Takes the draft if it is more probable than the best so far; its probability as trusted for this request."""
+        """Takes the draft if it is more probable than the best so far; its probability as trusted for this request.
+
+        Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) for no token of the model: a pass over it would fail for all that share it.
+        """
+        if not 0 <= draft.token < self.sequence.vocabulary_size:
+            raise Corrupt(
+                f"rung {draft.rung} of the router drafted token {draft.token}; the model has {self.sequence.vocabulary_size}",
+                reason="DRAFT_OUT_OF_RANGE",
+            )
         probability = self.sequence.reliability.adjusted(draft)
         if probability > self.known:
             self.best, self.known = draft, probability

@@ -6,9 +6,8 @@ engine picks what maximises expected tokens per second; no draft at all is one o
 more a draft must promise, and a full batch decodes plainly.
 """
 
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -169,16 +168,6 @@ class ExitGains:
         """How much more probable the `index`-th exit's token will be than `known`; 0 if it will not be."""
         found = self._bin(known)
         return self._gains[index][found] / self._counts[index][found]
-
-    def least_known(self, is_worth_it: Callable[[float], bool]) -> float:
-        """The least known probability from which on asking is never worth it; infinite if it always is.
-
-        `is_worth_it` is asked with the middle of each bin, the surest first.
-        """
-        for found in reversed(range(self.NUM_BINS)):
-            if is_worth_it((found + 0.5) / self.NUM_BINS):
-                return (found + 1) / self.NUM_BINS if found + 1 < self.NUM_BINS else math.inf
-        return 0.0
 
     def record(self, index: int, known: float, probability: float) -> None:
         found = self._bin(known)

@@ -48,9 +48,13 @@ def self_test(runner: DepthRunner, ladder: BoundLadder, costs: PassCosts) -> Sli
             if draft is not None:
                 check_draft(draft, loaded.vocabulary_size)
             decoder.step([(sequence, drafter)], costs)
+            if sequence.failure is not None:
+                raise sequence.failure
             yield
-    except NeapError:
-        raise
+    except NeapError as error:
+        if type(error) is not NeapError:
+            raise
+        raise _failed("decoding with it failed, and the log says why") from error
     except Exception as error:
         raise _failed(f"{type(error).__name__} while decoding with it") from error
 

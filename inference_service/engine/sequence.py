@@ -16,6 +16,7 @@ from inference_service.engine.request import (
 )
 from inference_service.engine.statistics import Progress
 from inference_service.engine.text import Detokenizer, StopStrings
+from shared.errors import NeapError
 from shared.ladder.ladder import BoundLadder, SequenceDrafter
 from shared.model.cache import SlotCache
 from shared.model.load import LoadedModel
@@ -26,7 +27,8 @@ class Sequence:
 
     Positions [0, num_settled) have been through every layer; `deep_state` [D] is the state at depth L of the last of them.
     Tokens from there on are final but pending: their deeper keys and values are still to be made. `num_cached`: positions of
-    the prompt whose keys and values came from another sequence.
+    the prompt whose keys and values came from another sequence. `failure`: why the request ends without an answer; a sequence
+    that has one takes part in no further step.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Sequence:
         self.num_layer_executions = 0
         self.num_token_layers = 0
         self.counted = Progress()
+        self.failure: NeapError | None = None
         self._exits: Counter[tuple[str, int]] = Counter()
         self._loaded = loaded
         self._detokenizer = Detokenizer(loaded.tokenizer)
@@ -70,6 +73,10 @@ class Sequence:
         """Whether it is the engine's choice if this request drafts: nothing but the time depends on it."""
         policy = self.request.policy
         return self.ladder is not None and policy.name == "exact" and not policy.max_drafts
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self._loaded.vocabulary_size
 
     @property
     def num_prompt_tokens(self) -> int:

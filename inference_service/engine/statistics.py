@@ -138,6 +138,8 @@ class EngineStatistics(DepthCounts):
         for sequence, chunks in zip(sequences, results, strict=True):
             seen = sequence.counted
             num_tokens = sequence.num_generated - seen.num_generated
+            if sequence.failure is not None:  # what it was handed before it failed
+                num_tokens = sum(len(chunk.tokens) for chunk in chunks)
             if not num_tokens:  # a piece of a prompt
                 continue
             num_executions = sequence.num_layer_executions - seen.num_layer_executions

@@ -5,14 +5,24 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from google.protobuf.duration_pb2 import Duration
 from neap.calibration.v1 import calibration_pb2 as pb
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from shared.cli.connection import connect
-from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, escape, fail, guarded, out
+from shared.cli.console import (
+    DEFAULT_CALIBRATOR,
+    Calibrator,
+    Model,
+    escape,
+    fail,
+    guarded,
+    out,
+    say_line,
+)
 from shared.errors import InvalidInput
+from shared.plain_text import one_line
 from shared.rpc.client import NeapClient
+from shared.rpc.durations import duration_of
 
 HEAD_FORMS = {
     "auto": pb.HEAD_FORM_UNSPECIFIED,
@@ -21,7 +31,7 @@ HEAD_FORMS = {
 }
 LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
 ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
-FIGURES_SHOWN = ("tokens", "agreement", "loss")
+FIGURES_SHOWN = ("tokens", "generated_tokens", "agreement", "loss")
 MAX_FIGURES_SHOWN = 4
 T = TypeVar("T")
 
@@ -31,10 +41,17 @@ def calibrate(
     model: Model,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
     text: Annotated[
-        Path | None, typer.Option("--text", help="A .txt or .jsonl file the service can read.")
+        Path | None,
+        typer.Option(
+            "--text",
+            help="A file the service can read: .txt, all of it one document, or .jsonl, a document per line.",
+        ),
     ] = None,
     dataset: Annotated[
-        str, typer.Option("--dataset", help="A Hugging Face dataset: NAME[:CONFIG[:SPLIT]].")
+        str,
+        typer.Option(
+            "--dataset", help="A Hugging Face dataset: NAME[:CONFIG[:SPLIT]]; a row is a document."
+        ),
     ] = "",
     field: Annotated[str, typer.Option("--field", help="The field that holds the text.")] = "",
     prompts: Annotated[
@@ -89,7 +106,7 @@ def calibrate(
     )
     set_source(spec, text=text, dataset=dataset, field=field, prompts=prompts)
     if time_budget is not None:
-        spec.time_budget.CopyFrom(Duration(seconds=int(time_budget)))
+        spec.time_budget.CopyFrom(duration_of(time_budget, "--time-budget"))
     with connect(calibrator) as client:
         job = client.create_calibration(spec, request_id=request_id or str(uuid.uuid4()))
         job = follow(client, job)
@@ -97,12 +114,12 @@ def calibrate(
         fail(f"the calibration failed: {job.failure.message} [{job.failure.reason}]")
     if job.state == pb.STATE_CANCELLED:
         fail("the calibration was cancelled; nothing was published")
-    out.print(f"published version {job.router_version} ({job.manifest_digest})", markup=False)
+    say_line(f"published version {job.router_version} ({job.manifest_digest})")
 
 
 def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
     """Show a job's progress and return it as it ended. Ctrl-C cancels it and waits for its end; a second one leaves at once."""
-    out.print(f"calibration {job.calibration_id}", markup=False)
+    say_line(f"calibration {job.calibration_id}")
     columns = (
         TextColumn("{task.description:<16}"),
         BarColumn(),
@@ -110,10 +127,10 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
         TimeElapsedColumn(),
         TextColumn("{task.fields[figures]}"),
     )
-    # In a log file a line per phase instead of a live bar.
+    # In a log file a line per phase and tenth of the work instead of a live bar.
     with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
         task = progress.add_task("queued", total=1.0, figures="")
-        last_phase = ""
+        last_said = ("", 0)
         for may_cancel in (True, False):
             try:
                 for now in client.watch_calibration(job.calibration_id):
@@ -123,13 +140,12 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
                         task,
                         description=phase,
                         completed=job.fraction,
-                        figures=escape(figures_line(job)),
+                        figures=escape(one_line(figures_line(job))),
                     )
-                    if not out.is_terminal and phase != last_phase:
-                        out.print(
-                            f"   {phase} {job.fraction:.0%} {figures_line(job)}", markup=False
-                        )
-                    last_phase = phase
+                    said = (phase, int(10 * job.fraction))
+                    if not out.is_terminal and said != last_said:
+                        say_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}")
+                    last_said = said
                 break
             except KeyboardInterrupt:
                 if not may_cancel:
@@ -172,13 +188,26 @@ def set_source(
     if text is not None:
         spec.text_file.CopyFrom(pb.TextFile(path=str(text.absolute()), field=field))
     elif dataset:
-        name, config, split = [*dataset.split(":"), "", ""][:3]
+        name, config, split, *more = [*dataset.split(":"), "", ""]
+        if any(more):
+            raise InvalidInput(f"--dataset is {dataset!r}; it must be NAME[:CONFIG[:SPLIT]]")
         spec.hub_dataset.CopyFrom(pb.HubDataset(name=name, config=config, split=split, field=field))
     else:
-        lines = prompts.read_text(encoding="utf-8").splitlines() if prompts is not None else []
-        spec.self_generated.CopyFrom(
-            pb.SelfGenerated(prompts=[line.strip() for line in lines if line.strip()])
-        )
+        lines = read_prompts(prompts) if prompts is not None else []
+        spec.self_generated.CopyFrom(pb.SelfGenerated(prompts=lines))
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a file that are not blank; what ends a line is a line feed alone. Raises InvalidInput, OSError."""
+    try:
+        # Line separators of Unicode, as str.splitlines knows them, belong to a prompt.
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not UTF-8", reason="NOT_UTF8") from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise InvalidInput(f"{path} holds no prompt", reason="EMPTY_PROMPT")
+    return prompts
 
 
 def parse_depths(depths: str) -> list[int]:

@@ -2,21 +2,36 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar
 
 import platformdirs
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
 from shared.errors import NeapError
+from shared.plain_text import one_line, printable
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class PlainConsole(Console):
+    """Whatever is printed, a terminal gets no control character but rich's own: text comes from services, files and models."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            # A segment's own control codes (a progress bar moves the cursor) come from rich.
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+out = PlainConsole(highlight=False, soft_wrap=True)
+err = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
 
 DEFAULT_CALIBRATOR = "127.0.0.1:7070"
 DEFAULT_WORKER = "127.0.0.1:7071"
@@ -62,9 +77,19 @@ def guarded(command: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+def say_line(text: str) -> None:
+    """`text`, which may hold what a service said, as one line."""
+    out.print(one_line(text), markup=False)
+
+
+def cell(text: str) -> Text:
+    """`text`, from a service, as it is: in a table's cell a str would be read as rich's markup."""
+    return Text(one_line(text))
+
+
 def fail(message: str) -> None:
     """Say why on stderr, as one line, and end with exit code 1."""
-    err.print(f"[bold red]error:[/] {escape(' '.join(message.split()))}")
+    err.print(f"[bold red]error:[/] {escape(one_line(' '.join(message.split())))}")
     raise typer.Exit(1)
 
 

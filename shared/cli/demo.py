@@ -21,7 +21,13 @@ from shared.cli.connection import connect
 from shared.cli.console import default_data_dir, fail, guarded, out
 from shared.cli.demo_model import MODEL_ID, demo_model, own_model
 from shared.cli.depth_view import DepthView
-from shared.cli.generate import depth_policy, set_prompt, set_router
+from shared.cli.generate import (
+    NO_CHAT_TEMPLATE,
+    PLAIN_TEXT_NOTE,
+    depth_policy,
+    set_prompt,
+    set_router,
+)
 from shared.cli.measure import PROMPTS, PolicyFigures, policy_table, run_one, statistics_line
 from shared.cli.processes import ServiceProcess
 from shared.errors import NeapError, NotFound
@@ -206,9 +212,9 @@ def takes_chat(worker: NeapClient, model_id: str) -> bool:
     try:
         run_one(worker, request_for(model_id, "Hi", "full", 1, True), lambda _: None)
     except NeapError as error:
-        if error.reason != "NO_CHAT_TEMPLATE":
+        if error.reason != NO_CHAT_TEMPLATE:
             raise
-        say("the model has no chat template: prompts are continued as plain text")
+        say(PLAIN_TEXT_NOTE)
         return False
     return True
 

@@ -14,10 +14,13 @@ from shared.cli.console import DEFAULT_WORKER, Worker, err, guarded, out
 from shared.cli.depth_view import DepthView
 from shared.cli.measure import statistics_line
 from shared.cli.risk_view import bound_line
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, NeapError
+from shared.plain_text import printable
 from shared.rpc.client import NeapClient
 
 POLICIES = ("full", "exact", "relaxed")
+NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
+PLAIN_TEXT_NOTE = "the model has no chat template: prompts are continued as plain text"
 
 
 @guarded
@@ -61,7 +64,10 @@ def generate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event.")] = False,
 ) -> None:
-    """Generate text and stream it. The last line of statistics goes to standard error."""
+    """Generate text and stream it. The last line of statistics goes to standard error.
+
+    A model without a chat template continues the prompt as plain text, and a line says so.
+    """
     if policy not in POLICIES:
         raise typer.BadParameter(
             f"{policy!r} is none of {', '.join(POLICIES)}", param_hint="--policy"
@@ -88,11 +94,23 @@ def generate(
         )
         set_prompt(request, text, raw=raw, system=system)
         set_router(request, router)
-        events = client.generate(request, timeout_s=timeout)
-        if as_json:
-            print_json(events)
-        else:
-            print_text(events, served.num_layers, coloured=show_depth)
+
+        def show() -> None:
+            events = client.generate(request, timeout_s=timeout)
+            if as_json:
+                print_json(events)
+            else:
+                print_text(events, served.num_layers, coloured=show_depth)
+
+        try:
+            show()
+        except NeapError as error:
+            # A system message is lost in plain text; who gave one is told instead.
+            if error.reason != NO_CHAT_TEMPLATE or system:
+                raise
+            err.print(PLAIN_TEXT_NOTE, markup=False, style="dim")
+            set_prompt(request, text, raw=True)
+            show()
 
 
 def print_text(events: Iterator[pb.GenerateResponse], num_layers: int, *, coloured: bool) -> None:
@@ -121,7 +139,7 @@ def print_json(events: Iterator[pb.GenerateResponse]) -> None:
     """One line of JSON per event, in protobuf's JSON mapping with the field names of the proto."""
     for event in events:
         document: dict[str, Any] = MessageToDict(event, preserving_proto_field_name=True)
-        print(json.dumps(document, ensure_ascii=False), flush=True)
+        print(printable(json.dumps(document, ensure_ascii=False)), flush=True)
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:

@@ -18,6 +18,8 @@ from shared.errors import Unavailable
 LISTENING = "listening on "
 STOP_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 5.0
+# How often a process that is waited for is looked at.
+CHECK_ALIVE_S = 0.5
 LOG_TAIL_LINES = 15
 
 
@@ -65,17 +67,15 @@ class ServiceProcess:
         with connect(self.address, num_attempts=1, timeout_s=5.0) as client:
             while True:
                 try:
-                    if client.is_serving():
-                        return self.address
+                    client.wait_ready(timeout_s=CHECK_ALIVE_S)
+                    return self.address
                 except Unavailable:
-                    pass
-                self._check_alive()
+                    self._check_alive()
                 if time.monotonic() > deadline_s:
                     raise Unavailable(
                         f"the {self.name} is not serving after {timeout_s:g} s; {self._log_tail()}",
                         reason="NOT_READY",
                     )
-                time.sleep(0.2)
 
     def send_signal(self, number: int) -> None:
         assert self._process is not None

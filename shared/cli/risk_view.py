@@ -6,7 +6,7 @@ from typing import Any
 from neap.inference.v1 import inference_pb2 as pb
 from rich.table import Table
 
-from shared.cli.console import out
+from shared.cli.console import cell, out, say_line
 
 
 def print_risk(manifest: Mapping[str, Any]) -> None:
@@ -14,14 +14,14 @@ def print_risk(manifest: Mapping[str, Any]) -> None:
     risk: Mapping[str, Any] = manifest.get("risk", {})
     if not risk.get("bounds"):
         reason = manifest.get("calibration", {}).get("risk", {}).get("reason", "")
-        out.print(f"  relaxed   no certified bound{reason and f' ({reason})'}", markup=False)
+        say_line(f"  relaxed   no certified bound{reason and f' ({reason})'}")
         return
     num_tokens, num_prompts = risk.get("max_new_tokens"), risk.get("num_prompts", "unknown")
     tokens = f"the first {num_tokens} tokens" if num_tokens else "whole answers"
     table = Table(
         "relaxed with threshold",
         "differs from full on at most",
-        caption=f"{tokens}, greedy, confidence {1 - risk['delta']:g}, {num_prompts} prompts",
+        caption=cell(f"{tokens}, greedy, confidence {1 - risk['delta']:g}, {num_prompts} prompts"),
     )
     for bound in risk["bounds"]:
         table.add_row(f">= {bound['threshold']:g}", f"{bound['epsilon']:.1%} of prompts")

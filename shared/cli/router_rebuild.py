@@ -1,11 +1,11 @@
-"""`neap routers rebuild-index`: a shared registry's index in Redis anew, from its object store."""
+"""`neap routers rebuild-index`: a registry's index anew from its journal, in Redis or as a folder's index.db."""
 
 from typing import Annotated
 
 import typer
 
-from shared.cli.console import guarded, out
-from shared.cli.shared_registry import RegistryUrl, opened_shared_registry
+from shared.cli.console import guarded, say_line
+from shared.cli.shared_registry import RegistryUrl, rebuilt
 
 
 @guarded
@@ -13,15 +13,16 @@ def rebuild_index(
     registry: RegistryUrl = None,
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help="This model only; may be repeated. Default: all there are."),
+        typer.Option(
+            "--model",
+            help="This model only; may be repeated; not for a folder. Default: all there are.",
+        ),
     ] = None,
 ) -> None:
-    """Restore versions, aliases and their history in Redis. Safe while the services run, and to repeat."""
-    with opened_shared_registry(registry, "has no index apart") as opened:
-        for model_id in model or opened.models():
-            state = opened.rebuild(model_id)
-            out.print(
-                f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases,"
-                f" {state.num_events} events",
-                markup=False,
-            )
+    """Restore versions, aliases and their history from the journal. Safe to repeat, and while the services run, but stop them
+    where a folder's index.db is missing or cannot be read."""
+    for model_id, state in rebuilt(registry, model or ()):
+        say_line(
+            f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases,"
+            f" {state.num_events} events"
+        )

@@ -24,3 +24,9 @@ def sweep(
         f" {'to remove' if dry_run else 'removed'}, {done.num_young} unnamed but in grace",
         markup=False,
     )
+    if done.num_damaged:
+        out.print(
+            f"{done.num_damaged} manifests are damaged, so {done.num_kept} unnamed blobs were kept: `neap routers list` shows"
+            " which versions, publishing their contents again mends them",
+            markup=False,
+        )

@@ -11,7 +11,15 @@ from rich.table import Table
 
 from shared.cli.alias_text import aliases_by_version, moved, share_of, share_per_mille
 from shared.cli.connection import connect
-from shared.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, guarded, out
+from shared.cli.console import (
+    DEFAULT_CALIBRATOR,
+    Calibrator,
+    Model,
+    cell,
+    guarded,
+    out,
+    say_line,
+)
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
 
@@ -33,19 +41,22 @@ def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> N
         versions = list(client.list_versions(model))
         names = aliases_by_version(client.list_aliases(model))
     if not versions:
-        out.print(f"no router is published for {model}", markup=False)
+        say_line(f"no router is published for {model}")
         return
     table = Table("version", "aliases", "published", "rungs", "MB", "digest")
     for version in versions:
         table.add_row(
             str(version.version),
-            " ".join(names.get(version.version, [])),
+            cell(" ".join(names.get(version.version, []))),
             when(version.create_time),
-            " ".join(rung.name for rung in version.rungs),
+            cell("DAMAGED" if version.damage else " ".join(rung.name for rung in version.rungs)),
             f"{version.size_bytes / 1e6:.2f}",
-            version.manifest_digest[:19],
+            cell(version.manifest_digest[:19]),
         )
     out.print(table)
+    for version in versions:
+        if version.damage:
+            say_line(f"version {version.version} is damaged: {version.damage}")
 
 
 @app.command("show")
@@ -62,14 +73,14 @@ def show(
     if manifest:
         out.print(router.manifest_json, markup=False, soft_wrap=True)
         return
-    out.print(f"{model} version {router.version}", markup=False)
+    say_line(f"{model} version {router.version}")
     out.print(f"  published {when(router.create_time)}, {router.size_bytes / 1e6:.2f} MB")
-    out.print(f"  manifest  {router.manifest_digest}")
-    out.print(f"  model     {router.model_fingerprint}")
+    say_line(f"  manifest  {router.manifest_digest}")
+    say_line(f"  model     {router.model_fingerprint}")
     table = Table("rung", "depth", "agreement", "coverage", "router AUC", "Brier", "precision")
     for rung in router.rungs:
         table.add_row(
-            rung.name,
+            cell(rung.name),
             str(rung.depth),
             f"{rung.agreement:.3f}",
             f"{rung.coverage:.3f}",
@@ -107,7 +118,7 @@ def promote(
             change = client.set_alias(
                 model, alias, version, expected_version=expect, actor=actor(), reason=reason
             )
-    out.print(moved(change), markup=False)
+    say_line(moved(change))
 
 
 @app.command("canary")
@@ -135,7 +146,7 @@ def canary(
     )
     with connect(calibrator) as client:
         change = client.set_canary(request)
-    out.print(moved(change), markup=False)
+    say_line(moved(change))
 
 
 @app.command("abort")
@@ -150,7 +161,7 @@ def abort(
     request = router_pb2.SetCanaryRequest(model_id=model, alias=alias, actor=actor(), reason=reason)
     with connect(calibrator) as client:
         change = client.set_canary(request)
-    out.print(moved(change), markup=False)
+    say_line(moved(change))
 
 
 @app.command("rollback")
@@ -167,7 +178,7 @@ def rollback(
         change = client.rollback_alias(
             model, alias, expected_version=expect, actor=actor(), reason=reason
         )
-    out.print(moved(change), markup=False)
+    say_line(moved(change))
 
 
 @app.command("history")
@@ -187,8 +198,8 @@ def history(
             before,
             str(change.to_version),
             canary,
-            change.actor,
-            change.reason,
+            cell(change.actor),
+            cell(change.reason),
         )
     out.print(table)
 

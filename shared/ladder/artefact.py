@@ -1,4 +1,4 @@
-"""The published form of a ladder: a JSON manifest and one safetensors blob. Nothing executable, nothing trusted."""
+"""The published form of a ladder: a JSON manifest and one safetensors blob. It holds no code, and reading it checks every field."""
 
 import json
 from collections.abc import Mapping
@@ -22,17 +22,17 @@ from shared.model.own_thread import in_own_thread
 SCHEMA_VERSION = 1
 BLOB = "ladder.safetensors"
 MAX_BLOB_BYTES = 1 << 30
-# Largest sizes a manifest may ask memory for.
+# Upper limits of the sizes in a manifest, because memory is allocated by them.
 MAX_HIDDEN_SIZE, MAX_RANK, MAX_ROUTER_WIDTH, MAX_EXITS = 65_536, 8_192, 8_192, 64
 MAX_VOCABULARY = 1 << 22
-# Of protocols 2 to 5; older ones have no mark.
+# First bytes of pickle protocols 2 to 5. Protocols 0 and 1 have no such mark.
 PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 MAX_DIMENSIONS = 2
 SHIPPED_DTYPES = (torch.float16, torch.int32, torch.int16, torch.uint8)
 
 
 def round_weights(module: nn.Module) -> None:
-    """Rounds to what is shipped (float16), so that what is measured is what is served."""
+    """Rounds the weights in place to the published precision, float16, so that figures measured after this hold when serving."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.clamp(-60_000, 60_000).half().float())
@@ -41,10 +41,12 @@ def round_weights(module: nn.Module) -> None:
 def pack_ladder(
     ladder: Ladder, report: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(manifest, blobs). `report` is what `calibrate` returned: its "rungs" figures go to the rungs, a "risk" with bounds is the
-    manifest's (see `shared.ladder.risk`), the rest is "calibration".
+    """(manifest, blobs) of a ladder.
 
-    Weights must be rounded already (`round_weights`): they are stored as float16.
+    `report` is what `calibrate` returned. Its "rungs" figures go to the manifest's rungs. Its "risk", if it has bounds, becomes the
+    manifest's (see `shared.ladder.risk`). The rest becomes the manifest's "calibration".
+
+    The weights are stored as float16 and must have been rounded before (`round_weights`).
     """
     figures: Mapping[str, Mapping[str, float]] = report.get("rungs", {})
     tensors: dict[str, Tensor] = {}
@@ -100,8 +102,8 @@ def _model_json(model: ModelIdentity) -> dict[str, Any]:
 def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
     """The ladder that `pack_ladder` packed.
 
-    Raises `PreconditionFailed` (reason SCHEMA_TOO_NEW) for a later format and `Corrupt` for anything that does not fit: names,
-    shapes, dtypes, numbers that are not finite, sizes out of all proportion, and a pickle (reason PICKLE_REFUSED).
+    Raises `PreconditionFailed` (reason SCHEMA_TOO_NEW) for a later format, and `Corrupt` for wrong names, shapes or dtypes, numbers
+    that are not finite, sizes above the limits of this module, and pickles (reason PICKLE_REFUSED).
     """
     return in_own_thread(_unpack, manifest, blobs)
 
@@ -110,11 +112,11 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
     version = manifest.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise PreconditionFailed(
-            f"the router has format {version}; this neap reads up to {SCHEMA_VERSION}",
+            f"the router has format {version}; this version of neap reads formats up to {SCHEMA_VERSION}",
             reason="SCHEMA_TOO_NEW",
         )
     if version != SCHEMA_VERSION or set(blobs) != {BLOB}:
-        raise Corrupt("the router has no valid schema_version or other blobs than expected")
+        raise Corrupt(f"the router has no valid schema_version, or its blobs are not just {BLOB}")
     if len(blobs[BLOB]) > MAX_BLOB_BYTES:
         raise Corrupt("the router's blob is too large")
     try:
@@ -125,11 +127,11 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
     try:
         return _Unpacker(manifest, tensors).ladder()
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError) as error:
-        raise Corrupt("the router's manifest lacks or garbles a field") from error
+        raise Corrupt("a field of the router's manifest is missing or not valid") from error
 
 
 def _refuse_pickle(data: bytes) -> None:
-    """Says so where it is one that people save models as: a zip file of torch, or a bare pickle since protocol 2."""
+    """Raises `Corrupt` (PICKLE_REFUSED) for a zip file as torch.save writes it, or a bare pickle of protocol 2 or later."""
     if data.startswith((b"PK\x03\x04", *PICKLE_STARTS)):
         raise Corrupt(
             "the router's blob is a pickle, which may run code when it is loaded; only safetensors are read",
@@ -142,9 +144,9 @@ class _Unpacker:
         self.manifest = manifest
         self.tensors = tensors
         for name, tensor in tensors.items():
-            # Of some others torch cannot even say whether they are finite.
+            # Checked before isfinite, which torch does not support for some other dtypes.
             if tensor.dtype not in SHIPPED_DTYPES or tensor.dim() > MAX_DIMENSIONS:
-                raise Corrupt(f"{name[:80]} is of a type or shape that no router holds")
+                raise Corrupt(f"{name[:80]} has a dtype or shape that no router uses")
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise Corrupt(f"{name} holds numbers that are not finite")
 
@@ -160,18 +162,22 @@ class _Unpacker:
         )
         rungs = {_text(rung["name"]): rung for rung in self.manifest["rungs"]}
         if len(rungs) != len(self.manifest["rungs"]) or len(rungs) > MAX_EXITS + 2:
-            raise Corrupt("the router's rungs are not distinct or too many")
+            raise Corrupt("the router has duplicate rungs or too many")
         suffix, successor = rungs.pop(SUFFIX, None), rungs.pop(SUCCESSOR, None)
         table = self._take(SUCCESSOR)
         if (successor is None) == bool(table):
-            raise Corrupt("the successor table and its rung do not go together")
+            raise Corrupt(
+                "the router has a successor table without its rung, or the rung without the table"
+            )
         exits = tuple(self._exit(rung, model) for rung in rungs.values())
         depths = [layer_exit.depth for layer_exit in exits]
         if depths != sorted(set(depths)):
-            raise Corrupt("the router's exits are not in the order of their depths")
+            raise Corrupt("the router's exits are not ordered by depth")
         vocabulary = self._draft_vocabulary(model, bool(exits))
         if self.tensors:
-            raise Corrupt(f"the router's blob holds {len(self.tensors)} tensors of no rung")
+            raise Corrupt(
+                f"the router's blob holds {len(self.tensors)} tensors that belong to no rung"
+            )
         return Ladder(
             model=model,
             suffix_router=TableRouter.from_json(suffix["router"]) if suffix else None,
@@ -188,11 +194,13 @@ class _Unpacker:
     def _exit(self, rung: Mapping[str, Any], model: ModelIdentity) -> LayerExit:
         depth = _size(rung["depth"], model.num_layers - 1, least=0)
         if rung["name"] != exit_name(depth) or rung["form"] not in HEAD_FORMS:
-            raise Corrupt(f"rung {rung['name']!r} has another depth or an unknown form")
+            raise Corrupt(
+                f"rung {rung['name']!r} has a depth other than its name says, or an unknown form"
+            )
         width = _size(rung["head_width"], MAX_HIDDEN_SIZE)
         rank = _size(rung["rank"], MAX_RANK, least=0)
         router_width = _size(rung["router_width"], MAX_ROUTER_WIDTH)
-        # On the meta device nothing is allocated before the sizes are seen to fit the tensors that came.
+        # The meta device allocates nothing, so the manifest's sizes cost no memory before they are checked against the tensors.
         with torch.device("meta"):
             head = ExitHead(rung["form"], model.hidden_size, width, rank)
             router = DepthRouter(width, router_width)
@@ -206,7 +214,7 @@ class _Unpacker:
     def _draft_vocabulary(self, model: ModelIdentity, is_needed: bool) -> Tensor | None:
         stored = self.tensors.pop("draft_vocabulary", None)
         if (stored is not None) != is_needed:
-            raise Corrupt("the draft vocabulary and the exits do not go together")
+            raise Corrupt("the router has exits without a draft vocabulary, or the reverse")
         if stored is None:
             return None
         vocabulary = stored.long()
@@ -218,14 +226,14 @@ class _Unpacker:
             or int(vocabulary.max()) >= model.vocabulary_size
             or len(vocabulary.unique()) != len(vocabulary)
         ):
-            raise Corrupt("the draft vocabulary is not a set of tokens of the model")
+            raise Corrupt("the draft vocabulary is not a set of the model's tokens")
         return vocabulary
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     expected = module.state_dict()
     if set(tensors) != set(expected):
-        raise Corrupt(f"a {type(module).__name__} has other tensors than expected")
+        raise Corrupt(f"the tensors of a {type(module).__name__} are not those of the format")
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float16 or tensor.shape != expected[name].shape:
             raise Corrupt(f"{name} of a {type(module).__name__} has the wrong dtype or shape")
@@ -241,5 +249,5 @@ def _size(value: Any, most: int, *, least: int = 1) -> int:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 1024:
-        raise Corrupt("a name in the router's manifest is not a text")
+        raise Corrupt("a name in the router's manifest is not a string of at most 1024 characters")
     return value

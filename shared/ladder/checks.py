@@ -1,4 +1,4 @@
-"""What a router must pass before an alias may name it, recorded in its manifest as {name: {"passed", "detail"}}."""
+"""Checks that a router must pass before an alias may point to it. The manifest records them as {name: {"passed", "detail"}}."""
 
 import math
 from collections.abc import Mapping
@@ -7,16 +7,19 @@ from typing import Any
 from shared.errors import NeapError
 from shared.ladder.artefact import unpack_ladder
 
-# A router that always gave the share of agreement would have the Brier score share * (1 - share). Held-out sets of short
-# calibrations are small, hence the slack.
+# A router that always gave the rung's share of agreement would have a Brier score of share * (1 - share). Short calibrations have
+# small held-out sets, so a router may exceed that by this much.
 BRIER_SLACK = 0.05
 
 
 def check_packed(
     manifest: Mapping[str, Any], blobs: Mapping[str, bytes]
 ) -> dict[str, dict[str, Any]]:
-    """`unpacks`: what a worker will do with these bytes works. `figures`: all are numbers. `routers`: each router's held-out
-    Brier score is no worse than that of always giving the rung's share of agreement; rungs without figures have nothing to say.
+    """The checks of a packed ladder, by name.
+
+    `unpacks`: the bytes can be loaded as a worker would, and give the manifest's rungs. `figures`: all are finite. `routers`: each
+    router's held-out Brier score is no worse than that of always giving the rung's share of agreement, plus BRIER_SLACK; rungs
+    without figures pass.
     """
     rungs = [(str(rung["name"]), rung.get("figures", {})) for rung in manifest["rungs"]]
     numbers = [

@@ -1,4 +1,4 @@
-"""A packed ladder as a folder: manifest.json beside its blob. For shipping a router as files and for measuring."""
+"""Reads and writes a packed ladder as a folder of manifest.json and its blob: a router shipped as files, as in bench/router."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ MANIFEST = "manifest.json"
 
 
 def write_packed(folder: Path, manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
-    """Writes what `pack_ladder` returned; makes the folder."""
+    """Writes what `pack_ladder` returned. Creates the folder if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in blobs.items():
         (folder / name).write_bytes(data)
@@ -22,7 +22,10 @@ def write_packed(folder: Path, manifest: Mapping[str, Any], blobs: Mapping[str, 
 
 
 def read_packed(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(manifest, blobs), as `unpack_ladder` takes them; other files in the folder do not matter. Raises `NotFound`, `Corrupt`."""
+    """(manifest, blobs) as `unpack_ladder` takes them. Other files in the folder are ignored.
+
+    Raises `NotFound` without a manifest, and `Corrupt` if the manifest is no JSON object or the blob is missing.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise NotFound(f"{folder} holds no packed router: {MANIFEST} is missing")
@@ -31,7 +34,7 @@ def read_packed(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{path} is not JSON") from error
     if not isinstance(manifest, dict):
-        raise Corrupt(f"{path} is not a manifest: it holds no JSON object")
+        raise Corrupt(f"{path} is not a manifest: it is not a JSON object")
     blob = folder / BLOB
     if not blob.is_file():
         raise Corrupt(f"{folder} is incomplete: {BLOB} is missing")
@@ -39,5 +42,5 @@ def read_packed(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def read_ladder(folder: Path) -> Ladder:
-    """Raises `NotFound`, `Corrupt`, `PreconditionFailed`."""
+    """The ladder in `folder`. Raises as `read_packed` and `unpack_ladder`."""
     return unpack_ladder(*read_packed(folder))

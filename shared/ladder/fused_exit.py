@@ -1,5 +1,7 @@
-"""A layer exit on neap's kernels: what `LayerExit`'s head, the draft vocabulary's rows and the router compute, without PyTorch
-between them and with weights of half the size."""
+"""A layer exit on neap's kernels: exit head, draft vocabulary and router as fused ops with float16 weights.
+
+It computes what `LayerExit`'s modules compute in PyTorch.
+"""
 
 from dataclasses import dataclass
 
@@ -9,13 +11,23 @@ from torch import Tensor
 from shared.ladder.heads import EPSILON, ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
 from shared.ops import library
-from shared.ops.exits import RouterWeights, draft_top, exit_head, new_tickets, route
+from shared.ops.exits import (
+    ROUTE_TOKENS,
+    RouterWeights,
+    draft_top,
+    exit_head,
+    new_tickets,
+    route,
+)
 
 LARGEST_HALF = 65504.0
 
 
-def stored(weight: Tensor) -> Tensor:
-    """A weight as the kernels read it: float16, since reading it is all the time there is; float32 where a number does not fit."""
+def kernel_weight(weight: Tensor) -> Tensor:
+    """A contiguous copy for the kernels: float16, or float32 if a number exceeds float16's range.
+
+    The kernels are bound by reading weights, so half the size is about half the time.
+    """
     weight = weight.detach().float()
     fits = bool(weight.abs().max() <= LARGEST_HALF) if weight.numel() else True
     return (weight.half() if fits else weight).contiguous()
@@ -30,14 +42,14 @@ class DraftRows:
 
     @classmethod
     def of(cls, rows: Tensor, bias: Tensor | None) -> "DraftRows":
-        return cls(stored(rows), None if bias is None else bias.float().contiguous())
+        return cls(kernel_weight(rows), None if bias is None else bias.float().contiguous())
 
 
 def router_weights(router: DepthRouter) -> RouterWeights:
-    """A router's weights with its calibration folded in."""
+    """A router's weights, with its calibration (slope and shift) folded into the output layer."""
     slope = router.slope.detach()
     return RouterWeights(
-        hidden=stored(router.hidden.weight),
+        hidden=kernel_weight(router.hidden.weight),
         bias=router.hidden.bias.detach().clone(),
         output=(slope * router.output.weight[0]).detach(),
         features=router.scalars.weight.detach().T.contiguous(),
@@ -47,57 +59,37 @@ def router_weights(router: DepthRouter) -> RouterWeights:
     )
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What an exit says of N tokens: `places` [N] int64 in the draft vocabulary and their `probabilities` [N], and who goes on:
-    `order` [N] int64 has those below their threshold first, `num_stays` [1] int64 of them."""
-
-    places: Tensor
-    probabilities: Tensor
-    order: Tensor
-    num_stays: Tensor
-
-
 class FusedExit:
-    """One exit. Its weights are copies, on the device of the originals."""
+    """One exit. Holds copies of the weights, on the device of the originals."""
 
     def __init__(self, head: ExitHead, router: DepthRouter, drafts: DraftRows) -> None:
         gated = head.form == "gated"
         adds_states = gated and head.head_width == head.hidden_size
-        self._mix, self._offset = stored(head.mix), head.offset.detach().contiguous()
-        self._out = stored(head.out) if gated else None
+        self._mix, self._offset = kernel_weight(head.mix), head.offset.detach().contiguous()
+        self._out = kernel_weight(head.out) if gated else None
         self._scale = head.scale.detach().contiguous() if adds_states else None
         self._gain = head.gain.detach().contiguous()
         self._drafts = drafts
         self.router = router_weights(router)
-        self._make_room(8)
+        self._tickets = new_tickets(8, self._mix.device)
 
     def __call__(self, state: Tensor, deep_state: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
-        """state and deep state [N, D], ago [N] int64 (as in `ExitHead`) -> places in the draft vocabulary [N], probabilities [N]."""
-        if len(state) > len(self._thresholds):
-            self._make_room(len(state))
-        thresholds = self._thresholds[: len(state)]
-        decision = self.decide(state, deep_state, ago, thresholds, self._tickets)
-        return decision.places, decision.probabilities
+        """Indices into the draft vocabulary [N] int64 and probabilities [N].
 
-    def decide(
-        self, state: Tensor, deep_state: Tensor, ago: Tensor, thresholds: Tensor, tickets: Tensor
-    ) -> Decision:
-        """As above, against thresholds [N] float32; `tickets` as `route` needs them."""
+        `state` and `deep_state` [N, D], `ago` [N] int64: as `ExitHead.forward` takes them (`ago` is its `offset`).
+        """
+        if len(state) > len(self._tickets) * ROUTE_TOKENS:
+            self._tickets = new_tickets(len(state), self._mix.device)
         adapted = exit_head(
             state, deep_state, ago, self._mix, self._offset, self._out, self._scale, self._gain, EPSILON
         )  # fmt: skip
         top, indices, log_mass = draft_top(adapted, self._drafts.rows, self._drafts.bias, 2)
-        probabilities, _, order, num_stays = route(
-            adapted, self.router, top, log_mass, ago, thresholds, LOWEST, HIGHEST, tickets
+        probabilities = route(
+            adapted, self.router, top, log_mass, ago, LOWEST, HIGHEST, self._tickets
         )
-        return Decision(indices[:, 0], probabilities, order, num_stays)
-
-    def _make_room(self, num_tokens: int) -> None:
-        self._tickets = new_tickets(num_tokens, self._mix.device)
-        self._thresholds = torch.zeros(num_tokens, device=self._mix.device)
+        return indices[:, 0], probabilities
 
 
 def is_supported(device: torch.device, vocabulary_size: int) -> bool:
-    """Whether the kernels run there, on a draft vocabulary of so many tokens."""
+    """Whether the kernels run on `device` with a draft vocabulary of `vocabulary_size` tokens."""
     return vocabulary_size > 1 and library.runs_on(device.type)

@@ -8,23 +8,23 @@ from torch import Tensor, nn
 
 from shared import ops
 
-# Basis vectors passed through the head at a time where its weight cannot be read.
+# Basis vectors per call of a head whose weight cannot be read directly.
 CHUNK = 256
 
 Projection = Callable[[Tensor], Tensor]
 
 
 def head_width(head: nn.Module) -> int:
-    """What the LM head reads: D, or less where a projection stands before it."""
+    """Width of the LM head's input: D, or less in models that project the final state down first."""
     weight = head.get_parameter("weight")
     return int(weight.shape[-1])
 
 
 @torch.no_grad()
 def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The head's rows [Vd, head_width] and biases [Vd] of `vocabulary` [Vd], float32, on the head's device.
+    """The LM head's rows [Vd, head_width] and biases [Vd] (or None) for the tokens `vocabulary` [Vd], float32, on the head's device.
 
-    Where the weight was freed (it lives packed in a kernel's layout), the head is asked for them, basis vector by basis vector.
+    If the weight was freed because a kernel holds it packed, the rows are recovered by running the head on basis vectors.
     """
     weight, bias = head.get_parameter("weight"), getattr(head, "bias", None)
     own_bias = bias.detach()[vocabulary].float() if isinstance(bias, Tensor) else None
@@ -41,7 +41,7 @@ def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | N
 
 
 def projection(rows: Tensor, bias: Tensor | None) -> Projection:
-    """states [..., head_width] -> logits [..., Vd] by the fastest way there is, for inference only."""
+    """A function from states [..., head_width] to logits [..., Vd]: a packed kernel where available, else PyTorch. Inference only."""
     if rows.device.type == "cpu" and ops.is_available():
         packed, size = ops.pack_linear(rows), rows.shape[0]
         return lambda states: ops.packed_linear(states, packed, size, bias)

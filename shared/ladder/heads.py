@@ -1,4 +1,4 @@
-"""Exit heads: from what is known at depth d to what the full model will say next."""
+"""Exit heads: predict the full model's next token from the state at depth d."""
 
 from typing import Literal, get_args
 
@@ -8,23 +8,23 @@ from torch import Tensor, nn
 
 HeadForm = Literal["affine", "gated"]
 HEAD_FORMS: tuple[HeadForm, ...] = get_args(HeadForm)
-# Drafts chained since the last settled token that a head tells apart; further ones count as the last.
+# Distances to the last settled token that a head distinguishes; longer ones count as the longest.
 NUM_OFFSETS = 4
 EPSILON = 1e-6
 
 
 def unit(state: Tensor) -> Tensor:
-    """States [..., D] scaled to a root mean square of 1, in float32: depths differ by orders of magnitude."""
+    """States [..., D] scaled to a root mean square of 1, in float32. Without it, depths differ by orders of magnitude."""
     state = state.float()
     return state * torch.rsqrt(state.square().mean(-1, keepdim=True) + EPSILON)
 
 
 class ExitHead(nn.Module):
-    """Fuses the state at depth d with the full model's last known state (EAGLE's idea, 2401.15077, on an exit ladder).
+    """Combines the state at depth d with the full model's state of the last settled token, as EAGLE does (2401.15077).
 
-    `affine`: a tuned lens (2303.08112) over both. `gated`: both scaled channel by channel, plus a low-rank SwiGLU.
-    The result is normed with a gain of the head's own (begun as the final norm's) and is what the LM head's rows expect:
-    the model's own norm may run on a kernel that has no gradient.
+    `affine`: a tuned lens (2303.08112) over both states. `gated`: both states scaled per channel, plus a low-rank SwiGLU.
+    The result is normalised with the head's own gain, initialised from the final norm's, and is the input of the LM head's rows.
+    The model's own norm is not used because it may run on a kernel without a gradient.
     """
 
     def __init__(
@@ -35,7 +35,10 @@ class ExitHead(nn.Module):
         rank: int,
         gain: Tensor | None = None,
     ) -> None:
-        """`head_width`: what the LM head reads, D in nearly every family. `rank` only counts for `gated`."""
+        """`head_width`: width of the LM head's input, D in nearly every family. `rank`: used by `gated` only.
+
+        `gain` [head_width]: initial gain; ones if it is None or of another shape.
+        """
         super().__init__()
         self.form: HeadForm = form
         self.hidden_size, self.head_width, self.rank = hidden_size, head_width, rank
@@ -58,8 +61,10 @@ class ExitHead(nn.Module):
             self.scale = nn.Parameter(torch.full((2, head_width), 0.5))
 
     def forward(self, state: Tensor, deep_state: Tensor, offset: Tensor) -> Tensor:
-        """state at depth d [..., D], deep state (depth L) of the last settled token [..., D], offset [...] int64: how many
-        tokens ago that was, minus 1. Returns the adapted state [..., head_width], float32, normed: the LM head's input.
+        """The adapted state [..., head_width], float32 and normalised: the LM head's input.
+
+        `state` [..., D]: at depth d. `deep_state` [..., D]: at depth L, of the last settled token. `offset` [...] int64: how many
+        positions that token lies back, minus 1.
         """
         own, deep = unit(state), unit(deep_state)
         inner = (

@@ -1,6 +1,6 @@
 """A ladder: the rungs of one model, and their use while a sequence is decoded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,7 @@ from shared.ladder.rungs import SUCCESSOR, SUFFIX, Draft, exit_name
 from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
 from shared.ladder.suffix import SuffixIndex, SuffixMatch
 from shared.ladder.table_router import AGREES, DIFFERS, SILENT, Evidence, TableRouter
-from shared.ladder.walk import ExitWalk
 from shared.model.load import LoadedModel
-from shared.model.paged_runner import PagedRunner
 from shared.model.runner import DepthRunner
 
 
@@ -46,10 +44,10 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class LayerExit:
-    """An exit at `depth` (0 <= depth < L): what it says, and how far to trust it.
+    """An exit at `depth` (0 <= depth < L): a head that proposes a token, and a router that gives its probability of being right.
 
-    `agreement` is the held-out share of tokens on which it says what the full model does: what a planner may expect of it
-    before it is asked.
+    `agreement`: share of held-out tokens on which the exit's token is the full model's greedy choice. The planner uses it to
+    estimate an exit before running it.
     """
 
     depth: int
@@ -64,7 +62,10 @@ class LayerExit:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Immutable. `exits` shallowest first; `draft_vocabulary` [Vd] int64, absent only where there are no exits."""
+    """The rungs of one model. Immutable.
+
+    `exits`: shallowest first. `draft_vocabulary` [Vd] int64: the tokens that exits may propose; None only if there are no exits.
+    """
 
     model: ModelIdentity
     suffix_router: TableRouter | None = None
@@ -79,7 +80,7 @@ class Ladder:
 
     @property
     def rung_names(self) -> tuple[str, ...]:
-        """In draft order."""
+        """Names of all rungs, in draft order."""
         names = [SUFFIX] if self.suffix_router else []
         names += [SUCCESSOR] if self.successors and self.successor_router else []
         return (*names, *(layer_exit.name for layer_exit in self.exits))
@@ -88,7 +89,7 @@ class Ladder:
         """Raises `RouterMismatch` unless `loaded` is the model this ladder was calibrated for."""
         if loaded.fingerprint != self.model.fingerprint:
             raise RouterMismatch(
-                f"the router was calibrated for {self.model.model_id}, another model or another revision than the one loaded",
+                f"the router was calibrated for {self.model.model_id}; the loaded model is another one or another revision of it",
                 metadata={
                     "router_fingerprint": self.model.fingerprint,
                     "model_fingerprint": loaded.fingerprint,
@@ -96,24 +97,20 @@ class Ladder:
             )
 
     def bind(self, runner: DepthRunner) -> "BoundLadder":
-        """Readies the ladder for one model in memory. Raises `RouterMismatch`."""
+        """Prepares the ladder for a model in memory. Raises `RouterMismatch` if it was calibrated for another model."""
         self.check_model(runner.loaded)
         return BoundLadder(self, runner)
 
 
 class BoundLadder:
-    """A ladder beside its model: head rows gathered once, heads and routers on the model's device, float32.
-
-    `walk` goes through the exits without the host in between, where the runner's passes are over pages.
-    """
+    """A ladder ready for use with its model: head rows gathered once, heads and routers in float32 on the model's device."""
 
     def __init__(self, ladder: Ladder, runner: DepthRunner) -> None:
         self.ladder = ladder
         self.depths = tuple(layer_exit.depth for layer_exit in ladder.exits)
         self.agreements = tuple(layer_exit.agreement for layer_exit in ladder.exits)
         self._exits = ladder.exits
-        self.walk: ExitWalk | None = None
-        # What the time of an exit depends on: ladders of one layout take alike.
+        # Everything that the time of an exit depends on: ladders with equal layouts share measured costs.
         vocabulary = ladder.draft_vocabulary
         self.layout: object = (
             0 if vocabulary is None else len(vocabulary),
@@ -132,29 +129,20 @@ class BoundLadder:
             if is_supported(device, len(self._vocabulary)):
                 drafts = DraftRows.of(rows, bias)
                 self._fused = [FusedExit(e.head, e.router, drafts) for e in ladder.exits]
-                if isinstance(runner, PagedRunner):
-                    self.walk = ExitWalk(runner, self.depths, self._fused, self._vocabulary)
             else:
                 self._project = projection(rows, bias)
 
-    def prepare(self) -> Iterator[None]:
-        """Whatever makes asking the exits as fast as it can be; yields where other work may come between."""
-        return self.walk.prepare() if self.walk is not None else iter(())
-
     def new_sequence(self, prompt: Sequence[int]) -> "SequenceDrafter":
         return SequenceDrafter(self.ladder, prompt)
-
-    def rung_of(self, index: int) -> str:
-        return self._exits[index].name
 
     @torch.inference_mode()
     def ask(
         self, index: int, states: Tensor, deep_states: Tensor, offsets: Sequence[int]
     ) -> list[Draft]:
-        """What `exits[index]` says of N tokens: head, router, and one read-back for all.
+        """The drafts of `exits[index]` for N tokens. The results of all tokens are read back in one device synchronisation.
 
-        `states` [N, D] of the tokens at that depth, `deep_states` [N, D] of the last settled token of each one's sequence at depth
-        L, `offsets` >= 1: how many positions lie between the two (1: the token before this one is settled).
+        `states` [N, D]: the tokens' states at the exit's depth. `deep_states` [N, D]: for each token, the state at depth L of the
+        last settled token of its sequence. `offsets` >= 1: how many positions that token lies back (1: it is the token before).
         """
         tokens, probabilities = self.exits(index, states, deep_states, offsets)
         layer_exit = self._exits[index]
@@ -168,7 +156,7 @@ class BoundLadder:
     def exits(
         self, index: int, states: Tensor, deep_states: Tensor, offsets: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """As `ask`, left on the device: tokens [N] int64, probabilities [N]."""
+        """As `ask`, but the results stay on the device: tokens [N] int64, probabilities [N]."""
         layer_exit = self._exits[index]
         ago = torch.tensor([offset - 1 for offset in offsets], device=self._vocabulary.device)
         if self._fused:
@@ -181,7 +169,7 @@ class BoundLadder:
 
 
 class SequenceDrafter:
-    """Rung 0 of one sequence. Only final tokens are appended; drafts are handed to `table_draft`."""
+    """The suffix and successor rungs of one sequence. Only final tokens are appended; drafts are passed to `table_draft`."""
 
     def __init__(self, ladder: Ladder, prompt: Sequence[int]) -> None:
         self._suffix_router = ladder.suffix_router
@@ -191,14 +179,15 @@ class SequenceDrafter:
         self._tail = tuple(prompt[-MAX_ORDER:])
 
     def append(self, tokens: Sequence[int]) -> None:
-        """`tokens` are final and follow those so far."""
+        """Appends final tokens to the sequence."""
         self._tail = (*self._tail, *tokens)[-MAX_ORDER:]
         if self._index is not None:
             for token in tokens:
                 self._index.append(token)
 
     def table_draft(self, drafted: Sequence[int] = ()) -> Draft | None:
-        """The better of suffix lookup and successor table for the token after the sequence + `drafted`. No layer runs."""
+        """The draft for the token after the sequence + `drafted`, from suffix lookup or successor table, whichever gives the higher
+        probability. None if neither knows the context. No layer runs."""
         suffix, successors = self.table_matches(drafted)
         best: Draft | None = None
         chained = len(drafted)
@@ -216,7 +205,7 @@ class SequenceDrafter:
     def table_matches(
         self, drafted: Sequence[int]
     ) -> tuple[SuffixMatch | None, list[SuccessorMatch]]:
-        """What both sources say, unjudged; for the routers' training and for `table_draft`."""
+        """The matches of both rungs without probabilities, for `table_draft` and for training the routers."""
         suffix = self._index.propose(drafted) if self._index is not None else None
         if self._successors is None:
             return suffix, []
@@ -225,12 +214,12 @@ class SequenceDrafter:
 
 
 def suffix_evidence(match: SuffixMatch, others: Sequence[SuccessorMatch], chained: int) -> Evidence:
-    """How a suffix match is judged: beside what the longest known context in the table says."""
+    """The router's features of a suffix match. `other` compares it with the table's match of the longest context, `others[0]`."""
     other = SILENT if not others else AGREES if others[0].token == match.token else DIFFERS
     return Evidence(match.match_length, match.count, match.share, chained, other)
 
 
 def successor_evidence(match: SuccessorMatch, other: SuffixMatch | None, chained: int) -> Evidence:
-    """How a table match is judged: beside what the sequence itself says."""
-    says = SILENT if other is None else AGREES if other.token == match.token else DIFFERS
-    return Evidence(match.order, match.count, match.share, chained, says)
+    """The router's features of a successor match, compared with the suffix match `other`."""
+    verdict = SILENT if other is None else AGREES if other.token == match.token else DIFFERS
+    return Evidence(match.order, match.count, match.share, chained, verdict)

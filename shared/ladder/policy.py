@@ -1,4 +1,4 @@
-"""What makes a token that left early final."""
+"""The depth policy: whether tokens may leave early, and what makes such a token final."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,11 +10,11 @@ PolicyName = Literal["full", "exact", "relaxed"]
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """`full`: no exits. `exact`: exits are drafts that a deep pass verifies. `relaxed`: exits with a router probability of at
-    least `threshold` are final.
+    """`full`: no exits. `exact`: tokens that leave early are drafts, which a deep pass verifies. `relaxed`: a token that leaves early
+    is final if its router probability is at least `threshold`.
 
-    `min_layers`: a token may leave only after this many layers. `max_drafts`: tokens pending before a deep pass at most; 0 lets
-    the planner choose.
+    `min_layers`: a token may leave only after this many layers. `max_drafts`: upper limit of pending tokens per deep pass, or 0 if
+    the planner chooses. Raises `InvalidInput`.
     """
 
     name: PolicyName = "exact"

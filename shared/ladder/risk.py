@@ -1,13 +1,13 @@
-"""What a published router promises of the policy relaxed: on how many prompts its output may differ from the full model's.
+"""The risk that a router publishes for the policy `relaxed`: on what share of prompts the output may differ from the full model's.
 
-In the manifest, certified by Learn-then-Test over whole generations (loss 1 where any token differs, greedy):
+It stands in the manifest. Learn-then-Test certifies it over whole greedy generations; the loss is 1 if any token differs:
 
     "risk": {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "max_new_tokens": 128,
              "bounds": [{"threshold": 0.97, "epsilon": 0.05}, ..], ..}
 
-Each bound holds for its router threshold and for all above it, all together with confidence 1 - delta. They speak of prompts like
-those the calibration drew, of greedy answers without a repetition penalty, and of an answer's first max_new_tokens up to its first
-end of sequence; without that field, of all of it.
+Each bound holds for its router threshold and all higher ones. All bounds hold together with confidence 1 - delta. They apply to
+prompts like those that the calibration drew, and to greedy answers without a repetition penalty. They cover an answer's first
+max_new_tokens tokens, up to the first end-of-sequence token, or the whole answer if that field is absent.
 """
 
 import math
@@ -23,7 +23,7 @@ MAX_BOUNDS = 16
 
 @dataclass(frozen=True)
 class RiskBound:
-    """At most a share `epsilon` of prompts differs, where tokens are final from router probability `threshold` on."""
+    """The output differs on at most a share `epsilon` of prompts if tokens are final from router probability `threshold` on."""
 
     threshold: float
     epsilon: float
@@ -31,7 +31,8 @@ class RiskBound:
 
 @dataclass(frozen=True)
 class PublishedRisk:
-    """`delta`: with how much probability the certification itself was wrong; `num_tokens`: of an answer, None: all."""
+    """`delta`: probability that the certification itself is wrong. `num_tokens`: the tokens of an answer that the bounds cover, or None
+    for all."""
 
     delta: float
     bounds: tuple[RiskBound, ...]
@@ -39,7 +40,7 @@ class PublishedRisk:
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> "PublishedRisk | None":
-        """None where none is published. Raises Corrupt for one that is not as described above."""
+        """The risk in a manifest, or None if it has none. Raises `Corrupt` if it is not of the form in this module's docstring."""
         record = manifest.get("risk")
         if record is None:
             return None
@@ -52,15 +53,15 @@ class PublishedRisk:
             is_known = record["loss"] == LOSS
             num_tokens = record.get("max_new_tokens")
             if num_tokens is not None and (type(num_tokens) is not int or num_tokens < 1):
-                raise ValueError(f"{num_tokens!r} is no number of tokens")
+                raise ValueError(f"{num_tokens!r} is not a number of tokens")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Corrupt("the router's risk table lacks or garbles a field") from error
+            raise Corrupt("a field of the router's risk table is missing or not valid") from error
         if not is_known or not 1 <= len(bounds) <= MAX_BOUNDS:
-            raise Corrupt("the router's risk table is of an unknown loss, or not of 1 to 16 bounds")
+            raise Corrupt("the router's risk table has an unknown loss, or not 1 to 16 bounds")
         return cls(delta, bounds, num_tokens)
 
     def epsilon_at(self, threshold: float) -> float | None:
-        """The best bound that holds for a request's threshold; None: it is bolder than anything that was certified."""
+        """The smallest epsilon that holds at a request's threshold; None if the threshold is lower than every certified one."""
         holding = [bound.epsilon for bound in self.bounds if bound.threshold <= threshold]
         return min(holding, default=None)
 

@@ -7,13 +7,17 @@ from torch import Tensor, nn
 from shared.ladder.heads import unit
 
 DEFAULT_WIDTH = 128
-# Beside the adapted state: the draft's log-probability, its lead over the second, its chain offset.
+# Inputs beside the adapted state: see `scalar_features`.
 NUM_SCALARS = 3
+# Bounds of every probability a router returns.
 LOWEST, HIGHEST = 1e-3, 0.999
 
 
 def scalar_features(logits: Tensor, offset: Tensor) -> Tensor:
-    """Draft logits [..., Vd], offset [...] -> [..., NUM_SCALARS]: log p(top), p(top) - p(second), offset / 4."""
+    """Scalar inputs of a `DepthRouter`: log p(top), p(top) - p(second), offset / 4.
+
+    `logits` [..., Vd] of the draft vocabulary; `offset` [...] as in `ExitHead.forward`. Returns [..., NUM_SCALARS].
+    """
     top = torch.topk(logits, min(2, logits.shape[-1]), dim=-1).values
     log_mass = torch.logsumexp(logits, -1)
     first = top[..., 0] - log_mass
@@ -22,7 +26,10 @@ def scalar_features(logits: Tensor, offset: Tensor) -> Tensor:
 
 
 class DepthRouter(nn.Module):
-    """P(the exit's token is the full model's). The norm of its input is part of the router: one forward trains and serves."""
+    """Probability that the exit's token is the full model's greedy choice.
+
+    The router normalises its input itself, so training and serving run the same forward.
+    """
 
     def __init__(self, head_width: int, width: int = DEFAULT_WIDTH) -> None:
         super().__init__()
@@ -34,12 +41,12 @@ class DepthRouter(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1))
 
     def score(self, adapted: Tensor, scalars: Tensor) -> Tensor:
-        """Adapted state [..., head_width] and scalar features [..., NUM_SCALARS] -> uncalibrated log-odds [...]."""
+        """Uncalibrated log-odds [...] from the adapted state [..., head_width] and scalar features [..., NUM_SCALARS]."""
         inner = F.silu(self.hidden(unit(adapted)) + self.scalars(scalars))
         score: Tensor = (self.output(inner) + self.skip(scalars))[..., 0]
         return score
 
     def forward(self, adapted: Tensor, scalars: Tensor) -> Tensor:
-        """The calibrated probability [...], in [LOWEST, HIGHEST]."""
+        """Calibrated probability [...], in [LOWEST, HIGHEST]. Arguments as in `score`."""
         logit = self.slope * self.score(adapted, scalars) + self.shift
         return torch.sigmoid(logit).clamp(LOWEST, HIGHEST)

@@ -1,4 +1,4 @@
-"""What a rung answers with."""
+"""Names of rungs, and the draft that a rung returns."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ def exit_name(depth: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A token proposed before the full model has spoken.
+    """A token that a rung proposes before the full model has run for it.
 
-    `probability` is the calibrated chance that the full model's greedy choice is `token`, given that the drafts before it
-    in the same chain are right.
+    `probability`: calibrated probability that the full model's greedy choice is `token`, given that the drafts before it in the same
+    chain are right. `rung`: name of the rung. `depth`: layers run for it.
     """
 
     token: int

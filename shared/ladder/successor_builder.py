@@ -1,4 +1,4 @@
-"""Counting what follows what, in bounded memory, and choosing what is worth shipping."""
+"""Builds a successor table: counts in bounded memory which token follows each context, and selects the entries to publish."""
 
 from typing import Any
 
@@ -7,27 +7,30 @@ import numpy.typing as npt
 
 from shared.ladder.successors import MAX_COUNT, MAX_ORDER, Array, SuccessorTable, context_keys
 
-# Distinct (context, token) pairs kept per order while counting; the rarest go first (lossy counting, Manku and Motwani).
+# Distinct (context, token) pairs kept per order while counting; the rarest are dropped first (lossy counting, Manku and Motwani).
 DEFAULT_CAPACITY = 4_000_000
+# Positions added between two merges.
 MAX_PENDING = 2_000_000
-# A longer context that predicts what the shorter one does must be this much surer to be worth its bytes.
-SURER_BY = 0.15
-BYTES_PER_ENTRY = {True: 8, False: 10}  # by whether tokens fit 16 bits
+# A longer context that predicts the same token as the shorter one is kept only if its share is higher by this much.
+MIN_SHARE_GAIN = 0.15
+BYTES_PER_ENTRY = {True: 8, False: 10}  # by whether all tokens fit 16 bits
 
 
 class SuccessorBuilder:
-    """Feed it tokens and the full model's greedy choices; `build` the table from it."""
+    """Counts the full model's greedy choices by context (`add`), then makes the table (`build`)."""
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self._capacity = capacity
-        # Per order, columns of (pair, parent, count): pair = key << 32 | token, parent = key of the context one shorter.
+        # Per order, rows (pair, parent, count). pair = key << 32 | token; parent = key of the context without its first token.
         self._pairs = [np.zeros((0, 3), dtype=np.uint64) for _ in range(MAX_ORDER)]
         self._pending: list[list[npt.NDArray[np.uint64]]] = [[] for _ in range(MAX_ORDER)]
         self._num_pending = 0
 
     def add(self, tokens: Array, choices: Array, first: int = 0) -> None:
-        """tokens [S] of a sequence; choices [S]: the full model's choice after each. Positions before `first` only serve as
-        context."""
+        """Counts one sequence: `tokens` [S], and `choices` [S], the full model's choice after each token.
+
+        Positions before `first` serve as context only and are not counted.
+        """
         context = tokens.astype(np.uint64)
         keys = [context_keys(context, order) for order in range(1, MAX_ORDER + 1)]
         for order in range(1, MAX_ORDER + 1):
@@ -56,7 +59,10 @@ class SuccessorBuilder:
         self._num_pending = 0
 
     def build(self, max_bytes: int, *, min_count: int = 1) -> SuccessorTable:
-        """The entries seen most often, as many as fit `max_bytes`; `min_count` for contexts of two tokens and more."""
+        """A table of the most frequent entries that fit in `max_bytes`.
+
+        Contexts of two or more tokens need at least `min_count` occurrences of their token.
+        """
         self._merge()
         columns = []
         best_of_parent: dict[str, npt.NDArray[Any]] = {}
@@ -88,7 +94,8 @@ class SuccessorBuilder:
 
 
 def _best(rows: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], ...]:
-    """Per key: the token seen most (the smallest of equals), its count, the key's total, its parent; sorted by key."""
+    """Columns (key, token, count, total, parent), sorted by key: the most frequent token per key (of equals the smallest), its count,
+    the total over all tokens of the key, and the parent key."""
     keys, tokens = rows[:, 0] >> np.uint64(32), rows[:, 0] & np.uint64(0xFFFFFFFF)
     counts = rows[:, 2].astype(np.int64)
     order = np.lexsort((tokens, -counts, keys))
@@ -111,12 +118,15 @@ def _redundant(
     parents: npt.NDArray[np.uint64],
     shorter: dict[str, npt.NDArray[Any]],
 ) -> npt.NDArray[np.bool_]:
-    """Entries that the context one token shorter answers alike, about as surely, or from more than one sight of it."""
+    """Marks entries that add nothing to the context one token shorter: it predicts the same token, and this entry's share is not
+    clearly higher (`MIN_SHARE_GAIN`) or it was seen only once."""
     if len(shorter["keys"]) == 0:
         return np.zeros(len(tokens), dtype=np.bool_)
-    at = np.searchsorted(shorter["keys"], parents).clip(max=len(shorter["keys"]) - 1)
-    known: npt.NDArray[np.bool_] = (shorter["keys"][at] == parents) & (
-        shorter["tokens"][at] == tokens
+    parent = np.searchsorted(shorter["keys"], parents).clip(max=len(shorter["keys"]) - 1)
+    same: npt.NDArray[np.bool_] = (shorter["keys"][parent] == parents) & (
+        shorter["tokens"][parent] == tokens
     )
-    unsure: npt.NDArray[np.bool_] = (shorter["shares"][at] >= shares - SURER_BY) | (counts < 2)
-    return known & unsure
+    no_gain: npt.NDArray[np.bool_] = (shorter["shares"][parent] >= shares - MIN_SHARE_GAIN) | (
+        counts < 2
+    )
+    return same & no_gain

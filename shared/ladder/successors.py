@@ -1,7 +1,7 @@
-"""Rung 0b: what the full model usually says after these few tokens, learnt at calibration and shipped.
+"""The successor rung: a table, learnt at calibration, of the token that the full model most often chooses after a short context.
 
-Contexts are kept as 32-bit hashes, so a table of n entries mistakes an unseen context for a seen one with chance n / 2^32.
-A mistake costs a rejected draft, never a wrong token.
+Contexts are stored as 32-bit hashes, so a table of n entries takes an unseen context for a known one with probability n / 2^32.
+Under `exact` such a collision costs a rejected draft, never a wrong token.
 """
 
 from array import array
@@ -26,7 +26,7 @@ Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SuccessorMatch:
-    """`token` followed this context of `order` tokens `count` times (255 at most), which is `share` of its occurrences."""
+    """`token` followed this context of `order` tokens `count` times (capped at 255), a `share` of the context's occurrences."""
 
     token: int
     order: int
@@ -35,21 +35,21 @@ class SuccessorMatch:
 
 
 def context_keys(tokens: npt.NDArray[np.uint64], order: int) -> npt.NDArray[np.uint64]:
-    """Keys (32 bits) of the contexts of `order` tokens that end at each position >= order - 1 of tokens [S]."""
+    """32-bit keys [max(S - order + 1, 0)] of all contexts of `order` tokens in `tokens` [S], in order."""
     size = len(tokens) - order + 1
     state = np.zeros(max(size, 0), dtype=np.uint64)
     for back in range(order):
         newest = tokens[order - 1 - back : order - 1 - back + size]
-        state = _finish((state + newest + np.uint64(1)) * np.uint64(MULTIPLIER))
+        state = _mix((state + newest + np.uint64(1)) * np.uint64(MULTIPLIER))
     return state >> np.uint64(32)
 
 
-def _finish(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return (state ^ (state >> np.uint64(29))) * np.uint64(MIXER)
 
 
 class SuccessorTable:
-    """Immutable. Per order 1..MAX_ORDER: sorted keys, and for each key a token, its count and its share (in 255ths)."""
+    """Immutable. Per order 1..MAX_ORDER: sorted context keys, and for each key a token, its count and its share (in 255ths)."""
 
     def __init__(self, orders: Sequence[tuple[Array, Array, Array, Array]]) -> None:
         """`orders[m - 1]` = (keys, tokens, counts, shares) of contexts of m tokens, keys strictly increasing."""
@@ -68,7 +68,7 @@ class SuccessorTable:
         return sum(len(keys) for keys, *_ in self._orders)
 
     def matches(self, context_tail: Sequence[int]) -> list[SuccessorMatch]:
-        """A match per order that knows the context, the longest context first. Takes a few microseconds."""
+        """One match per order whose context is in the table, the longest context first. Takes a few microseconds."""
         found: list[SuccessorMatch] = []
         state, last = 0, len(context_tail) - 1
         for back, (keys, tokens, counts, shares) in enumerate(self._orders):
@@ -77,19 +77,24 @@ class SuccessorTable:
             state = ((state + context_tail[last - back] + 1) * MULTIPLIER) & MASK
             state = ((state ^ (state >> 29)) * MIXER) & MASK
             key = state >> 32
-            at = bisect_left(keys, key)
-            if at < len(keys) and keys[at] == key:
-                found.append(SuccessorMatch(tokens[at], back + 1, counts[at], shares[at] / 255))
+            entry = bisect_left(keys, key)
+            if entry < len(keys) and keys[entry] == key:
+                found.append(
+                    SuccessorMatch(tokens[entry], back + 1, counts[entry], shares[entry] / 255)
+                )
         found.reverse()
         return found
 
     def propose(self, context_tail: Sequence[int]) -> SuccessorMatch | None:
-        """The match of the longest context known; None where not even the last token is."""
+        """The match of the longest known context; None if not even the last token is known."""
         found = self.matches(context_tail)
         return found[0] if found else None
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """For safetensors: per order `keys` and `tokens` int32 (bit patterns of uint32), `counts` and `shares` uint8."""
+        """Tensors for safetensors, per order m: `m.keys` int32, `m.tokens` int16 or int32, `m.counts` and `m.shares` uint8.
+
+        Signed integers hold the bit patterns of unsigned ones; tokens take 16 bits where all of them fit.
+        """
         tensors: dict[str, Tensor] = {}
         for order, (keys, tokens, counts, shares) in enumerate(self._orders, 1):
             narrow = np.frombuffer(tokens, dtype=np.uint32)
@@ -107,14 +112,14 @@ class SuccessorTable:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], vocabulary_size: int) -> "SuccessorTable":
-        """Raises `Corrupt` unless the tensors are what `to_tensors` made, with tokens below `vocabulary_size`."""
+        """Raises `Corrupt` unless the tensors have the form that `to_tensors` returns, with tokens below `vocabulary_size`."""
         names = {
             f"{m}.{n}"
             for m in range(1, MAX_ORDER + 1)
             for n in ("keys", "tokens", "counts", "shares")
         }
         if set(tensors) != names:
-            raise Corrupt("the successor table has other tensors than expected")
+            raise Corrupt("the successor table's tensors are not those of the format")
         orders = []
         for order in range(1, MAX_ORDER + 1):
             keys = _unsigned(tensors[f"{order}.keys"], torch.int32)

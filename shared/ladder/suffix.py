@@ -1,18 +1,22 @@
-"""Rung 0a: what followed the last time this context occurred in this sequence (prompt lookup, LLMA 2304.04487)."""
+"""The suffix rung: drafts the token that followed an earlier occurrence of the current context in the same sequence.
+
+The method is known as prompt lookup (LLMA, 2304.04487).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 DEFAULT_MAX_MATCH = 8
-# Occurrences remembered per context: what followed long ago says little, and a loop would grow without bound.
+# Occurrences remembered per context. Older ones predict little, and a sequence that loops would grow the list without bound.
 MAX_OCCURRENCES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixMatch:
-    """`token` followed `count` of the remembered occurrences of the longest context that occurred before.
+    """The most frequent successor of the longest context that occurred before.
 
-    `match_length` tokens of context, at most the index' `max_match`; `share` = count / occurrences remembered.
+    `match_length`: tokens of that context, at most the index's `max_match`. `count`: how many of the remembered occurrences
+    `token` followed. `share`: `count` / occurrences remembered.
     """
 
     token: int
@@ -22,7 +26,10 @@ class SuffixMatch:
 
 
 class SuffixIndex:
-    """Every context of 1 to `max_match` tokens of one sequence, and what followed it. Appending costs O(max_match)."""
+    """Maps every context of 1 to `max_match` tokens of one sequence to the tokens that followed it.
+
+    Appending a token costs O(max_match).
+    """
 
     __slots__ = ("_followers", "_max_match", "_tail")
 
@@ -30,14 +37,14 @@ class SuffixIndex:
         if max_match < 1:
             raise ValueError(f"max_match is {max_match}; it must be at least 1")
         self._max_match = max_match
-        # Most contexts occur once: a bare token then, a list from the second occurrence on.
+        # Most contexts occur once. These store a bare token; a list is made at the second occurrence.
         self._followers: dict[tuple[int, ...], int | list[int]] = {}
         self._tail: tuple[int, ...] = ()
         for token in tokens:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """The sequence is longer by `token`, for good: drafts never come here."""
+        """Appends a final token. Drafts are passed to `propose` instead."""
         followers, tail = self._followers, self._tail
         for start in range(len(tail)):
             context = tail[start:]
@@ -53,7 +60,10 @@ class SuffixIndex:
         self._tail = (*tail, token)[-self._max_match :]
 
     def propose(self, drafted: Sequence[int] = ()) -> SuffixMatch | None:
-        """What most often followed the longest known suffix of the sequence + `drafted`; the latest of equals."""
+        """The token that most often followed the longest known suffix of the sequence + `drafted`.
+
+        Of tokens with equal counts the latest wins. None if not even the last token occurred before.
+        """
         tail = (*self._tail, *drafted)[-self._max_match :] if drafted else self._tail
         for start in range(len(tail)):
             known = self._followers.get(tail[start:])

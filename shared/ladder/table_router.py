@@ -1,4 +1,4 @@
-"""How far a match may be trusted: a calibrated, monotone probability for the drafts of rung 0."""
+"""The router of the suffix and successor rungs: a calibrated, monotone probability for each of their drafts."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from torch import Tensor
 from shared.errors import Corrupt
 
 LOWEST, HIGHEST = 1e-3, 0.999
-# Bin edges: a value belongs to the last bin whose edge it reaches.
+# Lower edges of the bins: a value belongs to the last bin whose edge it reaches.
 COUNT_EDGES = (1, 2, 3, 4, 6, 10, 20, 60)
 SHARE_EDGES = (0.0, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 0.995)
 NUM_LENGTHS = 8
 NUM_CHAINED = 5
-# What the other source of rung 0 says: it is silent, it names another token, it names this token.
+# What the other table rung (suffix or successor) proposes: nothing, another token, or the same token.
 SILENT, DIFFERS, AGREES = 0, 1, 2
 SIZES = (NUM_LENGTHS, len(COUNT_EDGES), len(SHARE_EDGES), NUM_CHAINED, 3)
-# Longer matches, higher counts and higher shares never lower the probability.
+# Per feature: whether a higher bin never lowers the probability. True for match length, count and share.
 MONOTONE = (True, True, True, False, False)
 RIDGE = 1e-3
 FIT_STEPS = 60
@@ -27,7 +27,11 @@ FIT_STEPS = 60
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One draft of rung 0 as its router sees it. `length`: tokens matched, or the order; `chained`: drafts before it."""
+    """The features of one draft of the suffix or successor rung.
+
+    `length`: tokens matched (suffix), or the context's order (successor). `count` and `share`: as in the match. `chained`: number
+    of drafts before it in the chain. `other`: SILENT, DIFFERS or AGREES.
+    """
 
     length: int
     count: int
@@ -44,7 +48,10 @@ def _bin(value: float, edges: Sequence[float]) -> int:
 
 
 class TableRouter:
-    """Adds up one weight per feature bin and squashes: P(agreement) in [LOWEST, HIGHEST]. Plain Python, about 1 us."""
+    """Logistic regression over binned features: the sigmoid of a bias and one weight per feature.
+
+    Plain Python: one probability takes about 1 us.
+    """
 
     def __init__(self, bias: float, weights: Sequence[Sequence[float]]) -> None:
         self.bias = bias
@@ -54,6 +61,7 @@ class TableRouter:
         self._share_bins[255] = len(SHARE_EDGES) - 1
 
     def bins(self, evidence: Evidence) -> tuple[int, int, int, int, int]:
+        """The bin of each feature: length, count, share, chained, other."""
         return (
             min(max(evidence.length, 1), NUM_LENGTHS) - 1,
             self._count_bins[min(evidence.count, COUNT_EDGES[-1])],
@@ -63,11 +71,17 @@ class TableRouter:
         )
 
     def probability(self, evidence: Evidence) -> float:
-        """The chance that the full model's greedy choice is the draft, if the drafts chained before it are right."""
+        """Probability in [LOWEST, HIGHEST] that the draft is the full model's greedy choice, given that the drafts chained before it
+        are right."""
         length, count, share, chained, other = self.weights
-        at = self.bins(evidence)
+        bins = self.bins(evidence)
         score = (
-            self.bias + length[at[0]] + count[at[1]] + share[at[2]] + chained[at[3]] + other[at[4]]
+            self.bias
+            + length[bins[0]]
+            + count[bins[1]]
+            + share[bins[2]]
+            + chained[bins[3]]
+            + other[bins[4]]
         )
         return min(max(1.0 / (1.0 + math.exp(-score)), LOWEST), HIGHEST)
 
@@ -76,14 +90,14 @@ class TableRouter:
 
     @classmethod
     def from_json(cls, data: Any) -> "TableRouter":
-        """Raises `Corrupt` unless `data` is what `to_json` made."""
+        """Raises `Corrupt` unless `data` has the form that `to_json` returns."""
         try:
             bias, weights = (
                 float(data["bias"]),
                 [[float(w) for w in row] for row in data["weights"]],
             )
         except (TypeError, KeyError, ValueError, OverflowError) as error:
-            raise Corrupt("a table router is not valid") from error
+            raise Corrupt("a table router's bias or weights are missing or not numbers") from error
         numbers = [bias, *(weight for row in weights for weight in row)]
         if tuple(map(len, weights)) != SIZES or not all(abs(number) < 50 for number in numbers):
             raise Corrupt("a table router has the wrong size or weights out of range")
@@ -91,9 +105,10 @@ class TableRouter:
 
 
 def fit_table_router(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> TableRouter:
-    """Ridge logistic regression over the bins, by L-BFGS; the steps from bin to bin are softplus where monotone.
+    """Fits the router by ridge logistic regression over the bins, with L-BFGS.
 
-    Deterministic. Equal evidence is fitted once, with its weight.
+    `agreed[i]`: whether the full model's greedy choice was the draft of `evidence[i]`. In monotone features the weight grows from
+    bin to bin by a softplus, which is never negative. Deterministic. Drafts in the same bins are merged into one weighted row.
     """
     blank = TableRouter(0.0, [[0.0] * size for size in SIZES])
     grouped: dict[tuple[int, ...], list[int]] = {}
@@ -102,9 +117,8 @@ def fit_table_router(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> Ta
         cell[0] += 1
         cell[1] += int(label)
     if not grouped:
-        return TableRouter(
-            -math.log(9.0), blank.weights
-        )  # nothing seen: one in ten, for want of better
+        # Without any evidence every draft gets a probability of 0.1.
+        return TableRouter(-math.log(9.0), blank.weights)
     cells = torch.tensor(list(grouped), dtype=torch.long)
     weight, hits = torch.tensor(list(grouped.values()), dtype=torch.float64).unbind(1)
     overall = float(((hits.sum() + 0.5) / (weight.sum() + 1.0)).clamp(0.01, 0.99))
@@ -117,7 +131,7 @@ def fit_table_router(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> Ta
     optimiser = torch.optim.LBFGS(parameters, max_iter=FIT_STEPS, line_search_fn="strong_wolfe")
 
     def effects() -> list[Tensor]:
-        # The first bin is the base, hence weight 0.
+        # Weights are relative to the first bin, whose weight is 0.
         return [
             torch.nn.functional.softplus(row[1:]).cumsum(0) if m else row[1:]
             for row, m in zip(parameters[1:], MONOTONE, strict=True)

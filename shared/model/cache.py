@@ -10,8 +10,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from shared.errors import InvalidInput
+from shared.errors import Exhausted, InvalidInput
 from shared.ops.packing import Slots
+
+RETRY_AFTER_S = 1.0
+# PyTorch has no class of its own for this failure on a CPU.
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that Python or PyTorch, on any device, could not allocate memory."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error)
+    )
 
 
 class LengthlessCache(Cache):
@@ -97,6 +108,23 @@ class SlotCache(LengthlessCache):
             keys, values = self.stores(theirs, other.values[layer_idx], layer_idx)
             keys[:, :, start:end] = theirs[:, :, start:end]
             values[:, :, start:end] = other.values[layer_idx][:, :, start:end]
+
+    def reserve(self, like: "SlotCache") -> None:
+        """Allocates all layers now, in the form that `like` has them, instead of at each layer's first pass.
+
+        Raises `Exhausted` (reason OUT_OF_MEMORY) where there is no memory for them.
+        """
+        try:
+            for layer_idx, keys in like.keys.items():
+                self.stores(keys, like.values[layer_idx], layer_idx)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise Exhausted(
+                f"there is no memory for the keys and values of {self.capacity} positions",
+                reason="OUT_OF_MEMORY",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
 
     def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, width = like.shape

@@ -4,7 +4,6 @@ Verifying a draft is choosing as the full model would and comparing: see `shared
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,9 +17,7 @@ from shared.model.distribution import (
 )
 from shared.model.sampling import Trial
 from shared.ops import library
-from shared.ops.batches import verify_greedy, verify_sampled
-
-NOTHING = -1
+from shared.ops.choices import choose_greedy, choose_sampled
 
 
 def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
@@ -51,10 +48,7 @@ def num_confirmed(chosen: Sequence[int], drafts: Sequence[int]) -> int:
 def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The first of the largest of each row, after the penalty."""
     scores = penalised(logits, trials)
-    if library.runs_on(logits.device.type):
-        tokens = verify_greedy(scores, *_single_rows(len(scores), scores.device))[0]
-    else:
-        tokens = scores.argmax(-1)
+    tokens = choose_greedy(scores) if library.runs_on(logits.device.type) else scores.argmax(-1)
     rows: Sequence[Tensor] = tokens.split_with_sizes([trial.num_rows for trial in trials])
     return rows
 
@@ -82,7 +76,7 @@ def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
 def _drawn_in_turn(trial: Trial, scores: Tensor, masses: Tensor) -> Tensor:
     """The same up to the first row that does not choose its draft: no nucleus is made, which is dear, of a row that cannot count."""
     chosen: list[int] = []
-    for row, draft in enumerate([*trial.drafts, NOTHING]):
+    for row, draft in enumerate([*trial.drafts, None]):
         own = slice(row, row + 1)
         kept = nucleus(scores[own], masses[own], [trial.sampling])
         chosen.append(int(_at([trial.uniform(row)], kept)))
@@ -95,14 +89,5 @@ def _at(numbers: Sequence[float], masses: Tensor) -> Tensor:
     """The token [T] int64 at each row's uniform number of its masses [T, V]."""
     uniforms = torch.tensor(numbers, dtype=torch.float64).to(masses.device, non_blocking=True)
     if library.runs_on(masses.device.type):
-        return verify_sampled(masses, *_single_rows(len(masses), masses.device), uniforms)[0]
+        return choose_sampled(masses, uniforms)
     return drawn(masses, uniforms)
-
-
-@lru_cache(maxsize=256)
-def _single_rows(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Drafts and starts, as the ops take them, of rows that test nothing: what was right is counted where the answer is read.
-
-    Kept, for they are the same in every step. Nobody writes to them.
-    """
-    return torch.full((count,), NOTHING, device=device), torch.arange(count + 1, device=device)

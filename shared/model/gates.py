@@ -33,10 +33,6 @@ class LayerCounters:
         self.per_layer = [0] * len(self.per_layer)
         self.token_layers = 0
 
-    def snapshot(self) -> tuple[int, int]:
-        """(layer executions, token layers) so far."""
-        return self.layer_executions, self.token_layers
-
     def add(self, first: int, last: int, num_tokens: int) -> None:
         """A pass over so many tokens through layers [first, last)."""
         for index in range(first, last):

@@ -93,11 +93,14 @@ def _load_model(
     accelerate: bool,
 ) -> LoadedModel:
     path = Path(source)
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(source)}
+    # Code that comes with a model is never run; without a word transformers would ask on standard input.
+    no_code: dict[str, Any] = {"trust_remote_code": False}
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(source), **no_code}
     if path.suffix == ".gguf":
         if not path.is_file():
             raise _not_found(source, "there is no such file")
-        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        folder, name = str(path.parent), path.name
+        where = {"pretrained_model_name_or_path": folder, "gguf_file": name, **no_code}
     elif path.exists() and not (path / "config.json").is_file():
         raise _not_found(source, "the folder has no config.json")
     elif not path.exists() and (path.is_absolute() or str(source).startswith(".")):

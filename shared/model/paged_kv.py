@@ -93,9 +93,9 @@ class PagePool:
             raise InvalidInput(
                 f"{capacity} positions are more than the context has", reason="CACHE_CAPACITY"
             )
-        if wanted > len(self._free):
+        if wanted > self.num_free:
             raise Exhausted(
-                f"{wanted} pages of keys and values are wanted, {len(self._free)} of {self.num_pages} are free",
+                f"{wanted} pages of keys and values are wanted, {self.num_free} of {self.num_pages} are free",
                 reason="KV_PAGES",
             )
         pages = tuple(self._free.popleft() for _ in range(wanted))

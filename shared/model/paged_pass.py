@@ -22,21 +22,17 @@ from shared.ops.hf_paged import LayerPages, PagedMask, PagedOffset
 LayerTransform = Callable[[int, Forward], Forward]
 
 
-class PassTokens:
-    """A pass' tokens: `ids`, their `positions` (negative: padding) and their `rows` of the page table, each [T] int64 contiguous."""
+class TokenBuffer:
+    """Tokens of passes to come, `num_tokens` each time, in a place that stays.
 
-    def __init__(self, ids: Tensor, positions: Tensor, rows: Tensor) -> None:
-        self.ids, self.positions, self.rows = ids, positions, rows
-        self.num_tokens = len(ids)
-
-
-class TokenBuffer(PassTokens):
-    """Tokens of passes to come, `num_tokens` each time, in a place that stays: views of `packed` [3, T]."""
+    `ids`, their `positions` (negative: padding) and their `rows` of the page table, each [T] int64: views of `packed` [3, T].
+    """
 
     @torch.inference_mode()
     def __init__(self, num_tokens: int, device: torch.device) -> None:
+        self.num_tokens = num_tokens
         self.packed = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
-        super().__init__(*self.packed.unbind())
+        self.ids, self.positions, self.rows = self.packed.unbind()
         self.clear()
 
     @torch.inference_mode()
@@ -105,12 +101,12 @@ class PagedForward:
         self._layers = tuple(
             self._with_pages(index, forward) for index, forward in enumerate(forwards)
         )
-        self._tokens: PassTokens | None = None
+        self._tokens: TokenBuffer | None = None
 
     @torch.inference_mode()
     def run(
         self,
-        tokens: PassTokens,
+        tokens: TokenBuffer,
         entering: Tensor | None,
         first: int,
         last: int,

@@ -19,7 +19,7 @@ from shared.model.load import LoadedModel
 from shared.model.packed import Segment
 from shared.model.paged_check import CHECK_SLOTS, Probe
 from shared.model.paged_kv import PAGE_SLOTS, LayerShape, PagedCache, PagePool, num_pages_of
-from shared.model.paged_pass import LayerTransform, PagedForward, PassTokens, TokenBuffer
+from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer
 from shared.model.recorder import NoRecorder, Recorder, Work
 from shared.model.runner import DepthRunner
 
@@ -104,6 +104,11 @@ class PagedRunner(DepthRunner):
         if self._pool is None:
             return super().new_cache(capacity)
         return self._pool.new_cache(capacity)
+
+    def reserve(self, cache: SlotCache) -> None:
+        """Pages are taken when a cache is made."""
+        if not isinstance(cache, PagedCache):
+            super().reserve(cache)
 
     def prepare(self, depths: Sequence[int]) -> Iterator[None]:
         """Records the passes that requests will ask for: all sizes of the whole model, small ones between `depths`."""
@@ -190,23 +195,6 @@ class PagedRunner(DepthRunner):
             pieces.append(self._logits[: len(rows)].clone())
         return _together(pieces).reshape(*state.shape[:-1], -1)
 
-    @property
-    def recorder(self) -> Recorder:
-        """Of passes, and of whatever contains some: see `part`."""
-        return self._recorder
-
-    @torch.inference_mode()
-    def part(self, tokens: PassTokens, entering: Tensor | None, first: int, last: int) -> Tensor:
-        """Layers [first, last) over T tokens, for works that others record; `first` = `last` = 0 embeds. Counts nothing.
-
-        `entering` [T, D] is the state at depth `first` (None only for depth 0). Returns that at depth `last` [T, D]. No more tokens
-        than the largest bucket; their caches' rows as `pool.row_of` gives them.
-        """
-        if last == 0 and self._embedding_is_direct:
-            rows: Tensor = self.loaded.parts.embedding(tokens.ids)
-            return rows
-        return self._forward.run(tokens, entering, first, last, checks=self._checks)
-
     # From here on: how.
 
     def _pass(
@@ -249,7 +237,7 @@ class PagedRunner(DepthRunner):
     @torch.inference_mode()
     def _run_segment(self, first: int, last: int, bucket: int) -> None:
         entering = self._entering[:bucket] if first else None
-        state = self.part(self._tokens[bucket], entering, first, last)
+        state = self._forward.run(self._tokens[bucket], entering, first, last, checks=self._checks)
         self._leaving[:bucket].copy_(state)
 
     def _head(self, bucket: int) -> Work:
@@ -294,10 +282,7 @@ class PagedRunner(DepthRunner):
 
     def _layer_shapes(self) -> list[LayerShape]:
         """What the model's own attention puts into a cache, layer by layer."""
-        cache = SlotCache(1)
-        token = torch.zeros(1, 1, dtype=torch.long, device=self.loaded.device)
-        self.run(token, cache, first=0, last=self.num_layers, base=0)
-        shapes = []
+        cache, shapes = self._one_slot, []
         for index in range(self.num_layers):
             if index not in cache.keys:
                 raise UnsupportedModel(

@@ -1,22 +1,17 @@
 """Recording a pass once and running it again without its Python."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import Tensor
-
-from shared.ops.conditional import check_support, compose
 
 Work = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """`records`: whether replaying runs the work's device operations alone, so that whatever the host decides is decided once.
-    `composes`: whether recordings can be joined by conditions that the device decides."""
+    """`records`: whether replaying runs the work's device operations alone, so that whatever the host decides is decided once."""
 
     records: bool
-    composes: bool
 
     def record(self, work: Work) -> Work:
         """What does again what `work` did, over the same tensors. `work` itself may run none or several times by now.
@@ -24,47 +19,22 @@ class Recorder(Protocol):
         `work` reads and writes tensors that stay, and returns nothing; it must not wait for the device.
         """
 
-    def compose(self, recordings: Sequence[Work], counts: Sequence[Tensor]) -> Work:
-        """`recordings`, two or more that `record` has made: each but the first runs only if the count [1] int64 that stands before it is
-        positive by then, and with it all behind it. Only where `composes`."""
-
 
 class NoRecorder:
     """Every replay is the work itself."""
 
     records = False
-    composes = False
 
     def record(self, work: Work) -> Work:
         return work
 
-    def compose(self, recordings: Sequence[Work], counts: Sequence[Tensor]) -> Work:
-        raise NotImplementedError("nothing is recorded")
-
-
-class Recording:
-    """A captured graph: calling it replays it."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self.graph = graph
-
-    def __call__(self) -> None:
-        self.graph.replay()
-
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory: they are replayed one after another, on one stream, as one engine does.
-
-    With `composes` they can be composed by conditional nodes: raises `PreconditionFailed`, as `shared.ops.conditional` does, where
-    driver, torch or library are too old for that.
-    """
+    """CUDA graphs that share one pool of memory: they are replayed one after another, on one stream, as one engine does."""
 
     records = True
 
-    def __init__(self, device: torch.device, *, composes: bool = False) -> None:
-        if composes:
-            check_support()
-        self.composes = composes
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
             self._memory = torch.cuda.graph_pool_handle()
@@ -77,7 +47,7 @@ class CudaRecorder:
             with torch.cuda.stream(self._stream):
                 work()  # libraries make their handles, compiled layers compile: neither may happen while a graph is captured
             current.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph(keep_graph=self.composes)
+            graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile, for a router say. Where capturing fails, torch leaves its stream the current one.
             with (
                 torch.cuda.stream(current),
@@ -86,14 +56,4 @@ class CudaRecorder:
                 ),
             ):
                 work()
-            if self.composes:
-                graph.instantiate()
-        return Recording(graph)
-
-    def compose(self, recordings: Sequence[Work], counts: Sequence[Tensor]) -> Work:
-        graphs = []
-        for recording in recordings:
-            assert isinstance(recording, Recording)
-            graphs.append(recording.graph)
-        with torch.cuda.device(self._device):
-            return compose(graphs, counts).replay
+        return graph.replay  # which holds the graph

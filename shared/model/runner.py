@@ -29,6 +29,7 @@ class DepthRunner:
         self._embedding_is_direct = self._check_direct_embedding()
         # Several sequences in one pass; where a family does not allow it, they go one by one.
         self.can_pack = self._check_packing()
+        self._one_slot = self._run_one_slot()
         self.counters.reset()
 
     @property
@@ -54,6 +55,13 @@ class DepthRunner:
 
     def new_cache(self, capacity: int) -> SlotCache:
         return SlotCache(capacity)
+
+    def reserve(self, cache: SlotCache) -> None:
+        """Allocates all memory of a new cache for one sequence now; otherwise each layer's first pass does, which others may share.
+
+        Raises `Exhausted` (reason OUT_OF_MEMORY).
+        """
+        cache.reserve(self._one_slot)
 
     @torch.inference_mode()
     def run(
@@ -104,6 +112,13 @@ class DepthRunner:
             past_key_values=PackedCache(segments),
             use_cache=True,
         )
+
+    def _run_one_slot(self) -> SlotCache:
+        """The model's own keys and values of one token, which show what each layer puts into a cache."""
+        cache = SlotCache(1)
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.loaded.device)
+        DepthRunner.run(self, token, cache, first=0, last=self.num_layers, base=0)
+        return cache
 
     @torch.inference_mode()
     def _check_packing(self) -> bool:

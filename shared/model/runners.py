@@ -19,21 +19,15 @@ def make_runner(
     *,
     record: bool | None = None,
     compile_layers: bool | None = None,
-    compose: bool = False,
 ) -> DepthRunner:
-    """`record` passes as CUDA graphs, `compile_layers` by torch.compile; None: where it works, and what does not is logged. `compose`
-    graphs by conditional nodes, so that the device decides which tokens go on between a ladder's exits.
+    """`record` passes as CUDA graphs, `compile_layers` by torch.compile; None: where it works, and what does not is logged.
 
-    Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE, CANNOT_COMPOSE, and those of `CudaRecorder`) where one was
-    asked for and cannot be had.
+    Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE) where one was asked for and cannot be had.
     """
-    runner = _runner(
-        loaded, kv_budget_bytes, record is not False, compile_layers is not False, compose
-    )
-    records, compiles, composes = False, False, False
+    runner = _runner(loaded, kv_budget_bytes, record is not False, compile_layers is not False)
+    records, compiles = False, False
     if isinstance(runner, PagedRunner):
         records, compiles = runner.records, runner.compiles
-        composes = runner.recorder.composes
     if record and not records:
         raise PreconditionFailed(
             f"passes of {loaded.model_id} cannot be recorded on {loaded.device}: the log says why",
@@ -44,16 +38,11 @@ def make_runner(
             f"layers of {loaded.model_id} cannot be compiled on {loaded.device}: the log says why",
             reason="CANNOT_COMPILE",
         )
-    if compose and not composes:
-        raise PreconditionFailed(
-            f"graphs of {loaded.model_id} cannot be composed on {loaded.device}: the log says why",
-            reason="CANNOT_COMPOSE",
-        )
     return runner
 
 
 def _runner(
-    loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_layers: bool, compose: bool
+    loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_layers: bool
 ) -> DepthRunner:
     if loaded.device.type != "cuda":
         return DepthRunner(loaded)
@@ -64,7 +53,7 @@ def _runner(
         runner = PagedRunner(
             loaded,
             kv_budget_bytes=kv_budget_bytes,
-            recorder=CudaRecorder(loaded.device, composes=compose) if record else NoRecorder(),
+            recorder=CudaRecorder(loaded.device) if record else NoRecorder(),
             transform=LayerCompiler() if compile_layers else None,
         )
     except UnsupportedModel as error:

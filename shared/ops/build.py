@@ -69,15 +69,13 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
         Object("attention", "attention.cpp", binding),
         Object("layer", "layer.cpp", binding),
         Object("exits", "exits.cpp", binding),
-        Object("batches", "batches.cpp", binding),
+        Object("choices", "choices.cpp", binding),
         Object("paged", "paged.cpp", binding),
-        Object("graphs", "graphs.cpp", binding),
         *(
             Object(name, source, " ".join(architecture_flags(wanted_architectures())), "nvcc")
             for name, source in (
                 ("cuda", "cuda/kernels.cu"),
                 ("cuda_paged", "cuda/paged.cu"),
-                ("conditional", "cuda/conditional.cu"),
             )
             if toolkit
         ),

@@ -13,8 +13,6 @@ from torch import Tensor
 from shared.ops import refuse_gradient
 from shared.ops.library import load
 
-NUM_FEATURES = 3
-MAX_TOP = 8
 ROUTE_TOKENS = 8
 
 
@@ -28,18 +26,15 @@ def exit_head(
     scale: Tensor | None,
     gain: Tensor,
     eps: float,
-    centred: bool = False,
 ) -> Tensor:
     """state, deep_state [N, D], ago [N] int64 -> the LM head's input [N, W] float32, normed, times `gain` [W].
 
     mix [I, 2 * D] over both states, normed; plus offset [O, I] float32, row `ago`, at most the last. Without `out`: I = W. With
-    `out` [W, I / 2]: silu(first half) * second half goes through it, and where W = D, `scale` [2, D] times the states is added.
-    Norms are RMS norms, or layer norms where `centred`.
-    """
+    `out` [W, I / 2]: silu(first half) * second half goes through it, and where W = D, `scale` [2, D] times the states is added."""
     load()
     refuse_gradient(state, deep_state, mix)
     adapted: Tensor = torch.ops.neap.exit_head.default(
-        state, deep_state, ago, mix, offset, out, scale, gain, eps, centred
+        state, deep_state, ago, mix, offset, out, scale, gain, eps
     )
     return adapted
 
@@ -47,7 +42,7 @@ def exit_head(
 def draft_top(
     x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k (at most MAX_TOP) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their exps.
+    """The k (at most 8) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their exps.
 
     -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. Of equals the lower index comes first; a NaN is
     never chosen. The logits [N, V] are never held.
@@ -60,7 +55,7 @@ def draft_top(
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """hidden [R, D], bias and output [R], features [NUM_FEATURES, R], skip [NUM_FEATURES]: all but `hidden` float32.
+    """hidden [R, D], bias and output [R], features [3, R], skip [3]: all but `hidden` float32.
 
     A gain of the norm belongs into `hidden`, its bias into `bias`, a calibrating slope into `output`, `skip` and `shift`.
     """
@@ -72,13 +67,12 @@ class RouterWeights:
     skip: Tensor
     shift: float
     eps: float
-    centred: bool = False
 
 
 def new_tickets(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """What `route` needs for up to `num_tokens` tokens: zeros, and zeros again after each call. One call at a time may use it."""
     tiles = (num_tokens + ROUTE_TOKENS - 1) // ROUTE_TOKENS
-    return torch.zeros(1 + tiles, dtype=torch.int32, device=device)
+    return torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
 def route(
@@ -87,20 +81,17 @@ def route(
     top: Tensor,
     log_mass: Tensor,
     ago: Tensor,
-    thresholds: Tensor,
     lowest: float,
     highest: float,
     tickets: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which tokens leave: norm, router, threshold and stable partition, on a GPU in one launch.
+) -> Tensor:
+    """How probable each token's draft is, from norm and router, on a GPU in one launch -> [N] float32 in [lowest, highest].
 
-    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] as `draft_top` gives them, ago [N] int64; thresholds [N] float32; `tickets` from `new_tickets`.
-    -> probability [N] float32 in [lowest, highest], leaves [N] bool (probability >= its threshold), order [N] int64 (those that stay,
-    then those that leave, each in their order), num_stays [1] int64.
+    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] as `draft_top` gives them, ago [N] int64; `tickets` from `new_tickets`.
     """
     load()
     refuse_gradient(x)
-    routed: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.neap.route.default(
+    probability: Tensor = torch.ops.neap.route.default(
         x,
         weights.hidden,
         weights.bias,
@@ -110,12 +101,10 @@ def route(
         top,
         log_mass,
         ago,
-        thresholds,
         weights.shift,
         weights.eps,
-        weights.centred,
         lowest,
         highest,
         tickets,
     )
-    return routed
+    return probability

@@ -90,7 +90,6 @@ def _exit_head(
     scale: Tensor | None,
     gain: Tensor,
     eps: float,
-    centred: bool = False,
 ) -> Tensor:
     _check(mix.shape[1] == 2 * state.shape[1])
     return state.new_empty(state.shape[0], gain.shape[0], dtype=torch.float32)
@@ -104,36 +103,18 @@ def _draft_top(
     return values, values.new_empty(values.shape, dtype=torch.int64), x.new_empty(x.shape[0])
 
 
-def _route(x: Tensor, hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _route(x: Tensor, hidden: Tensor, *others: Any) -> Tensor:
     _check(hidden.shape[1] == x.shape[1])
-    probability = x.new_empty(x.shape[0], dtype=torch.float32)
-    order = x.new_empty(x.shape[0], dtype=torch.int64)
-    leaves = x.new_empty(x.shape[0], dtype=torch.bool)
-    return probability, leaves, order, order.new_empty(1)
+    return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-def _gather_rows(x: Tensor, index: Tensor, count: Tensor | None = None) -> Tensor:
-    return x.new_empty(index.shape[0], x.shape[1])
+def _choose_greedy(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
-def _scatter_rows(out: Tensor, rows: Tensor, index: Tensor, count: Tensor | None = None) -> None:
-    _check(rows.shape[0] == index.shape[0])
-    _check(rows.shape[1] == out.shape[1])
-
-
-def _verify_greedy(logits: Tensor, drafts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    _check(drafts.shape[0] == logits.shape[0])
-    return drafts.new_empty(drafts.shape[0]), starts.new_empty(starts.shape[0] - 1)
-
-
-def _verify_sampled(
-    probabilities: Tensor,
-    drafts: Tensor,
-    starts: Tensor,
-    uniforms: Tensor,
-    proposed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _verify_greedy(probabilities, drafts, starts)
+def _choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    _check(uniforms.shape[0] == probabilities.shape[0])
+    return _choose_greedy(probabilities)
 
 
 def _paged_attention(
@@ -159,10 +140,8 @@ def register() -> None:
         "exit_head": _exit_head,
         "draft_top": _draft_top,
         "route": _route,
-        "gather_rows": _gather_rows,
-        "scatter_rows": _scatter_rows,
-        "verify_greedy": _verify_greedy,
-        "verify_sampled": _verify_sampled,
+        "choose_greedy": _choose_greedy,
+        "choose_sampled": _choose_sampled,
         "paged_attention": _paged_attention,
     }
     for name, fake in fakes.items():

@@ -1,7 +1,6 @@
 """Every op in plain PyTorch: the specification that each backend's kernels are held to. Slow, and meant to be read."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -219,11 +218,9 @@ def decoder_layer(
     return h + project(acted, -1, width)
 
 
-def norm(x: Tensor, eps: float, centred: bool = False) -> Tensor:
-    """x [..., D] / rms(x) in float32; of x less its mean where `centred`. No gain."""
+def norm(x: Tensor, eps: float) -> Tensor:
+    """x [..., D] / rms(x) in float32. No gain."""
     x = x.float()
-    if centred:
-        x = x - x.mean(-1, keepdim=True)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -237,10 +234,9 @@ def exit_head(
     scale: Tensor | None,
     gain: Tensor,
     eps: float,
-    centred: bool = False,
 ) -> Tensor:
     """State and deep state [N, D], ago [N] -> adapted [N, W] float32: see `shared.ops.exits.exit_head`."""
-    own, deep = norm(state, eps, centred), norm(deep_state, eps, centred)
+    own, deep = norm(state, eps), norm(deep_state, eps)
     inner = (
         F.linear(torch.cat([own, deep], -1), mix.float()) + offset[ago.clamp(0, len(offset) - 1)]
     )
@@ -249,7 +245,7 @@ def exit_head(
         inner = F.linear(F.silu(gate) * value, out.float())
         if scale is not None:
             inner = inner + scale[0] * own + scale[1] * deep
-    return norm(inner, eps, centred) * gain
+    return norm(inner, eps) * gain
 
 
 def draft_top(
@@ -271,78 +267,30 @@ def route(
     top: Tensor,
     log_mass: Tensor,
     ago: Tensor,
-    thresholds: Tensor,
     shift: float,
     eps: float,
-    centred: bool,
     lowest: float,
     highest: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Probability [N], leaves [N], order [N], num_stays [1]: see `shared.ops.exits.route`."""
+) -> Tensor:
+    """Probability [N]: see `shared.ops.exits.route`."""
     likelihood = (top - log_mass[:, None]).exp()
     second = likelihood[:, 1] if top.shape[1] > 1 else torch.zeros_like(log_mass)
     scalars = torch.stack([top[:, 0] - log_mass, likelihood[:, 0] - second, ago.float() / 4], -1)
-    inner = F.linear(norm(x, eps, centred), hidden.float(), bias) + scalars @ features
+    inner = F.linear(norm(x, eps), hidden.float(), bias) + scalars @ features
     score = F.silu(inner) @ output + scalars @ skip + shift
-    probability = score.sigmoid().clamp(lowest, highest)
-    leaves = probability >= thresholds
-    order = leaves.int().argsort(stable=True)
-    return probability, leaves, order, (~leaves).sum()[None]
+    return score.sigmoid().clamp(lowest, highest)
 
 
-def gather_rows(x: Tensor, index: Tensor, count: Tensor | None = None) -> Tensor:
-    """x [N, D], index [M] -> [M, D]; rows from `count` on and of indices that x has not are 0."""
-    used = (index >= 0) & (index < len(x))
-    if count is not None:
-        used = used & (torch.arange(len(index), device=index.device) < count)
-    out = x.new_zeros(len(index), x.shape[1])
-    out[used] = x[index[used]]
-    return out
+def choose_greedy(logits: Tensor) -> Tensor:
+    """Choices [T]: see `shared.ops.choices.choose_greedy`."""
+    return logits.argmax(-1)
 
 
-def scatter_rows(out: Tensor, rows: Tensor, index: Tensor, count: Tensor | None = None) -> None:
-    """out[index[i]] = rows[i] for i < count where `out` has such a row."""
-    used = (index >= 0) & (index < len(out))
-    if count is not None:
-        used = used & (torch.arange(len(index), device=index.device) < count)
-    out[index[used]] = rows[used]
-
-
-def accepted(choices: Tensor, drafts: Tensor, starts: Tensor) -> Tensor:
-    """Choices and drafts [T], starts [S + 1] -> per sequence the longest prefix of drafts that were chosen [S] int64."""
-    counts = []
-    for begin, end in pairwise(starts.tolist()):
-        same = (choices[begin : end - 1] == drafts[begin : end - 1]).int()
-        counts.append(int(same.cumprod(0).sum()) if end > begin else 0)
-    return torch.tensor(counts, dtype=torch.int64)
-
-
-def verify_greedy(logits: Tensor, drafts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Choices [T] and accepted drafts [S]: see `shared.ops.batches.verify_greedy`."""
-    choices = logits.argmax(-1)
-    return choices, accepted(choices, drafts, starts)
-
-
-def verify_sampled(
-    probabilities: Tensor,
-    drafts: Tensor,
-    starts: Tensor,
-    uniforms: Tensor,
-    proposed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Choices [T] and accepted drafts [S]: see `shared.ops.batches.verify_sampled`."""
+def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Choices [T]: see `shared.ops.choices.choose_sampled`."""
     choices = []
-    for row, target in enumerate(probabilities.double()):
-        draft, uniform, weights = int(drafts[row]), float(uniforms[row]), target
-        if proposed is not None and draft >= 0:
-            offered = proposed[row].double()
-            bound = float(target[draft] / offered[draft])
-            if uniform < bound:
-                choices.append(draft)
-                continue
-            uniform, weights = (uniform - bound) / (1 - bound), (target - offered).clamp(min=0)
-        total = weights.cumsum(0)
+    for target, uniform in zip(probabilities.double(), uniforms.tolist(), strict=True):
+        total = target.cumsum(0)
         point = torch.searchsorted(total, uniform * total[-1], right=True)
         choices.append(min(int(point), int(torch.searchsorted(total, total[-1]))))
-    chosen = torch.tensor(choices, dtype=torch.int64)
-    return chosen, accepted(chosen, drafts, starts)
+    return torch.tensor(choices, dtype=torch.int64)

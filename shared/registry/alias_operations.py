@@ -1,20 +1,18 @@
 """The operations on aliases that every backend has alike; how a change is recorded is the backend's."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 
 from shared.registry.alias_moves import AliasMove
-from shared.registry.base import AliasChange, Canary, PublishedVersion
-from shared.registry.contents import check_passed, no_alias
+from shared.registry.base import AliasChange, Canary
+from shared.registry.contents import no_alias
+from shared.registry.version_reader import VersionReader
 
 Propose = Callable[[AliasChange | None], AliasChange]
 
 
-class AliasOperations(ABC):
+class AliasOperations(VersionReader):
     """See `Registry` for what each promises."""
-
-    @abstractmethod
-    def get(self, model_id: str, version: int) -> PublishedVersion: ...
 
     @abstractmethod
     def aliases(self, model_id: str) -> Mapping[str, int]: ...
@@ -39,7 +37,8 @@ class AliasOperations(ABC):
     ) -> AliasChange:
         """See `Registry.set_alias`. Naming the version that the alias names already records nothing new."""
         move = AliasMove(model_id, alias, actor, reason)
-        self._check_passed(model_id, version)
+        # Versions are immutable, so this may come before the change.
+        self._check_sound(model_id, version, must_pass=True)
         return self._change_alias(
             move, lambda last: move.to_version(last, version, expected_version)
         )
@@ -57,7 +56,7 @@ class AliasOperations(ABC):
         """See `Registry.set_canary`."""
         move = AliasMove(model_id, alias, actor, reason)
         if canary is not None:
-            self._check_passed(model_id, canary.version)
+            self._check_sound(model_id, canary.version, must_pass=True)
         return self._change_alias(
             move, lambda last: move.with_canary(self._known(move, last), canary, expected_version)
         )
@@ -74,7 +73,8 @@ class AliasOperations(ABC):
         """See `Registry.promote_canary`."""
         move = AliasMove(model_id, alias, actor, reason)
         return self._change_alias(
-            move, lambda last: move.promoted(self._known(move, last), expected_canary)
+            move,
+            self._to_sound(lambda last: move.promoted(self._known(move, last), expected_canary)),
         )
 
     def rollback_alias(
@@ -90,18 +90,27 @@ class AliasOperations(ABC):
         move = AliasMove(model_id, alias, actor, reason)
         return self._change_alias(
             move,
-            lambda last: move.rolled_back(
-                self._known(move, last),
-                lambda: self.alias_history(model_id, alias),
-                expected_version,
+            self._to_sound(
+                lambda last: move.rolled_back(
+                    self._known(move, last),
+                    lambda: self.alias_history(model_id, alias),
+                    expected_version,
+                )
             ),
         )
+
+    def _to_sound(self, propose: Propose) -> Propose:
+        """`propose`, which raises Corrupt (VERSION_DAMAGED) instead of moving an alias to a version that cannot be read."""
+
+        def checked(last: AliasChange | None) -> AliasChange:
+            change = propose(last)
+            if last is None or change.to_version != last.to_version:
+                self._check_sound(change.model_id, change.to_version, must_pass=False)
+            return change
+
+        return checked
 
     def _known(self, move: AliasMove, last: AliasChange | None) -> AliasChange:
         if last is None:
             raise no_alias(move.model_id, move.alias, self.aliases(move.model_id))
         return last
-
-    def _check_passed(self, model_id: str, version: int) -> None:
-        # Versions are immutable, so this may come before the change.
-        check_passed(self.get(model_id, version).manifest, f"version {version} of {model_id!r}")

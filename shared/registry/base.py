@@ -11,7 +11,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class PublishedVersion:
-    """One immutable version of a model's router. `manifest` is the parsed manifest, `create_time_s` Unix seconds."""
+    """One immutable version of a model's router. `manifest` is the parsed manifest, `create_time_s` Unix seconds.
+
+    `damage` is empty for a sound version. Otherwise it says what is wrong with the stored manifest, and `manifest` is empty.
+    """
 
     model_id: str
     version: int
@@ -19,6 +22,7 @@ class PublishedVersion:
     create_time_s: float
     size_bytes: int
     manifest: Mapping[str, Any]
+    damage: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,18 +85,18 @@ class Registry(Protocol):
         """
 
     def get(self, model_id: str, version: int) -> PublishedVersion:
-        """Raises NotFound."""
+        """Raises NotFound, Corrupt (its manifest is damaged)."""
 
     def resolve(self, model_id: str, alias: str) -> PublishedVersion:
-        """The version an alias names now; its canary does not count. Raises NotFound, naming the aliases there are."""
+        """The version an alias names now; its canary does not count. Raises NotFound, naming the aliases there are, and Corrupt."""
 
     def target(self, model_id: str, alias: str) -> AliasTarget:
-        """The same with the alias' canary, both as of one moment."""
+        """The same with the alias' canary, both as of one moment; a damaged version comes with `damage`."""
 
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
     ) -> list[PublishedVersion]:
-        """Newest first, versions below `before` only. Empty for an unknown model."""
+        """Newest first, versions below `before` only; damaged ones with `damage`. Empty for an unknown model."""
 
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """Digest checked at every read. Raises NotFound, Corrupt."""
@@ -114,7 +118,8 @@ class Registry(Protocol):
         reason: str = "",
     ) -> AliasChange:
         """Point an alias at a version, which ends its canary. Compare-and-swap when `expected_version` is given (0: must not
-        exist yet). Raises NotFound, Conflict, PreconditionFailed (CHECKS_FAILED: the version records a check that did not pass).
+        exist yet). Raises NotFound, Conflict, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED: the version records a
+        check that did not pass).
         """
 
     def set_canary(
@@ -130,7 +135,8 @@ class Registry(Protocol):
         """Begin a canary or change it, or end it (None) so that all requests get the alias' version again.
 
         `expected_version` is compared with the alias' version. Raises InvalidInput (BAD_SHARE, BAD_CANARY: the alias names that
-        version already), NotFound, Conflict, PreconditionFailed (CHECKS_FAILED; NO_CANARY: none is there to end).
+        version already), NotFound, Conflict, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED; NO_CANARY: none is there
+        to end).
         """
 
     def promote_canary(
@@ -142,7 +148,8 @@ class Registry(Protocol):
         actor: str = "",
         reason: str = "",
     ) -> AliasChange:
-        """End a canary in favour of its version. Raises NotFound, PreconditionFailed (NO_CANARY), Conflict (CANARY_MOVED)."""
+        """End a canary in favour of its version. Raises NotFound, PreconditionFailed (NO_CANARY), Conflict (CANARY_MOVED), Corrupt
+        (VERSION_DAMAGED)."""
 
     def rollback_alias(
         self,
@@ -155,7 +162,8 @@ class Registry(Protocol):
     ) -> AliasChange:
         """Undo: with a canary, end it; without, back to the version named before, whatever its checks say.
 
-        Raises NotFound, Conflict, PreconditionFailed when there is no version to go back to.
+        Raises NotFound, Conflict, PreconditionFailed when there is no version to go back to, Corrupt (VERSION_DAMAGED) when that
+        version cannot be read.
         """
 
     def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
@@ -164,7 +172,8 @@ class Registry(Protocol):
     def events(
         self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
     ) -> Iterator[RegistryEvent]:
-        """Events after `after_event`, waiting up to `timeout_s` for the first when there is none yet."""
+        """Events after `after_event`, waiting up to `timeout_s` for the first when there is none yet. Publications of versions that
+        are damaged by now come with `damage`."""
 
     def last_event(self, model_id: str) -> int:
         """Number of the newest event; 0 when there is none."""

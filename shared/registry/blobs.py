@@ -6,18 +6,22 @@ publisher left can be found and removed by whoever gets the exclusive lock: nobo
 an object that no index entry names.
 """
 
-import fcntl
+import errno
 import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
-from shared.errors import Corrupt, NeapError
+from shared.errors import Corrupt, NeapError, Unavailable
+from shared.file_lock import file_lock
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
 from shared.storage import storage_error
+
+# Of this one file, as opposed to errors of the process or of the whole file system.
+_DAMAGED = {errno.EIO, errno.EISDIR, errno.ELOOP}
 
 Kind = Literal["blobs", "manifests"]
 StepHook = Callable[[str], None]
@@ -44,8 +48,15 @@ class ContentStore:
         hexadecimal = digest.removeprefix("sha256:")
         return self.root / kind / "sha256" / hexadecimal[:2] / hexadecimal
 
-    def read(self, kind: Kind, digest: str, size_bytes: int | None = None) -> bytes:
-        """The bytes, digest checked; of another size than `size_bytes` they are not even read.
+    def read(
+        self,
+        kind: Kind,
+        digest: str,
+        size_bytes: int | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> bytes:
+        """The bytes, digest checked; of another size than `size_bytes`, or more than `max_bytes`, they are not even read.
 
         Raises Corrupt with metadata expected_digest and actual_digest ("" when gone or not read).
         """
@@ -54,10 +65,15 @@ class ContentStore:
             found_bytes = path.stat().st_size
             if size_bytes is not None and found_bytes != size_bytes:
                 raise _corrupt(kind, digest, "", f"has {found_bytes} bytes, not {size_bytes}")
+            if max_bytes is not None and found_bytes > max_bytes:
+                raise _corrupt(kind, digest, "", f"has {found_bytes} bytes, more than {max_bytes}")
             data = path.read_bytes()
         except FileNotFoundError as error:
             raise _corrupt(kind, digest, "", "is missing") from error
         except OSError as error:
+            if error.errno in _DAMAGED:
+                what = f"cannot be read ({errno.errorcode[error.errno]})"
+                raise _corrupt(kind, digest, "", what) from error
             raise registry_error(error, "a read") from error
         actual = digest_of(data)
         if actual != digest:
@@ -67,7 +83,11 @@ class ContentStore:
     @contextmanager
     def publishing(self) -> Iterator["Staging"]:
         """The scope within which objects may be added and the index entry that names them must be made."""
-        with self._locked(fcntl.LOCK_SH):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(file_lock(self._publish_lock, shared=True))
+            except OSError as error:
+                raise registry_error(error, "a lock") from error
             folder = self._staging / f"{os.getpid()}-{uuid.uuid4().hex}"
             try:
                 folder.mkdir(parents=True)
@@ -87,7 +107,13 @@ class ContentStore:
         if not self._staging.is_dir() or not any(self._staging.iterdir()):
             return 0
         num_removed = 0
-        with suppress(BlockingIOError), self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(file_lock(self._publish_lock, timeout_s=0))
+            except OSError as error:
+                raise registry_error(error, "a lock") from error
+            except Unavailable:
+                return 0  # somebody publishes
             for folder in self._staging.iterdir():
                 for marker in folder.iterdir():
                     kind, _, hexadecimal = marker.name.removesuffix(".part").partition("-")
@@ -101,16 +127,6 @@ class ContentStore:
                         num_removed += 1
                 shutil.rmtree(folder, ignore_errors=True)
         return num_removed
-
-    @contextmanager
-    def _locked(self, mode: int) -> Iterator[IO[str]]:
-        try:
-            lock = self._publish_lock.open("w")
-        except OSError as error:
-            raise registry_error(error, "a lock") from error
-        with lock:
-            fcntl.flock(lock, mode)
-            yield lock
 
 
 class Staging:

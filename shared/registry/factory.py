@@ -15,15 +15,23 @@ def open_registry(url_or_path: str) -> Registry:
 
     Raises InvalidInput (BAD_REGISTRY) for anything else, and what opening raises.
     """
+    folder = folder_of(url_or_path)
+    if folder is not None:
+        return LocalRegistry(folder)
+    return SharedRegistry(SharedAddress.parse(url_or_path))
+
+
+def folder_of(url_or_path: str) -> Path | None:
+    """Of an embedded registry; None for a shared one. Raises InvalidInput (BAD_REGISTRY)."""
     if "://" not in url_or_path:
         if not url_or_path.strip():
             raise InvalidInput(
                 "the registry is not named: give a path or file:///path", reason="BAD_REGISTRY"
             )
-        return LocalRegistry(Path(url_or_path).expanduser())
+        return Path(url_or_path).expanduser()
     scheme = url_or_path.partition("://")[0]
     if scheme in SCHEMES:
-        return SharedRegistry(SharedAddress.parse(url_or_path))
+        return None
     if scheme != "file":
         raise InvalidInput(
             f"registry scheme {scheme[:20]!r} is not supported; supported: a path, file:///path, and "
@@ -35,4 +43,4 @@ def open_registry(url_or_path: str) -> Registry:
         raise InvalidInput(
             "a file registry is written file:///absolute/path", reason="BAD_REGISTRY"
         )
-    return LocalRegistry(Path(unquote(parts.path)))
+    return Path(unquote(parts.path))

@@ -1,17 +1,21 @@
 """The embedded registry's index: which versions, aliases and events there are. SQL only; contents are elsewhere."""
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from sqlite3 import Connection, Row
 from typing import Any
 
+from shared.errors import Corrupt
 from shared.registry.alias_moves import AliasMove
 from shared.registry.base import AliasChange, Canary
 from shared.registry.blobs import Kind
 from shared.registry.contents import other_contents
+from shared.registry.journal import Entry, VersionRecord
 from shared.sqlite import Database
 
+INDEX_NAME = "index.db"
 SCHEMA_VERSION = 2
 APPLICATION_ID = 0x6E656170
 LARGEST_INTEGER = 2**63 - 1
@@ -39,6 +43,7 @@ CREATE TABLE events (
     CHECK ((version IS NULL) <> (change IS NULL)));
 CREATE INDEX events_by_model ON events (model_id, event);
 """
+_OPTIONAL_NUMBERS = ("from_version", "canary_version", "canary_per_mille")
 _CANARY_COLUMNS = ";".join(
     f"ALTER TABLE {table} ADD COLUMN {column} INTEGER"
     for table in ("aliases", "alias_changes")
@@ -47,15 +52,18 @@ _CANARY_COLUMNS = ";".join(
 
 
 class RegistryIndex:
-    """Methods that take a connection belong inside `database.transaction()`. Raises as `Database` does."""
+    """Methods that take a connection belong inside `database.transaction()`. `before_create` is called before an index is made
+    where there is none, and may raise. Raises as `Database` does."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, before_create: Callable[[], None] = lambda: None) -> None:
         self.database = Database(
             path,
             schema=_SCHEMA,
             schema_version=SCHEMA_VERSION,
             application_id=APPLICATION_ID,
             migrations={1: _CANARY_COLUMNS},
+            before_create=before_create,
+            check_pages=True,
         )
 
     def find_request(self, request_id: str, model_id: str, manifest_digest: str) -> Row | None:
@@ -84,17 +92,9 @@ class RegistryIndex:
         (version,) = connection.execute(
             "SELECT coalesce(max(version), 0) + 1 FROM versions WHERE model_id = ?", (model_id,)
         ).fetchone()
-        connection.execute(
-            "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (model_id, version, manifest_digest, time.time(), size_bytes, request_id, actor),
-        )
-        connection.executemany(
-            "INSERT INTO version_blobs VALUES (?, ?, ?, ?)",
-            [(model_id, version, name, entry["digest"]) for name, entry in blobs.items()],
-        )
-        connection.execute(
-            "INSERT INTO events (model_id, version) VALUES (?, ?)", (model_id, version)
-        )
+        record = VersionRecord(version, manifest_digest, time.time(), size_bytes, request_id, actor)
+        digests = {name: str(entry["digest"]) for name, entry in blobs.items()}
+        self._insert(connection, model_id, record, digests)
         for alias in aliases:
             move = AliasMove(model_id, alias, actor, "published")
             self.record(connection, move.change(self.last_change(model_id, alias), version))
@@ -103,8 +103,90 @@ class RegistryIndex:
         ).fetchone()
         return row
 
-    def record(self, connection: Connection, change: AliasChange) -> None:
-        """Put the alias where `change` says, whose versions must exist, and keep the change."""
+    def _insert(
+        self,
+        connection: Connection,
+        model_id: str,
+        record: VersionRecord,
+        blobs: Mapping[str, str],
+        event: int | None = None,
+    ) -> None:
+        connection.execute(
+            "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                model_id,
+                record.version,
+                record.manifest_digest,
+                record.create_time_s,
+                record.size_bytes,
+                record.request_id,
+                record.actor,
+            ),
+        )
+        connection.executemany(
+            "INSERT INTO version_blobs VALUES (?, ?, ?, ?)",
+            [(model_id, record.version, name, digest) for name, digest in blobs.items()],
+        )
+        connection.execute(
+            "INSERT INTO events (event, model_id, version) VALUES (?, ?, ?)",
+            (event, model_id, record.version),
+        )
+
+    def clear(self, connection: Connection) -> None:
+        """Nothing is left, numbers that were given out aside."""
+        for table in ("events", "alias_changes", "aliases", "version_blobs", "versions"):
+            connection.execute(f"DELETE FROM {table}")
+
+    def restore(
+        self,
+        connection: Connection,
+        entries: Iterable[Entry],
+        blobs_of: Callable[[VersionRecord], Mapping[str, str]],
+    ) -> None:
+        """Of an empty index, what `entries` of all models, in the order of their events, say. `blobs_of`: name -> digest."""
+        for entry in entries:
+            if (made := entry.published) is not None:
+                self._insert(connection, entry.model_id, made, blobs_of(made), entry.event)
+            for change in entry.changes:
+                self.record(connection, change, entry.event)
+
+    def models(self) -> list[str]:
+        """Every model that has an event, in order."""
+        rows = self.database.rows("SELECT DISTINCT model_id FROM events ORDER BY model_id")
+        return [row["model_id"] for row in rows]
+
+    def num_events(self, model_id: str) -> int:
+        row = self.database.row(
+            "SELECT count(*) AS found FROM events WHERE model_id = ?", (model_id,)
+        )
+        assert row is not None
+        return int(row["found"])
+
+    def entries(self, model_id: str, *, after: int) -> list[Entry]:
+        """The model's events beyond the first `after`, each as a journal record. Raises Corrupt (INDEX_DAMAGED)."""
+        rows = self.database.rows(
+            "SELECT * FROM events WHERE model_id = ? ORDER BY event LIMIT -1 OFFSET ?",
+            (model_id, after),
+        )
+        return [self._entry(row, number) for number, row in enumerate(rows, start=after + 1)]
+
+    def _entry(self, row: Row, number: int) -> Entry:
+        event, entry_id = row["event"], f"event-{row['event']}"
+        if row["version"] is None:
+            change = self.change(row["change"])
+            return Entry(row["model_id"], number, (change,), None, entry_id, event)
+        version = self.version(row["model_id"], row["version"])
+        if version is None:
+            raise index_damaged(f"its row of version {row['version']} of {row['model_id']!r}")
+        return Entry(row["model_id"], number, (), version_record(version), entry_id, event)
+
+    def version(self, model_id: str, version: int) -> Row | None:
+        return self.database.row(
+            "SELECT * FROM versions WHERE model_id = ? AND version = ?", (model_id, version)
+        )
+
+    def record(self, connection: Connection, change: AliasChange, event: int | None = None) -> None:
+        """Put the alias where `change` says, whose versions must exist, and keep the change. `event`: its number, where it has one."""
         key = (change.model_id, change.alias)
         canary: tuple[int | None, int | None] = (None, None)
         if change.canary is not None:
@@ -128,8 +210,8 @@ class RegistryIndex:
             ),
         )
         connection.execute(
-            "INSERT INTO events (model_id, change) VALUES (?, ?)",
-            (change.model_id, inserted.lastrowid),
+            "INSERT INTO events (event, model_id, change) VALUES (?, ?, ?)",
+            (event, change.model_id, inserted.lastrowid),
         )
 
     def last_change(self, model_id: str, alias: str) -> AliasChange | None:
@@ -153,9 +235,10 @@ class RegistryIndex:
         )
 
     def change(self, number: int) -> AliasChange:
-        """One recorded change; it is there, because an event names it."""
+        """One recorded change. Raises Corrupt (INDEX_DAMAGED) also when it is not there, because an event names it."""
         row = self.database.row("SELECT * FROM alias_changes WHERE change = ?", (number,))
-        assert row is not None
+        if row is None:
+            raise index_damaged(f"its row of change {number}")
         return _change(row)
 
     def aliases(self, model_id: str) -> dict[str, int]:
@@ -193,7 +276,20 @@ class RegistryIndex:
         return self.database.row(query, (digest,)) is not None
 
 
+def index_damaged(what: str) -> Corrupt:
+    return Corrupt(
+        f"{INDEX_NAME} is damaged, {what} is not sound: `neap routers rebuild-index` restores it",
+        reason="INDEX_DAMAGED",
+    )
+
+
 def _change(row: Row) -> AliasChange:
+    numbers = [row["to_version"]]
+    numbers += [row[name] for name in _OPTIONAL_NUMBERS if row[name] is not None]
+    if not all(isinstance(number, int) for number in numbers) or not isinstance(
+        row["change_time_s"], float
+    ):
+        raise index_damaged(f"its row of change {row['change']} of alias {row['alias']!r}")
     canary = None
     if row["canary_version"] is not None:
         canary = Canary(row["canary_version"], row["canary_per_mille"])
@@ -206,4 +302,21 @@ def _change(row: Row) -> AliasChange:
         row["reason"],
         row["change_time_s"],
         canary,
+    )
+
+
+def version_record(row: Row) -> VersionRecord:
+    """SQLite lets any column hold anything. Raises Corrupt (INDEX_DAMAGED)."""
+    create_time_s, size_bytes = row["create_time_s"], row["size_bytes"]
+    is_sound = isinstance(create_time_s, float) and math.isfinite(create_time_s)
+    is_sound = is_sound and isinstance(size_bytes, int) and isinstance(row["manifest_digest"], str)
+    if not is_sound:
+        raise index_damaged(f"its row of version {row['version']} of {row['model_id']!r}")
+    return VersionRecord(
+        version=row["version"],
+        manifest_digest=row["manifest_digest"],
+        create_time_s=create_time_s,
+        size_bytes=size_bytes,
+        request_id=row["request_id"],
+        actor=row["actor"],
     )

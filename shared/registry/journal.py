@@ -1,18 +1,18 @@
 """The truth about a model: an append-only sequence of immutable records, one object each. The index is what they add up to.
 
-Records are numbered from 1 without gaps. The object store lets only one writer create a number, so the journal orders everything
-that ever happened to a model, versions included; what is in it has happened, whatever becomes of its writer or of the index.
+Records are numbered from 1 without gaps. In a bucket the object store lets only one writer create a number, so the journal orders
+everything that ever happened to a model, versions included; what is in it has happened, whatever becomes of its writer or of the
+index. In a folder SQLite orders, and the journal keeps what it has committed (`shared.registry.local_journal`).
 """
 
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from shared.errors import Corrupt, PreconditionFailed
 from shared.registry.base import AliasChange, Canary
-from shared.registry.object_store import ObjectStore
 from shared.registry.sealed import open_sealed, seal
 
 # Records with a canary are of schema 2; all others are written as they always were.
@@ -34,17 +34,37 @@ class VersionRecord:
 
 @dataclass(frozen=True)
 class Entry:
-    """Record `sequence` of a model: a publication with the aliases it moved, or the move of an alias."""
+    """Record `sequence` of a model: a publication with the aliases it moved, or the move of an alias. `event`: its number where a
+    backend counts events over all models; such a backend has a record for each."""
 
     model_id: str
     sequence: int
     changes: tuple[AliasChange, ...]
     published: VersionRecord | None = None
     entry_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    event: int | None = None
+
+
+class RecordStore(Protocol):
+    """Where records lie, by paths with '/'. A bucket (`ObjectStore`) or a folder (`FolderRecords`)."""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Whether it was not there before."""
+
+    def replace(self, path: str, data: bytes) -> None: ...
+
+    def get(self, path: str) -> bytes | None: ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def names(self, folder: str, *, after: str = "") -> list[str]:
+        """In order, from the name that follows `after`."""
+
+    def folders(self, folder: str) -> list[str]: ...
 
 
 class Journal:
-    def __init__(self, objects: ObjectStore) -> None:
+    def __init__(self, objects: RecordStore) -> None:
         self._objects = objects
 
     def append(self, entry: Entry) -> bool:
@@ -53,7 +73,15 @@ class Journal:
         if self._objects.create(path, _encode(entry)):
             return True
         # A first attempt may have succeeded and lost only its answer.
-        return self._read(entry.model_id, entry.sequence).entry_id == entry.entry_id
+        return self.read(entry.model_id, entry.sequence).entry_id == entry.entry_id
+
+    def restore(self, entry: Entry) -> None:
+        """In place of a record that is damaged or gone, by whoever knows for certain what it said."""
+        self._objects.replace(_path(entry.model_id, entry.sequence), _encode(entry))
+
+    def sequences(self, model_id: str) -> list[int]:
+        """Numbers of the records that are there, in order."""
+        return [int(name.partition(".")[0]) for name in self._objects.names(_folder(model_id))]
 
     def has(self, model_id: str, sequence: int) -> bool:
         return self._objects.exists(_path(model_id, sequence))
@@ -71,15 +99,16 @@ class Journal:
             )
         numbers = range(sequence + 1, sequence + 1 + len(names))
         if len(numbers) < 2:
-            return [self._read(model_id, number) for number in numbers]
+            return [self.read(model_id, number) for number in numbers]
         with ThreadPoolExecutor(_MAX_PARALLEL_READS) as pool:
-            return list(pool.map(lambda number: self._read(model_id, number), numbers))
+            return list(pool.map(lambda number: self.read(model_id, number), numbers))
 
     def models(self) -> list[str]:
         """Every model that has a journal."""
         return [name.replace("!", "/") for name in self._objects.folders("models")]
 
-    def _read(self, model_id: str, sequence: int) -> Entry:
+    def read(self, model_id: str, sequence: int) -> Entry:
+        """Raises Corrupt, also when it is not there."""
         path = _path(model_id, sequence)
         record = open_sealed(self._objects.get(path) or b"", path)
         entry = _decode(record)
@@ -104,6 +133,8 @@ def _path(model_id: str, sequence: int) -> str:
 def _encode(entry: Entry) -> bytes:
     changes = [change_to_record(change) for change in entry.changes]
     record = asdict(replace(entry, changes=()))
+    if entry.event is None:
+        del record["event"]
     schema = _ENTRY_SCHEMA if any("canary" in change for change in changes) else 1
     return seal({**record, "changes": changes, "schema_version": schema})
 
@@ -120,6 +151,7 @@ def _decode(record: dict[str, Any]) -> Entry:
         changes=changes_from_records(model_id, record["changes"]),
         published=None if published is None else VersionRecord(**published),
         entry_id=record["entry_id"],
+        event=record.get("event"),
     )
 
 

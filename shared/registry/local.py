@@ -3,10 +3,13 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from sqlite3 import Row
 from typing import Any
 
+from shared.errors import Corrupt, NotFound, PreconditionFailed, Unavailable
+from shared.file_lock import file_lock
 from shared.registry.alias_moves import AliasMove
 from shared.registry.alias_operations import AliasOperations, Propose
 from shared.registry.base import (
@@ -19,6 +22,7 @@ from shared.registry.base import (
 from shared.registry.blobs import ContentStore, StepHook, registry_error
 from shared.registry.canonical import digest_of
 from shared.registry.contents import (
+    MAX_MANIFEST_BYTES,
     blob_digest,
     blob_size_bytes,
     check_limit,
@@ -27,7 +31,17 @@ from shared.registry.contents import (
     no_alias,
     no_version,
 )
-from shared.registry.index import LARGEST_INTEGER, RegistryIndex
+from shared.registry.folder_records import FolderRecords
+from shared.registry.index import (
+    INDEX_NAME,
+    LARGEST_INTEGER,
+    RegistryIndex,
+    index_damaged,
+    version_record,
+)
+from shared.registry.journal import Journal, VersionRecord
+from shared.registry.local_journal import LocalJournal
+from shared.registry.local_rebuild import IN_USE_LOCK
 from shared.registry.names import (
     check_alias,
     check_model_id,
@@ -45,16 +59,52 @@ class LocalRegistry(AliasOperations):
     across `fork`. Raises PreconditionFailed (SCHEMA_TOO_NEW), Unavailable, Exhausted (DISK_FULL), Corrupt.
     """
 
+    # Files fail one by one: one that may not be read says nothing of the others.
+    damages = (Corrupt, Unavailable)
+
     def __init__(self, root: Path, *, step: StepHook = lambda name: None) -> None:
         self.root = root
         self._step = step
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            self._index = RegistryIndex(root / "index.db")
-            self._store = ContentStore(root, step=step)
-            self._store.sweep(self._index.is_referenced)
-        except OSError as error:
-            raise registry_error(error, "opening the registry") from error
+        with ExitStack() as stack:
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+                # Whoever replaces index.db needs the folder for itself.
+                stack.enter_context(file_lock(root / IN_USE_LOCK, shared=True))
+                self._index = RegistryIndex(root / INDEX_NAME, before_create=self._check_not_lost)
+                stack.callback(self._index.database.close)
+                self._store = ContentStore(root, step=step)
+                self._store.sweep(self._index.is_referenced)
+                self._journal = LocalJournal(root, self._index)
+                self._journal.open()
+            except OSError as error:
+                raise registry_error(error, "opening the registry") from error
+            except Corrupt as error:
+                if error.metadata.get("file") == INDEX_NAME:
+                    raise self._unsound(error) from error
+                raise
+            self._open = stack.pop_all()
+
+    def _check_not_lost(self) -> None:
+        """Before an index is made where there is none: that there never was one. Raises PreconditionFailed (INDEX_MISSING)."""
+        if Journal(FolderRecords(self.root)).models():
+            raise PreconditionFailed(
+                f"{self.root} holds routers, but its {INDEX_NAME} is missing or empty:"
+                f" `neap routers rebuild-index --registry {self.root}` makes it anew from the journal",
+                reason="INDEX_MISSING",
+            )
+        if any((self.root / "manifests").rglob("*")):
+            raise PreconditionFailed(
+                f"{self.root} holds routers, but its {INDEX_NAME} is missing or empty, and they were published by a neap that kept"
+                f" no journal: restore {INDEX_NAME} from a backup, or use another folder",
+                reason="INDEX_MISSING",
+            )
+
+    def _unsound(self, error: Corrupt) -> Corrupt:
+        return Corrupt(
+            f"{error.message}: `neap routers rebuild-index --registry {self.root}` makes it anew from the journal",
+            reason="INDEX_DAMAGED",
+            metadata=error.metadata,
+        )
 
     def publish(
         self,
@@ -75,7 +125,7 @@ class LocalRegistry(AliasOperations):
         digest = digest_of(encoded)
         done = self._index.find_request(request_id, model_id, digest)
         if done is not None:
-            return self._version(done)
+            return self._version(model_id, version_record(done))
         try:
             with self._store.publishing() as staging:
                 for name in sorted(blobs):
@@ -85,6 +135,7 @@ class LocalRegistry(AliasOperations):
                 with self._index.database.transaction() as connection:
                     done = self._index.find_request(request_id, model_id, digest)
                     if done is None:
+                        self._journal.check_index(model_id)
                         done = self._index.add_version(
                             connection,
                             model_id,
@@ -96,48 +147,47 @@ class LocalRegistry(AliasOperations):
                         )
                     self._step("index:before-commit")
                 self._step("index:committed")
+                self._journal.follow(model_id)
         except OSError as error:
             self._store.sweep(self._index.is_referenced)
             raise registry_error(error, "a router") from error
         except BaseException:
             self._store.sweep(self._index.is_referenced)
             raise
-        return self._version(done)
+        return self._version(model_id, version_record(done))
 
-    def get(self, model_id: str, version: int) -> PublishedVersion:
-        """Raises NotFound, Corrupt."""
-        return self._version(self._row(model_id, version))
+    def _find_record(self, model_id: str, version: int) -> VersionRecord:
+        return version_record(self._row(model_id, version))
 
     def _row(self, model_id: str, version: int) -> Row:
         check_model_id(model_id)
         row = None
         if 1 <= version <= LARGEST_INTEGER:
-            row = self._index.database.row(
-                "SELECT * FROM versions WHERE model_id = ? AND version = ?", (model_id, version)
-            )
+            row = self._index.version(model_id, version)
         if row is None:
             raise no_version(model_id, version)
         return row
 
-    def _version(self, row: Row) -> PublishedVersion:
-        manifest = json.loads(self._store.read("manifests", row["manifest_digest"]))
-        return PublishedVersion(
-            row["model_id"],
-            row["version"],
-            row["manifest_digest"],
-            row["create_time_s"],
-            row["size_bytes"],
-            manifest,
-        )
+    def _read_manifest(self, digest: str, *, is_fresh: bool) -> bytes:
+        return self._store.read("manifests", digest, max_bytes=MAX_MANIFEST_BYTES)
+
+    def _listed_row(self, row: Row) -> PublishedVersion:
+        try:
+            record = version_record(row)
+        except Corrupt as error:
+            return PublishedVersion(
+                row["model_id"], row["version"], "", 0.0, 0, {}, damage=error.message
+            )
+        return self._listed(row["model_id"], record)
 
     def resolve(self, model_id: str, alias: str) -> PublishedVersion:
         """Raises NotFound, Corrupt."""
         return self.get(model_id, self._last_change(model_id, alias).to_version)
 
     def target(self, model_id: str, alias: str) -> AliasTarget:
-        """Raises NotFound, Corrupt."""
+        """Raises NotFound."""
         last = self._last_change(model_id, alias)
-        return AliasTarget(self.get(model_id, last.to_version), last.canary)
+        return AliasTarget(self._listed_row(self._row(model_id, last.to_version)), last.canary)
 
     def _last_change(self, model_id: str, alias: str) -> AliasChange:
         check_model_id(model_id)
@@ -150,7 +200,7 @@ class LocalRegistry(AliasOperations):
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
     ) -> list[PublishedVersion]:
-        """`limit` is in [1, 1000]. Raises InvalidInput, Corrupt."""
+        """`limit` is in [1, 1000]. Raises InvalidInput, and Corrupt where the index itself cannot be read."""
         check_model_id(model_id)
         check_limit(limit)
         before = LARGEST_INTEGER if before is None else min(max(before, 0), LARGEST_INTEGER)
@@ -158,7 +208,7 @@ class LocalRegistry(AliasOperations):
             "SELECT * FROM versions WHERE model_id = ? AND version < ? ORDER BY version DESC LIMIT ?",
             (model_id, before, limit),
         )
-        return [self._version(row) for row in rows]
+        return [self._listed_row(row) for row in rows]
 
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """Raises NotFound, Corrupt with metadata expected_digest and actual_digest."""
@@ -180,7 +230,10 @@ class LocalRegistry(AliasOperations):
             last = self._index.last_change(move.model_id, move.alias)
             proposed = propose(last)
             if proposed != last:
+                self._journal.check_index(move.model_id)
                 self._index.record(connection, proposed)
+        if proposed != last:
+            self._journal.follow(move.model_id)
         return proposed
 
     def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
@@ -211,9 +264,12 @@ class LocalRegistry(AliasOperations):
 
     def _event_change(self, row: Row) -> PublishedVersion | AliasChange:
         if row["version"] is not None:
-            return self.get(row["model_id"], row["version"])
+            try:
+                return self._listed_row(self._row(row["model_id"], row["version"]))
+            except NotFound as error:
+                raise index_damaged(f"its row of version {row['version']}") from error
         return self._index.change(row["change"])
 
     def close(self) -> None:
         """Idempotent."""
-        self._index.database.close()
+        self._open.close()

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 
 from shared.errors import InvalidInput
+from shared.plain_text import check_plain_text
 
 _SEGMENT = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _MODEL_ID = re.compile(rf"{_SEGMENT}(/{_SEGMENT}){{0,3}}")
@@ -62,16 +63,13 @@ def check_request_id(request_id: str) -> str:
 
 def check_note(text: str, field: str) -> str:
     """`actor` or `reason` of a change. Raises InvalidInput (NOTE_TOO_LONG, BAD_NOTE)."""
-    if len(text) > MAX_NOTE_CHARACTERS:
-        raise InvalidInput(
-            f"{field} has {len(text)} characters; at most {MAX_NOTE_CHARACTERS} are kept",
-            reason="NOTE_TOO_LONG",
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidInput(f"{field} is not valid Unicode", reason="BAD_NOTE") from error
-    return text
+    return check_plain_text(
+        text,
+        field,
+        max_characters=MAX_NOTE_CHARACTERS,
+        reason="BAD_NOTE",
+        too_long="NOTE_TOO_LONG",
+    )
 
 
 def check_alias_change(alias: str, actor: str, reason: str) -> None:

@@ -29,6 +29,7 @@ from shared.errors import Corrupt, NeapError, PreconditionFailed, Unavailable
 from shared.registry.address import SharedAddress
 from shared.registry.blobs import Kind, StepHook
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
+from shared.registry.contents import MAX_MANIFEST_BYTES
 from shared.registry.sealed import open_sealed, seal
 
 if TYPE_CHECKING:  # the library has these for type checkers only
@@ -111,28 +112,39 @@ class ObjectStore:
         expected_digest and actual_digest ("" when gone or not read)."""
         return self._read_content("blobs", digest, size_bytes)
 
-    def read_manifest(self, digest: str) -> bytes:
-        """Checked when read; the last used stay in memory, because every request asks for one. Raises Corrupt."""
+    def read_manifest(self, digest: str, *, is_fresh: bool = False) -> bytes:
+        """Checked when read; the last used stay in memory, because every request asks for one. `is_fresh`: not from memory.
+        Raises Corrupt."""
         with self._lock:
-            if digest in self._manifests:
+            if digest in self._manifests and not is_fresh:
                 self._manifests.move_to_end(digest)
                 return self._manifests[digest]
-        data = self._read_content("manifests", digest)
+        data = self._read_content("manifests", digest, max_bytes=MAX_MANIFEST_BYTES)
         with self._lock:
             self._manifests[digest] = data
+            self._manifests.move_to_end(digest)
             while len(self._manifests) > _MAX_CACHED_MANIFESTS:
                 self._manifests.popitem(last=False)
         return data
 
-    def _read_content(self, kind: Kind, digest: str, size_bytes: int | None = None) -> bytes:
-        data = self._get(self._large, _content_path(kind, digest), size_bytes)
+    def _read_content(
+        self,
+        kind: Kind,
+        digest: str,
+        size_bytes: int | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> bytes:
+        data = self._get(self._large, _content_path(kind, digest), size_bytes, max_bytes=max_bytes)
         actual = "" if data is None else digest_of(data)
         if data is None or actual != digest:
             what = f"has the digest {actual}"
             if data is None:
-                what = (
-                    "is missing" if size_bytes is None else f"is missing, or not {size_bytes} bytes"
-                )
+                what = "is missing"
+                if size_bytes is not None:
+                    what += f", or not {size_bytes} bytes"
+                elif max_bytes is not None:
+                    what += f", or more than {max_bytes} bytes"
             raise Corrupt(
                 f"the stored {kind[:-1]} {digest} {what}",
                 metadata={
@@ -164,14 +176,24 @@ class ObjectStore:
         """A small object, or None."""
         return self._get(self._small, path)
 
-    def _get(self, client: S3Store, path: str, size_bytes: int | None = None) -> bytes | None:
-        """None where nothing is, or something of another size than `size_bytes`, which is not read then."""
+    def _get(
+        self,
+        client: S3Store,
+        path: str,
+        size_bytes: int | None = None,
+        *,
+        max_bytes: int | None = None,
+    ) -> bytes | None:
+        """None where nothing is, or something of another size than `size_bytes` or above `max_bytes`, which is not read then."""
         with _errors():
             try:
                 answer = obstore.get(client, path)
             except FileNotFoundError:
                 return None
-            if size_bytes is not None and answer.meta["size"] != size_bytes:
+            found_bytes = answer.meta["size"]
+            if size_bytes is not None and found_bytes != size_bytes:
+                return None
+            if max_bytes is not None and found_bytes > max_bytes:
                 return None
             return bytes(answer.bytes())
 

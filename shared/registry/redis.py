@@ -30,16 +30,21 @@ from shared.registry.state import Advance, ModelState, request_field, version_fi
 CONNECT_TIMEOUT_S = 2.0
 TIMEOUT_S = 2.0
 LONGEST_WAIT_S = 1.0
+_ANYWHERE = -1
 _EVENT_PAGE = 100
 
-# KEYS index, events; ARGV registry, before, replace ("1": whatever there is goes first), applied, number of fields, fields and
-# values, events' first number, events. Returns what is applied now, or -1 when the index is another registry's. A stream that is
-# not what it should be is dropped: readers notice by the number of events, and have it rebuilt.
+# KEYS index, events; ARGV registry, before (-1: whatever it is), replace ("1": whatever there is goes first), applied, number of
+# fields, fields and values, events' first number, events. Returns what is applied now, or -1 when the index is another registry's. A
+# stream that is not what it should be is dropped: readers notice by the number of events, and have it rebuilt. So is a key of another
+# type, before anything is written: a script that fails halfway is not undone.
 _ADVANCE = """
+for i, kind in ipairs({'hash', 'stream'}) do
+  if redis.call('TYPE', KEYS[i])['ok'] ~= kind then redis.call('DEL', KEYS[i]) end
+end
 local owner = redis.call('HGET', KEYS[1], 'registry')
 if owner and owner ~= ARGV[1] then return -1 end
 local applied = tonumber(redis.call('HGET', KEYS[1], 'applied') or '0')
-if applied ~= tonumber(ARGV[2]) then return applied end
+if ARGV[2] ~= '-1' and applied ~= tonumber(ARGV[2]) then return applied or 0 end
 if ARGV[3] == '1' then redis.call('DEL', KEYS[1], KEYS[2]) end
 redis.call('HSET', KEYS[1], 'registry', ARGV[1], 'applied', ARGV[4])
 local at = 6
@@ -65,8 +70,13 @@ return {count, redis.call('XLEN', KEYS[2]), redis.call('XRANGE', KEYS[2], ARGV[1
 log = structlog.get_logger("neap.registry")
 
 
+class IndexDamaged(Exception):
+    """The index of a model holds what cannot be read. Its text is for the log."""
+
+
 class RedisIndex:
-    """Methods raise Unavailable (REDIS_UNAVAILABLE, REDIS_REFUSED, ...) and Exhausted (REDIS_FULL), within bounded time."""
+    """Methods raise Unavailable (REDIS_UNAVAILABLE, REDIS_REFUSED, ...) and Exhausted (REDIS_FULL), within bounded time, and those
+    that read IndexDamaged."""
 
     def __init__(self, address: SharedAddress) -> None:
         options: dict[str, Any] = {
@@ -106,42 +116,47 @@ class RedisIndex:
     def state(self, model_id: str) -> ModelState:
         """Empty when the model is not in the index. Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
         names = ("registry", "applied", "versions", "events", "aliases")
-        with _errors():
+        with _errors(), _parsed():
             owner, *counts, aliases = self._client.hmget(_keys(model_id)[0], names)
-        if owner is None:
-            return ModelState()
-        if owner.decode() != self._registry_id:
-            raise _foreign()
-        records = json.loads(aliases)
-        changes = changes_from_records(model_id, records)
-        applied, num_versions, num_events = map(int, counts)
-        return ModelState(applied, num_versions, num_events, {c.alias: c for c in changes})
+            if owner is None:
+                return ModelState()
+            self._check_owner(owner)
+            changes = changes_from_records(model_id, json.loads(aliases))
+            applied, num_versions, num_events = map(int, counts)
+            return ModelState(applied, num_versions, num_events, {c.alias: c for c in changes})
 
-    def versions(self, model_id: str, numbers: Sequence[int]) -> list[VersionRecord | None]:
-        """In the order asked for; None where there is none."""
+    def _check_owner(self, owner: bytes) -> None:
+        if owner.decode("utf-8", "replace") != self._registry_id:
+            raise _foreign()
+
+    def versions(self, model_id: str, numbers: Sequence[int]) -> list[VersionRecord]:
+        """In the order asked for. Raises IndexDamaged where there is none."""
         if not numbers:
             return []
         fields = [version_field(number) for number in numbers]
-        with _errors():
-            found = self._client.hmget(_keys(model_id)[0], ["registry", *fields])
-        if found[0] is not None and found[0].decode() != self._registry_id:
-            raise _foreign()
-        return [None if text is None else VersionRecord(**json.loads(text)) for text in found[1:]]
+        with _errors(), _parsed():
+            owner, *found = self._client.hmget(_keys(model_id)[0], ["registry", *fields])
+            if owner is not None:
+                self._check_owner(owner)
+            return [VersionRecord(**json.loads(text)) for text in found]
 
     def version_of_request(self, model_id: str, request_id: str) -> int | None:
-        with _errors():
+        with _errors(), _parsed():
             found = self._client.hget(_keys(model_id)[0], request_field(request_id))
-        return None if found is None else int(found)
+            return None if found is None else int(found)
 
-    def events(self, model_id: str, after: int) -> list[tuple[int, dict[str, Any]]] | None:
-        """The next page of events, numbered; None when the stream does not hold what the index says it should."""
-        with _errors():
+    def events(self, model_id: str, after: int) -> list[tuple[int, dict[str, Any]]]:
+        """The next page of events, numbered. Raises IndexDamaged where the stream does not hold what the index says it should."""
+        with _errors(), _parsed():
             expected, found, rows = self._client.eval(
                 _EVENTS, 2, *_keys(model_id), f"{after + 1}-0", _EVENT_PAGE
             )
-        if expected != found:
-            return None
-        return [(int(number.split(b"-")[0]), json.loads(values[1])) for number, values in rows]
+            if expected != found:
+                raise IndexDamaged(f"{found} events, not {expected}")
+            page = [(int(number.split(b"-")[0]), json.loads(values[1])) for number, values in rows]
+            if not all(event.keys() & {"version", "change"} for _, event in page):
+                raise IndexDamaged("an event that says nothing")
+            return page
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
         """Until there is an event past `after`, or `timeout_s` (at most LONGEST_WAIT_S) have passed."""
@@ -176,6 +191,11 @@ class RedisIndex:
             raise _foreign()
         return now_at
 
+    def replace(self, model_id: str, step: Advance) -> None:
+        """Whatever is there by `step`, which begins at nothing, in one step. Raises PreconditionFailed where it is another
+        registry's."""
+        self.advance(model_id, step, replace_at=_ANYWHERE)
+
     def close(self) -> None:
         self._client.close()
 
@@ -201,6 +221,8 @@ def _errors() -> Iterator[None]:
     except redis.exceptions.OutOfMemoryError as error:
         raise Exhausted("the registry's Redis has no memory left", reason="REDIS_FULL") from error
     except redis.ResponseError as error:
+        if "WRONGTYPE" in str(error):
+            raise IndexDamaged("a key of another type") from error
         # Within a script Redis 6.2 wraps the code in a longer text.
         if "OOM command not allowed" in str(error) or "MISCONF" in str(error):
             raise Exhausted(
@@ -209,6 +231,15 @@ def _errors() -> Iterator[None]:
         raise _unavailable("refused a command", "REDIS_ERROR") from error
     except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
         raise _unavailable("does not answer", "REDIS_UNAVAILABLE") from error
+
+
+@contextmanager
+def _parsed() -> Iterator[None]:
+    """Around what reads an answer: fields that are missing, of another form, or no JSON."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise IndexDamaged(f"{type(error).__name__}: {error}") from error
 
 
 def _unavailable(what: str, reason: str) -> NeapError:

@@ -4,14 +4,12 @@ Publishing is blobs, read back, manifest, one journal record, then the index: th
 the index the moment at which it is seen (docs/decisions/009). Whoever comes next applies records that a publisher left behind.
 """
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import structlog
 
-from shared.errors import NotFound, Unavailable
 from shared.registry.address import SharedAddress
 from shared.registry.alias_moves import AliasMove
 from shared.registry.alias_operations import AliasOperations, Propose
@@ -34,6 +32,7 @@ from shared.registry.contents import (
     no_version,
     other_contents,
 )
+from shared.registry.index_keeper import IndexKeeper
 from shared.registry.journal import Entry, Journal, VersionRecord, change_from_record
 from shared.registry.lease import LeaseWatch
 from shared.registry.names import (
@@ -44,7 +43,7 @@ from shared.registry.names import (
 )
 from shared.registry.object_store import ObjectStore
 from shared.registry.redis import RedisIndex
-from shared.registry.state import ModelState, advance
+from shared.registry.state import ModelState
 from shared.registry.sweep import COMMIT_TIMEOUT_S, GRACE_S, Sweep, sweep
 
 SWEEP_POLL_S = 1.0
@@ -70,17 +69,16 @@ class SharedRegistry(AliasOperations):
         step: StepHook = lambda name: None,
     ) -> None:
         self._step = step
-        self._freshness_s = freshness_s
-        self._looked_at_s: dict[str, float] = {}
-        self._index = RedisIndex(address)
+        self._redis = RedisIndex(address)
         try:
-            self._index.check()
+            self._redis.check()
             self._objects = ObjectStore(address, step=step)
-            self._journal = Journal(self._objects)
-            self._index.belong_to(self._objects.registry_id())
+            self._redis.belong_to(self._objects.registry_id())
         except BaseException:
-            self._index.close()
+            self._redis.close()
             raise
+        journal = Journal(self._objects)
+        self._index = IndexKeeper(self._redis, journal, freshness_s=freshness_s, step=step)
 
     def publish(
         self,
@@ -100,7 +98,7 @@ class SharedRegistry(AliasOperations):
         encoded = encode_manifest(manifest, blobs)
         digest = digest_of(encoded)
         size_bytes = sum(map(len, blobs.values()))
-        self._state(model_id)
+        self._index.state(model_id)
         done = self._find_request(request_id, model_id, digest)
         if done is None:
             self._store(blobs, encoded)
@@ -122,7 +120,7 @@ class SharedRegistry(AliasOperations):
                 ]
                 return Entry(model_id, state.applied + 1, tuple(moves), made)
 
-            committed = self._commit(model_id, propose, give_up_at)
+            committed = self._index.commit(model_id, propose, give_up_at)
             done = committed.published if isinstance(committed, Entry) else committed
             assert done is not None
         return self._version(model_id, done)
@@ -150,8 +148,8 @@ class SharedRegistry(AliasOperations):
         number = self._index.version_of_request(model_id, request_id)
         if number is None:
             return None
-        (record,) = self._index.versions(model_id, [number])
-        if record is None or record.manifest_digest != digest:
+        (record,) = self._index.records(model_id, [number])
+        if record.manifest_digest != digest:
             raise other_contents(request_id, model_id, number)
         return record
 
@@ -159,54 +157,40 @@ class SharedRegistry(AliasOperations):
         # A cluster cannot look for a request in all models at once; the object store can say whose it is.
         owner = self._objects.claim(request_id, model_id)
         if owner != model_id:
-            self._state(owner)
+            self._index.state(owner)
             raise other_contents(
                 request_id, owner, self._index.version_of_request(owner, request_id)
             )
 
-    def get(self, model_id: str, version: int) -> PublishedVersion:
-        """Raises NotFound, Corrupt."""
+    def _find_record(self, model_id: str, version: int) -> VersionRecord:
         check_model_id(model_id)
-        return self._version(model_id, self._record(model_id, version, self._state(model_id)))
+        return self._record(model_id, version, self._index.state(model_id))
 
     def _record(self, model_id: str, version: int, state: ModelState) -> VersionRecord:
         if 1 <= version <= state.num_versions:
-            (record,) = self._index.versions(model_id, [version])
-            if record is None:
-                raise Unavailable(
-                    f"the index lost version {version} of {model_id!r} just now; ask again",
-                    reason="INDEX_LOST",
-                )
+            (record,) = self._index.records(model_id, [version])
             return record
         raise no_version(model_id, version)
 
-    def _version(self, model_id: str, record: VersionRecord) -> PublishedVersion:
-        manifest = json.loads(self._objects.read_manifest(record.manifest_digest))
-        return PublishedVersion(
-            model_id,
-            record.version,
-            record.manifest_digest,
-            record.create_time_s,
-            record.size_bytes,
-            manifest,
-        )
+    def _read_manifest(self, digest: str, *, is_fresh: bool) -> bytes:
+        return self._objects.read_manifest(digest, is_fresh=is_fresh)
 
     def resolve(self, model_id: str, alias: str) -> PublishedVersion:
         """Raises NotFound, Corrupt."""
         check_model_id(model_id)
         check_alias(alias)
-        state = self._state(model_id)
+        state = self._index.state(model_id)
         version = self._change(model_id, alias, state).to_version
         return self._version(model_id, self._record(model_id, version, state))
 
     def target(self, model_id: str, alias: str) -> AliasTarget:
-        """Raises NotFound, Corrupt."""
+        """Raises NotFound."""
         check_model_id(model_id)
         check_alias(alias)
-        state = self._state(model_id)
+        state = self._index.state(model_id)
         last = self._change(model_id, alias, state)
         record = self._record(model_id, last.to_version, state)
-        return AliasTarget(self._version(model_id, record), last.canary)
+        return AliasTarget(self._listed(model_id, record), last.canary)
 
     def _change(self, model_id: str, alias: str, state: ModelState) -> AliasChange:
         if alias not in state.aliases:
@@ -216,15 +200,15 @@ class SharedRegistry(AliasOperations):
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
     ) -> list[PublishedVersion]:
-        """`limit` is in [1, 1000]. Raises InvalidInput, Corrupt."""
+        """`limit` is in [1, 1000]. Raises InvalidInput."""
         check_model_id(model_id)
         check_limit(limit)
-        newest = self._state(model_id).num_versions
+        newest = self._index.state(model_id).num_versions
         if before is not None:
             newest = min(newest, before - 1)
         numbers = list(range(newest, max(newest - limit, 0), -1))
-        records = self._index.versions(model_id, numbers)
-        return [self._version(model_id, record) for record in records if record is not None]
+        records = self._index.records(model_id, numbers)
+        return [self._listed(model_id, record) for record in records]
 
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """Raises NotFound, Corrupt with metadata expected_digest and actual_digest."""
@@ -234,13 +218,13 @@ class SharedRegistry(AliasOperations):
     def aliases(self, model_id: str) -> dict[str, int]:
         """In alphabetical order."""
         check_model_id(model_id)
-        known = self._state(model_id).aliases
+        known = self._index.state(model_id).aliases
         return {alias: known[alias].to_version for alias in sorted(known)}
 
     def canaries(self, model_id: str) -> dict[str, Canary]:
         """In alphabetical order."""
         check_model_id(model_id)
-        known = self._state(model_id).aliases
+        known = self._index.state(model_id).aliases
         found = {alias: known[alias].canary for alias in sorted(known)}
         return {alias: canary for alias, canary in found.items() if canary is not None}
 
@@ -250,14 +234,14 @@ class SharedRegistry(AliasOperations):
             change = propose(last)
             return change if change == last else Entry(move.model_id, state.applied + 1, (change,))
 
-        committed = self._commit(move.model_id, entry)
+        committed = self._index.commit(move.model_id, entry)
         return committed.changes[0] if isinstance(committed, Entry) else committed
 
     def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
         """Newest first. Raises NotFound."""
         check_model_id(model_id)
         check_alias(alias)
-        self._change(model_id, alias, self._state(model_id))
+        self._change(model_id, alias, self._index.state(model_id))
         changes = [
             event.change
             for event in self._events(model_id, 0, with_versions=False)
@@ -285,15 +269,12 @@ class SharedRegistry(AliasOperations):
     def last_event(self, model_id: str) -> int:
         """See `Registry.last_event`."""
         check_model_id(model_id)
-        return self._state(model_id).num_events
+        return self._index.state(model_id).num_events
 
     def _events(self, model_id: str, after: int, *, with_versions: bool) -> Iterator[RegistryEvent]:
-        self._state(model_id)
+        self._index.state(model_id)
         while True:
             page = self._index.events(model_id, after)
-            if page is None:
-                self.rebuild(model_id)
-                page = self._index.events(model_id, after) or []
             if not page:
                 return
             for number, event in page:
@@ -301,82 +282,17 @@ class SharedRegistry(AliasOperations):
                 if "change" in event:
                     yield RegistryEvent(number, change_from_record(model_id, event["change"]))
                 elif with_versions:
-                    yield RegistryEvent(number, self.get(model_id, event["version"]))
-
-    def _state(self, model_id: str) -> ModelState:
-        """What the index says, after a look at the journal where the index knows nothing or has not been compared for a while."""
-        state = self._index.state(model_id)
-        now_s = time.monotonic()
-        if state.applied:
-            if now_s - self._looked_at_s.get(model_id, -1e9) < self._freshness_s:
-                return state
-            # Noted first: while the object store hangs, one call waits for it and not every one.
-            self._looked_at_s[model_id] = now_s
-        try:
-            if state.applied == 0 or self._journal.has(model_id, state.applied + 1):
-                return self._catch_up(model_id, state)
-        except Unavailable:
-            if state.applied == 0:
-                raise  # it may be that the index was lost: "there is none" would be a guess
-            log.warning("the index was not compared with the object store", model_id=model_id)
-        return state
-
-    def _catch_up(self, model_id: str, state: ModelState) -> ModelState:
-        entries = self._journal.after(model_id, state.applied)
-        if not entries:
-            return state
-        self._index.advance(model_id, advance(state, entries))
-        log.info("journal records applied", model_id=model_id, records=len(entries))
-        return self._index.state(model_id)
-
-    def _commit(
-        self,
-        model_id: str,
-        propose: Callable[[ModelState], Entry | T],
-        give_up_at: float | None = None,
-    ) -> Entry | T:
-        """Record what `propose` makes of the newest state, and let it be seen. What is no Entry is returned as it is.
-
-        `give_up_at` (monotonic): nothing is recorded after that.
-        """
-        if give_up_at is None:
-            give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
-        state = self._state(model_id)
-        while time.monotonic() < give_up_at:
-            proposed = propose(state)
-            if not isinstance(proposed, Entry):
-                return proposed
-            self._step("journal:begin")
-            if time.monotonic() >= give_up_at:
-                break
-            if self._journal.append(proposed):
-                self._step("journal:written")
-                now_at = self._index.advance(model_id, advance(state, [proposed]))
-                if now_at < proposed.sequence:
-                    # Redis has lost what it had since `state` was read.
-                    self._catch_up(model_id, self._index.state(model_id))
-                self._step("index:advanced")
-                return proposed
-            # Somebody else has this number: see what it says, and propose anew.
-            state = self._catch_up(model_id, self._index.state(model_id))
-        raise _busy(model_id)
+                    record = self._find_record(model_id, event["version"])
+                    yield RegistryEvent(number, self._listed(model_id, record))
 
     def models(self) -> list[str]:
         """Every model that has something published."""
-        return self._journal.models()
+        return self._index.models()
 
     def rebuild(self, model_id: str) -> ModelState:
         """The index of one model anew from its journal, in one step: readers see the old or the new. Raises Corrupt, NotFound."""
         check_model_id(model_id)
-        give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
-        while time.monotonic() < give_up_at:
-            found_at = self._index.state(model_id).applied
-            step = advance(ModelState(), self._journal.after(model_id, 0))
-            if step.state.applied == 0:
-                raise NotFound(f"nothing is published for model {model_id!r}")
-            if self._index.advance(model_id, step, replace_at=found_at) == step.state.applied:
-                return step.state
-        raise _busy(model_id)
+        return self._index.rebuild(model_id)
 
     def sweep(self, *, grace_s: float = GRACE_S, is_rehearsal: bool = False) -> Sweep:
         """See `shared.registry.sweep.sweep`. Takes a minute and a half at least, for which publications wait."""
@@ -384,10 +300,4 @@ class SharedRegistry(AliasOperations):
 
     def close(self) -> None:
         """Idempotent."""
-        self._index.close()
-
-
-def _busy(model_id: str) -> Unavailable:
-    return Unavailable(
-        f"too many others write to the registry of {model_id!r}", reason="REGISTRY_BUSY"
-    )
+        self._redis.close()

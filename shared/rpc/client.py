@@ -36,6 +36,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     # A service that was started anew is found as soon as that.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A service whose machine has vanished, or that hangs, closes no connection.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 
@@ -273,13 +278,6 @@ class NeapClient:
             self._router.GetAliasHistory, request
         )
         return list(reply.changes)
-
-    def watch_routers(
-        self, model_id: str, *, after_event: int = 0
-    ) -> Iterator[router_pb2.WatchResponse]:
-        """Publications and alias changes after `after_event`. Raises Unavailable when the connection breaks."""
-        request = router_pb2.WatchRequest(model_id=model_id, after_event=after_event)
-        return _stream(None, self._router.Watch(request))
 
     def _unary(self, method: Any, request: Any) -> Any:
         return self._retrying(lambda: method(request, timeout=self._timeout_s))

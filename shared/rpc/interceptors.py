@@ -5,7 +5,7 @@ import inspect
 import re
 import secrets
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,6 +20,7 @@ from shared.errors import InvalidInput, NeapError
 from shared.rpc.access import Access
 from shared.rpc.callers import Caller, certificate_caller, set_current_caller
 from shared.rpc.calls import OpenCalls
+from shared.rpc.client_waits import ClientWaits
 from shared.rpc.status import (
     code_of_status,
     to_status,
@@ -32,6 +33,7 @@ REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
 _fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fields", default=None)
+_waits: ContextVar[ClientWaits | None] = ContextVar("neap_client_waits", default=None)
 # Not what the service is there for: logged only when they fail, and never waited for.
 SIDE_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
@@ -54,15 +56,26 @@ def annotate_call(**fields: str | int | float) -> None:
         known.update(fields)
 
 
+async def write_response(context: Any, response: Any, timeout_s: float | None = None) -> None:
+    """Writes to the client of the call this task serves, as `ClientWaits.delivery` does. Raises Exhausted (SLOW_READER)."""
+    waits = _waits.get()
+    assert waits is not None, "outside of a call"
+    await waits.delivery(context.write(response), timeout_s)
+
+
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps coroutine and async-generator handlers, unary and streaming.
 
     A NeapError becomes its status, anything else INTERNAL with an id under which the traceback is logged. The request id goes
-    back in the trailing metadata. `calls`: those at work now. What `access` refuses is refused before its message is parsed.
+    back in the trailing metadata. `calls`: those at work now. What `access` refuses is refused before its message is awaited.
+
+    gRPC is told that every method takes a stream of requests. It then calls the handler at once, and the wait for the one
+    message of a unary request is bounded by `waits` and ended by `calls` as everything else is.
     """
 
-    def __init__(self, access: Access | None = None) -> None:
+    def __init__(self, access: Access | None = None, waits: ClientWaits | None = None) -> None:
         self.calls = OpenCalls()
+        self.waits = waits or ClientWaits()
         self._access = access or Access()
 
     async def intercept_service(
@@ -75,22 +88,16 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = str(handler_call_details.method)
         verdict = self._access.judge(method, handler_call_details.invocation_metadata or ())
-        wrapped = _Wrapped(method, self.calls, verdict)
+        wrapped = _Wrapped(
+            method, self.calls, self.waits, verdict, takes_stream=handler.request_streaming
+        )
         if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
+            make = grpc.stream_stream_rpc_method_handler
             inner = handler.stream_stream or handler.unary_stream
             generates = inspect.isasyncgenfunction(inner)
             outer = wrapped.generator(inner) if generates else wrapped.coroutine(inner)
         else:
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
+            make = grpc.stream_unary_rpc_method_handler
             outer = wrapped.coroutine(handler.stream_unary or handler.unary_unary)
         parse = handler.request_deserializer
         return make(
@@ -101,38 +108,57 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Wrapped:
-    """`verdict`: see `Access.judge`."""
+    """`verdict`: see `Access.judge`. `takes_stream`: its handler takes an iterator of requests and not one request."""
 
     def __init__(
-        self, method: str, calls: OpenCalls, verdict: Caller | NeapError | None = None
+        self,
+        method: str,
+        calls: OpenCalls,
+        waits: ClientWaits,
+        verdict: Caller | NeapError | None = None,
+        *,
+        takes_stream: bool = False,
     ) -> None:
         self.method = method
         self.calls = calls
+        self.waits = waits
         self.verdict = verdict
+        self._takes_stream = takes_stream
 
     def coroutine(self, inner: Any) -> Any:
         if not inspect.iscoroutinefunction(inner):
             # A plain function would block the event loop for every other call.
             raise TypeError(f"the handler of {self.method} is not a coroutine function")
 
-        async def handle(request: Any, context: Any) -> Any:
-            async with _observed(self, context):
-                return await inner(_well_formed(request), context)
+        async def handle(_: Any, context: Any) -> Any:
+            with self.calls.told():
+                async with _observed(self, context):
+                    return await inner(await self._request(context), context)
 
         return handle
 
     def generator(self, inner: Any) -> Any:
         """A coroutine, too: in a generator, gRPC would wait for the client's reading outside of what is observed here."""
 
-        async def handle(request: Any, context: Any) -> None:
-            async with (
-                _observed(self, context),
-                aclosing(inner(_well_formed(request), context)) as responses,
-            ):
-                async for response in responses:
-                    await context.write(response)
+        async def handle(_: Any, context: Any) -> None:
+            with self.calls.told():
+                async with _observed(self, context):
+                    request = await self._request(context)
+                    async with aclosing(inner(request, context)) as responses:
+                        async for response in responses:
+                            await self.waits.delivery(context.write(response))
 
         return handle
+
+    async def _request(self, context: Any) -> Any:
+        """The one message, or the iterator of messages, each well formed. Raises what `ClientWaits` and `_well_formed` raise."""
+        if self._takes_stream:
+            return self._each_request(context)
+        return _well_formed(await self.waits.only_request(context.read))
+
+    async def _each_request(self, context: Any) -> AsyncIterator[Any]:
+        while (message := await self.waits.request(context.read)) is not grpc.aio.EOF:
+            yield _well_formed(message)
 
 
 class _Malformed:
@@ -153,20 +179,13 @@ def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return deserialize
 
 
-def _well_formed(request: Any) -> Any:
-    """`request`, or of a stream of requests each as it comes. Raises InvalidInput."""
-    if isinstance(request, AsyncIterable):
-        return _each_well_formed(request)
-    if isinstance(request, _Malformed):
+def _well_formed(message: Any) -> Any:
+    """Raises InvalidInput."""
+    if isinstance(message, _Malformed):
         raise InvalidInput(
             "the request is not a valid message (text must be UTF-8)", reason="MALFORMED_REQUEST"
         )
-    return request
-
-
-async def _each_well_formed(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _well_formed(request)
+    return message
 
 
 @asynccontextmanager
@@ -187,6 +206,7 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
         if trace_id := trace_id_of(span):
             ids["trace_id"] = trace_id
     _request_id.set(request_id)
+    _waits.set(call.waits)
     set_current_caller(caller)
     _fields.set(fields)
     structlog.contextvars.bind_contextvars(**ids)

@@ -7,6 +7,8 @@ from typing import Any
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
+from shared.plain_text import one_line
+
 
 def configure_logging(level: str = "info", *, json_lines: bool | None = None) -> None:
     """Set structlog up for this process. `json_lines` None: JSON unless stderr is a terminal.
@@ -25,9 +27,10 @@ def configure_logging(level: str = "info", *, json_lines: bool | None = None) ->
             structlog.processors.JSONRenderer(),
         ]
     else:
-        processors.append(
-            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
-        )
+        processors += [
+            _escaped,
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+        ]
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=processors,
@@ -36,3 +39,8 @@ def configure_logging(level: str = "info", *, json_lines: bool | None = None) ->
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def _escaped(logger: Any, name: str, event: Any) -> Any:
+    """For terminals; JSON has escapes of its own. Tracebacks, which are rendered later, keep their lines."""
+    return {key: one_line(v) if isinstance(v, str) else v for key, v in event.items()}

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from shared.rpc.addresses import bind, parse_listen
+from shared.rpc.client_waits import DELIVERY_TIMEOUT_S, ClientWaits
 from shared.rpc.health import HealthServicer
 from shared.rpc.health_port import HealthPort
 from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
@@ -26,16 +27,20 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Two processes on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
-    # A peer that vanished without closing the connection must not hold a slot for ever.
+    # A peer that vanished without closing the connection must hold neither a slot nor the connection for ever.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Clients may ping as often as that.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     # What may pile up here for a client that does not read, beyond the window the client itself grants.
     ("grpc.http2.write_buffer_size", 8 * 1024),
 )
 
-# How long calls that are ended may take to say so.
-ENDING_S = 0.5
+# How long calls that are ended may take to tell their clients. Only a client that does not read takes as long as that.
+ENDING_S = 2.0
 
 log = structlog.get_logger("neap.rpc")
 
@@ -45,7 +50,8 @@ class RpcServer:
 
     `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "". `grace_s`: how
     long new calls are still taken after the first SIGTERM, while load balancers learn that this server is leaving.
-    `drain_timeout_s`: how long running calls may then take to finish. `health_listen`: HOST:PORT where
+    `drain_timeout_s`: how long running calls may then take to finish. `request_timeout_s`: how long a call may be open before
+    its request message has arrived. `delivery_timeout_s`: how long a drain waits for a client to read. `health_listen`: HOST:PORT where
     health is answered in plain text, as long as this server lives; empty: none. Must be made inside the running event loop.
     """
 
@@ -58,6 +64,8 @@ class RpcServer:
         drain_timeout_s: float = 60.0,
         security: ServerSecurity | None = None,
         health_listen: str = "",
+        request_timeout_s: float = 30.0,
+        delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self.listen = listen
@@ -65,7 +73,8 @@ class RpcServer:
         self.grace_s = grace_s
         self.drain_timeout_s = drain_timeout_s
         self.security = security or ServerSecurity()
-        interceptor = ServiceInterceptor(self.security.access)
+        self.waits = ClientWaits(request_timeout_s, delivery_timeout_s=delivery_timeout_s)
+        interceptor = ServiceInterceptor(self.security.access, self.waits)
         self._calls = interceptor.calls
         self.grpc_server: Any = grpc.aio.server(
             interceptors=(interceptor,), options=(*SERVER_OPTIONS, *options)
@@ -109,30 +118,48 @@ class RpcServer:
         """
         await self._health.enter_graceful_shutdown()
         log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
+        self.waits.drain()
         # server.stop() closes the listener at once, so the grace comes before it.
-        if not await _set_within(self._stop_now, self.grace_s):
-            stopping = asyncio.create_task(
-                self.grpc_server.stop(self.drain_timeout_s + 2 * ENDING_S)
-            )
-            hurried = asyncio.create_task(self._stop_now.wait())
-            # They know by now; who watches the health never hangs up by himself.
-            self._calls.end(SIDE_SERVICES)
-            await asyncio.wait(
-                (stopping, hurried),
-                timeout=self.drain_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            hurried.cancel()
-            if stopping.done():
-                stopping.result()
-                await self._stop_health()
-                log.info("stopped")
-                return
+        if not await _set_within(self._stop_now, self.grace_s) and await self._finish():
+            log.info("stopped")
+            return
+        # Calls that come until the listener is closed are told, too; gRPC would cut them off without a reason.
         num_ended = self._calls.end()
+        await self._calls.all_told(ENDING_S)
         # A later stop with a shorter grace overrides the earlier one.
         await self.grpc_server.stop(ENDING_S)
         await self._stop_health()
         log.info("stopped at once", num_calls_ended=num_ended)
+
+    async def _finish(self) -> bool:
+        """Let running calls finish, and stop. False if some still run after `drain_timeout_s`, or `stop_now` cut it short.
+
+        Once all handlers are done, clients get the time of one delivery to read what is left.
+        """
+        # They know by now; who watches the health never hangs up by himself.
+        self._calls.end(SIDE_SERVICES)
+        if self.drain_timeout_s == 0:
+            return False
+        stopping = asyncio.create_task(self.grpc_server.stop(self.drain_timeout_s + 3 * ENDING_S))
+        hurried = asyncio.create_task(self._stop_now.wait())
+        idle = asyncio.create_task(self._calls.idle_for(self.waits.delivery_timeout_s))
+        await asyncio.wait(
+            (stopping, hurried, idle),
+            timeout=self.drain_timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        hurried.cancel()
+        idle.cancel()
+        if not stopping.done():
+            if not idle.done() or self._stop_now.is_set():
+                return False
+            log.warning(
+                "clients have not read their answers", waited_s=self.waits.delivery_timeout_s
+            )
+            await self.grpc_server.stop(0)
+        await stopping
+        await self._stop_health()
+        return True
 
     def request_stop(self) -> None:
         """What SIGTERM does: the first call drains, the second stops at once."""

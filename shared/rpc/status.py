@@ -1,7 +1,7 @@
 """The one table between neap's errors and gRPC's status codes, in both directions.
 
-An error travels as `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` (reason, domain "neap", metadata) and, where
-waiting helps, a `RetryInfo`. https://google.aip.dev/193 Beside it goes what gRPC's own retry policy heeds, `grpc-retry-pushback-ms`:
+An error travels as `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` (reason, domain "neap", metadata), where
+waiting helps a `RetryInfo`, and where one field of the request is at fault a `BadRequest`. https://google.aip.dev/193 Beside it goes what gRPC's own retry policy heeds, `grpc-retry-pushback-ms`:
 https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 """
 
@@ -57,13 +57,20 @@ def code_of(error: NeapError) -> grpc.StatusCode:
 
 
 def to_status(error: NeapError) -> status_pb2.Status:
-    """`google.rpc.Status` with ErrorInfo, and RetryInfo where `retry_after_s` is set."""
+    """`google.rpc.Status` with ErrorInfo, RetryInfo where `retry_after_s` is set, and BadRequest where an InvalidInput has a "field"
+    in its metadata."""
     info = error_details_pb2.ErrorInfo(
         reason=error.reason,
         domain=DOMAIN,
         metadata={key: value[:MAX_METADATA_CHARACTERS] for key, value in error.metadata.items()},
     )
     details = [_packed(info)]
+    if isinstance(error, errors.InvalidInput) and "field" in error.metadata:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.metadata["field"],
+            description=_shortened(error.message, MAX_METADATA_CHARACTERS),
+        )
+        details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
     if isinstance(error, errors.Exhausted) and error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))

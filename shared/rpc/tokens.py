@@ -53,7 +53,7 @@ def digest_of_token(token: str) -> str:
 def parse_tokens(data: bytes, name: str) -> tuple[TokenEntry, ...]:
     """The entries of a file called `name`. Raises InvalidInput (BAD_TOKENS_FILE), which names the line and never quotes it."""
     try:
-        lines = data.decode("utf-8").splitlines()
+        lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise _bad(f"{name} is not text in UTF-8") from error
     entries: dict[str, TokenEntry] = {}

@@ -1,4 +1,4 @@
-"""More text teaches more, judged on what none of the ladders has learnt from."""
+"""More text gives higher agreement, judged on held-out text that no ladder was trained on."""
 
 from pathlib import Path
 
@@ -18,25 +18,25 @@ SPEC = CalibrationSpec(
 
 @pytest.fixture(scope="module")
 def points(tmp_path_factory: pytest.TempPathFactory) -> list[CurvePoint]:
-    learnt, judges = [], []
+    found, judges = [], []
     report = curve_module.held_out_report
 
-    def kept(run, runner, material: Material, vocabulary, ladder):  # type: ignore[no-untyped-def]
+    def recorded(run, runner, material: Material, vocabulary, ladder):  # type: ignore[no-untyped-def]
         judges.append(material)
         return report(run, runner, material, vocabulary, ladder)
 
     with pytest.MonkeyPatch.context() as patch:
         scale = Scale(rows=160)
         patch.setattr("calibrator_service.calibration.presets.scale_of", lambda _: scale)
-        patch.setattr(curve_module, "held_out_report", kept)
+        patch.setattr(curve_module, "held_out_report", recorded)
         folder: Path = tmp_path_factory.mktemp("curve")
-        learnt += data_curve(make_model(chat=False), SPEC, [5000, 600], folder)
+        found += data_curve(make_model(chat=False), SPEC, [5000, 600], folder)
     assert len(set(map(id, judges))) == 1
     assert sum(len(s.tokens) for s in judges[0].judged["report"]) > 300
-    return learnt
+    return found
 
 
-def test_more_text_teaches_more(points: list[CurvePoint]) -> None:
+def test_more_text_gives_higher_agreement(points: list[CurvePoint]) -> None:
     few, many = points
     assert 600 <= few.tokens < many.tokens >= 5000
     assert list(few.agreement) == ["suffix", "successor", "depth-2"]

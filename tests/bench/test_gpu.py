@@ -1,4 +1,4 @@
-"""What of the GPU's benchmark can be tried on a CPU: that it asks for what the ops take."""
+"""The part of the GPU benchmark that can run on a CPU: it calls the ops with valid arguments."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ import torch
 from bench import gpu
 
 
-def test_the_router_is_timed_on_tensors_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_router_is_timed_on_valid_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
     monkeypatch.setattr(gpu, "ROUTER_WIDTH", 64)
     results: list[object] = []
@@ -20,9 +20,7 @@ def test_the_router_is_timed_on_tensors_that_it_takes(monkeypatch: pytest.Monkey
     found = gpu.router_us("cpu", {}, timed)
     assert list(found) == list(gpu.ROUTER_TOKENS)
     own, eager, compiled = results[-3:]
-    assert isinstance(own, tuple)
-    assert isinstance(eager, tuple)
-    assert isinstance(compiled, tuple)
-    order, stays = own[2:]
-    assert torch.equal(order, eager[0])
-    assert int(stays) == int(eager[1]) == int(compiled[1])
+    assert isinstance(own, torch.Tensor)
+    assert isinstance(eager, torch.Tensor)
+    torch.testing.assert_close(own, eager, atol=1e-3, rtol=1e-3)
+    assert torch.equal(eager, compiled)

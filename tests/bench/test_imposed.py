@@ -1,4 +1,4 @@
-"""The model whose agreement is imposed has that agreement, or the GPU benchmark would measure something else."""
+"""A model built for a given agreement (`bench.imposed`) has that agreement. The GPU benchmark relies on it."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_the_exit_is_right_at_the_share_asked_for(imposed: Imposed) -> None:
 def test_exact_answers_as_full_and_drafts_by_the_exit(
     imposed: Imposed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Whether drafting pays on this machine today is not the question.
+    # Fixed costs make the planner draft, whatever passes cost on this machine.
     fix_costs(monkeypatch)
     prompt = imposed.prompt(100, 5)
     with Engine(imposed.loaded, imposed.ladder) as engine:
@@ -47,7 +47,7 @@ def test_exact_answers_as_full_and_drafts_by_the_exit(
         exact = engine.generate(prompt, policy=DepthPolicy("exact", max_drafts=3), max_tokens=120)
     assert exact.token_ids == full.token_ids
     accepted = exact.stats.num_accepted / exact.stats.num_deep_passes
-    # 0.8 + 0.8^2 + 0.8^3 of three drafts.
+    # Expected number of accepted drafts of three: 0.8 + 0.8^2 + 0.8^3.
     assert accepted == pytest.approx(1.95, abs=0.5)
 
 

@@ -1,4 +1,4 @@
-"""TIDE's kernels come from a folder that is theirs, or there is an error; what their scores are held against is TIDE's router."""
+"""`bench.tide` accepts only TIDE's unpacked source package, and its expected scores are those of TIDE's router."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from shared.errors import NotFound, PreconditionFailed
 
 
 def unpacked(folder: Path, *, name: str = "tide-inference") -> Path:
-    """Files of the package's names, with nothing in them that compiles."""
+    """Writes files with the package's names whose sources do not compile."""
     (folder / "PKG-INFO").write_text(f"Metadata-Version: 2.4\nName: {name}\nVersion: 0.2.1\n")
     for source in SOURCES:
         path = folder / "csrc" / source
@@ -28,7 +28,7 @@ def test_a_folder_that_is_not_the_package_is_refused(tmp_path: Path) -> None:
         sources(unpacked(tmp_path, name="another"))
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
     folder = unpacked(tmp_path)
     assert [path.name for path in sources(folder)] == [Path(name).name for name in SOURCES]
     (folder / "csrc/kernels/exit_scatter.cu").unlink()
@@ -36,7 +36,9 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         sources(folder)
 
 
-def test_what_cannot_be_built_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_that_do_not_compile_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     monkeypatch.setenv("PATH", os.environ["PATH"])  # changed by `build`
@@ -44,7 +46,7 @@ def test_what_cannot_be_built_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
         build(unpacked(tmp_path))
 
 
-def test_scores_are_those_of_norm_and_two_layers() -> None:
+def test_expected_scores_are_those_of_norm_and_two_layers() -> None:
     torch.manual_seed(0)
     states, gain = torch.randn(5, 64), torch.rand(64)
     down, up = torch.randn(64, 8), torch.randn(8, 1)
@@ -53,6 +55,6 @@ def test_scores_are_those_of_norm_and_two_layers() -> None:
     torch.testing.assert_close(scores.float(), torch.sigmoid(inner @ up)[:, 0])
 
 
-def test_the_table_says_how_the_time_was_taken() -> None:
+def test_a_row_shows_how_the_time_was_measured() -> None:
     assert TideTimes(31.25, False, 21.04, 0.0).printed() == "31.2 (loop) | 21.0"
     assert TideTimes(31.25, True, float("nan"), 0.0).printed() == "31.2 | not seen"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -26,19 +27,29 @@ WITH_FAKES = (
 )
 
 
-class Service:
-    """One service process over `folder`, which outlives it."""
+def rewrite(database: Path, calibration_id: str, **columns: object) -> None:
+    """Changes what is recorded of a job, as another build of the service may have left it."""
+    changes = ", ".join(f"{name} = ?" for name in columns)
+    with sqlite3.connect(database) as connection:
+        query = f"UPDATE jobs SET {changes} WHERE calibration_id = ?"
+        assert connection.execute(query, (*columns.values(), calibration_id)).rowcount == 1
+    connection.close()
 
-    def __init__(self, folder: Path, *flags: str, real: bool = False) -> None:
+
+class Service:
+    """One service process over `folder`, which outlives it. `patch`: statements it executes first, to break it."""
+
+    def __init__(self, folder: Path, *flags: str, real: bool = False, patch: str = "") -> None:
         self.folder = folder
         self.flags = flags
         self.real = real
+        self.patch = patch
         self.process: subprocess.Popen[str] | None = None
         self.channel: grpc.Channel | None = None
         self.start()
 
     def start(self) -> None:
-        entry = ["-m", "calibrator_service"] if self.real else ["-c", WITH_FAKES]
+        entry = ["-m", "calibrator_service"] if self.real else ["-c", f"{self.patch}\n{WITH_FAKES}"]
         path = [REPOSITORY, REPOSITORY / "protos", Path(__file__).parent]
         with (self.folder / "service.log").open("a") as log:
             self.process = subprocess.Popen(
@@ -144,8 +155,9 @@ def error_of(call: Callable[[], Any]) -> NeapError:
 def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     started: list[Service] = []
 
-    def start(*flags: str, real: bool = False) -> Service:
-        started.append(Service(tmp_path, *(flags or ("--model", "tiny=/nowhere")), real=real))
+    def start(*flags: str, real: bool = False, patch: str = "") -> Service:
+        chosen = flags or ("--model", "tiny=/nowhere")
+        started.append(Service(tmp_path, *chosen, real=real, patch=patch))
         return started[-1]
 
     yield start

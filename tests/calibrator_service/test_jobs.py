@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from calibrator_service.job import JobState
+from calibrator_service.job import Job, JobState
 from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, TextFile
 from calibrator_service.jobs import MAX_RESUMES, JobStore
-from shared.errors import Cancelled, Conflict
+from shared.errors import Cancelled, Conflict, Corrupt
+from tests.calibrator_service.conftest import rewrite
 
 SPEC = JobSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
 
@@ -18,8 +19,12 @@ def store(tmp_path: Path) -> JobStore:
     return JobStore(tmp_path / "jobs.db")
 
 
+def create(store: JobStore, request_id: str = "one", spec: JobSpec = SPEC) -> Job:
+    return store.create(request_id, spec, ["latest"], max_queued=99, answer=lambda job: job)
+
+
 def started(store: JobStore) -> str:
-    job = store.create("one", SPEC, ["latest"], max_queued=9)
+    job = create(store)
     assert store.claim() is not None
     return job.calibration_id
 
@@ -27,7 +32,7 @@ def started(store: JobStore) -> str:
 @pytest.mark.parametrize("source", [SPEC.source, TextFile("a", "b"), HubDataset("a", "b")])
 def test_specs_survive_the_store(store: JobStore, source: SelfGenerated) -> None:
     spec = JobSpec("tiny", source, time_budget_s=1.5, rung_depths=(1, 2), head_form="affine")
-    assert store.create("one", spec, ["latest", "x"], max_queued=1).spec == spec
+    assert create(store, spec=spec).spec == spec
 
 
 def test_a_replaced_process_can_do_nothing(store: JobStore) -> None:
@@ -108,7 +113,50 @@ def _claim(path: Path, number: int) -> list[str]:
 
 def test_two_processes_never_claim_the_same_job(store: JobStore, tmp_path: Path) -> None:
     for number in range(20):
-        store.create(str(number), SPEC, [], max_queued=99)
+        create(store, str(number))
     with multiprocessing.get_context("spawn").Pool(2) as processes:
         one, two = processes.starmap(_claim, [(tmp_path / "jobs.db", 15)] * 2)
     assert len(one) + len(two) == len({*one, *two}) == 20
+
+
+def test_a_job_that_cannot_be_answered_for_is_not_kept(store: JobStore) -> None:
+    def refuse(job: Job) -> None:
+        raise ValueError(job.calibration_id)
+
+    with pytest.raises(ValueError, match="cal-"):
+        store.create("one", SPEC, [], max_queued=9, answer=refuse)
+    assert store.list() == []
+    assert store.claim() is None
+
+
+NEWER_SPEC = '{"model_id": "tiny", "source": {"kind": "Radio"}}'
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        NEWER_SPEC,
+        SPEC.to_json().replace("1.5", "9.3e18"),
+        SPEC.to_json().replace('"seed"', '"sea"'),
+        SPEC.to_json().replace("agreement", "accord"),
+        "[]",
+        "{",
+    ],
+)
+def test_the_queue_passes_over_a_spec_that_cannot_be_read(
+    store: JobStore, tmp_path: Path, spec: str
+) -> None:
+    bad, good = create(store, "bad"), create(store, "good")
+    rewrite(tmp_path / "jobs.db", bad.calibration_id, spec=spec)
+    claimed = store.claim()
+    assert claimed is not None
+    with pytest.raises(Corrupt) as raised:
+        _ = claimed.spec
+    assert raised.value.reason == "JOB_UNREADABLE"
+    assert raised.value.metadata["calibration_id"] == bad.calibration_id
+    store.fail(bad.calibration_id, 1, raised.value.reason, raised.value.message)
+    after = store.get(bad.calibration_id)
+    assert (after.state, after.failure_reason) == (JobState.FAILED, "JOB_UNREADABLE")
+    claimed = store.claim()
+    assert claimed is not None
+    assert (claimed.calibration_id, claimed.spec) == (good.calibration_id, SPEC)

@@ -12,8 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from neap.calibration.v1 import calibration_pb2 as pb
 from neap.router.v1 import router_pb2
 
-from shared.errors import AlreadyExists, Exhausted, InvalidInput, NotFound
-from tests.calibrator_service.conftest import Service, error_of, wait_until
+from shared.errors import AlreadyExists, Corrupt, Exhausted, InvalidInput, NotFound
+from shared.rpc.status import from_rpc_error
+from tests.calibrator_service.conftest import Service, error_of, rewrite, wait_until
+from tests.fuzzing import extremes
 
 StartService = Callable[..., Service]
 
@@ -70,9 +72,23 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown head": ({"head_form": 77}, InvalidInput, "BAD_SPEC"),
     "no time": ({"time_budget": Duration(seconds=0)}, InvalidInput, "BAD_SPEC"),
     "negative time": ({"time_budget": Duration(seconds=-5)}, InvalidInput, "BAD_SPEC"),
+    "longest time": ({"time_budget": Duration(seconds=2**63 - 1)}, InvalidInput, "BAD_SPEC"),
+    "over a week": ({"time_budget": Duration(seconds=604_801)}, InvalidInput, "BAD_SPEC"),
+    "nanos out of range": ({"time_budget": Duration(nanos=10**9)}, InvalidInput, "BAD_SPEC"),
+    "mixed signs": ({"time_budget": Duration(seconds=5, nanos=-1)}, InvalidInput, "BAD_SPEC"),
     "huge seed": ({"seed": 2**64 - 1}, InvalidInput, "BAD_SPEC"),
     "NaN threshold": ({"cosine_threshold": float("nan"), "label": 2}, InvalidInput, "BAD_SPEC"),
     "threshold beyond 1": ({"cosine_threshold": 1.5, "label": 2}, InvalidInput, "BAD_SPEC"),
+    "control characters": (
+        {"hub_dataset": pb.HubDataset(name="a\x1b[2J")},
+        InvalidInput,
+        "BAD_SPEC",
+    ),
+    "a long field": (
+        {"text_file": pb.TextFile(path="a", field="x" * 1001)},
+        InvalidInput,
+        "BAD_TEXT_FILE",
+    ),
     "depth twice": ({"rung_depths": [2, 2]}, InvalidInput, "BAD_SPEC"),
 }
 
@@ -82,6 +98,8 @@ def test_bad_specs_are_refused_at_once(service: Service) -> None:
         error = error_of(lambda spec=spec: service.create(**spec))
         assert isinstance(error, kind), (name, error)
         assert error.reason == reason or not reason, (name, error.reason)
+        if "time_budget" in spec:
+            assert error.metadata["field"] == "spec.time_budget", name
     for request_id in ("", "x" * 129):
         error = error_of(lambda request_id=request_id: service.create(request_id=request_id))
         assert error.reason == "BAD_REQUEST_ID"
@@ -128,6 +146,27 @@ def test_text_files_only_under_the_folders_named(
     assert long_name.reason == "BAD_TEXT_FILE"
     for path in ("good.txt", str(allowed / "good.txt")):
         assert create(path).spec.text_file.path == path
+
+
+def test_datasets_only_of_the_hub_and_as_the_operator_allows(
+    start_service: StartService, tmp_path: Path
+) -> None:
+    service = start_service("--model", "tiny=/nowhere", "--hub-dataset", "good/*")
+
+    def refused(request_id: str, **hub: str) -> tuple[type[Exception], str]:
+        error = error_of(
+            lambda: service.create(hub_dataset=pb.HubDataset(**hub), request_id=request_id)
+        )
+        return type(error), error.reason
+
+    for name in (str(tmp_path), "./data", "~/data", "hf://datasets/good/a", "text", "good/a/b"):
+        assert refused(name, name=name) == (InvalidInput, "BAD_DATASET_NAME")
+    assert refused("1", name="other/set") == (InvalidInput, "DATASET_NOT_ALLOWED")
+    assert refused("2", name="good/a", split="train[:1%]") == (InvalidInput, "BAD_DATASET_SPLIT")
+    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest())
+    assert not listed.calibrations
+    hub = pb.HubDataset(name="good/a", config="b", split="dev", field="c")
+    assert service.create(hub_dataset=hub).spec.hub_dataset == hub
 
 
 def test_text_files_need_a_folder(service: Service) -> None:
@@ -329,3 +368,109 @@ def test_health_per_service(service: Service) -> None:
                 == health_pb2.HealthCheckResponse.SERVING
             )
         )
+
+
+def test_records_that_cannot_be_shown_hide_nothing(service: Service) -> None:
+    """As after a downgrade: one that waits, one that ended, and damage of every other kind."""
+    blocker = service.create("wait", "blocker")
+    service.wait_for(blocker, pb.PHASE_COLLECTING)
+    bad = {
+        name: service.create("", name).calibration_id
+        for name in ("spec", "state", "figures", "aliases", "end_time_s", "fraction")
+    }
+    good = service.create("", "good")
+    service.kill()
+    database = service.folder / "calibrator" / "jobs.db"
+    for name, value in {
+        "spec": '{"model_id": "tiny", "source": {"kind": "Radio"}}',
+        "state": "dreaming",
+        "figures": "[1]",
+        "aliases": "7",
+        "end_time_s": 1e30,
+        "fraction": "half",
+    }.items():
+        state = {"state": "succeeded"} if name != "spec" else {}
+        rewrite(database, bad[name], **(state | {name: value}))
+    service.start()
+    cancel = pb.CancelCalibrationRequest(calibration_id=blocker.calibration_id)
+    service.calibrations.CancelCalibration(cancel, timeout=20)
+    assert service.end_of(good).state == pb.STATE_SUCCEEDED
+    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest(), timeout=20)
+    assert [job.calibration_id for job in listed.calibrations] == [
+        good.calibration_id,
+        blocker.calibration_id,
+    ]
+    assert [job.calibration_id for job in listed.unreadable] == list(reversed(bad.values()))
+    assert {job.reason for job in listed.unreadable} == {"JOB_UNREADABLE"}
+    states = {job.calibration_id: job.state for job in listed.unreadable}
+    assert states[bad["spec"]] == pb.STATE_FAILED, "the queue has ended it and gone on"
+    assert states[bad["state"]] == pb.STATE_UNSPECIFIED
+    for calibration_id in bad.values():
+        job = pb.Calibration(calibration_id=calibration_id)
+        for call in (lambda job=job: service.get(job), lambda job=job: list(service.watch(job))):
+            error = error_of(call)
+            assert (type(error), error.reason) == (Corrupt, "JOB_UNREADABLE")
+    page = pb.ListCalibrationsRequest(page_size=2)
+    paged = service.calibrations.ListCalibrations(page, timeout=20)
+    assert len(paged.calibrations) + len(paged.unreadable) == 2
+    assert paged.next_page_token
+
+
+def health_of(service: Service) -> int:
+    assert service.channel is not None
+    stub: Any = health_pb2_grpc.HealthStub(service.channel)
+    request = health_pb2.HealthCheckRequest(service="neap.calibration.v1.CalibrationService")
+    return stub.Check(request, timeout=20).status
+
+
+def test_a_service_whose_queue_has_died_does_not_say_serving(start_service: StartService) -> None:
+    service = start_service(
+        *("--model", "tiny=/a", "--grace-s", "60"),
+        patch="from calibrator_service.supervisor import Supervisor; Supervisor._take_up = None",
+    )
+    wait_until(lambda: health_of(service) == health_pb2.HealthCheckResponse.SERVING)
+    job = service.create()
+    wait_until(lambda: health_of(service) == health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert service.terminate() == 1
+    service.patch, service.flags = "", ("--model", "tiny=/a")
+    service.start()
+    assert service.end_of(job).state == pb.STATE_SUCCEEDED
+
+
+def test_a_job_that_cannot_be_supervised_ends_and_the_queue_goes_on(
+    start_service: StartService,
+) -> None:
+    service = start_service(
+        patch="from calibrator_service.supervisor import Supervisor as S\n"
+        "real, S._spawn = S._spawn, lambda self, *_: (setattr(S, '_spawn', real), 1 / 0)"
+    )
+    end = service.end_of(service.create())
+    assert (end.state, end.failure.reason) == (pb.STATE_FAILED, "INTERNAL")
+    assert "division" not in end.failure.message
+    assert service.end_of(service.create(request_id="next")).state == pb.STATE_SUCCEEDED
+
+
+def test_numbers_at_their_extremes_are_refused_or_can_be_shown(
+    start_service: StartService,
+) -> None:
+    """Every number and enum of the requests, one at a time in a request that is valid otherwise."""
+    service = start_service("--model", "tiny=/a", "--max-queued-jobs", "1000")
+    service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
+    valid = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
+    taken, refused = 0, {}
+    for number, (what, spec) in enumerate(extremes(valid)):
+        request = pb.CreateCalibrationRequest(request_id=f"request-{number}", spec=spec)
+        try:
+            made = service.calibrations.CreateCalibration(request, timeout=20).calibration
+            assert service.get(made) == made, what
+            taken += 1
+        except grpc.RpcError as error:
+            refused[what] = type(from_rpc_error(error))
+    assert set(refused.values()) == {InvalidInput}, refused
+    assert taken > 5
+    every = pb.ListCalibrationsRequest(page_size=1000)
+    for what, request in [("all", every), *extremes(pb.ListCalibrationsRequest())]:
+        listed = service.calibrations.ListCalibrations(request, timeout=20)
+        assert not listed.unreadable, what
+    listed = service.calibrations.ListCalibrations(every, timeout=20)
+    assert len(listed.calibrations) == taken + 1

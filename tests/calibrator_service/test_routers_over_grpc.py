@@ -13,12 +13,9 @@ from neap.router.v1 import router_pb2 as pb
 from shared.errors import Conflict, Corrupt, InvalidInput, NeapError, NotFound, PreconditionFailed
 from shared.registry.local import LocalRegistry
 from tests.calibrator_service.conftest import Service, error_of
+from tests.manifests import real_manifest
 
-RUNG = {"name": "depth-4", "depth": 4, "agreement": 0.5, "router_auc": 0.75, "coverage": 1.0}
-MANIFEST = {
-    "model": {"fingerprint": "sha256:" + "a" * 64},
-    "rungs": [{"name": "suffix", "depth": 0, "router_auc": None}, RUNG],
-}
+MANIFEST = real_manifest()
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +67,12 @@ def test_versions(
     assert (seen, token) == ([5, 4, 3, 2, 1], "")
     got = service.routers.GetVersion(pb.GetVersionRequest(model_id=model(request), version=3))
     version = got.version
-    assert (version.version, version.model_fingerprint) == (3, "sha256:" + "a" * 64)
+    assert (version.version, version.model_fingerprint) == (3, MANIFEST["model"]["fingerprint"])
     assert '"number":2' in version.manifest_json
-    suffix, depth_4 = version.rungs
-    assert (suffix.name, suffix.router_auc) == ("suffix", 0.0)
-    assert (depth_4.depth, depth_4.agreement, depth_4.router_auc) == (4, 0.5, 0.75)
+    for told, rung in zip(version.rungs, MANIFEST["rungs"], strict=True):
+        assert (told.name, told.depth) == (rung["name"], rung["depth"])
+        for name in ("agreement", "router_auc", "router_brier", "router_precision", "coverage"):
+            assert getattr(told, name) == rung["figures"][name] > 0.0
     by_alias = pb.GetVersionRequest(model_id=model(request), alias="latest")
     assert service.routers.GetVersion(by_alias).version.version == 5
 
@@ -160,7 +158,8 @@ def test_no_alias_names_what_is_damaged(
         lambda: service.routers.SetAlias(pb.SetAliasRequest(**name, version=2)),
         lambda: service.routers.SetCanary(pb.SetCanaryRequest(**name, canary=canary)),
     ):
-        assert isinstance(error_of(call), Corrupt)
+        error = error_of(call)
+        assert (type(error), error.reason) == (Corrupt, "VERSION_DAMAGED")
     assert registry.aliases(model(request)) == {"latest": 1}
 
 
@@ -219,6 +218,7 @@ def test_one_flipped_byte_in_a_manifest(
     request: pytest.FixtureRequest,
 ) -> None:
     publish(0)
+    publish(1)
     digest = registry.get(model(request), 1).manifest_digest
     path: Path = service.folder / "registry/manifests/sha256" / digest[7:9] / digest[7:]
     data = bytearray(path.read_bytes())
@@ -230,6 +230,19 @@ def test_one_flipped_byte_in_a_manifest(
     assert isinstance(error, Corrupt)
     assert error.metadata["expected_digest"] == digest
     assert error.metadata["actual_digest"] not in ("", digest)
+    listed = service.routers.ListVersions(pb.ListVersionsRequest(model_id=model(request)))
+    assert [(v.version, digest in v.damage) for v in listed.versions] == [(2, False), (1, True)]
+    watched = service.routers.Watch(pb.WatchRequest(model_id=model(request)), timeout=20)
+    assert digest in next(watched).published.damage
+    assert next(watched).alias_changed.to_version == 1
+    watched.cancel()
+    name = {"model_id": model(request), "alias": "latest"}
+    for refused in (
+        lambda: service.routers.SetAlias(pb.SetAliasRequest(**name, version=1)),
+        lambda: service.routers.RollbackAlias(pb.RollbackAliasRequest(**name)),
+    ):
+        error = error_of(refused)
+        assert (type(error), error.reason) == (Corrupt, "VERSION_DAMAGED")
 
 
 def test_reflection_lists_both_services(service: Service) -> None:

@@ -123,6 +123,14 @@ def test_invalid_arguments(stub, engine, changes, reason):
     assert engine.num_running == engine.num_waiting == 0
 
 
+def test_messages_for_a_model_without_a_chat_template(stub, engine, monkeypatch):
+    monkeypatch.setattr(engine.loaded.tokenizer, "chat_template", None)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")])
+    code, info, message = refused(stub, request_of(chat=chat))
+    assert (code, info.reason) == (Code.INVALID_ARGUMENT, "NO_CHAT_TEMPLATE")
+    assert "send text or token ids" in message
+
+
 @pytest.mark.parametrize("form", ["text", "token_ids"])
 def test_a_prompt_of_10_mb_is_refused_at_once(stub, form):
     if form == "text":

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
 from inference_service.engine.engine import Engine
-from inference_service.security_metrics import SecurityCollector
 from shared.cli.main import app
 from shared.errors import Exhausted, PermissionDenied, Unauthenticated
 from shared.model.load import load_model
@@ -23,6 +22,7 @@ from shared.rpc.certificates import ServerCertificate
 from shared.rpc.channel import ClientSecurity
 from shared.rpc.client import NeapClient
 from shared.rpc.security import ServerSecurity
+from shared.rpc.security_metrics import SecurityCollector
 from tests.certificates import issued, write
 from tests.tokens import write_tokens
 from tests.worker import save_model, serving

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shared.ops import reference
-from shared.ops.batches import gather_rows, scatter_rows, verify_greedy, verify_sampled
+from shared.ops.choices import choose_greedy, choose_sampled
 from shared.ops.exits import RouterWeights, draft_top, exit_head, new_tickets, route
 from shared.ops.paged import paged_attention
 from tests.shared.ops.paged_passes import CLOSE, drawn_pass
@@ -38,7 +38,7 @@ def copied(inputs: Inputs, device: str) -> Inputs:
     return [None if t is None else t.clone().to(device) for t in inputs]
 
 
-def _exit_head(tokens: int, width: int, form: str, dtype: torch.dtype, centred: bool) -> Case:
+def _exit_head(tokens: int, width: int, form: str, dtype: torch.dtype) -> Case:
     rank = 2 * (width // 2 + 1)
 
     def inputs() -> Inputs:
@@ -56,10 +56,10 @@ def _exit_head(tokens: int, width: int, form: str, dtype: torch.dtype, centred: 
         ]
 
     def run(*tensors: Tensor) -> Outputs:
-        return (exit_head(*tensors, 1e-3, centred),)
+        return (exit_head(*tensors, 1e-3),)
 
     def expected(*tensors: Tensor) -> Outputs:
-        return (reference.exit_head(*tensors, 1e-3, centred),)
+        return (reference.exit_head(*tensors, 1e-3),)
 
     return Case(f"exit_head {form} {tokens}x{width} {dtype}", inputs, run, expected, SUMMED)
 
@@ -87,69 +87,38 @@ def _route(tokens: int, width: int, size: int, dtype: torch.dtype, mixed: bool) 
         hidden = (torch.randn(size, width) / width**0.5).to(dtype)
         vectors = (torch.randn(size), torch.randn(size), torch.randn(3, size), torch.randn(3))
         evidence = (torch.randn(tokens, 2), torch.randn(tokens) + 4, torch.randint(0, 5, (tokens,)))
-        # Far from any probability, or rounding would decide.
-        thresholds = torch.randint(0, 2, (tokens,)).float()
-        return [x, hidden, *vectors, *evidence, thresholds, new_tickets(tokens)]
+        return [x, hidden, *vectors, *evidence, new_tickets(tokens)]
 
     def run(x: Tensor, hidden: Tensor, *others: Tensor) -> Outputs:
-        *vectors, top, log_mass, ago, thresholds, tickets = others
+        *vectors, top, log_mass, ago, tickets = others
         weights = RouterWeights(hidden, *vectors, shift=0.1, eps=1e-3)
-        return (*route(x, weights, top, log_mass, ago, thresholds, *limits, tickets), tickets)
+        return route(x, weights, top, log_mass, ago, *limits, tickets), tickets
 
     def expected(*tensors: Tensor) -> Outputs:
         *others, tickets = tensors
-        return (*reference.route(*others, 0.1, 1e-3, False, *limits), torch.zeros_like(tickets))
+        return reference.route(*others, 0.1, 1e-3, *limits), torch.zeros_like(tickets)
 
     return Case(f"route {tokens}x{width}x{size} {dtype}", inputs, run, expected, SUMMED)
 
 
-def _rows(rows: int, width: int, dtype: torch.dtype) -> list[Case]:
-    def inputs() -> Inputs:
-        index = torch.randperm(rows + 2)[:rows] - 1
-        return [torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype), index, torch.tensor([rows - 1])]  # fmt: skip
-
-    def gathered(gather: Callable[..., Tensor]) -> Callable[..., Outputs]:
-        return lambda x, _, index, count: (gather(x, index, count),)
-
-    def scattered(scatter: Callable[..., None]) -> Callable[..., Outputs]:
-        def run(out: Tensor, source: Tensor, index: Tensor, count: Tensor) -> Outputs:
-            scatter(out, source, index, count)
-            return (out,)
-
-        return run
-
-    name = f"{rows}x{width} {dtype}"
-    return [
-        Case(f"gather_rows {name}", inputs, gathered(gather_rows), gathered(reference.gather_rows), EXACT),
-        Case(f"scatter_rows {name}", inputs, scattered(scatter_rows), scattered(reference.scatter_rows), EXACT),
-    ]  # fmt: skip
-
-
-def _verify(rows: int, vocabulary: int, dtype: torch.dtype, proposes: bool) -> list[Case]:
-    def drafts() -> tuple[Tensor, Tensor]:
-        return torch.randint(-1, vocabulary, (rows,)), torch.tensor([0, rows // 2, rows])
-
+def _choose(rows: int, vocabulary: int, dtype: torch.dtype) -> list[Case]:
     def greedy_inputs() -> Inputs:
         logits = torch.randn(rows, vocabulary)
-        logits[torch.arange(rows), torch.randint(0, vocabulary, (rows,))] = (
-            9  # of equals, the reference takes any
-        )
-        return [logits.to(dtype), *drafts()]
+        # Of equals, the reference takes any.
+        logits[torch.arange(rows), torch.randint(0, vocabulary, (rows,))] = 9
+        return [logits.to(dtype)]
 
     def sampled_inputs() -> Inputs:
-        target, proposed = torch.randn(2, rows, vocabulary).mul(2).softmax(-1).to(dtype).unbind()
-        uniforms = torch.rand(rows, dtype=torch.float64)
-        return [
-            target.contiguous(),
-            *drafts(),
-            uniforms,
-            proposed.contiguous() if proposes else None,
-        ]
+        target = torch.randn(rows, vocabulary).mul(2).softmax(-1).to(dtype)
+        return [target, torch.rand(rows, dtype=torch.float64)]
+
+    def single(choose: Callable[..., Tensor]) -> Callable[..., Outputs]:
+        return lambda *tensors: (choose(*tensors),)
 
     name = f"{rows}x{vocabulary} {dtype}"
     return [
-        Case(f"verify_greedy {name}", greedy_inputs, verify_greedy, reference.verify_greedy, EXACT),
-        Case(f"verify_sampled {name}", sampled_inputs, verify_sampled, reference.verify_sampled, EXACT),
+        Case(f"choose_greedy {name}", greedy_inputs, single(choose_greedy), single(reference.choose_greedy), EXACT),
+        Case(f"choose_sampled {name}", sampled_inputs, single(choose_sampled), single(reference.choose_sampled), EXACT),
     ]  # fmt: skip
 
 
@@ -183,20 +152,19 @@ def _paged(
 
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CASES: list[Case] = [
-    _exit_head(1, 576, "gated", HALF, False),
-    _exit_head(9, 65, "gated", SINGLE, True),
-    _exit_head(3, 128, "affine", BRAIN, False),
+    _exit_head(1, 576, "gated", HALF),
+    _exit_head(9, 65, "gated", SINGLE),
+    _exit_head(3, 128, "affine", BRAIN),
     _draft_top(1, 64, 4587, 2, HALF),
     _draft_top(9, 33, 130, 8, SINGLE),
     _draft_top(4, 128, 1000, 3, BRAIN),
     _route(1, 576, 128, HALF, True),
     _route(70, 100, 33, SINGLE, False),
     _route(300, 64, 16, BRAIN, False),
-    *(case for shape in ((7, 64, SINGLE), (5, 33, HALF), (9, 6, BRAIN)) for case in _rows(*shape)),
-    *_verify(6, 49152, SINGLE, True),
-    *_verify(5, 1000, torch.float64, False),
-    *_verify(4, 513, HALF, False),
-    *_verify(4, 300, BRAIN, False),
+    *_choose(6, 49152, SINGLE),
+    *_choose(5, 1000, torch.float64),
+    *_choose(4, 513, HALF),
+    *_choose(4, 300, BRAIN),
     *(
         _paged([3, 700, 140, 0], heads, (width, width), dtype)
         for width in (64, 80, 96, 128, 256)

@@ -11,6 +11,8 @@ from shared.model.packed import Segment
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder
 from tests.families import VOCABULARY_SIZE, build_family
+from tests.fixed_costs import fix_costs
+from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
 NUM_NEW = 20
@@ -103,3 +105,18 @@ def test_exact_is_full_alone_and_in_company(loaded: LoadedModel) -> None:
             )
             assert exact.token_ids == answer
             assert exact.stats.num_accepted > 0
+
+
+def test_exact_is_full_whatever_random_exits_say(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ladder's own heads and routers, asked over recorded passes."""
+    fix_costs(monkeypatch)
+    ladder = random_ladder(loaded, 3, (0, 2, 3), agreement=1.0)
+    with Engine(loaded, ladder, kv_budget_bytes=1 << 24) as engine:
+        for prompt in PROMPTS:
+            full = engine.generate(prompt, policy="full", max_tokens=NUM_NEW)
+            policy = DepthPolicy("exact", max_drafts=3)
+            exact = engine.generate(prompt, policy=policy, max_tokens=NUM_NEW)
+            assert exact.token_ids == full.token_ids
+            assert exact.stats.num_drafted > 0

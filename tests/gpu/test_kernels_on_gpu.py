@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
-from shared.ops.conditional import compose
-from shared.ops.exits import RouterWeights, new_tickets, route
 from tests.gpu.kernel_cases import CASES, Case, Inputs, Outputs, copied
 from tests.shared.ops.paged_passes import drawn_pass
 
@@ -114,64 +111,3 @@ def test_places_that_do_not_exist_give_nan_and_harm_nobody(device: str) -> None:
     out = torch.ops.neap.paged_attention.default(*copied(list(vars(made).values())[:8], device), 0.3).cpu()  # fmt: skip
     assert out[lost].isnan().all()
     torch.testing.assert_close(out[~lost], sound[~lost], atol=1e-4, rtol=1e-3)
-
-
-def segment(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-@on_gpu
-def test_a_composed_graph_passes_over_what_no_token_needs(device: str) -> None:
-    runs = torch.zeros(3, dtype=torch.int64, device=device)
-    wanted = torch.zeros(2, dtype=torch.int64, device=device)
-    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
-
-    def work(index: int) -> Callable[[], object]:
-        def run() -> None:
-            runs[index] += 1
-            if index < 2:
-                counts[index].copy_(wanted[index : index + 1])
-
-        return run
-
-    for index in range(3):
-        work(index)()
-    runs.zero_()
-    with compose([segment(work(index)) for index in range(3)], counts) as graph:
-        total = torch.zeros(3, dtype=torch.int64)
-        for first, second in ((1, 1), (0, 1), (5, 0), (0, 0), (2, 7)):
-            wanted.copy_(torch.tensor([first, second]))
-            graph.replay()
-            torch.cuda.synchronize()
-            total += torch.tensor([1, int(first > 0), int(first > 0 and second > 0)])
-            assert runs.tolist() == total.tolist()
-
-
-@on_gpu
-def test_the_router_itself_decides_whether_the_deeper_segment_runs(device: str) -> None:
-    x = torch.randn(4, 16, device=device)
-    shift = RouterWeights(
-        torch.zeros(8, 16, device=device), torch.zeros(8, device=device), torch.zeros(8, device=device),
-        torch.zeros(3, 8, device=device), torch.zeros(3, device=device), shift=0.0, eps=1e-3,
-    )  # fmt: skip
-    top, log_mass = torch.zeros(4, 2, device=device), torch.zeros(4, device=device)
-    ago, tickets = torch.zeros(4, dtype=torch.int64, device=device), new_tickets(4, device)
-    thresholds = torch.full((4,), 0.5, device=device)
-    shift.skip[0] = 1.0  # the probability is sigmoid(top - log_mass)
-    found: list[Tensor] = []
-    deeper = torch.zeros(1, device=device)
-
-    def shallow() -> None:
-        found[:] = route(x, shift, top, log_mass, ago, thresholds, 0.0, 1.0, tickets)
-
-    shallow()
-    first = segment(shallow)
-    with compose([first, segment(lambda: deeper.add_(1))], [found[3]]) as graph:
-        for level, runs in ((-3.0, 1), (3.0, 1), (-3.0, 2)):
-            top.fill_(level)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert int(deeper) == runs

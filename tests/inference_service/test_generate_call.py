@@ -9,6 +9,7 @@ import structlog
 from neap.inference.v1 import inference_pb2 as pb
 from neap.inference.v1 import inference_pb2_grpc
 
+from inference_service import servicer
 from inference_service.engine.engine import Engine
 from inference_service.metrics import WorkerMetrics
 from shared.ladder.artefact import pack_ladder
@@ -199,13 +200,11 @@ def test_calls_that_end_early_count_once_and_end_their_spans(
     assert _value(metrics, "neap_e2e_request_latency_seconds_count") is None
 
 
-def test_a_write_that_fails_as_the_client_goes_counts_as_cancelled(
-    stub, metrics, worker, monkeypatch
-):
+def test_a_write_that_fails_as_the_client_goes_counts_as_cancelled(stub, metrics, monkeypatch):
     async def fails(*_):
         raise grpc.aio.InternalError('Failed "execute_batch"')
 
-    monkeypatch.setattr(worker.servicer, "_write", fails)
+    monkeypatch.setattr(servicer, "write_response", fails)
     with pytest.raises(grpc.RpcError):
         list(stub.Generate(_request(2000)))
     assert _ended(metrics) == {("request_failures", "tiny", "CANCELLED"): 1}

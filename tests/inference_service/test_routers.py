@@ -1,9 +1,12 @@
 import asyncio
 import collections
+import gc
 import threading
 import time
+import weakref
 
 import pytest
+import structlog
 
 from inference_service import router_loader
 from inference_service.routers import RouterChoice, RouterStore
@@ -11,6 +14,7 @@ from shared.errors import Corrupt, NotFound, PreconditionFailed, RouterMismatch
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.split import takes_canary
+from tests.registry_damage import content_path
 from tests.worker import build_ladder
 
 
@@ -182,6 +186,22 @@ async def test_a_broken_canary_fails_no_request(
     assert set(fallbacks) <= {("tiny", "canary", "LOADING"), ("tiny", "canary", reason)}
 
 
+async def test_damage_to_what_an_alias_names_stops_nobody_who_has_it(
+    registry, loaded, publish, unpack
+):
+    digest = publish("first").manifest_digest
+    store = RouterStore(registry, unpack=unpack)
+    first = await store.select(loaded, RouterChoice())
+    (registry.root / content_path("manifests", digest)).unlink()
+    assert (await store.select(loaded, RouterChoice())) is first
+    await store.refresh(loaded)
+    with pytest.raises(Corrupt) as raised:
+        await RouterStore(registry, unpack=unpack).select(loaded, RouterChoice())
+    assert raised.value.metadata["expected_digest"] == digest
+    publish("second")
+    await served(store, loaded, 2)
+
+
 async def test_refreshing_loads_before_anybody_asks(registry, loaded, publish, unpack):
     store = RouterStore(registry, unpack=unpack)
     publish("first")
@@ -276,3 +296,51 @@ async def test_a_flipped_byte_is_found_and_its_repair_too(
     assert unpack.num_calls == 0
     blob.write_bytes(b"bytes of first")
     assert (await store.select(loaded, RouterChoice())).version == 1
+
+
+async def test_aliases_hold_no_more_routers_than_are_kept(registry, loaded, publish, unpack):
+    store = RouterStore(registry, capacity=2, unpack=unpack, default_alias="a0")
+    held = []
+    for number in range(5):
+        publish(f"v{number}", aliases=(f"a{number}",))
+        router = await store.select(loaded, RouterChoice(alias=f"a{number}"))
+        held.append(weakref.ref(router))
+    del router
+    gc.collect()
+    assert sum(reference() is not None for reference in held) == 2
+    assert [router.version for router in store.loaded("tiny")] == [1, 5], (
+        "the default's and the newest"
+    )
+    assert (await store.select(loaded, RouterChoice(alias="a2"))).version == 3
+
+
+async def test_refreshing_does_not_reload_what_was_given_up(registry, loaded, publish, unpack):
+    store = RouterStore(registry, capacity=2, unpack=unpack)
+    for number in range(5):
+        publish(f"v{number}", aliases=(f"a{number}",))
+        await store.select(loaded, RouterChoice(alias=f"a{number}"))
+    for _ in range(3):
+        await store.refresh(loaded)
+        while store._loader._loading:
+            await asyncio.sleep(0.01)
+    assert unpack.num_calls == 5
+
+
+async def test_versions_that_clients_make_up_leave_nothing_behind(registry, loaded, unpack):
+    store = RouterStore(registry, unpack=unpack)
+    with structlog.testing.capture_logs() as logs:
+        for version in range(1, 500):
+            with pytest.raises(NotFound):
+                await store.select(loaded, RouterChoice(version=version))
+    assert logs == []
+    assert len(store._loader._failures) <= router_loader.MAX_FAILURES
+
+
+async def test_what_cannot_be_loaded_is_logged_once_in_a_while(registry, loaded, publish, unpack):
+    publish("other", fingerprint="sha256:" + "0" * 64)
+    store = RouterStore(registry, unpack=unpack)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(20):
+            with pytest.raises(RouterMismatch):
+                await store.select(loaded, RouterChoice())
+    assert [entry["reason"] for entry in logs] == ["ROUTER_MISMATCH"]

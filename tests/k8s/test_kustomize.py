@@ -74,15 +74,22 @@ def test_settings_are_the_services_own(overlay, monkeypatch):
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_metrics_are_served_where_prometheus_looks(overlay, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "name", "settings"),
+    [
+        ("Deployment", "worker", WorkerSettings),
+        ("StatefulSet", "calibrator", CalibratorSettings),
+    ],
+)
+def test_metrics_are_served_where_prometheus_looks(overlay, kind, name, settings, monkeypatch):
     objects = build(overlay)
-    template = objects["Deployment", "neap-worker"]["spec"]["template"]
+    template = objects[kind, f"neap-{name}"]["spec"]["template"]
     (container,) = template["spec"]["containers"]
     for variable in container["env"]:
         monkeypatch.setenv(variable["name"], variable["value"])
     (port,) = [port for port in container["ports"] if port["name"] == "metrics"]
     number = port["containerPort"]
-    assert WorkerSettings().metrics_listen == f"0.0.0.0:{number}"
+    assert settings().metrics_listen == f"0.0.0.0:{number}"
     assert template["metadata"]["annotations"] == {
         "prometheus.io/scrape": "true",
         "prometheus.io/port": str(number),

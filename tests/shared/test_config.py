@@ -50,6 +50,19 @@ def test_environment_then_flags_win(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("said", "allowed"),
+    [("a/b, c/*", ("a/b", "c/*")), ("*", ("*",)), ("none", ()), ("", ()), (None, ("*",))],
+)
+def test_datasets_that_are_allowed(monkeypatch, said, allowed):
+    if said is not None:
+        monkeypatch.setenv("NEAP_HUB_DATASETS", said)
+    settings = settings_from_command_line(CalibratorSettings, "calibrator", [])
+    assert settings.hub_datasets == allowed
+    with pytest.raises(InvalidInput, match="none cannot be combined"):
+        make_settings(CalibratorSettings, hub_datasets=["none", "a/b"])
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {"models": ["no-source"]},

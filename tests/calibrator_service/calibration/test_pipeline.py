@@ -90,6 +90,15 @@ def test_progress_rises_through_the_phases(finished: Any) -> None:
     assert "depth-2.agreement" in heard[-1].figures
 
 
+def test_progress_moves_while_the_first_text_is_written(finished: Any) -> None:
+    _, heard, _ = finished
+    writing = [
+        p.fraction for p in heard if p.figures.get("generated_tokens") and not p.figures["tokens"]
+    ]
+    assert len(set(writing)) > 10, "one step of all rows after the other"
+    assert writing[-1] > 0.2
+
+
 def test_what_is_published_is_what_was_measured(finished: Any) -> None:
     result, _, _ = finished
     manifest, blobs = pack_ladder(result.ladder, result.report)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import processors
 
 from calibrator_service.calibration import seed_prompts
 from calibrator_service.calibration.chat import encode_chat, user_turn
@@ -14,6 +15,7 @@ from calibrator_service.calibration.selfgen import SelfgenConfig, SelfGenerator
 from calibrator_service.calibration.shards import TokenSequence, read_shard, write_shard
 from shared.errors import Cancelled, Corrupt, InvalidInput
 from shared.model.load import LoadedModel
+from tests.calibrator_service.calibration.conftest import make_tokenizer
 
 CONFIG = SelfgenConfig(rows=4, max_new_tokens=8)
 USER, BOT, EOS = 2, 3, 1
@@ -61,6 +63,19 @@ def test_without_a_template_it_starts_by_itself(base_model: LoadedModel, tmp_pat
     sequences = first(base_model, tmp_path, 1)[0]
     assert all(s.tokens[0] == 0 and is_greedy(base_model, s) for s in sequences)
     assert len({s.tokens for s in sequences}) > 1
+
+
+def test_prompts_of_a_base_model_begin_as_a_worker_reads_them(
+    base_model: LoadedModel, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(chat=False)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+    )
+    loaded = replace(base_model, tokenizer=tokenizer)
+    config = replace(CONFIG, prompts=("w1 w2", "w5"))
+    prompts = {s.tokens[: s.answer_start] for s in first(loaded, tmp_path, 1, config)[0]}
+    assert prompts == {(0, 6, 7), (0, 10)}
 
 
 def test_without_a_tokenizer(counting: LoadedModel, tmp_path: Path) -> None:

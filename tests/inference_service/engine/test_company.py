@@ -55,7 +55,6 @@ class _Ladder:
 
     depths = (DEPTH,)
     agreements = (0.9,)
-    walk = None
 
     def __init__(self, right: dict[tuple[int, ...], int], seed: int) -> None:
         self._right, self._seed = right, seed

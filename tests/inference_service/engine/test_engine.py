@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from inference_service.engine import engine as engine_module
+from inference_service.engine import loop
 from inference_service.engine.engine import Engine
 from inference_service.engine.request import (
     Finished,
@@ -185,7 +185,7 @@ def test_the_queue_is_bounded_by_the_prompts_tokens_too(loaded: LoadedModel) -> 
 def test_a_deadline_too_short_for_the_prompt_is_refused_at_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "measure_wide", lambda runner, deep: ((16, 4.0),))
+    monkeypatch.setattr(loop, "measure_wide", lambda runner, deep, **_: ((16, 4.0),))
     with Engine(loaded) as engine:
         engine.warm_up()
         soon = time.monotonic() + 3.0
@@ -243,15 +243,18 @@ def test_a_failure_of_the_engine_itself_is_told(loaded: LoadedModel) -> None:
     engine = Engine(loaded, on_failure=told.set)
     engine.warm_up()
 
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    engine._turn = broken  # type: ignore[method-assign]
-    with pytest.raises(Unavailable):
+    engine._decoder.prefixes.fit = broken  # type: ignore[method-assign]
+    with pytest.raises(Unavailable) as caught:
         list(engine.submit(request()).events())
+    assert caught.value.reason == "ENGINE_FAILED"
     assert told.wait(10)
-    with pytest.raises(Unavailable):
-        engine.submit(request())
+    for call in (lambda: engine.submit(request()), lambda: engine.prepare(ScriptedLadder())):  # type: ignore[arg-type]
+        with pytest.raises(Unavailable) as refused:
+            call()
+        assert refused.value.reason == "ENGINE_FAILED"
 
 
 def test_what_cannot_work_is_refused_before_it_is_queued(loaded: LoadedModel) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.imposed import SHAPES, impose
 from inference_service.engine.engine import Engine
 from inference_service.engine.prefixes import Prefixes
 from inference_service.engine.request import (
@@ -24,6 +25,7 @@ from shared.model.paged_kv import PAGE_SLOTS
 from shared.model.paged_runner import PagedRunner
 from tests.families import VOCABULARY_SIZE
 from tests.paged import load_family, make_runner
+from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
 NUM_NEW = 14
@@ -187,3 +189,35 @@ def test_a_check_in_idle_time_takes_pages_from_what_is_kept(loaded: LoadedModel)
         shadow.slice(4 * PAGE_SLOTS)
     (counts,) = shadow.counts.values()
     assert (counts.num_checked, counts.num_dropped) == (1, 0)
+
+
+def test_exact_is_full_whatever_random_exits_say(
+    own: dict[tuple[int, ...], tuple[int, ...]], engine: Engine
+) -> None:
+    """A ladder's own exits, asked over recorded passes."""
+    ladder = random_ladder(engine.loaded, 4, (0, 2, 3), agreement=1.0)
+    for prompt, answer in own.items():
+        events = list(engine.submit(request(prompt, EXACT), ladder).events())
+        tokens = [t.token_id for e in events if isinstance(e, TokenChunk) for t in e.tokens]
+        assert tuple(tokens) == answer
+        assert isinstance(events[-1], Finished)
+        assert events[-1].depth.num_drafted > 0
+
+
+def test_right_drafts_are_accepted_in_company() -> None:
+    imposed = impose(SHAPES["tiny"], (2,), 0.9, accelerate=False)
+    with Engine(
+        imposed.loaded, imposed.ladder, kv_budget_bytes=1 << 21, runner_of=make_runner
+    ) as engine:
+        prompts = [tuple(imposed.prompt(50 * number, 8)) for number in range(5)]
+        stopping = StoppingParams(max_tokens=40, ignore_eos=True)
+        handles = [
+            engine.submit(GenerationRequest(prompt, policy=EXACT, stopping=stopping))
+            for prompt in prompts
+        ]
+        for prompt, handle in zip(prompts, handles, strict=True):
+            *chunks, finished = handle.events()
+            tokens = [token.token_id for chunk in chunks for token in chunk.tokens]
+            start = int((imposed.cycle == prompt[-1]).nonzero()) + 1
+            assert tokens == imposed.prompt(start, 40)
+            assert finished.depth.num_accepted > 0.5 * finished.depth.num_drafted

@@ -9,6 +9,7 @@ import pytest
 from inference_service.engine import bindings
 from inference_service.engine.bindings import MAX_BOUND_LADDERS
 from inference_service.engine.chores import STEPS_PER_SLICE
+from inference_service.engine.costs import exit_timings
 from inference_service.engine.engine import Engine
 from inference_service.engine.request import GenerationRequest, StoppingParams
 from shared.errors import Corrupt, RouterMismatch, Unavailable
@@ -25,6 +26,12 @@ def loaded() -> LoadedModel:
     return wrap_model(build_family("llama"))
 
 
+@pytest.fixture(autouse=True)
+def _measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here exits are timed as they are while serving, in many slices."""
+    monkeypatch.setattr(bindings, "exit_timings", exit_timings)
+
+
 def request(**changes: object) -> GenerationRequest:
     stopping = StoppingParams(max_tokens=100, ignore_eos=True)
     return GenerationRequest(
@@ -38,9 +45,8 @@ def exits(token: int = 3, probability: float = 0.5) -> ScriptedLadder:
 
 def test_what_was_prepared_is_bound_once_and_measured_once_per_layout(loaded, monkeypatch) -> None:
     measured: list[object] = []
-    timings = bindings.exit_timings
     monkeypatch.setattr(
-        bindings, "exit_timings", lambda *args: measured.append(args) or timings(*args)
+        bindings, "exit_timings", lambda *args: measured.append(args) or exit_timings(*args)
     )
     first, second = exits(), exits()
     with Engine(loaded) as engine:
@@ -126,4 +132,4 @@ def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
             list(handle.events())
         assert numbers == [1] * len(ladders)
         list(engine.submit(exact, ladders[-1]).events())
-        assert len(engine._bindings._bound) == MAX_BOUND_LADDERS
+        assert len(engine._bindings) == MAX_BOUND_LADDERS

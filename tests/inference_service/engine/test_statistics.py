@@ -112,6 +112,7 @@ def test_time_between_steps_is_shared_by_their_tokens() -> None:
     seen = Progress(3, 7, delivered_s=time.monotonic() - 0.9)
     sequence = SimpleNamespace(
         request=SimpleNamespace(router_version=0),
+        failure=None,
         num_generated=6,
         num_layer_executions=11,
         counted=seen,

@@ -11,12 +11,15 @@ from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 from neap.router.v1 import router_pb2, router_pb2_grpc
 from typer.testing import CliRunner, Result
 
+from calibrator_service.convert import version_to_proto
 from shared.cli.main import app
-from shared.errors import NeapError, NotFound
+from shared.errors import InvalidInput, NeapError, NotFound
+from shared.registry.base import PublishedVersion
 from shared.rpc.status import code_of, to_status, trailing_metadata
+from tests.manifests import real_manifest
 
 NUM_LAYERS = 30
-MANIFEST = '{"rungs": [{"name": "suffix", "depth": 0}]}'
+MANIFEST = real_manifest()
 
 
 def refuse(context: Any, error: NeapError) -> None:
@@ -29,6 +32,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.text = " there"
+        self.has_chat_template = True
 
     def GetModel(self, request: Any, context: Any) -> Any:
         if request.model_id != "tiny":
@@ -45,6 +50,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:
         self.requests.append(request)
+        if request.HasField("chat") and not self.has_chat_template:
+            refuse(context, InvalidInput("no chat template", reason="NO_CHAT_TEMPLATE"))
         exact = request.depth.WhichOneof("policy") != "full"
         response = inference_pb2.GenerateResponse
         started = inference_pb2.Started(request_id="r", model_id="tiny")
@@ -57,7 +64,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             id=2, exit_depth=0 if exact else NUM_LAYERS, rung="suffix" if exact else "full"
         )
         yield response(chunk=inference_pb2.TokenChunk(text="Héllo", tokens=[first]))
-        yield response(chunk=inference_pb2.TokenChunk(text=" there", tokens=[second]))
+        yield response(chunk=inference_pb2.TokenChunk(text=self.text, tokens=[second]))
         finished = inference_pb2.Finished(
             reason=inference_pb2.FINISH_REASON_LENGTH,
             usage=inference_pb2.Usage(num_prompt_tokens=3, num_completion_tokens=2),
@@ -124,17 +131,20 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.canary: Any = None
         self.requests: list[Any] = []
         self.manifest = MANIFEST
+        self.damage: dict[int, str] = {}
+        self.reason = "better"
 
     def version(self, number: int) -> Any:
-        rung = router_pb2.Rung(name="suffix", depth=0, agreement=0.5, router_auc=0.875)
-        return router_pb2.RouterVersion(
-            model_id="tiny",
-            version=number,
-            manifest_digest=f"sha256:{number}",
-            size_bytes=2_500_000,
-            rungs=[rung],
-            manifest_json=self.manifest,
+        published = PublishedVersion(
+            "tiny",
+            number,
+            f"sha256:{number}",
+            0.0,
+            2_500_000,
+            self.manifest,
+            damage=self.damage.get(number, ""),
         )
+        return version_to_proto(published, with_manifest=True)
 
     def ListVersions(self, request: Any, context: Any) -> Any:
         known = [self.version(2), self.version(1)] if request.model_id == "tiny" else []
@@ -175,7 +185,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
 
     def GetAliasHistory(self, request: Any, context: Any) -> Any:
         first = router_pb2.AliasChange(alias="stable", to_version=1, actor="ada", reason="first")
-        return router_pb2.GetAliasHistoryResponse(changes=[self.change(1, 2, "better"), first])
+        return router_pb2.GetAliasHistoryResponse(changes=[self.change(1, 2, self.reason), first])
 
     def change(self, before: int, after: int, reason: str) -> Any:
         return router_pb2.AliasChange(

@@ -29,6 +29,28 @@ def test_bounds_are_the_services_unless_given(service, neap):
     assert not service.calibration.spec.HasField("time_budget")
 
 
+def test_time_budgets_that_no_message_can_hold(service, neap):
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    for budget in ("1e30", "nan", "inf"):
+        result = neap(*base, "--time-budget", budget)
+        assert result.exit_code != 0
+        assert "--time-budget" in result.stderr
+        assert service.calibration.spec is None
+    assert neap(*base, "--time-budget", "1.5").exit_code == 0
+    assert service.calibration.spec.time_budget.ToMilliseconds() == 1500
+
+
+def test_a_log_has_a_line_per_tenth_of_the_work(service, neap):
+    writing = {"state": pb.STATE_RUNNING, "phase": pb.PHASE_COLLECTING}
+    done = service.calibration.states[-1]
+    service.calibration.states = [
+        {**writing, "fraction": f, "figures": {"generated_tokens": 64.0}} for f in (0.0, 0.01, 0.1)
+    ] + [done]
+    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    said = [line.strip() for line in result.stdout.splitlines() if "collecting" in line]
+    assert said == ["collecting 0% generated_tokens 64", "collecting 10% generated_tokens 64"]
+
+
 def test_sources(service, neap, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n\n two \n")
@@ -44,6 +66,34 @@ def test_sources(service, neap, tmp_path):
     result = neap(*base, "--text", "some.txt", "--dataset", "x")
     assert result.exit_code == 1
     assert "exclude one another" in result.stderr
+    result = neap(*base, "--dataset", "a:b:c:d")
+    assert result.exit_code == 1
+    assert "NAME[:CONFIG[:SPLIT]]" in result.stderr
+
+
+def test_only_a_line_feed_ends_a_prompt(service, neap, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    inner = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
+    prompts.write_bytes(f"\ufeff{inner}\r\ntwo\n".encode())
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    assert neap(*base, "--prompts", str(prompts)).exit_code == 0
+    assert list(service.calibration.spec.self_generated.prompts) == [inner, "two"]
+    service.calibration.spec = None
+    for content, reason in ((b"\xff\xfe", "NOT_UTF8"), (b" \n\n", "EMPTY_PROMPT")):
+        prompts.write_bytes(content)
+        result = neap(*base, "--prompts", str(prompts))
+        assert result.exit_code == 1
+        assert reason in result.stderr
+        assert service.calibration.spec is None
+
+
+@pytest.mark.parametrize(
+    ("given", "nanoseconds"), [("1.9", 1_900_000_000), ("90.000000001", 90_000_000_001)]
+)
+def test_fractions_of_a_second_reach_the_service(service, neap, given, nanoseconds):
+    flags = ["--model", "tiny", "--calibrator", service.address, "--time-budget", given]
+    assert neap("calibrate", *flags).exit_code == 0
+    assert service.calibration.spec.time_budget.ToNanoseconds() == nanoseconds
 
 
 def test_a_failed_job_says_why(service, neap):
@@ -52,6 +102,16 @@ def test_a_failed_job_says_why(service, neap):
     result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
     assert result.exit_code == 1
     assert "no dataset x [DATASET_NOT_FOUND]" in result.stderr
+
+
+def test_what_a_failed_job_says_is_shown_and_not_obeyed(service, neap):
+    failure = pb.Failure(reason="BAD\x9b", message="no dataset \x1b]0;x\x07 [/red]")
+    service.calibration.states[-1] = {"state": pb.STATE_FAILED, "failure": failure}
+    service.calibration.states[1]["figures"] = {"\x1b[2J.tokens": 1.0}
+    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    assert "no dataset \\u001b]0;x\\u0007 [/red] [BAD\\u009b]" in result.stderr
+    assert "\\u001b[2J.tokens 1" in result.stdout
+    assert all(line.isprintable() for line in result.output.splitlines())
 
 
 def test_ctrl_c_cancels_and_waits_for_the_end(service, neap, monkeypatch):
@@ -71,7 +131,15 @@ def test_ctrl_c_cancels_and_waits_for_the_end(service, neap, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "code"), [(["--depths", "2,x"], 1), (["--head-form", "x"], 2), (["--seed", "-1"], 2)]
+    ("flags", "code"),
+    [
+        (["--depths", "2,x"], 1),
+        (["--head-form", "x"], 2),
+        (["--seed", "-1"], 2),
+        (["--time-budget", "nan"], 2),
+        (["--time-budget", "inf"], 1),
+        (["--time-budget", "0.5"], 2),
+    ],
 )
 def test_bad_flags(service, neap, flags, code):
     result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)

@@ -15,6 +15,18 @@ def test_streams_text_to_stdout_and_statistics_to_stderr(service, neap):
     assert "1/1 drafts accepted" in result.stderr
 
 
+def test_what_a_model_writes_is_shown_and_not_obeyed(service, neap):
+    service.inference.text = " a\x1b[2J\x9b\u202e\nb"
+    result = neap("generate", "hi", "--worker", service.address)
+    assert result.stdout == "Héllo a\\u001b[2J\\u009b\\u202e\nb\n"
+    result = neap("generate", "hi", "--worker", service.address, "--json")
+    assert all(line.isprintable() for line in result.stdout.splitlines())
+    texts = [
+        json.loads(line).get("chunk", {}).get("text", "") for line in result.stdout.splitlines()
+    ]
+    assert "".join(texts) == "Héllo" + service.inference.text
+
+
 def test_request_says_what_was_asked_for(service, neap):
     flags = ["--model", "tiny", "--policy", "relaxed", "--threshold", "0.9", "--min-layers", "4"]
     flags += ["--temperature", "0", "--top-k", "5", "--seed", "0", "--stop", "a", "--stop", "b"]
@@ -54,6 +66,19 @@ def test_raw_prompt_from_standard_input(service, neap):
     result = neap("generate", "-", "--raw", "--worker", service.address, input="Once upon\n")
     assert result.exit_code == 0, result.output
     assert service.inference.requests[0].text == "Once upon\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_base_model_continues_plain_text_and_a_line_says_so(service, neap, flags):
+    service.inference.has_chat_template = False
+    result = neap("generate", "Once upon", "--worker", service.address, *flags)
+    assert result.exit_code == 0, result.output
+    assert "no chat template: prompts are continued as plain text" in result.stderr
+    assert "plain text" not in result.stdout
+    assert service.inference.requests[-1].text == "Once upon"
+    system = neap("generate", "hi", "--system", "be brief", "--worker", service.address)
+    assert system.exit_code == 1
+    assert "NO_CHAT_TEMPLATE" in system.stderr
 
 
 def test_json_has_one_event_per_line(service, neap):

@@ -77,7 +77,9 @@ def test_png_has_the_promised_size(tmp_path):
     assert path.stat().st_size > 10_000
 
 
-def test_report_command_writes_the_png(service, neap, tmp_path):
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_report_command_writes_the_png(service, neap, tmp_path, is_chat):
+    service.inference.has_chat_template = is_chat
     target = tmp_path / "r.png"
     flags = ["--worker", service.address, "--calibrator", service.address, "--output", str(target)]
     result = neap("report", "--model", "tiny", *flags)
@@ -87,6 +89,8 @@ def test_report_command_writes_the_png(service, neap, tmp_path):
     assert "yes" in result.stdout
     exact = [r for r in service.inference.requests if r.depth.WhichOneof("policy") == "exact"]
     assert all(request.router.version == 2 for request in exact)
+    assert {request.WhichOneof("prompt") for request in exact} == {"chat" if is_chat else "text"}
+    assert ("continued as plain text" in result.stdout) is not is_chat
 
 
 def test_reliability_is_read_from_the_rungs_figures():

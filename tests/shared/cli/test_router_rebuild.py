@@ -27,9 +27,28 @@ def test_an_emptied_index_is_restored(neap, own_redis, s3, monkeypatch):
         assert sorted(client.keys()) == [b"neap:{two}:events", b"neap:{two}:index"]
 
 
+def test_a_folder_whose_index_was_removed_is_restored(neap, tmp_path):
+    folder = tmp_path / "my registry"
+    with closing(open_registry(str(folder))) as registry:
+        for model_id in ("acme/one", "two"):
+            registry.publish(model_id, {}, {"x": b"1"}, request_id=model_id)
+    (folder / "index.db").unlink()
+    result = neap("routers", "rebuild-index", "--registry", folder.as_uri())
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        "acme/one: 1 versions, 1 aliases, 2 events",
+        "two: 1 versions, 1 aliases, 2 events",
+    ]
+    with closing(open_registry(str(folder))) as registry:
+        assert registry.aliases("two") == {"latest": 1}
+
+
 def test_what_cannot_be_rebuilt_is_said(neap, own_redis, s3, tmp_path):
-    result = neap("routers", "rebuild-index", "--registry", str(tmp_path / "registry"))
+    folder = str(tmp_path / "registry")
+    result = neap("routers", "rebuild-index", "--registry", folder)
     assert result.exit_code != 0
+    assert "NOT_FOUND" in result.output
+    result = neap("routers", "rebuild-index", "--registry", folder, "--model", "tiny")
     assert "BAD_REGISTRY" in result.output
     url = shared_url(own_redis, s3)
     result = neap("routers", "rebuild-index", "--registry", url, "--model", "none")

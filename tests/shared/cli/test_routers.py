@@ -1,5 +1,9 @@
 import json
 
+import pytest
+
+from tests.manifests import real_manifest
+
 
 def test_list(service, neap):
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
@@ -15,12 +19,23 @@ def test_list_of_an_unknown_model_says_so(service, neap):
     assert result.stdout == "no router is published for none\n"
 
 
+def test_list_shows_what_is_damaged(service, neap):
+    service.routers.damage[1] = "the stored manifest sha256:1 is missing"
+    result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
+    rows = [line.split("│") for line in result.stdout.splitlines() if "│" in line]
+    assert [row[4].strip() for row in rows] == ["suffix", "DAMAGED"]
+    assert "version 1 is damaged: the stored manifest sha256:1 is missing\n" in result.stdout
+
+
 def test_show(service, neap):
     base = ["routers", "show", "--model", "tiny", "--calibrator", service.address]
     result = neap(*base, "1")
     assert "tiny version 1" in result.stdout
-    assert "0.875" in result.stdout
-    assert neap(*base, "1", "--manifest").stdout.startswith('{"rungs"')
+    rows = [line.split("│") for line in result.stdout.split("\n") if "depth-3" in line]
+    assert [cell.strip() for cell in rows[0][1:-1]] == [
+        *("depth-3", "3", "0.415", "1.000", "0.784", "0.185", "0.678")
+    ]
+    assert json.loads(neap(*base, "1", "--manifest").stdout) == real_manifest()
     missing = neap(*base, "9")
     assert missing.exit_code == 1
     assert "VERSION_NOT_FOUND" in missing.stderr
@@ -29,11 +44,11 @@ def test_show(service, neap):
 def test_show_says_what_is_certified(service, neap):
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
     assert "no certified bound\n" in neap(*show).stdout
-    service.routers.manifest = '{"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}'
+    service.routers.manifest = {"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}
     bounds = [{"threshold": 0.99, "epsilon": 0.05}, {"threshold": 0.9, "epsilon": 0.2}]
     risk = {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "bounds": bounds}
     assert "no certified bound (GIVEN_TEXT)" in neap(*show).stdout
-    service.routers.manifest = json.dumps({"rungs": [], "risk": {**risk, "max_new_tokens": 128}})
+    service.routers.manifest = {"rungs": [], "risk": {**risk, "max_new_tokens": 128}}
     shown = neap(*show).stdout
     for part in (">= 0.99", "5.0%", ">= 0.9", "20.0%", "first 128 tokens", "400 prompts", "0.95"):
         assert part in shown, part
@@ -51,6 +66,23 @@ def test_promote_rollback_history(service, neap):
     history = neap("routers", "history", *where).stdout
     assert "better" in history
     assert "ada" in history
+
+
+@pytest.mark.parametrize(
+    "reason", ["\x1b]0;owned\x07", "\x9b31m", "one\ntwo", "\u202eevil", "[/red][b"]
+)
+def test_what_a_service_says_is_shown_and_not_obeyed(service, neap, reason):
+    where = ["--model", "tiny", "--calibrator", service.address]
+    service.routers.reason = service.routers.damage[2] = reason
+    service.routers.manifest = json.dumps({"calibration": {"risk": {"reason": reason}}})
+    for command in ("history", "list", "show"):
+        result = neap("routers", command, *where)
+        assert result.exit_code == 0, result.output
+        assert all(line.isprintable() for line in result.stdout.splitlines())
+        shown = "".join(
+            letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in reason
+        )
+        assert shown in result.stdout
 
 
 def test_canary_promotion_and_abort(service, neap):

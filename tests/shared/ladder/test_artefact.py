@@ -1,4 +1,4 @@
-"""What is published comes back as it was, or not at all."""
+"""A packed ladder unpacks to an equal ladder; damaged ones are refused."""
 
 import copy
 import json
@@ -45,23 +45,23 @@ def packed() -> tuple[dict[str, Any], dict[str, bytes]]:
 
 @pytest.mark.parametrize("form", ["affine", "gated"])
 def test_round_trip(form: HeadForm) -> None:
-    mine = ladder(form)
-    manifest, blobs = pack_ladder(mine, {})
-    again = unpack_ladder(json.loads(json.dumps(manifest)), blobs)
-    assert again.model == mine.model
-    assert again.rung_names == mine.rung_names
-    assert again.draft_vocabulary is not None
-    assert again.draft_vocabulary.tolist() == [1, 5, 99]
+    original = ladder(form)
+    manifest, blobs = pack_ladder(original, {})
+    unpacked = unpack_ladder(json.loads(json.dumps(manifest)), blobs)
+    assert unpacked.model == original.model
+    assert unpacked.rung_names == original.rung_names
+    assert unpacked.draft_vocabulary is not None
+    assert unpacked.draft_vocabulary.tolist() == [1, 5, 99]
     state, deep, ago = torch.randn(16), torch.randn(16), torch.tensor(2)
-    for ours, theirs in zip(mine.exits, again.exits, strict=True):
-        adapted = ours.head(state, deep, ago)
-        assert torch.equal(theirs.head(state, deep, ago), adapted)
+    for before, after in zip(original.exits, unpacked.exits, strict=True):
+        adapted = before.head(state, deep, ago)
+        assert torch.equal(after.head(state, deep, ago), adapted)
         scalars = torch.randn(3)
-        assert torch.equal(theirs.router(adapted, scalars), ours.router(adapted, scalars))
-    assert again.suffix_router is not None
-    assert mine.suffix_router is not None
-    assert again.suffix_router.to_json() == mine.suffix_router.to_json()
-    assert pack_ladder(again, {}) == (manifest, blobs)
+        assert torch.equal(after.router(adapted, scalars), before.router(adapted, scalars))
+    assert unpacked.suffix_router is not None
+    assert original.suffix_router is not None
+    assert unpacked.suffix_router.to_json() == original.suffix_router.to_json()
+    assert pack_ladder(unpacked, {}) == (manifest, blobs)
 
 
 def test_figures_go_to_their_rungs() -> None:
@@ -76,7 +76,7 @@ def test_figures_go_to_their_rungs() -> None:
     assert manifest["calibration"] == {"tokens": {"total": 7}}
 
 
-def test_only_a_risk_with_bounds_is_published_as_one() -> None:
+def test_only_a_risk_with_bounds_becomes_the_manifests_risk() -> None:
     bounds = {"bounds": [{"threshold": 0.9, "epsilon": 0.1}]}
     manifest, _ = pack_ladder(ladder(), {"risk": bounds, "tokens": 7})
     assert manifest["risk"] == bounds
@@ -87,13 +87,13 @@ def test_only_a_risk_with_bounds_is_published_as_one() -> None:
 
 
 def test_a_ladder_without_exits() -> None:
-    mine = Ladder(MODEL, ladder().suffix_router)
-    again = unpack_ladder(*pack_ladder(mine, {}))
-    assert again.rung_names == ("suffix",)
-    assert again.draft_vocabulary is None
+    original = Ladder(MODEL, ladder().suffix_router)
+    unpacked = unpack_ladder(*pack_ladder(original, {}))
+    assert unpacked.rung_names == ("suffix",)
+    assert unpacked.draft_vocabulary is None
 
 
-def test_a_later_format_is_told_apart() -> None:
+def test_a_later_format_is_refused_with_its_own_reason() -> None:
     manifest, blobs = packed()
     with pytest.raises(PreconditionFailed) as caught:
         unpack_ladder({**manifest, "schema_version": 2}, blobs)
@@ -138,7 +138,7 @@ def _set(path: str, value: Any) -> Any:
         lambda manifest: manifest.pop("rungs"),
     ],
 )
-def test_a_garbled_manifest_is_refused(damage: Any) -> None:
+def test_a_damaged_manifest_is_refused(damage: Any) -> None:
     manifest, blobs = packed()
     damaged = copy.deepcopy(manifest)
     damage(damaged)
@@ -146,7 +146,7 @@ def test_a_garbled_manifest_is_refused(damage: Any) -> None:
         unpack_ladder(damaged, blobs)
 
 
-def test_garbled_tensors_are_refused() -> None:
+def test_damaged_tensors_are_refused() -> None:
     manifest, blobs = packed()
     tensors = load(blobs[BLOB])
     gain = tensors["depth-0.head.gain"]
@@ -171,7 +171,7 @@ def test_garbled_tensors_are_refused() -> None:
             )
 
 
-def test_broken_bytes_are_refused() -> None:
+def test_damaged_blobs_are_refused() -> None:
     manifest, blobs = packed()
     for data in (b"", b"x" * 100, blobs[BLOB][:-5], b"\xff" * 8 + blobs[BLOB][8:]):
         with pytest.raises(Corrupt):

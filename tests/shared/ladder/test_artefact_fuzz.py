@@ -1,4 +1,4 @@
-"""The loader of published routers against bytes that somebody has changed: it raises what it says it raises, or loads."""
+"""Fuzzing the loader of published routers: on changed bytes it loads, or raises only the errors that it documents."""
 
 import copy
 import io
@@ -27,18 +27,18 @@ DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "U16", "
 RARE_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "C64", "Q9")
 
 
-class _Fires:
-    """A pickle of this runs code when it is loaded."""
+class _RunsCode:
+    """Loading a pickle of this runs code, which is recorded in `fired`."""
 
     fired: ClassVar[list[str]] = []
 
     def __reduce__(self) -> Any:
-        return _Fires.fired.append, ("loaded",)
+        return _RunsCode.fired.append, ("loaded",)
 
 
 def _torch_file(**options: Any) -> bytes:
     file = io.BytesIO()
-    torch.save({"a": torch.zeros(3), "b": _Fires()}, file, **options)
+    torch.save({"a": torch.zeros(3), "b": _RunsCode()}, file, **options)
     return file.getvalue()
 
 
@@ -46,7 +46,7 @@ PICKLES = {
     "torch": _torch_file(),
     "torch-legacy": _torch_file(_use_new_zipfile_serialization=False),
     **{
-        f"protocol-{number}": pickle.dumps([_Fires()], number)
+        f"protocol-{number}": pickle.dumps([_RunsCode()], number)
         for number in range(pickle.HIGHEST_PROTOCOL + 1)
     },
 }
@@ -55,33 +55,34 @@ PICKLES = {
 @pytest.mark.parametrize("kind", PICKLES)
 def test_a_pickle_is_refused_by_its_content_and_never_loaded(kind, tmp_path):
     manifest, _ = packed()
-    _Fires.fired.clear()
+    _RunsCode.fired.clear()
     with pytest.raises(Corrupt) as caught:
         unpack_ladder(manifest, {BLOB: PICKLES[kind]})
-    # The first protocols have no mark to know them by.
+    # Protocols 0 and 1 have no mark at their beginning.
     if kind not in ("protocol-0", "protocol-1"):
         assert caught.value.reason == "PICKLE_REFUSED"
-    write_packed(tmp_path, manifest, {BLOB: PICKLES[kind]})  # whatever it is called
+    write_packed(tmp_path, manifest, {BLOB: PICKLES[kind]})  # the name says safetensors
     with pytest.raises(Corrupt):
         read_ladder(tmp_path)
-    assert _Fires.fired == []
+    assert _RunsCode.fired == []
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of keys and indices to everything inside a JSON value."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     found = []
     for key, inner in items:
         found.append((*path, key))
         if isinstance(inner, dict | list):
-            found += _places(inner, (*path, key))
+            found += _paths(inner, (*path, key))
     return found
 
 
 def _changed(manifest: dict[str, Any], chance: random.Random) -> dict[str, Any]:
-    """One or two of the manifest's values are others, doubled or gone."""
+    """The manifest with one or two of its values replaced, removed or duplicated."""
     changed = copy.deepcopy(manifest)
     for _ in range(chance.choice((1, 1, 2))):
-        *parents, last = chance.choice(_places(changed) or [("model",)])
+        *parents, last = chance.choice(_paths(changed) or [("model",)])
         target: Any = changed
         for key in parents:
             target = target[key]
@@ -95,8 +96,8 @@ def _changed(manifest: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     return changed
 
 
-def _reheaded(blob: bytes, chance: random.Random) -> bytes:
-    """The blob with another header: dtypes, shapes and offsets that do not go together."""
+def _with_changed_header(blob: bytes, chance: random.Random) -> bytes:
+    """The blob with one entry of its header changed: dtypes, shapes and offsets may contradict each other."""
     (length,) = struct.unpack("<Q", blob[:8])
     header = json.loads(blob[8 : 8 + length])
     entry = header[chance.choice(sorted(header))]
@@ -123,7 +124,7 @@ def test_the_loader_raises_nothing_but_its_own_errors(tmp_path):
             if what == 0:
                 unpack_ladder(manifest, {BLOB: mutated(blob, chance)})
             elif what == 1:
-                unpack_ladder(manifest, {BLOB: _reheaded(blob, chance)})
+                unpack_ladder(manifest, {BLOB: _with_changed_header(blob, chance)})
             elif what == 2:
                 unpack_ladder(_changed(manifest, chance), blobs)
             else:
@@ -138,11 +139,11 @@ def test_the_loader_raises_nothing_but_its_own_errors(tmp_path):
 
 
 def _with_entry(blob: bytes, dtype: str, shape: list[int], num_bytes: int) -> bytes:
-    """The blob with "depth-0.head.gain" [16] replaced by `num_bytes` zeros that claim to be of that dtype and shape."""
+    """The blob with "depth-0.head.gain" [16] replaced by `num_bytes` zeros whose header entry gives `dtype` and `shape`."""
     name = "depth-0.head.gain"
-    whole = save({key: value for key, value in load(blob).items() if key != name})
-    (length,) = struct.unpack("<Q", whole[:8])
-    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    others = save({key: value for key, value in load(blob).items() if key != name})
+    (length,) = struct.unpack("<Q", others[:8])
+    header, data = json.loads(others[8 : 8 + length]), others[8 + length :]
     offsets = [len(data), len(data) + num_bytes]
     header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
@@ -178,7 +179,7 @@ def test_a_gated_head_without_rank_is_refused():
 
 @pytest.mark.parametrize("number", [10**400, -(10**400)])
 @pytest.mark.parametrize("place", ["agreement", "bias"])
-def test_numbers_beyond_every_float_are_refused(number, place):
+def test_numbers_too_large_for_a_float_are_refused(number, place):
     manifest, blobs = packed()
     if place == "agreement":
         manifest["rungs"][2]["figures"]["agreement"] = number

@@ -1,4 +1,4 @@
-"""What keeps a router from being promoted."""
+"""The checks that a router must pass before it can be promoted."""
 
 import json
 from pathlib import Path
@@ -24,27 +24,27 @@ def test_the_shipped_router_passes(packed):
     assert failed_checks({"checks": checks}) == []
 
 
-def test_bytes_that_do_not_unpack(packed):
+def test_a_truncated_blob_fails_unpacks(packed):
     manifest, blobs = packed
-    cut = {name: data[:-1] for name, data in blobs.items()}
-    checks = check_packed(manifest, cut)
+    truncated = {name: data[:-1] for name, data in blobs.items()}
+    checks = check_packed(manifest, truncated)
     assert checks["unpacks"] == {"passed": False, "detail": "CORRUPT"}
 
 
-def test_a_router_worse_than_guessing(packed):
+def test_a_router_worse_than_guessing_fails_routers(packed):
     manifest, blobs = packed
     manifest["rungs"][-1]["figures"]["router_brier"] = 0.4
     name = manifest["rungs"][-1]["name"]
     assert check_packed(manifest, blobs)["routers"] == {"passed": False, "detail": name}
 
 
-def test_figures_that_are_no_numbers(packed):
+def test_a_figure_that_is_not_finite_fails_figures(packed):
     manifest, blobs = packed
     manifest["rungs"][0]["figures"]["router_auc"] = float("nan")
     assert failed_checks({"checks": check_packed(manifest, blobs)}) == ["figures"]
 
 
-def test_a_record_that_says_nothing_clear_has_not_passed():
+def test_a_malformed_record_counts_as_failed():
     assert failed_checks({"checks": {"a": {"passed": 1}, "b": True, "c": {"passed": True}}}) == [
         "a",
         "b",

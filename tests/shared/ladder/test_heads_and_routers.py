@@ -13,7 +13,7 @@ ZERO = torch.tensor(0)
 
 
 @pytest.mark.parametrize("form", HEAD_FORMS)
-def test_a_head_reads_all_its_inputs_but_not_their_scale(form: HeadForm) -> None:
+def test_a_heads_output_depends_on_all_inputs_but_not_on_their_scale(form: HeadForm) -> None:
     head = ExitHead(form, 8, 8, 4)
     nn.init.normal_(head.offset)
     state, deep = torch.randn(3, 8), torch.randn(3, 8)
@@ -61,21 +61,21 @@ def test_scalar_features() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_head_rows_can_be_had_without_the_weight(bias: bool) -> None:
+def test_head_rows_are_recovered_when_the_weight_was_freed(bias: bool) -> None:
     head = nn.Linear(300, 20, bias=bias)
     vocabulary = torch.tensor([3, 7, 19])
     rows, own_bias = gather_rows(head, vocabulary)
     torch.testing.assert_close(rows, head.weight[vocabulary].detach())
-    weight, its_bias = head.weight.detach().clone(), head.bias.detach() if bias else None
-    head.forward = lambda x: F.linear(x, weight, its_bias)  # type: ignore[method-assign]
+    weight, head_bias = head.weight.detach().clone(), head.bias.detach() if bias else None
+    head.forward = lambda x: F.linear(x, weight, head_bias)  # type: ignore[method-assign]
     head.weight = nn.Parameter(torch.empty(20, 300, device="meta"), requires_grad=False)
-    again, again_bias = gather_rows(head, vocabulary)
-    torch.testing.assert_close(again, rows, rtol=1e-4, atol=1e-5)
+    recovered, recovered_bias = gather_rows(head, vocabulary)
+    torch.testing.assert_close(recovered, rows, rtol=1e-4, atol=1e-5)
     states = torch.randn(2, 300)
     torch.testing.assert_close(
-        projection(again, again_bias)(states),
-        F.linear(states, weight, its_bias)[:, vocabulary],
+        projection(recovered, recovered_bias)(states),
+        F.linear(states, weight, head_bias)[:, vocabulary],
         rtol=1e-4,
         atol=1e-4,
     )
-    assert (own_bias is None) == (again_bias is None) == (not bias)
+    assert (own_bias is None) == (recovered_bias is None) == (not bias)

@@ -1,4 +1,4 @@
-"""A ladder in use: which model it fits, which draft it prefers, and that an exit serves what was trained."""
+"""A ladder in use: which model it accepts, which draft it prefers, and that an exit computes what its modules compute."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_another_model_is_refused_with_both_fingerprints() -> None:
     }
 
 
-def test_an_exit_serves_what_was_trained() -> None:
+def test_an_exit_computes_what_its_modules_compute() -> None:
     loaded = model()
     mine = ladder(loaded)
     bound = mine.bind(DepthRunner(loaded))
@@ -72,7 +72,7 @@ def test_an_exit_serves_what_was_trained() -> None:
     for row, (index, offset) in enumerate(cases):
         state, deep = states[row], deep_states[row]
         [draft] = bound.ask(index, state[None], deep[None], [offset])
-        assert together[index][row] == draft, "company changes no bit"
+        assert together[index][row] == draft, "a token's result does not depend on the batch"
         ago = torch.tensor(offset - 1)
         adapted = mine.exits[index].head(state, deep, ago)
         logits = adapted @ loaded.parts.head.weight[VOCABULARY].T
@@ -82,16 +82,16 @@ def test_an_exit_serves_what_was_trained() -> None:
         assert (draft.rung, draft.depth) == (mine.exits[index].name, bound.depths[index])
 
 
-def test_the_surer_source_drafts() -> None:
+def test_the_rung_with_the_higher_probability_drafts() -> None:
     loaded = model()
-    context = [7, 3, 2, 7]  # the context says 3 after 7, the table 8
-    sure_table = SequenceDrafter(ladder(loaded, 0.3, 0.6), context).table_draft()
-    sure_suffix = SequenceDrafter(ladder(loaded, 0.6, 0.3), context).table_draft()
-    assert sure_table is not None
-    assert sure_suffix is not None
-    assert (sure_table.token, sure_table.rung) == (8, "successor")
-    assert (sure_suffix.token, sure_suffix.rung) == (3, "suffix")
-    assert sure_table.probability == pytest.approx(0.6)
+    context = [7, 3, 2, 7]  # after 7 the suffix rung proposes 3, the table 8
+    by_table = SequenceDrafter(ladder(loaded, 0.3, 0.6), context).table_draft()
+    by_suffix = SequenceDrafter(ladder(loaded, 0.6, 0.3), context).table_draft()
+    assert by_table is not None
+    assert by_suffix is not None
+    assert (by_table.token, by_table.rung) == (8, "successor")
+    assert (by_suffix.token, by_suffix.rung) == (3, "suffix")
+    assert by_table.probability == pytest.approx(0.6)
 
 
 def test_drafts_chain_without_becoming_context() -> None:
@@ -110,8 +110,8 @@ def test_drafts_chain_without_becoming_context() -> None:
     assert again.token == 5
 
 
-def test_each_source_hears_of_the_other() -> None:
-    """Where both say the same they are right more often, and the fitted routers know."""
+def test_each_routers_probability_depends_on_the_other_rung() -> None:
+    """Drafts on which both rungs agree are right more often, and the fitted router gives them a higher probability."""
     loaded = model()
     agreeing = [Evidence(1, 1, 1.0, 0, 2)] * 50
     differing = [Evidence(1, 1, 1.0, 0, 1)] * 50

@@ -1,4 +1,4 @@
-"""The published risk of the policy relaxed."""
+"""The published risk of the policy `relaxed`."""
 
 import pytest
 
@@ -13,7 +13,7 @@ TABLE = {
 }
 
 
-def test_the_best_bound_that_holds_for_a_threshold() -> None:
+def test_the_smallest_epsilon_that_holds_at_a_threshold() -> None:
     risk = PublishedRisk.of({"risk": TABLE})
     assert risk is not None
     assert risk.delta == 0.05
@@ -21,7 +21,7 @@ def test_the_best_bound_that_holds_for_a_threshold() -> None:
     assert [risk.epsilon_at(threshold) for threshold in asked] == [None, 0.2, 0.2, 0.05, 0.05]
 
 
-def test_nothing_published() -> None:
+def test_a_manifest_without_a_risk() -> None:
     assert PublishedRisk.of({"rungs": []}) is None
 
 
@@ -38,17 +38,17 @@ def test_nothing_published() -> None:
         {"bounds": "none"},
     ],
 )
-def test_a_table_that_is_not_one_is_refused(change: dict) -> None:
+def test_a_table_with_an_invalid_field_is_refused(change: dict) -> None:
     with pytest.raises(Corrupt):
         PublishedRisk.of({"risk": {**TABLE, **change}})
 
 
-def test_a_table_that_is_no_table_is_refused() -> None:
+def test_a_risk_that_is_not_a_table_is_refused() -> None:
     with pytest.raises(Corrupt):
         PublishedRisk.of({"risk": 7})
 
 
-def test_the_tokens_it_speaks_of():
+def test_the_number_of_tokens_covered():
     assert PublishedRisk.of({"risk": TABLE}).num_tokens is None
     assert PublishedRisk.of({"risk": {**TABLE, "max_new_tokens": 128}}).num_tokens == 128
     for damaged in (0, -1, 1.5, True, "128"):

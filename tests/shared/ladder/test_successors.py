@@ -40,7 +40,7 @@ def test_longest_context_is_max_order() -> None:
     assert table.propose([0, 0, 3, 4, 5]) == SuccessorMatch(7, 1, 3, 153 / 255)
 
 
-def test_positions_before_first_only_give_context() -> None:
+def test_positions_before_first_are_context_only() -> None:
     builder = SuccessorBuilder()
     builder.add(np.array([1, 2, 3]), np.array([0, 0, 4]), first=2)
     table = builder.build(LARGE)
@@ -48,7 +48,7 @@ def test_positions_before_first_only_give_context() -> None:
     assert table.propose([3]) is not None
 
 
-def test_the_choice_counts_and_not_the_next_token() -> None:
+def test_the_models_choice_is_counted_and_not_the_next_token() -> None:
     builder = SuccessorBuilder()
     builder.add(np.array([1, 2, 1, 2]), np.array([8, 9, 8, 9]))
     table = builder.build(LARGE)
@@ -57,7 +57,7 @@ def test_the_choice_counts_and_not_the_next_token() -> None:
     assert match.token == 8
 
 
-def test_size_is_bounded_and_the_frequent_stay() -> None:
+def test_the_tables_size_is_bounded_and_frequent_entries_are_kept() -> None:
     generator = np.random.default_rng(0)
     rows = [generator.integers(0, 5000, 200).tolist() for _ in range(20)]
     frequent = [[11, 12, 13]] * 30
@@ -85,10 +85,11 @@ def test_counting_memory_is_bounded() -> None:
 def test_storage_round_trip(highest: int) -> None:
     row = np.random.default_rng(0).integers(0, highest, 500).tolist()
     table = learnt([*row, highest - 1, highest - 1, highest - 1])
-    again = SuccessorTable.from_tensors(table.to_tensors(), highest)
-    assert again.num_entries == table.num_entries > 400
-    for at in range(1, len(row)):
-        assert again.matches(row[max(0, at - 4) : at]) == table.matches(row[max(0, at - 4) : at])
+    read = SuccessorTable.from_tensors(table.to_tensors(), highest)
+    assert read.num_entries == table.num_entries > 400
+    for end in range(1, len(row)):
+        tail = row[max(0, end - 4) : end]
+        assert read.matches(tail) == table.matches(tail)
 
 
 def test_invalid_storage_is_refused() -> None:
@@ -112,7 +113,7 @@ def test_a_lookup_takes_microseconds() -> None:
     table = learnt(*rows, max_bytes=8 << 20)
     tails = [rows[0][i : i + 4] for i in range(1000)]
     best = min(_seconds(table, tails) for _ in range(5))
-    # An order of magnitude above what was measured: it guards against a scan, not against a busy machine.
+    # Ten times the measured time: the limit detects a linear scan and tolerates a busy machine.
     assert best / len(tails) < 100e-6
 
 

@@ -1,4 +1,4 @@
-"""The suffix index against a search by hand."""
+"""The suffix index against a brute-force search."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from shared.ladder.suffix import MAX_OCCURRENCES, SuffixIndex, SuffixMatch
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
-def by_hand(tokens: list[int], drafted: list[int], max_match: int) -> SuffixMatch | None:
+def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> SuffixMatch | None:
     context = tokens[-max_match:] + drafted
     for length in range(min(max_match, len(context)), 0, -1):
         wanted = context[-length:]
@@ -29,8 +29,8 @@ def by_hand(tokens: list[int], drafted: list[int], max_match: int) -> SuffixMatc
 
 @settings(max_examples=300, deadline=None)
 @given(TOKENS, st.lists(st.integers(0, 3), max_size=6), st.integers(1, 5))
-def test_equals_search_by_hand(tokens: list[int], drafted: list[int], max_match: int) -> None:
-    assert SuffixIndex(tokens, max_match=max_match).propose(drafted) == by_hand(
+def test_equals_brute_force(tokens: list[int], drafted: list[int], max_match: int) -> None:
+    assert SuffixIndex(tokens, max_match=max_match).propose(drafted) == brute_force(
         tokens, drafted, max_match
     )
 
@@ -40,8 +40,8 @@ def test_drafts_extend_the_context_but_are_not_indexed() -> None:
     assert index.propose() == SuffixMatch(2, 1, 1, 1.0)
     assert index.propose([2]) == SuffixMatch(3, 2, 1, 1.0)
     assert index.propose([2, 3]) == SuffixMatch(4, 3, 1, 1.0)
-    # 9 was drafted before and must not be found now.
     assert index.propose([9]) is None
+    # If drafts were indexed, the 9 drafted above would be found as a context.
     assert index.propose([9, 9]) is None
 
 

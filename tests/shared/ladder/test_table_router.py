@@ -1,4 +1,4 @@
-"""The probability of rung 0's drafts: calibrated, monotone, bounded."""
+"""The probabilities of the suffix and successor rungs' drafts: calibrated, monotone, bounded."""
 
 import itertools
 import random
@@ -21,7 +21,8 @@ from shared.ladder.table_router import (
 
 
 def fitted() -> tuple[TableRouter, list[Evidence], list[bool]]:
-    """Long matches are right often; counts tell the wrong way, which must not be learnt."""
+    """A router fitted on made-up drafts. Longer matches are right more often. Higher counts are right less often, which the router's
+    monotone form must not learn."""
     rng = random.Random(0)
     evidence, agreed = [], []
     for _ in range(6000):
@@ -50,7 +51,7 @@ def test_probabilities_are_calibrated() -> None:
         assert mean == pytest.approx(sum(agreed[i] for i in cell) / len(cell), abs=0.1)
 
 
-def test_more_evidence_never_lowers_it() -> None:
+def test_stronger_evidence_never_lowers_the_probability() -> None:
     router, _, _ = fitted()
     for length, count, share in itertools.product(range(1, 8), COUNT_EDGES[:-1], SHARE_EDGES[:-1]):
         here = router.probability(Evidence(length, count, share, 0, SILENT))
@@ -64,7 +65,7 @@ def test_more_evidence_never_lowers_it() -> None:
         )
 
 
-def test_bounded_whatever_was_seen() -> None:
+def test_probabilities_are_bounded_for_any_training_data() -> None:
     item = Evidence(3, 2, 0.5, 0, SILENT)
     never = fit_table_router([item] * 5000, [False] * 5000)
     always = fit_table_router([item] * 5000, [True] * 5000)

@@ -144,7 +144,7 @@ def test_choosing_together_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_choosing_together_launches_each_kind_once(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
-    for name in ("verify_greedy", "verify_sampled"):
+    for name in ("choose_greedy", "choose_sampled"):
         own = getattr(choosing, name)
         monkeypatch.setattr(
             choosing, name, lambda *args, own=own, name=name: [launched.append(name), own(*args)][1]
@@ -153,5 +153,5 @@ def test_choosing_together_launches_each_kind_once(monkeypatch: pytest.MonkeyPat
     logits, trials = mixed()
     with Reads() as reads:
         choose(logits, trials)
-    assert launched == ["verify_greedy", "verify_sampled"]
+    assert launched == ["choose_greedy", "choose_sampled"]
     assert reads.found == []

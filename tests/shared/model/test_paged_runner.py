@@ -112,7 +112,7 @@ def test_passes_beyond_the_largest_bucket_go_piece_by_piece() -> None:
     assert sum(lengths) > BUCKETS[-1]
     segments = [Segment(runner.new_cache(length), 0, length) for length in lengths]
     states = runner.run_packed(torch.cat(ids, 1), segments, first=0, last=runner.num_layers)
-    counted = runner.counters.snapshot()
+    counted = runner.counters.layer_executions, runner.counters.token_layers
     expected = torch.cat([own_logits(runner, tokens) for tokens in ids], 1)
     assert distance(runner.logits(states), expected) < TOLERANCE
     assert counted == (2 * runner.num_layers, sum(lengths) * runner.num_layers)
@@ -128,7 +128,7 @@ def test_counters_count_what_the_replays_ran() -> None:
     runner.run(ids[:, :3], cache, first=0, last=1, base=7)
     layers = runner.num_layers
     assert recorder.executed["paged_attention"] == layers + 1
-    assert runner.counters.snapshot() == (layers + 1, 7 * layers + 3)
+    assert runner.counters.token_layers == 7 * layers + 3
     assert runner.counters.per_layer == [2] + [1] * (layers - 1)
 
 

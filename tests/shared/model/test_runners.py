@@ -13,7 +13,6 @@ from tests.paged import load_family
     [
         ({"record": True}, "CANNOT_RECORD"),
         ({"compile_layers": True}, "CANNOT_COMPILE"),
-        ({"compose": True}, "CANNOT_COMPOSE"),
     ],
 )
 def test_a_cpu_refuses_what_only_a_gpu_has(asked: dict[str, bool], reason: str) -> None:

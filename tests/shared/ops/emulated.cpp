@@ -1,4 +1,4 @@
-// Runs the launches of exits and batches on the emulator: see emulated_main.h.
+// Runs the launches of exits and choices on the emulator: see emulated_main.h.
 #include "../../../csrc/cuda/kernels.cu"
 #include "emulated_main.h"
 
@@ -7,7 +7,7 @@ int run(const Call& c) {
   if (c.name == "norm") {
     NormArgs a{};
     const int64_t tokens = c.integer();
-    a.dtype = (Dtype)c.integer(), a.width = c.integer(), a.x_stride = c.integer(), a.out_stride = c.integer(), a.eps = (float)c.next(), a.centred = c.integer();
+    a.dtype = (Dtype)c.integer(), a.width = c.integer(), a.x_stride = c.integer(), a.out_stride = c.integer(), a.eps = (float)c.next();
     a.x = c.data<char>(), a.out = c.data<float>();
     return launch_norm(a, tokens, nullptr);
   }
@@ -16,7 +16,7 @@ int run(const Call& c) {
     a.tokens = c.integer(), a.width = c.integer(), a.num_offsets = c.integer();
     const Dtype dtype = (Dtype)c.integer();
     const int64_t inner = c.integer(), size = c.integer();
-    a.eps = (float)c.next(), a.centred = c.integer();
+    a.eps = (float)c.next();
     a.ago = c.data<int64_t>();
     a.mix = {c.data<char>(), dtype, inner, 2 * a.width};
     a.out = {c.data<char>(), dtype, size, inner / 2};
@@ -40,27 +40,18 @@ int run(const Call& c) {
     a.tokens = c.integer(), a.dtype = (Dtype)c.integer(), a.x_stride = c.integer();
     const Dtype dtype = (Dtype)c.integer();
     const int64_t width = c.integer(), columns = c.integer();
-    a.k = (int)c.integer(), a.shift = (float)c.next(), a.eps = (float)c.next(), a.centred = c.integer();
+    a.k = (int)c.integer(), a.shift = (float)c.next(), a.eps = (float)c.next();
     a.lowest = (float)c.next(), a.highest = (float)c.next();
     a.x = c.data<char>(), a.hidden = {c.data<char>(), dtype, width, columns}, a.bias = c.data<float>(), a.output = c.data<float>();
-    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(), a.ago = c.data<int64_t>(), a.thresholds = c.data<float>();
-    a.inner = c.data<float>(), a.tickets = c.data<uint32_t>(), a.probability = c.data<float>(), a.leaves = c.data<bool>();
-    a.order = c.data<int64_t>(), a.num_stays = c.data<int64_t>();
+    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(), a.ago = c.data<int64_t>();
+    a.inner = c.data<float>(), a.tickets = c.data<uint32_t>(), a.probability = c.data<float>();
     return launch_route(a, nullptr);
   }
-  if (c.name == "row_copy") {
-    RowCopyArgs a{};
-    a.rows = c.integer(), a.limit = c.integer(), a.row_bytes = c.integer(), a.from_stride = c.integer(), a.to_stride = c.integer(), a.scatter = c.integer();
-    a.from = c.data<char>(), a.to = c.data<char>(), a.index = c.data<int64_t>(), a.count = c.data<int64_t>();
-    return launch_row_copy(a, nullptr);
-  }
-  if (c.name == "verify") {
-    VerifyArgs a{};
-    a.type = (Weighting)c.integer(), a.rows = c.integer(), a.vocabulary = c.integer(), a.sequences = c.integer();
-    a.stride = a.proposed_stride = a.vocabulary;
-    a.scores = c.data<char>(), a.proposed = c.data<char>(), a.drafts = c.data<int64_t>(), a.starts = c.data<int64_t>();
-    a.uniforms = c.data<double>(), a.choices = c.data<int64_t>(), a.accepted = c.data<int64_t>();
-    return launch_verify(a, nullptr);
+  if (c.name == "choose") {
+    ChoiceArgs a{};
+    a.type = (Weighting)c.integer(), a.rows = c.integer(), a.vocabulary = a.stride = c.integer();
+    a.scores = c.data<char>(), a.uniforms = c.data<double>(), a.choices = c.data<int64_t>();
+    return launch_choose(a, nullptr);
   }
   return -1;
 }

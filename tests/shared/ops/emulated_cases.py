@@ -20,13 +20,13 @@ def seeded() -> None:
 
 def check_norm(program: Path) -> None:
     seeded()
-    for number, (tokens, width, stride, centred) in enumerate([(3, 70, 90, True), (2, 200, 200, False), (1, 1, 1, True)]):  # fmt: skip
+    for number, (tokens, width, stride) in enumerate([(3, 70, 90), (2, 200, 200), (1, 1, 1)]):
         dtype = FLOATS[number]
         x = (torch.randn(tokens, stride) + 9).to(dtype)
-        expected = reference.norm(x[:, :width], EPS, centred)
+        expected = reference.norm(x[:, :width], EPS)
         calls = []
         for seed in SEEDS:
-            numbers = (tokens, CODES[dtype], width, stride, width, EPS, centred)
+            numbers = (tokens, CODES[dtype], width, stride, width, EPS)
             calls.append(Call("norm", numbers, (x, blank(tokens, width)), seed))
         run(program, calls)
         for call in calls:
@@ -50,7 +50,7 @@ def check_exit_head(program: Path) -> None:
         expected = reference.exit_head(state, deep, ago, mix, offset, out, scale, gain, EPS)
         calls = []
         for seed in SEEDS:
-            numbers = (tokens, width, 4, CODES[dtype], inner, size, EPS, False)
+            numbers = (tokens, width, 4, CODES[dtype], inner, size, EPS)
             buffers = (ago, mix, out, offset, scale, gain, units, blank(tokens, inner), blank(tokens, size or inner))  # fmt: skip
             calls.append(Call("exit_head", numbers, buffers, seed))
         run(program, calls)
@@ -81,85 +81,52 @@ def check_draft_top(program: Path) -> None:
 
 def check_route(program: Path) -> None:
     seeded()
-    for tokens, columns, width, k, dtype, mixed, centred in [
-        (1, 16, 9, 2, torch.float16, True, False),
-        (11, 10, 13, 1, torch.float32, False, True),
-        (140, 4, 3, 2, torch.bfloat16, False, False),
+    for tokens, columns, width, k, dtype, mixed in [
+        (1, 16, 9, 2, torch.float16, True),
+        (11, 10, 13, 1, torch.float32, False),
+        (140, 4, 3, 2, torch.bfloat16, False),
     ]:
-        x = (torch.randn(tokens, columns) + 4 * centred).to(torch.float32 if mixed else dtype)
+        x = torch.randn(tokens, columns).to(torch.float32 if mixed else dtype)
         hidden = torch.randn(width, columns).to(dtype)
         bias, output, skip = torch.randn(width), torch.randn(width), torch.randn(3)
         features, top = torch.randn(3, width), torch.randn(tokens, k)
         log_mass, ago = torch.randn(tokens) + 4, torch.randint(0, 4, (tokens,))
-        thresholds = torch.rand(tokens)
         weights = (hidden, bias, output, features, skip)
-        expected, *_ = reference.route(x, *weights, top, log_mass, ago, thresholds, 0.1, EPS, centred, 0.01, 0.99)  # fmt: skip
-        tickets = torch.zeros(1 + (tokens + 7) // 8, dtype=torch.int32)
+        expected = reference.route(x, *weights, top, log_mass, ago, 0.1, EPS, 0.01, 0.99)
+        tickets = torch.zeros((tokens + 7) // 8, dtype=torch.int32)
         calls = []
         for seed in SEEDS:
-            numbers = (tokens, CODES[x.dtype], columns, CODES[dtype], width, columns, k, 0.1, EPS, centred, 0.01, 0.99)  # fmt: skip
-            answers = (blank(tokens), blank(tokens, dtype=torch.bool), blank(tokens, dtype=torch.int64), blank(1, dtype=torch.int64))  # fmt: skip
+            numbers = (tokens, CODES[x.dtype], columns, CODES[dtype], width, columns, k, 0.1, EPS, 0.01, 0.99)  # fmt: skip
             partial = blank(tokens, (width + 3) // 4)
-            calls.append(Call("route", numbers, (x, *weights, top, log_mass, ago, thresholds, partial, tickets.clone(), *answers), seed))  # fmt: skip
+            calls.append(Call("route", numbers, (x, *weights, top, log_mass, ago, partial, tickets.clone(), blank(tokens)), seed))  # fmt: skip
         run(program, calls)
         for call in calls:
-            left, probability, leaves, order, num_stays = call.buffers[-5:]
+            left, probability = call.buffers[-2:]
             torch.testing.assert_close(probability, expected, **CLOSE)
-            assert torch.equal(leaves, probability >= thresholds)
-            assert torch.equal(order, leaves.int().argsort(stable=True))
-            assert num_stays.tolist() == [int((~leaves).sum())]
             assert not left.any()
 
 
-def check_row_copy(program: Path) -> None:
-    seeded()
-    for rows, width, dtype in [(5, 8, torch.float32), (4, 3, torch.float16), (3, 6, torch.float16)]:
-        x = torch.randn(6, width).to(dtype)
-        index, count = torch.tensor([5, -1, 0, 6, 2])[:rows], torch.tensor([4])
-        for scatter in (False, True):
-            source = x[:rows].contiguous() if scatter else x
-            expected = torch.zeros(6, width, dtype=dtype)
-            if scatter:
-                reference.scatter_rows(expected, source, index, count)
-            else:
-                expected = reference.gather_rows(x, index, count)
-            size = width * x.element_size()
-            numbers = (rows, 6, size, size, size, scatter)
-            calls = []
-            for seed in SEEDS:
-                to = torch.zeros(6, width, dtype=dtype) if scatter else blank(rows, width, dtype=dtype)  # fmt: skip
-                calls.append(Call("row_copy", numbers, (source, to, index, count), seed))
-            run(program, calls)
-            assert all(torch.equal(call.buffers[1], expected) for call in calls)
-
-
-def check_verify(program: Path) -> None:
+def check_choose(program: Path) -> None:
     seeded()
     for number, dtype in enumerate((*FLOATS, torch.float64)):
         rows, vocabulary = 5, (300, 7, 513, 900)[number]
-        starts, draws = torch.tensor([0, 3, 3, 5]), torch.rand(rows, dtype=torch.float64)
+        draws = torch.rand(rows, dtype=torch.float64)
         logits = torch.randint(-3, 4, (rows, vocabulary)).to(dtype)
         target = torch.randn(rows, vocabulary).mul(2).softmax(-1).to(dtype)
-        offered = torch.randn(rows, vocabulary).softmax(-1).to(dtype)
         # The reference's argmax need not take the first of equals: these have one largest each.
         logits[torch.arange(rows), torch.tensor([0, 3, 5, 6, 2])] = 9
-        drafts = torch.tensor([0, 3, 1, 6, -1])
         wanted = [
-            (logits, None, None, reference.verify_greedy(logits, drafts, starts)),
-            (target, None, draws, reference.verify_sampled(target, drafts, starts, draws)),
-            (target, offered, draws, reference.verify_sampled(target, drafts, starts, draws, offered)),
-        ]  # fmt: skip
+            (logits, None, reference.choose_greedy(logits)),
+            (target, draws, reference.choose_sampled(target, draws)),
+        ]
         calls = []
-        for scores, proposed, uniforms, _ in wanted:
+        for scores, uniforms, _ in wanted:
             for seed in SEEDS:
-                answers = (blank(rows, dtype=torch.int64), blank(3, dtype=torch.int64))
-                buffers = (scores, proposed, drafts, starts, uniforms, *answers)
-                calls.append(Call("verify", (CODES[dtype], rows, vocabulary, 3), buffers, seed))
+                buffers = (scores, uniforms, blank(rows, dtype=torch.int64))
+                calls.append(Call("choose", (CODES[dtype], rows, vocabulary), buffers, seed))
         run(program, calls)
         for index, call in enumerate(calls):
-            choices, accepted = wanted[index // len(SEEDS)][3]
-            assert torch.equal(call.buffers[-2], choices)
-            assert torch.equal(call.buffers[-1], accepted)
+            assert torch.equal(call.buffers[-1], wanted[index // len(SEEDS)][-1])
 
 
 CHECKS: dict[str, Callable[[Path], None]] = {
@@ -167,6 +134,5 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "exit_head": check_exit_head,
     "draft_top": check_draft_top,
     "route": check_route,
-    "row_copy": check_row_copy,
-    "verify": check_verify,
+    "choose": check_choose,
 }

@@ -75,7 +75,7 @@ def compiled(
         root = folder / "tree"
         shutil.copytree(ROOT / "csrc", root / "csrc")
         (root / HARNESS).mkdir(parents=True)
-        for name in ("emulator.h", "emulated_main.h", "fake_cudart.h", f"{harness}.cpp"):
+        for name in ("emulator.h", "emulated_main.h", f"{harness}.cpp"):
             shutil.copy(ROOT / HARNESS / name, root / HARNESS / name)
         path = root / "csrc" / bug.file
         source = path.read_text()

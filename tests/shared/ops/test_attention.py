@@ -204,7 +204,7 @@ def test_packed_sequences_attend_as_each_does_alone(isa: str, p: dict) -> None:
     [
         ({"bases": [6]}, "cannot take 2 tokens at 6"),
         ({"bases": [-1]}, "cannot take"),
-        ({"counts": [1]}, "hold 1 tokens of 2"),
+        ({"counts": [1]}, "counts sum to 1 tokens, but q has 2"),
         ({"counts": [0]}, "cannot take"),
         ({"keys": []}, "0 stores of keys"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),

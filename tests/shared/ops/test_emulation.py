@@ -14,10 +14,10 @@ BUGS = {
         "a missing bound", "include/exit_head.cuh", "if (row >= (gated ? rank : size)) return;", ""
     ),
     "norm": Bug(
-        "a barrier dropped: scratch is written while others still read it",
+        "a barrier dropped: the warps' sums are read before they are written",
         "include/device.cuh",
-        "  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) total += scratch[warp];\n  __syncthreads();\n",
-        "  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) total += scratch[warp];\n",
+        "scratch[threadIdx.x / kWarp] = value;\n  __syncthreads();\n",
+        "scratch[threadIdx.x / kWarp] = value;\n",
     ),
     "draft_top": Bug(
         "a collective that some lanes do not reach",
@@ -37,15 +37,9 @@ BUGS = {
         "atomicInc(ticket, count - 1)",
         "atomicInc(ticket, 1000000u)",
     ),
-    "row_copy": Bug(
-        "units wider than the rows' alignment",
-        "cuda/kernels.cu",
-        "if (steps % 16 == 0) {",
-        "if (steps % 2 == 0) {",
-    ),
-    "verify": Bug(
+    "choose": Bug(
         "a barrier dropped: the warps' firsts are read before they are written",
-        "include/batches.cuh",
+        "include/choose.cuh",
         "warp * kWarp + __ffs((int)passing) - 1 : kChoiceThreads;\n  __syncthreads();",
         "warp * kWarp + __ffs((int)passing) - 1 : kChoiceThreads;",
     ),

@@ -196,7 +196,7 @@ def test_no_tokens_are_no_work() -> None:
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"eps": -1.0}, "eps is negative"),
         ({"slots": {"bases": [7]}}, "cannot take 2 tokens at 7"),
-        ({"slots": {"counts": [1]}}, "hold 1 tokens of 2"),
+        ({"slots": {"counts": [1]}}, "counts sum to 1 tokens, but x has 2"),
         ({"slots": {"keys": []}}, "0 stores of keys"),
         ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),

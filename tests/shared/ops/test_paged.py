@@ -105,7 +105,7 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("q", torch.randn(2, 3, 8), "3 query heads on 2 key heads"),
+        ("q", torch.randn(2, 3, 8), "3 query heads cannot share 2 key heads"),
         ("q", torch.randn(2, 4, 8).double(), "q must be float32, float16 or bfloat16"),
         ("q", torch.randn(2, 4, 16)[:, :, ::2], "last dimension of q"),
         ("k", torch.randn(2, 2, 9), r"k has shape \[2, 2, 9\], want \[2, any, 8\]"),
@@ -114,9 +114,9 @@ def test_large_scores_do_not_overflow() -> None:
         ("values", torch.randn(2, 2, 4, 8), "values has shape"),
         ("pages", torch.zeros(1, 3, dtype=torch.int32), "pages must be int64"),
         ("rows", torch.zeros(1, dtype=torch.int64), "rows has shape"),
-        ("rows", torch.tensor([0, 1]), "token 1 is of row 1 of 1"),
-        ("positions", torch.tensor([0, 12]), "token 1 is at position 12, past its row's 3 pages of 4"),
-        ("pages", torch.tensor([[0, 3, 1]]), "page 1 of row 0 is 3 of 3"),
+        ("rows", torch.tensor([0, 1]), "token 1 has row 1, but there are 1 rows"),
+        ("positions", torch.tensor([0, 12]), "token 1 has position 12, but its row has 3 pages of 4 slots"),
+        ("pages", torch.tensor([[0, 3, 1]]), "page 1 of row 0 is 3, but the pool has 3 pages"),
         ("window", -1, "at least 0"),
     ],
 )  # fmt: skip

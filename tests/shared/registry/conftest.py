@@ -5,33 +5,61 @@ from pathlib import Path
 
 import pytest
 
+from shared.registry.address import SharedAddress
 from shared.registry.base import Registry
 from shared.registry.factory import open_registry
+from tests.registry_damage import bucket_of, damaged
+from tests.registry_damage import harm as harm_object
 from tests.registry_servers import SERVERS, shared_url
 from tests.servers import RedisServer
 
+# (path below the registry's root, "flip" | "truncate" | "delete")
+Harm = Callable[[str, str], None]
+
 
 @pytest.fixture(params=["local", *SERVERS])
-def open_again(
+def place(
     request: pytest.FixtureRequest, tmp_path: Path, start_redis: Callable[[str], RedisServer]
-) -> Iterator[Callable[[], Registry]]:
+) -> str:
+    """Path or URL of a new registry."""
+    if request.param == "local":
+        return str(tmp_path / "registry")
+    server = start_redis(request.param)
+    with server.client() as client:
+        client.flushall()
+    return shared_url(server, request.getfixturevalue("s3"))
+
+
+@pytest.fixture
+def open_again(place: str) -> Iterator[Callable[[], Registry]]:
     """Each call is another client of the same registry."""
     opened: list[Registry] = []
-    if request.param == "local":
-        name = str(tmp_path / "registry")
-    else:
-        server = start_redis(request.param)
-        with server.client() as client:
-            client.flushall()
-        name = shared_url(server, request.getfixturevalue("s3"))
 
     def open_one() -> Registry:
-        opened.append(open_registry(name))
+        opened.append(open_registry(place))
         return opened[-1]
 
     yield open_one
     for registry in opened:
         registry.close()
+
+
+@pytest.fixture
+def harm(place: str, request: pytest.FixtureRequest) -> Harm:
+    """Damages a stored object, as a disk or a person may."""
+
+    def in_folder(path: str, damage: str) -> None:
+        file = Path(place) / path
+        if damage == "delete":
+            file.unlink()
+        else:
+            file.write_bytes(damaged(file.read_bytes(), damage))
+
+    def in_bucket(path: str, damage: str) -> None:
+        bucket = bucket_of(request.getfixturevalue("s3"), SharedAddress.parse(place).prefix)
+        harm_object(bucket, path, damage)
+
+    return in_bucket if "://" in place else in_folder
 
 
 @pytest.fixture

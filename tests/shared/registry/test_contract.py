@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from shared.errors import AlreadyExists, Conflict, InvalidInput, NotFound, PreconditionFailed
-from shared.registry.base import AliasChange, PublishedVersion, Registry
+from shared.registry.base import AliasChange, Canary, PublishedVersion, Registry
+from tests.manifests import real_manifest
 
 MODEL = "acme/tiny-llama"
-MANIFEST = {"schema_version": 1, "rungs": [{"name": "depth-2", "agreement": 0.25}], "note": "naïve"}
+MANIFEST = {**real_manifest(), "note": "naïve"}
 
 
 def publish(registry: Registry, request_id: str, **options: Any) -> PublishedVersion:
@@ -143,7 +144,26 @@ def test_bad_publications(registry: Registry, options: dict[str, Any], reason: s
     assert registry.list_versions(MODEL) == []
 
 
-@pytest.mark.parametrize("request_id", ["", "x" * 129, "a\nb"])
+@pytest.mark.parametrize("text", ["a\x1b]0;b", "a\u202eb"])
+def test_notes_hold_nothing_that_a_terminal_obeys(registry: Registry, text: str) -> None:
+    publish(registry, "one")
+    publish(registry, "two")
+    for call in (
+        lambda **note: publish(registry, "three", actor=note["actor"] + note["reason"]),
+        lambda **note: registry.set_alias(MODEL, "stable", 1, **note),
+        lambda **note: registry.set_canary(MODEL, "latest", Canary(1, 10), **note),
+        lambda **note: registry.set_canary(MODEL, "latest", None, **note),
+        lambda **note: registry.promote_canary(MODEL, "latest", **note),
+        lambda **note: registry.rollback_alias(MODEL, "latest", **note),
+    ):
+        for note in ({"actor": text, "reason": ""}, {"actor": "", "reason": text}):
+            with pytest.raises(InvalidInput) as raised:
+                call(**note)
+            assert raised.value.reason == "BAD_NOTE"
+    assert registry.aliases(MODEL) == {"latest": 2}
+
+
+@pytest.mark.parametrize("request_id", ["", "x" * 129, "a\nb", "a\x1bb", "a\u202eb"])
 def test_bad_request_ids(registry: Registry, request_id: str) -> None:
     with pytest.raises(InvalidInput):
         publish(registry, request_id, blobs={"x": b"1"})

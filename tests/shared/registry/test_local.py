@@ -6,7 +6,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.index import SCHEMA_VERSION
 from shared.registry.local import LocalRegistry
+from tests.registry_damage import content_path
 from tests.small_disk import run_on_small_disk
 
 PUBLISHER = Path(__file__).with_name("publisher.py")
@@ -119,6 +119,21 @@ def test_really_full_file_system(tmp_path: Path) -> None:
     assert after == {"readable": len(made), "newest": len(made)}
 
 
+def test_a_read_only_folder_is_refused_with_a_reason(tmp_path: Path) -> None:
+    """Root may write anywhere but on a file system that is mounted read-only."""
+    check = (
+        "import sys;from pathlib import Path;from shared.errors import NeapError\n"
+        "from shared.registry.local import LocalRegistry\n"
+        "try: LocalRegistry(Path(sys.argv[1]))\n"
+        "except NeapError as error: print(error.reason, error.message)"
+    )
+    script = '"$1" "$2" "$3" fill 1 && mount -o remount,ro "$3" && "$1" -c "$4" "$3"'
+    command = ["sh", "-c", script, "sh", sys.executable, PUBLISHER, tmp_path, check]
+    *_, said = run_on_small_disk(tmp_path, "4m", *command).splitlines()
+    assert said.startswith("STORAGE_UNAVAILABLE")
+    assert "(EROFS): it is read-only" in said
+
+
 def test_a_failed_publisher_takes_nothing_from_a_successful_one(tmp_path: Path) -> None:
     """Both need the same blob; the first to write it fails only after the other relies on it."""
     other = LocalRegistry(tmp_path)
@@ -181,21 +196,60 @@ def test_one_flipped_byte_in_a_blob(tmp_path: Path) -> None:
     assert registry.read_blob(made, "x") == b"weights" * 1000, "publishing the same bytes repairs"
 
 
-@pytest.mark.parametrize("damage", [flip, Path.unlink])
-def test_damaged_manifest(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("damage", ["huge", "folder"])
+def test_a_manifest_that_is_no_file_of_ours_is_not_read(tmp_path: Path, damage: str) -> None:
     registry = LocalRegistry(tmp_path)
     publish(registry)
-    digest = registry.get("tiny", 1).manifest_digest
-    damage(tmp_path / "manifests/sha256" / digest[7:9] / digest[7:])
-    for read in (
-        lambda: registry.get("tiny", 1),
-        lambda: registry.resolve("tiny", "latest"),
-        lambda: registry.list_versions("tiny"),
-        lambda: list(registry.events("tiny")),
-    ):
-        with pytest.raises(Corrupt) as raised:
-            read()
-        assert raised.value.metadata["expected_digest"] == digest
+    path = tmp_path / content_path("manifests", registry.get("tiny", 1).manifest_digest)
+    path.unlink()
+    if damage == "huge":
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        path.mkdir()
+    (listed,) = registry.list_versions("tiny")
+    assert ("more than" if damage == "huge" else "EISDIR") in listed.damage
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE versions SET create_time_s = 'yesterday' WHERE version = 1",
+        "UPDATE versions SET manifest_digest = x'00ff' WHERE version = 1",
+        "UPDATE versions SET manifest_digest = '../../index.db' WHERE version = 1",
+    ],
+)
+def test_one_damaged_row_of_a_version(tmp_path: Path, change: str) -> None:
+    registry = LocalRegistry(tmp_path)
+    publish(registry)
+    publish(registry, "two")
+    with sqlite3.connect(tmp_path / "index.db") as connection:
+        connection.execute(change)
+    assert [bool(v.damage) for v in registry.list_versions("tiny")] == [False, True]
+    with pytest.raises(Corrupt):
+        registry.get("tiny", 1)
+    assert registry.resolve("tiny", "latest").version == 2
+    assert len(list(registry.events("tiny"))) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE alias_changes SET to_version = 'two' WHERE change = 1",
+        "DELETE FROM alias_changes WHERE change = 1",
+    ],
+)
+def test_one_damaged_row_of_an_alias(tmp_path: Path, change: str) -> None:
+    registry = LocalRegistry(tmp_path)
+    publish(registry)
+    registry.set_alias("tiny", "other", 1)
+    with sqlite3.connect(tmp_path / "index.db") as connection:
+        connection.execute(change)
+    with pytest.raises(Corrupt, match="rebuild-index") as raised:
+        list(registry.events("tiny"))
+    assert raised.value.reason == "INDEX_DAMAGED"
+    assert registry.resolve("tiny", "other").version == 1
+    assert len(registry.list_versions("tiny")) == 1
 
 
 def test_forged_digest_reaches_no_other_file(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from shared.registry.lease import PATH, Lease, LeaseWatch
 from shared.registry.object_store import ObjectStore
 from shared.registry.shared import SharedRegistry
 from shared.registry.sweep import Sweep, sweep
+from tests.registry_damage import bucket_of, content_path, harm
 from tests.registry_servers import shared_registry
 
 WEIGHTS = b"weights" * 100
@@ -33,9 +34,7 @@ def objects(url: str) -> ObjectStore:
 
 @pytest.fixture
 def bucket(url: str, s3) -> S3Store:
-    prefix = SharedAddress.parse(url).prefix
-    options = {"allow_http": True}
-    return S3Store("neap", prefix=prefix, endpoint=s3.endpoint, client_options=options)
+    return bucket_of(s3, SharedAddress.parse(url).prefix)
 
 
 def publish(registry: SharedRegistry, data: bytes = WEIGHTS, request_id: str = "one"):
@@ -148,3 +147,17 @@ def test_nothing_goes_when_a_record_cannot_be_read(registry, objects, bucket):
         sweep(objects, grace_s=0, settle_s=0)
     assert objects.has_content("blobs", digest_of(b"left over"))
     assert objects.get(PATH) is None
+
+
+def test_where_a_manifest_is_damaged_no_blob_goes(registry, objects, bucket):
+    version = publish(registry)
+    publish(registry, b"other", "two")
+    objects.put_content("blobs", b"left over")
+    objects.put_content("manifests", b"{}")
+    harm(bucket, content_path("manifests", version.manifest_digest), "truncate")
+    found = sweep(objects, grace_s=0, settle_s=0)
+    assert (found.num_removed, found.num_damaged) == (1, 1), "the manifest that nobody names"
+    assert found.num_kept == 2
+    assert objects.has_content("blobs", digest_of(WEIGHTS))
+    assert publish(registry, WEIGHTS, "again").version == 3, "the same contents mend"
+    assert sweep(objects, grace_s=0, settle_s=0) == Sweep(4, 1, 9, 0)

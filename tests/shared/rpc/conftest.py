@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -65,6 +66,14 @@ def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
         state.loop.call_soon_threadsafe(finish.set)
         thread.join(10)
         assert not thread.is_alive()
+
+
+def soon(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Returns once `condition` holds."""
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 @pytest.fixture

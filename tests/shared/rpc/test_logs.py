@@ -14,6 +14,15 @@ def _as_before():
 
 
 @pytest.mark.parametrize("json_lines", [True, False])
+def test_what_is_logged_is_shown_and_not_obeyed(capsys, json_lines):
+    configure_logging(json_lines=json_lines)
+    structlog.get_logger().info("job ended", problem="a\x1b]0;b\x9b\u202e\nc")
+    written = capsys.readouterr().err
+    assert "\\u001b]0;b\\u009b\\u202e" in written
+    assert len(written.splitlines()) == 1
+
+
+@pytest.mark.parametrize("json_lines", [True, False])
 def test_tracebacks_hold_no_local_variables(capsys, json_lines):
     configure_logging(json_lines=json_lines)
 

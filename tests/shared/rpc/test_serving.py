@@ -193,6 +193,32 @@ def test_a_second_request_to_stop_stops_at_once(scripted, server, channel, grace
     _ended_with_a_reason(call)
 
 
+def test_without_any_grace_running_and_arriving_calls_are_told_before_the_server_stops(
+    scripted, server, channel
+):
+    tidying, tidied = threading.Event(), threading.Event()
+
+    async def tidies_up(request, context):
+        yield inference_pb2.GenerateResponse()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            tidying.set()
+            await asyncio.to_thread(tidied.wait, 1.0)
+
+    scripted.on_generate = tidies_up
+    server.server.grace_s = server.server.drain_timeout_s = 0.0
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    running = stub.Generate(inference_pb2.GenerateRequest())
+    next(running)
+    draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
+    assert tidying.wait(10)
+    arriving = stub.Generate(inference_pb2.GenerateRequest())
+    _ended_with_a_reason(arriving)
+    _ended_with_a_reason(running)
+    draining.result(20)
+
+
 async def test_a_taken_port_and_a_bad_address_are_errors(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -56,6 +56,16 @@ def test_error_info_carries_reason_domain_and_metadata():
     assert (status.code, status.message) == (9, "no")
 
 
+def test_a_field_at_fault_is_named_as_a_violation():
+    error = errors.InvalidInput("too long", reason="BAD_SPEC", metadata={"field": "spec.x"})
+    info, violations = to_status(error).details
+    assert info.Is(error_details_pb2.ErrorInfo.DESCRIPTOR)
+    bad_request = error_details_pb2.BadRequest()
+    assert violations.Unpack(bad_request)
+    (violation,) = bad_request.field_violations
+    assert (violation.field, violation.description) == ("spec.x", "too long")
+
+
 @pytest.mark.parametrize("retry_after_s", [None, 0.0, 1.5])
 def test_retry_info_only_where_waiting_helps(retry_after_s):
     status = to_status(errors.Exhausted("full", retry_after_s=retry_after_s))

@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from shared.errors import Corrupt, NeapError, NotFound
 from shared.rpc.calls import OpenCalls
 from shared.rpc.client import NeapClient
+from shared.rpc.client_waits import ClientWaits
 from shared.rpc.interceptors import _Wrapped, annotate_call, current_request_id
 from shared.rpc.logs import configure_logging
 from tests.spans import recorded_spans
@@ -194,6 +195,9 @@ async def test_a_stream_given_up_in_a_write_is_closed_and_logged_under_its_own_i
         finally:
             closed.append(True)
 
+    async def read():
+        return inference_pb2.GenerateRequest()
+
     async def write(response):
         structlog.contextvars.bind_contextvars(request_id="other", trace_id="other")
         writing.set()
@@ -204,12 +208,14 @@ async def test_a_stream_given_up_in_a_write_is_closed_and_logged_under_its_own_i
         set_trailing_metadata=lambda metadata: None,
         time_remaining=lambda: None,
         peer_identities=lambda: None,
+        read=read,
         write=write,
     )
     calls = OpenCalls()
     configure_logging(json_lines=True)
     try:
-        call = asyncio.create_task(_Wrapped(f"/{GENERATE}", calls).generator(inner)(None, context))
+        wrapped = _Wrapped(f"/{GENERATE}", calls, ClientWaits())
+        call = asyncio.create_task(wrapped.generator(inner)(None, context))
         await writing.wait()
         assert len(calls) == 1
         call.cancel()

@@ -1,0 +1,143 @@
+"""What a calibration service tells Prometheus. docs/metrics.md explains each."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import prometheus_client
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from calibrator_service.job import Job, JobState
+from calibrator_service.jobs import JobCount
+from shared.errors import NeapError
+
+DURATION_BOUNDS_S = (30, 60, 120, 180, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
+
+# The time each counter was made would double the number of series, and nothing here reads it.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+log = structlog.get_logger("neap.calibration")
+
+
+class ObservedQueue(Protocol):
+    """What is read of the queue when somebody asks. From any thread; the methods raise NeapError as the job store does."""
+
+    @property
+    def is_alive(self) -> bool: ...
+    @property
+    def is_held_up(self) -> bool: ...
+    def counts(self) -> Sequence[JobCount]: ...
+    def running(self) -> Sequence[Job]: ...
+
+
+class CalibratorMetrics:
+    """One registry with the metrics of jobs, their queue and this process. Safe to use from any thread.
+
+    Label values are few by construction: models that were configured when a job was created, states, phases, and reasons that
+    stand in the source.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=self.registry)
+        prometheus_client.PlatformCollector(registry=self.registry)
+        prometheus_client.GCCollector(registry=self.registry)
+        self.process_deaths = Counter(
+            "neap_calibration_process_deaths",
+            "Processes of jobs that died by themselves; not those that this service stopped or that died with it.",
+            ["model_id"],
+            registry=self.registry,
+        )
+        self.publications = Counter(
+            "neap_calibration_publications",
+            "Jobs that ended with a published router version.",
+            ["model_id"],
+            registry=self.registry,
+        )
+        self.failures = Counter(
+            "neap_calibration_failures",
+            "Jobs that failed, by the reason of their failure.",
+            ["model_id", "reason"],
+            registry=self.registry,
+        )
+        self.duration = Histogram(
+            "neap_calibration_duration_seconds",
+            "From a job's creation until its end, time in the queue included, by how it ended.",
+            ["model_id", "state"],
+            buckets=DURATION_BOUNDS_S,
+            registry=self.registry,
+        )
+
+    def observe(self, queue: ObservedQueue) -> None:
+        """Report on `queue` from now on."""
+        self.registry.register(_QueueCollector(queue))
+
+    def job_ended(self, job: Job) -> None:
+        """`job` has been run by this service, and has ended."""
+        if job.end_time_s is not None:
+            seconds = max(job.end_time_s - job.create_time_s, 0.0)
+            self.duration.labels(job.model_id, job.state).observe(seconds)
+        if job.state is JobState.SUCCEEDED:
+            self.publications.labels(job.model_id).inc()
+        elif job.state is JobState.FAILED:
+            self.failures.labels(job.model_id, job.failure_reason).inc()
+
+
+class _QueueCollector(Collector):
+    """Reads the queue and the job store when asked. A store that cannot be read leaves its metrics out."""
+
+    def __init__(self, queue: ObservedQueue) -> None:
+        self._queue = queue
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that registering reads nothing."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "neap_calibration_queue_up",
+            "1 while the thread that runs the jobs is alive.",
+            value=float(self._queue.is_alive),
+        )
+        yield GaugeMetricFamily(
+            "neap_calibration_queue_held_up",
+            "1 while the queue cannot go on, because the disk is full or the job store cannot be had.",
+            value=float(self._queue.is_held_up),
+        )
+        try:
+            counts, running = self._queue.counts(), self._queue.running()
+        except NeapError as error:
+            log.warning("jobs cannot be counted", reason=error.reason)
+            return
+        yield from _of_counts(counts)
+        progress = GaugeMetricFamily(
+            "neap_calibration_progress_ratio",
+            "Share of a running job's work that is done, by the phase it is in.",
+            labels=["model_id", "phase"],
+        )
+        for job in running:
+            progress.add_metric([job.model_id, job.phase], job.fraction)
+        yield progress
+
+
+def _of_counts(counts: Sequence[JobCount]) -> Iterator[Metric]:
+    jobs = GaugeMetricFamily(
+        "neap_calibration_jobs", "Jobs on record, by state.", labels=["model_id", "state"]
+    )
+    waiting = GaugeMetricFamily(
+        "neap_calibration_queue_length", "Jobs that wait for their turn.", labels=["model_id"]
+    )
+    resumes = CounterMetricFamily(
+        "neap_calibration_resumes",
+        "Starts of jobs that had been started before, over all jobs on record.",
+        labels=["model_id"],
+    )
+    for model_id in sorted({count.model_id for count in counts}):
+        own = [count for count in counts if count.model_id == model_id]
+        for count in own:
+            jobs.add_metric([model_id, count.state], count.num_jobs)
+        num_waiting = sum(count.num_jobs for count in own if count.state == JobState.QUEUED)
+        waiting.add_metric([model_id], num_waiting)
+        resumes.add_metric([model_id], sum(count.num_resumes for count in own))
+    yield from (jobs, waiting, resumes)

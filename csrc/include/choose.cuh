@@ -1,0 +1,108 @@
+// The token that each row of scores chooses, greedy or sampled: see ChoiceArgs.
+#pragma once
+#include "choices.h"
+#include "device.cuh"
+
+namespace neap::gpu {
+
+constexpr int kChoiceThreads = 256, kChoiceWarps = kChoiceThreads / kWarp;
+
+struct Largest {
+  double value;
+  int64_t index;
+  // NaN is larger than any number, as in PyTorch. Of equal values the first is the largest.
+  __device__ __forceinline__ bool beats(const Largest& other) const {
+    if (index < 0 || other.index < 0) return other.index < 0 && index >= 0;
+    const bool nan = value != value, other_nan = other.value != other.value;
+    if (nan != other_nan) return nan;
+    return (!nan && value > other.value) || ((nan || value == other.value) && index < other.index);
+  }
+};
+
+__device__ __forceinline__ double weight_of(double value) { return value; }
+template <class E>
+__device__ __forceinline__ double weight_of(E value) { return (double)to_float(value); }
+
+// Greedy choice of one row: the index of the largest score.
+template <class E>
+__device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs& args, Largest* found) {
+  Largest best{0, -1};
+  for (int64_t i = threadIdx.x; i < args.vocabulary; i += blockDim.x) {
+    const Largest seen{weight_of(scores[i]), i};
+    if (seen.beats(best)) best = seen;
+  }
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    const Largest other{__shfl_xor_sync(kAll, best.value, step), __shfl_xor_sync(kAll, best.index, step)};
+    if (other.beats(best)) best = other;
+  }
+  if (threadIdx.x % kWarp == 0) found[threadIdx.x / kWarp] = best;
+  __syncthreads();
+  if (threadIdx.x) return;
+  for (int warp = 1; warp < kChoiceWarps; ++warp)
+    if (found[warp].beats(best)) best = found[warp];
+  args.choices[blockIdx.x] = best.index;
+}
+
+// Draws from the distribution with weights weight(i): the first i whose running total exceeds `point` times the total. Every thread sums a
+// piece of the weights; the thread whose piece contains the point then searches it. Returns -1 if all weights are 0. All threads of
+// the block must call it and get the result.
+template <class F>
+__device__ __forceinline__ int64_t at_point(int64_t size, double point, double* ends, int64_t* answer, const F& weight) {
+  const int64_t piece = (size + blockDim.x - 1) / blockDim.x, begin = min(size, threadIdx.x * piece), end = min(size, begin + piece);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  double own = 0;
+  for (int64_t i = begin; i < end; ++i) own += weight(i);
+  double sum = own;
+#pragma unroll
+  for (int step = 1; step < kWarp; step *= 2) {
+    const double left = __shfl_up_sync(kAll, sum, step);
+    if (lane >= step) sum += left;
+  }
+  if (threadIdx.x == 0) *answer = size;  // no piece yet
+  if (lane == kWarp - 1) ends[warp] = sum;
+  __syncthreads();
+  double before = 0, total = 0;
+  for (int w = 0; w < kChoiceWarps; ++w) {
+    if (w < warp) before += ends[w];
+    total += ends[w];
+  }
+  const double wanted = point * total;
+  // Rounding can make neighbouring sums an ulp out of order, so several pieces may contain the point. The first one counts.
+  const bool passes = own > 0 && before + sum > wanted;
+  const unsigned passing = __ballot_sync(kAll, passes);
+  NEAP_SHARED(int, firsts, kChoiceWarps);
+  if (lane == 0) firsts[warp] = passing ? warp * kWarp + __ffs((int)passing) - 1 : kChoiceThreads;
+  __syncthreads();
+  int chosen = kChoiceThreads;
+  for (int w = 0; w < kChoiceWarps; ++w) chosen = min(chosen, firsts[w]);
+  if ((int)threadIdx.x == chosen) {
+    double running = before + sum - own;
+    int64_t at = begin;
+    for (int64_t i = begin; i < end; ++i) {
+      const double value = weight(i);
+      running += value;
+      if (value > 0) at = i;
+      if (value > 0 && running > wanted) break;
+    }
+    *answer = at;
+  }
+  __syncthreads();
+  const int64_t found = *answer;
+  __syncthreads();
+  return found < size ? found : -1;
+}
+
+// One block per row of scores.
+template <class E>
+__global__ void __launch_bounds__(kChoiceThreads) choose_kernel(ChoiceArgs args) {
+  NEAP_SHARED(Largest, found, kChoiceWarps);
+  NEAP_SHARED(double, ends, kChoiceWarps);
+  NEAP_SHARED(int64_t, answer, 1);
+  const E* scores = static_cast<const E*>(args.scores) + blockIdx.x * args.stride;
+  if (args.uniforms == nullptr) return choose_largest(scores, args, found);
+  const int64_t token = at_point(args.vocabulary, args.uniforms[blockIdx.x], ends, answer, [=](int64_t i) { return weight_of(scores[i]); });
+  if (threadIdx.x == 0) args.choices[blockIdx.x] = max(token, (int64_t)0);
+}
+
+}  // namespace neap::gpu

@@ -1,0 +1,57 @@
+"""What fails for one request, and what its caller is told."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, Protocol, TypeVar
+
+from inference_service.engine.request import GenerationRequest
+from shared.errors import Exhausted, NeapError
+from shared.model.cache import is_out_of_memory
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+RETRY_AFTER_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Failing(Protocol):
+    """A sequence: `failure` is None until something fails for it; from then on it takes part in nothing."""
+
+    failure: NeapError | None
+
+    @property
+    def request(self) -> GenerationRequest: ...
+
+
+def failure_of(error: BaseException) -> NeapError:
+    """What a caller is told of `error`: a new error without a traceback, because the traceback's frames hold caches."""
+    if isinstance(error, NeapError):
+        return copy.copy(error)
+    if is_out_of_memory(error):
+        return Exhausted(
+            "there is no memory left for this request",
+            reason="OUT_OF_MEMORY",
+            retry_after_s=RETRY_AFTER_S,
+        )
+    return NeapError("the request failed inside the engine")
+
+
+def attempt(sequence: Failing, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """`work(*args, **kwargs)`, which concerns `sequence` alone; where it raises, the sequence fails and the result is None."""
+    try:
+        return work(*args, **kwargs)
+    except Exception as error:
+        fail_all([sequence], error, "a request failed")
+        return None
+
+
+def fail_all(sequences: Iterable[Failing], error: Exception, what: str) -> None:
+    """Ends all that shared the work that raised `error`. Logs `what` with the error's traceback. Call it while handling `error`."""
+    failed = list(sequences)
+    names = ", ".join(sequence.request.request_id or "-" for sequence in failed)
+    logger.error("%s: %s", what, names, exc_info=error)
+    for sequence in failed:
+        sequence.failure = failure_of(error)

@@ -1,0 +1,31 @@
+"""The worker's pools of threads. Each purpose has its own, so that a registry that hangs stalls nothing else."""
+
+from shared.blocking import BlockingPool
+
+# Resolving one alias is one short question; a registry that hangs answers with an error after seconds.
+NUM_REGISTRY_THREADS = 4
+MAX_PENDING_RESOLUTIONS = 64
+NUM_PREPARATION_THREADS = 4
+NUM_REQUEST_THREADS = 4
+
+
+class Pools:
+    """`requests`: CPU work of requests, which admission bounds already. `known_aliases` and `new_aliases`: questions to the registry
+    about aliases that were resolved before and that were not. `fetches`: routers from the registry. `preparations`: making
+    routers ready in an engine."""
+
+    def __init__(self) -> None:
+        self.requests = BlockingPool(NUM_REQUEST_THREADS, 4096, name="neap-requests")
+        self.known_aliases = _registry_pool("neap-known-aliases")
+        self.new_aliases = _registry_pool("neap-new-aliases")
+        self.fetches = _registry_pool("neap-fetches")
+        self.preparations = BlockingPool(NUM_PREPARATION_THREADS, 256, name="neap-preparations")
+
+    def close(self) -> None:
+        """Does not wait: a call to the registry may hang."""
+        for pool in vars(self).values():
+            pool.close(wait=False)
+
+
+def _registry_pool(name: str) -> BlockingPool:
+    return BlockingPool(NUM_REGISTRY_THREADS, MAX_PENDING_RESOLUTIONS, name=name)

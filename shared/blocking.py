@@ -1,0 +1,53 @@
+"""Blocking calls from asyncio, in bounded pools of threads, one for each purpose."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from shared.errors import Exhausted
+
+P = ParamSpec("P")
+T = TypeVar("T")
+NUM_THREADS = 8
+MAX_PENDING_CALLS = 256
+_RETRY_S = 1.0
+
+
+class BlockingPool:
+    """`name` is that of its threads. `call` refuses with Exhausted (TOO_MANY_CALLS) rather than let a queue grow without bound."""
+
+    def __init__(
+        self,
+        num_threads: int = NUM_THREADS,
+        max_pending: int = MAX_PENDING_CALLS,
+        *,
+        name: str = "blocking",
+    ) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._max_pending = max_pending
+        self._num_pending = 0
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run it in the pool. A caller that goes away takes along what has not begun, and does not interrupt what has."""
+        if self._num_pending >= self._max_pending:
+            raise Exhausted(
+                "too many calls at once", reason="TOO_MANY_CALLS", retry_after_s=_RETRY_S
+            )
+        self._num_pending += 1
+        future = self._executor.submit(function, *args, **kwargs)
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _: _call_soon(loop, self._ended))
+        return await asyncio.wrap_future(future)
+
+    def _ended(self) -> None:
+        self._num_pending -= 1
+
+    def close(self, *, wait: bool = True) -> None:
+        """Drops what has not begun; `wait`: until the rest is done."""
+        self._executor.shutdown(wait=wait, cancel_futures=True)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function)

@@ -1,0 +1,37 @@
+"""Advisory locks on files between processes, never waited for without bound: their holder may be suspended."""
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from shared.errors import Unavailable
+from shared.timeouts import FILE_LOCK_S
+
+_POLL_S = 0.02
+
+
+@contextmanager
+def file_lock(
+    path: Path, *, shared: bool = False, timeout_s: float | None = None
+) -> Iterator[IO[str]]:
+    """Holds the lock `path`, a file that is made where it is not there. `timeout_s` None: FILE_LOCK_S; 0: does not wait.
+
+    Raises Unavailable (LOCKED) when others hold it for longer, and OSError.
+    """
+    timeout_s = FILE_LOCK_S if timeout_s is None else timeout_s
+    give_up_at = time.monotonic() + timeout_s
+    with path.open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= give_up_at:
+                    raise Unavailable(
+                        f"another process has held {path.name} for {timeout_s:g} s", reason="LOCKED"
+                    ) from error
+            time.sleep(_POLL_S)
+        yield lock

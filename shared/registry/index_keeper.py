@@ -1,0 +1,168 @@
+"""Keeps a shared registry's index in Redis at what the journal says, and answers from it."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import structlog
+
+from shared.errors import Corrupt, NotFound, Unavailable
+from shared.registry.blobs import StepHook
+from shared.registry.journal import Entry, Journal, VersionRecord
+from shared.registry.redis import IndexDamaged, RedisIndex
+from shared.registry.state import ModelState, advance
+from shared.registry.sweep import COMMIT_TIMEOUT_S
+
+T = TypeVar("T")
+log = structlog.get_logger("neap.registry")
+
+
+class IndexKeeper:
+    """`freshness_s`: how often at most a model's journal is asked for records that the index lacks, because their writer died or
+    Redis lost what it had. An index that holds what cannot be read is replaced from the journal, once per question.
+
+    Methods raise Unavailable, Exhausted (REDIS_FULL), Corrupt (the journal is needed and damaged), PreconditionFailed.
+    """
+
+    def __init__(
+        self, index: RedisIndex, journal: Journal, *, freshness_s: float, step: StepHook
+    ) -> None:
+        self._index = index
+        self._journal = journal
+        self._freshness_s = freshness_s
+        self._step = step
+        self._looked_at_s: dict[str, float] = {}
+
+    def state(self, model_id: str) -> ModelState:
+        """What the index says, after a look at the journal where the index knows nothing or has not been compared for a while."""
+        state = self._known(model_id)
+        now_s = time.monotonic()
+        if state.applied:
+            if now_s - self._looked_at_s.get(model_id, -1e9) < self._freshness_s:
+                return state
+            # Noted first: while the object store hangs, one call waits for it and not every one.
+            self._looked_at_s[model_id] = now_s
+        try:
+            if state.applied == 0 or self._journal.has(model_id, state.applied + 1):
+                return self._catch_up(model_id, state)
+        except (Corrupt, Unavailable) as error:
+            if state.applied == 0:
+                raise  # it may be that the index was lost: "there is none" would be a guess
+            log.error(
+                "the index was not brought up to the journal",
+                model_id=model_id,
+                problem=error.message,
+            )
+        return state
+
+    def _known(self, model_id: str) -> ModelState:
+        return self._ask(model_id, lambda: self._index.state(model_id))
+
+    def _catch_up(self, model_id: str, state: ModelState) -> ModelState:
+        entries = self._journal.after(model_id, state.applied)
+        if not entries:
+            return state
+        self._index.advance(model_id, advance(state, entries))
+        log.info("journal records applied", model_id=model_id, records=len(entries))
+        try:
+            return self._index.state(model_id)
+        except IndexDamaged as error:
+            raise _damaged_again(model_id) from error
+
+    def _ask(self, model_id: str, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except IndexDamaged as error:
+            log.error("the index is damaged and is restored", model_id=model_id, problem=str(error))
+            self._replace(model_id)
+        try:
+            return question()
+        except IndexDamaged as error:
+            raise _damaged_again(model_id) from error
+
+    def records(self, model_id: str, numbers: Sequence[int]) -> list[VersionRecord]:
+        """Of versions that there are, in the order asked for."""
+        return self._ask(model_id, lambda: self._index.versions(model_id, numbers))
+
+    def version_of_request(self, model_id: str, request_id: str) -> int | None:
+        return self._ask(model_id, lambda: self._index.version_of_request(model_id, request_id))
+
+    def events(self, model_id: str, after: int) -> list[tuple[int, dict[str, Any]]]:
+        """The next page of events, numbered."""
+        return self._ask(model_id, lambda: self._index.events(model_id, after))
+
+    def wait(self, model_id: str, after: int, timeout_s: float) -> None:
+        """Until there is an event past `after`, or `timeout_s` or a second have passed."""
+        with suppress(IndexDamaged):  # the next page of events restores it
+            self._index.wait(model_id, after, timeout_s)
+
+    def commit(
+        self,
+        model_id: str,
+        propose: Callable[[ModelState], Entry | T],
+        give_up_at: float | None = None,
+    ) -> Entry | T:
+        """Record what `propose` makes of the newest state, and let it be seen. What is no Entry is returned as it is.
+
+        `give_up_at` (monotonic): nothing is recorded after that.
+        """
+        if give_up_at is None:
+            give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
+        state = self.state(model_id)
+        while time.monotonic() < give_up_at:
+            proposed = propose(state)
+            if not isinstance(proposed, Entry):
+                return proposed
+            self._step("journal:begin")
+            if time.monotonic() >= give_up_at:
+                break
+            if self._journal.append(proposed):
+                self._step("journal:written")
+                now_at = self._index.advance(model_id, advance(state, [proposed]))
+                if now_at < proposed.sequence:
+                    # Redis has lost what it had since `state` was read.
+                    self._catch_up(model_id, self._known(model_id))
+                self._step("index:advanced")
+                return proposed
+            # Somebody else has this number: see what it says, and propose anew.
+            state = self._catch_up(model_id, self._known(model_id))
+        raise _busy(model_id)
+
+    def models(self) -> list[str]:
+        """Every model that has something published."""
+        return self._journal.models()
+
+    def rebuild(self, model_id: str) -> ModelState:
+        """The index of one model anew from its journal, in one step: readers see the old or the new. Raises Corrupt, NotFound."""
+        give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
+        while time.monotonic() < give_up_at:
+            try:
+                found_at = self._index.state(model_id).applied
+            except IndexDamaged:
+                return self._replace(model_id)
+            step = advance(ModelState(), self._journal.after(model_id, 0))
+            if step.state.applied == 0:
+                raise NotFound(f"nothing is published for model {model_id!r}")
+            if self._index.advance(model_id, step, replace_at=found_at) == step.state.applied:
+                return step.state
+        raise _busy(model_id)
+
+    def _replace(self, model_id: str) -> ModelState:
+        """Whatever the index holds of this model goes, in the same step in which what the journal says comes."""
+        step = advance(ModelState(), self._journal.after(model_id, 0))
+        self._index.replace(model_id, step)
+        # What others have recorded and shown between the two lines above is in the journal.
+        return self._catch_up(model_id, step.state)
+
+
+def _damaged_again(model_id: str) -> Unavailable:
+    return Unavailable(
+        f"the index of {model_id!r} was damaged again just now; ask again", reason="INDEX_LOST"
+    )
+
+
+def _busy(model_id: str) -> Unavailable:
+    return Unavailable(
+        f"too many others write to the registry of {model_id!r}", reason="REGISTRY_BUSY"
+    )

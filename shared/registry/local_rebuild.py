@@ -1,0 +1,140 @@
+"""Making a folder's index.db anew from its journal, as `neap routers rebuild-index` does."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from shared.errors import Corrupt, NotFound, PreconditionFailed, Unavailable
+from shared.file_lock import file_lock
+from shared.registry.blobs import ContentStore, sync_folder
+from shared.registry.folder_records import FolderRecords
+from shared.registry.index import INDEX_NAME, RegistryIndex
+from shared.registry.journal import Entry, Journal, VersionRecord
+from shared.registry.local_journal import LocalJournal
+from shared.registry.state import ModelState, advance
+
+IN_USE_LOCK = "open.lock"
+_SIDE_FILES = ("", "-wal", "-shm")
+log = structlog.get_logger("neap.registry")
+
+Blobs = Callable[[VersionRecord], dict[str, str]]
+
+
+def rebuild_folder(root: Path) -> dict[str, ModelState]:
+    """What the index holds afterwards, by model. An index that can be read is changed in one transaction, safe while services run;
+    one that is missing or damaged is replaced, which needs the folder for itself, and kept beside it as index.db.replaced.
+
+    Raises NotFound (no journal), Corrupt (the journal is damaged; the index stays as it is), PreconditionFailed
+    (REGISTRY_IN_USE, SCHEMA_TOO_NEW, FOREIGN_DATABASE), Unavailable, Exhausted.
+    """
+    if not root.is_dir():
+        raise NotFound(f"there is no folder {root}")
+    try:
+        index = RegistryIndex(root / INDEX_NAME, before_create=_refuse)
+    except (Corrupt, _Missing) as error:
+        return _replace(root, error)
+    try:
+        return _refill(root, index)
+    except Corrupt as error:
+        if error.reason != "CORRUPT" or error.metadata.get("file") != INDEX_NAME:
+            raise
+        damaged = error
+    finally:
+        index.database.close()
+    return _replace(root, damaged)
+
+
+class _Missing(Exception):
+    pass
+
+
+def _refuse() -> None:
+    raise _Missing
+
+
+def _refill(root: Path, index: RegistryIndex) -> dict[str, ModelState]:
+    local = LocalJournal(root, index)
+    # Writers wait meanwhile: what is committed is in the index now, and nothing more comes before its end.
+    with index.database.transaction() as connection:
+        for model_id in index.models():
+            if not local.journal.has(model_id, index.num_events(model_id) + 1):
+                try:
+                    local.mend(model_id)
+                except Corrupt as error:
+                    log.warning("the index is damaged, too", problem=error.message)
+        records, states = _read(root, local.journal)
+        index.clear(connection)
+        index.restore(connection, records, _blobs_of(root))
+    return states
+
+
+def _replace(root: Path, why: Exception) -> dict[str, ModelState]:
+    try:
+        with file_lock(root / IN_USE_LOCK, timeout_s=0):
+            log.warning("index.db is made anew", problem=str(why) or "it is missing")
+            records, states = _read(root, Journal(FolderRecords(root)))
+            made = root / f"{INDEX_NAME}.new"
+            _move(made, None)
+            index = RegistryIndex(made)
+            try:
+                with index.database.transaction() as connection:
+                    index.restore(connection, records, _blobs_of(root))
+            finally:
+                index.database.close()
+            _move(root / INDEX_NAME, root / f"{INDEX_NAME}.replaced")
+            made.rename(root / INDEX_NAME)
+            (root / f"{INDEX_NAME}.new.lock").unlink(missing_ok=True)
+            sync_folder(root)
+            return states
+    except Unavailable as error:
+        if error.reason != "LOCKED":
+            raise
+        raise PreconditionFailed(
+            f"a service or a command has {root} open: stop it first, because an {INDEX_NAME} that cannot be read is replaced",
+            reason="REGISTRY_IN_USE",
+        ) from error
+
+
+def _move(database: Path, target: Path | None) -> None:
+    """With its side files, the database itself last; None removes them."""
+    for ending in reversed(_SIDE_FILES):
+        path = database.with_name(database.name + ending)
+        if target is not None and path.exists():
+            path.replace(target.with_name(target.name + ending))
+        else:
+            path.unlink(missing_ok=True)
+            if target is not None:
+                target.with_name(target.name + ending).unlink(missing_ok=True)
+
+
+def _read(root: Path, journal: Journal) -> tuple[list[Entry], dict[str, ModelState]]:
+    records: list[Entry] = []
+    states: dict[str, ModelState] = {}
+    for model_id in journal.models():
+        entries = journal.after(model_id, 0)
+        states[model_id] = advance(ModelState(), entries).state
+        records += entries
+    if not records:
+        raise NotFound(
+            f"{root} has no journal to make an index of: nothing was ever published into it, or by a neap that kept none."
+            f" Restore {INDEX_NAME} from a backup",
+            reason="NO_JOURNAL",
+        )
+    return sorted(records, key=lambda entry: entry.event or 0), states
+
+
+def _blobs_of(root: Path) -> Blobs:
+    store = ContentStore(root, step=lambda name: None)
+
+    def blobs(version: VersionRecord) -> dict[str, str]:
+        """Name -> digest; of a damaged manifest they are not known."""
+        try:
+            manifest = json.loads(store.read("manifests", version.manifest_digest))
+        except Corrupt as error:
+            log.error("a version is damaged", version=version.version, problem=error.message)
+            return {}
+        return {name: str(blob["digest"]) for name, blob in manifest["blobs"].items()}
+
+    return blobs

@@ -1,0 +1,45 @@
+"""google.protobuf.Duration in requests, checked: a message on the wire may hold numbers that the type does not allow."""
+
+from google.protobuf.duration_pb2 import Duration
+
+from shared.errors import InvalidInput
+
+# Both limits are the type's own: https://protobuf.dev/reference/protobuf/google.protobuf/#duration
+MAX_DURATION_S = 315_576_000_000
+_NANOS_PER_S = 1_000_000_000
+
+
+def seconds_of(
+    duration: Duration, field: str, *, at_most_s: float = MAX_DURATION_S, reason: str
+) -> float:
+    """A positive duration in seconds. `field` is its path in the request, for the error.
+
+    Raises InvalidInput with `reason` and the field in its metadata: for a message that is no valid Duration (seconds or
+    nanoseconds out of range, of different signs), for zero, for a negative one, and for one above `at_most_s`.
+    """
+
+    def refused(why: str) -> InvalidInput:
+        given = f"{duration.seconds} s and {duration.nanos} ns"
+        return InvalidInput(f"{field} is {given}; {why}", reason=reason, metadata={"field": field})
+
+    if abs(duration.seconds) > MAX_DURATION_S or abs(duration.nanos) >= _NANOS_PER_S:
+        raise refused(
+            f"a duration has at most {MAX_DURATION_S} seconds and less than 10^9 nanoseconds"
+        )
+    if duration.seconds * duration.nanos < 0:
+        raise refused("seconds and nanoseconds of a duration have the same sign")
+    seconds = duration.seconds + duration.nanos / _NANOS_PER_S
+    if seconds <= 0:
+        raise refused("it must be positive")
+    if seconds > at_most_s:
+        raise refused(f"at most {at_most_s:g} s are allowed here")
+    return seconds
+
+
+def duration_of(seconds: float, name: str) -> Duration:
+    """`seconds` as a message. Raises InvalidInput, which names `name`, where a duration cannot hold them."""
+    if not abs(seconds) <= MAX_DURATION_S:
+        raise InvalidInput(f"{name} is {seconds} s; a duration has at most {MAX_DURATION_S} s")
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * _NANOS_PER_S))
+    return duration

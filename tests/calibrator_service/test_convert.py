@@ -1,0 +1,40 @@
+"""Specs between proto and dataclass, and published routers as protos."""
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from neap.calibration.v1 import calibration_pb2 as pb
+
+from calibrator_service.convert import spec_from_proto, spec_to_proto, version_to_proto
+from shared.ladder.artefact import pack_ladder
+from shared.model.load import wrap_model
+from shared.registry.base import PublishedVersion
+from tests.families import build_family
+from tests.random_ladder import random_ladder
+
+
+@pytest.mark.parametrize("nanoseconds", [1, 1_900_000_000, 150_000_000_001])
+def test_a_time_budget_keeps_its_fractions(nanoseconds: int) -> None:
+    budget = Duration()
+    budget.FromNanoseconds(nanoseconds)
+    given = pb.CalibrationSpec(
+        model_id="tiny", self_generated=pb.SelfGenerated(), time_budget=budget
+    )
+    spec = spec_from_proto(given)
+    assert spec.time_budget_s == pytest.approx(nanoseconds / 1e9)
+    assert spec_to_proto(spec, []).time_budget == budget
+
+
+def test_figures_of_a_packed_ladder_are_told() -> None:
+    """The manifest as `pack_ladder` writes it today, not as one was checked in."""
+    loaded = wrap_model(build_family("llama"))
+    figures = {"agreement": 0.5, "router_auc": 0.75, "router_brier": 0.125}
+    figures |= {"router_precision": 0.875, "coverage": 1.0}
+    report = {"rungs": {"depth-2": figures, "depth-0": {**figures, "router_auc": None}}}
+    manifest, blobs = pack_ladder(random_ladder(loaded, seed=0), report)
+    published = PublishedVersion("tiny", 1, "sha256:0", 0.0, len(blobs), manifest)
+    told = version_to_proto(published, with_manifest=False)
+    assert told.model_fingerprint == loaded.fingerprint
+    shallow, deep = told.rungs
+    assert (shallow.name, shallow.depth, shallow.router_auc) == ("depth-0", 0, 0.0)
+    assert (deep.name, deep.depth) == ("depth-2", 2)
+    assert {name: getattr(deep, name) for name in figures} == figures

@@ -1,0 +1,98 @@
+"""Names that are no dataset of the Hub are refused before anything is looked up."""
+
+from pathlib import Path
+
+import pytest
+from datasets import packaged_modules
+
+from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
+from calibrator_service.job import JobState
+from calibrator_service.job_spec import HubDataset, JobSpec
+from calibrator_service.jobs import JobStore
+from calibrator_service.process_config import JobFolder, ModelOptions, ProcessConfig
+from calibrator_service.worker_process import run_job
+from shared.errors import InvalidInput
+
+PATHS = [
+    *("", ".", "..", "/etc", "/etc/passwd", "./data", "../data", "data/../x", "~", "~/data"),
+    *("a/b/c", "a/", "/a", "a//b", "a\\b", ".\\a", "C:\\a", "a/..", "./.", "_/_", "a b", "a\nb"),
+    *("hf://datasets/a/b", "https://host/a", "file:///etc", "s3://b/k", "x::y", "a/b@c", "a\x00b"),
+    *("buckets/a/b", "a--b", "x" * 97),
+]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_or_url_is_no_name(name: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_hub_dataset(name)
+    assert caught.value.reason == "BAD_DATASET_NAME"
+
+
+def test_a_reader_is_no_dataset() -> None:
+    for reader in packaged_modules._PACKAGED_DATASETS_MODULES:
+        with pytest.raises(InvalidInput, match="file reader"):
+            check_hub_dataset(reader)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "reason"),
+    [
+        ("split", "train[:10%]", "BAD_DATASET_SPLIT"),
+        ("split", "train+test", "BAD_DATASET_SPLIT"),
+        ("split", "../x", "BAD_DATASET_SPLIT"),
+        ("config", "a\nb", "BAD_DATASET_CONFIG"),
+        ("config", "x" * 300, "BAD_DATASET_CONFIG"),
+        ("field", "\x00", "BAD_DATASET_FIELD"),
+    ],
+)
+def test_parts_that_cannot_be(part: str, value: str, reason: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        check_hub_dataset("owner/name", **{part: value})
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("name", ["wikitext", "Salesforce/wikitext", "a/b.c_d-e"])
+def test_names_of_the_hub(name: str) -> None:
+    check_hub_dataset(name, config="wikitext-103-raw-v1", split="validation.clean", field="text")
+
+
+def test_what_the_operator_allows() -> None:
+    check_allowed("a/b", ["c/d", "a/*"])
+    check_allowed("a/b", ["*"])
+    for patterns in ([], ["b/*"], ["A/b"]):
+        with pytest.raises(InvalidInput) as caught:
+            check_allowed("a/b", patterns)
+        assert caught.value.reason == "DATASET_NOT_ALLOWED"
+    assert is_public_only("a/b", ["*"])
+    assert is_public_only("a/b", ["*", "c/d"])
+    assert not is_public_only("a/b", ["*", "a/b"])
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "reason"),
+    [("a/b", ("c/*",), "DATASET_NOT_ALLOWED"), ("./here", ("*",), "BAD_DATASET_NAME")],
+)
+def test_a_job_checks_again(
+    tmp_path: Path, name: str, allowed: tuple[str, ...], reason: str
+) -> None:
+    """It may have been created by an older version or under other settings."""
+    folder = JobFolder(tmp_path)
+    store = JobStore(folder.store)
+    job = store.create("one", JobSpec("tiny", HubDataset(name)), ("latest",), max_queued=1)
+    assert store.claim() is not None
+    config = ProcessConfig(
+        folder=str(tmp_path),
+        calibration_id=job.calibration_id,
+        start=1,
+        parent_pid=1,
+        source="",
+        registry=f"file://{tmp_path}/registry",
+        text_folders=(),
+        hub_datasets=allowed,
+        options=ModelOptions(),
+        recipe="tests.calibrator_service.fake_recipes:run",
+    )
+    assert ProcessConfig.from_line(config.to_line()) == config
+    run_job(config)
+    ended = store.get(job.calibration_id)
+    assert (ended.state, ended.failure_reason) == (JobState.FAILED, reason)

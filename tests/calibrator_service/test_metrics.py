@@ -1,0 +1,104 @@
+"""What the calibration service exports, read as Prometheus would."""
+
+import json
+import re
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from neap.calibration.v1 import calibration_pb2 as pb
+from prometheus_client.parser import text_string_to_metric_families
+
+from calibrator_service.job_spec import JobSpec, SelfGenerated
+from calibrator_service.metrics import CalibratorMetrics
+from calibrator_service.process_config import JobFolder
+from calibrator_service.supervisor import Supervisor, SupervisorConfig
+from shared.errors import Exhausted
+from tests.calibrator_service.conftest import Service
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+SPEC = JobSpec("tiny", SelfGenerated())
+Samples = dict[tuple[str, ...], float]
+
+
+def scraped(service: Service) -> Samples:
+    """(name, label values in the labels' order) -> value."""
+    lines = (service.folder / "service.log").read_text().splitlines()
+    ports = [json.loads(line)["port"] for line in lines if '"metrics listening"' in line]
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=10) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return {
+        (s.name, *dict(sorted(s.labels.items())).values()): s.value
+        for f in families
+        for s in f.samples
+    }
+
+
+def test_a_service_counts_what_becomes_of_its_jobs(
+    start_service: Callable[..., Service],
+) -> None:
+    service = start_service("--model", "tiny=/a", "--metrics-listen", "127.0.0.1:0")
+    assert service.end_of(service.create("die-once")).state == pb.STATE_SUCCEEDED
+    assert service.end_of(service.create("no-dataset", "two")).state == pb.STATE_FAILED
+    service.wait_for(service.create("wait", "three"), pb.PHASE_COLLECTING)
+    service.create("wait", "four")
+    samples = scraped(service)
+    for sample, value in {
+        ("neap_calibration_jobs", "tiny", "succeeded"): 1,
+        ("neap_calibration_jobs", "tiny", "failed"): 1,
+        ("neap_calibration_jobs", "tiny", "running"): 1,
+        ("neap_calibration_queue_length", "tiny"): 1,
+        ("neap_calibration_progress_ratio", "tiny", "collecting"): 0.25,
+        ("neap_calibration_process_deaths_total", "tiny"): 1,
+        ("neap_calibration_resumes_total", "tiny"): 1,
+        ("neap_calibration_publications_total", "tiny"): 1,
+        ("neap_calibration_failures_total", "tiny", "DATASET_NOT_FOUND"): 1,
+        ("neap_calibration_duration_seconds_count", "tiny", "succeeded"): 1,
+        ("neap_calibration_duration_seconds_count", "tiny", "failed"): 1,
+        ("neap_calibration_queue_up",): 1,
+        ("neap_calibration_queue_held_up",): 0,
+    }.items():
+        assert samples.get(sample) == value, sample
+
+
+def test_a_store_that_cannot_be_read_hides_its_own_metrics_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = CalibratorMetrics()
+    supervisor = Supervisor(JobFolder(tmp_path), SupervisorConfig({}, ""), metrics=metrics)
+
+    def full() -> None:
+        raise Exhausted("full", reason="DISK_FULL")
+
+    monkeypatch.setattr(supervisor.store, "counts", full)
+    names = {family.name for family in metrics.registry.collect()}
+    assert "neap_calibration_queue_up" in names
+    assert "neap_calibration_jobs" not in names
+    supervisor.stop()
+
+
+def test_the_document_explains_every_metric_and_its_labels(tmp_path: Path) -> None:
+    metrics = CalibratorMetrics()
+    supervisor = Supervisor(
+        JobFolder(tmp_path), SupervisorConfig({"tiny": ""}, ""), metrics=metrics
+    )
+    job = supervisor.store.create("one", SPEC, [], max_queued=9, answer=lambda job: job)
+    assert supervisor.store.claim() is not None
+    supervisor.store.fail(job.calibration_id, 1, "BECAUSE", "of that")
+    metrics.job_ended(supervisor.store.get(job.calibration_id))
+    metrics.process_deaths.labels("tiny").inc()
+    metrics.publications.labels("tiny").inc()
+    supervisor.store.create("two", SPEC, [], max_queued=9, answer=lambda job: job)
+    assert supervisor.store.claim() is not None
+    exported = {}
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            name = family.name if family.type == "histogram" else sample.name
+            exported[name] = tuple(sorted(set(sample.labels) - {"le"}))
+    rows = re.findall(
+        r"^\| `(neap_calibration_\w+)(?:\{([^}]*)\})?` \| .+? \|", DOCUMENT.read_text(), re.M
+    )
+    explained = {name: tuple(sorted(filter(None, labels.split(",")))) for name, labels in rows}
+    assert explained == {n: labels for n, labels in exported.items() if n.startswith("neap_")}
+    supervisor.stop()

@@ -1,0 +1,85 @@
+"""What the supervisor makes of jobs that are recorded as running while no process of theirs is there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from calibrator_service import supervisor as module
+from calibrator_service.job import Job, JobState
+from calibrator_service.job_spec import JobSpec, SelfGenerated
+from calibrator_service.jobs import MAX_RESUMES
+from calibrator_service.process_config import JobFolder
+from calibrator_service.supervisor import Supervisor, SupervisorConfig
+from shared.errors import Exhausted
+from tests.calibrator_service.conftest import wait_until
+
+SPEC = JobSpec("tiny", SelfGenerated())
+
+
+def supervisor_of(folder: Path, recipe: str = "fake_recipes:run") -> Supervisor:
+    registry = f"file://{folder}/registry"
+    return Supervisor(JobFolder(folder), SupervisorConfig({"tiny": "/a"}, registry, recipe=recipe))
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    supervisor = supervisor_of(tmp_path)
+    yield supervisor
+    supervisor.stop()
+
+
+def create(supervisor: Supervisor, *prompts: str) -> Job:
+    spec = JobSpec("tiny", SelfGenerated(prompts))
+    return supervisor.store.create("one", spec, [], max_queued=9, answer=lambda job: job)
+
+
+def test_deaths_of_the_service_are_not_the_jobs(tmp_path: Path) -> None:
+    first = supervisor_of(tmp_path)
+    job = create(first)
+    first.stop()
+    for number in range(2 * MAX_RESUMES):
+        service = supervisor_of(tmp_path)
+        now = service.store.get(job.calibration_id)
+        assert (now.state, now.num_deaths, now.num_starts) == (JobState.QUEUED, 0, number)
+        # What a service leaves behind that is killed while the job runs.
+        assert service.store.claim() is not None
+        service.stop()
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_INTERVAL_S", 0.05)
+    real, refusals = module.subprocess.Popen, [OSError("no memory")] * (MAX_RESUMES + 2)
+
+    def popen(*args: object, **kwargs: object) -> object:
+        if refusals:
+            raise refusals.pop()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    job = create(supervisor)
+    supervisor.start()
+    wait_until(lambda: supervisor.store.get(job.calibration_id).state.has_ended, timeout_s=30)
+    after = supervisor.store.get(job.calibration_id)
+    assert (after.state, after.num_deaths) == (JobState.SUCCEEDED, 0), after.failure_message
+
+
+def test_silence_counts_only_where_heartbeats_can_be_recorded(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk silences a process that is well; one that is stuck dies of it."""
+    monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_S", 0.0)
+    looks = [Exhausted("full", reason="DISK_FULL")] * 5
+
+    def check(calibration_id: str) -> None:
+        if looks:
+            raise looks.pop()
+
+    monkeypatch.setattr(supervisor.store, "check_writable", check)
+    job = create(supervisor, "deaf")
+    supervisor.start()
+    wait_until(lambda: supervisor.store.get(job.calibration_id).num_deaths > 0, timeout_s=30)
+    assert not looks

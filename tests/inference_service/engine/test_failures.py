@@ -1,0 +1,360 @@
+"""What fails for one request ends that request alone; what fails for a shared pass ends those that shared it; the engine lives on."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from inference_service.engine import sequence as sequence_module
+from inference_service.engine import verification
+from inference_service.engine.engine import Engine
+from inference_service.engine.request import (
+    Finished,
+    GenerationRequest,
+    StoppingParams,
+    TokenChunk,
+)
+from shared.errors import Cancelled, Corrupt, Exhausted, NeapError, Unavailable
+from shared.ladder.policy import DepthPolicy
+from shared.model.accelerate import accelerate
+from shared.model.cache import SlotCache
+from shared.model.load import LoadedModel, wrap_model
+from shared.model.sampling import SamplingParams
+from tests.generation import wait_for
+from tests.scripted_ladder import ScriptedLadder
+from tests.worker import build_model, build_tokenizer
+
+FULL, EXACT = DepthPolicy("full"), DepthPolicy("exact")
+NUM_TOKENS = 60
+VICTIM = tuple(range(40, 61))
+# Nobody else's request takes so many positions.
+VICTIMS_SLOTS = len(VICTIM) + 50
+
+
+def request(prompt: tuple[int, ...] = VICTIM, max_tokens: int = 50, **changes: Any):
+    stopping = changes.pop("stopping", StoppingParams(max_tokens=max_tokens, ignore_eos=True))
+    return GenerationRequest(prompt, **{"policy": FULL, "stopping": stopping, **changes})
+
+
+NEIGHBOURS = (
+    request((5, 17, 3), NUM_TOKENS),
+    request((9, 8, 7, 6), NUM_TOKENS, sampling=SamplingParams(1.0, top_p=0.9, seed=3), logprobs=2),
+    request((200, 201, 202, 200, 201), NUM_TOKENS, policy=EXACT),
+)
+NEIGHBOURS_LADDER = ScriptedLadder(lambda context: (context[-2], 0.9))
+
+
+def said(event: TokenChunk) -> list[Any]:
+    """All of its tokens but how deep they were drafted, which depends on the time that steps take."""
+    return [(token.token_id, token.logprob, token.alternatives) for token in event.tokens]
+
+
+def collected(handle) -> tuple[list[Any], list[Any]]:
+    """(tokens, all else) of a handle's events, until the end."""
+    tokens: list[Any] = []
+    others: list[Any] = []
+    while (event := handle.next_event(30)) is not None:
+        if isinstance(event, TokenChunk):
+            tokens += said(event)
+        else:
+            others.append(event)
+    return tokens, others
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    """One that takes several sequences in one pass."""
+    loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny")
+    accelerate(loaded.model)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel) -> list[Any]:
+    """What each neighbour is answered, and the victim if nothing fails, one after another."""
+    with Engine(loaded) as engine:
+        return [
+            collected(engine.submit(asked, NEIGHBOURS_LADDER))[0]  # type: ignore[arg-type]
+            for asked in (*NEIGHBOURS, request())
+        ]
+
+
+@dataclass
+class Case:
+    """`broken` prepares the failure and gives the victim's request and what else it is submitted with."""
+
+    broken: Callable[[Any, Engine, list[Any]], tuple[GenerationRequest, dict[str, Any]]]
+    kind: type[BaseException] = NeapError
+    reason: str = "INTERNAL"
+    others: dict[str, Any] = field(default_factory=dict)
+
+
+def fail(*_: object, **__: object) -> Any:
+    raise ZeroDivisionError
+
+
+def with_ladder(ladder: ScriptedLadder, **methods: Any):
+    def broken(patch, engine, alone):
+        for name, method in methods.items():
+            setattr(ladder, name, method)
+        return request(policy=EXACT), {"ladder": ladder}
+
+    return broken
+
+
+def with_error(error: BaseException, owner: object, name: str):
+    """The victim's cache cannot be made, or not be allocated."""
+
+    def broken(patch, engine, alone):
+        target = engine._decoder.runner if owner is None else owner
+        before = getattr(target, name)
+
+        def failing(*args: Any) -> Any:
+            if args[0] == VICTIMS_SLOTS or getattr(args[0], "capacity", 0) == VICTIMS_SLOTS:
+                raise error
+            return before(*args)
+
+        patch.setattr(target, name, failing)
+        return request(), {}
+
+    return broken
+
+
+def no_text(patch, engine, alone):
+    others = {token for answer in alone[:3] for token, *_ in answer}
+    wrong = next(token for token, *_ in alone[3] if token not in others)
+    decode = engine.loaded.tokenizer.decode
+
+    def failing(ids, **options):
+        return fail() if wrong in ids else decode(ids, **options)
+
+    patch.setattr(engine.loaded.tokenizer, "decode", failing)
+    return request(), {}
+
+
+def no_stop_strings(patch, engine, alone):
+    class Failing(sequence_module.StopStrings):
+        def push(self, text: str):
+            return fail() if self._stops else super().push(text)
+
+    patch.setattr(sequence_module, "StopStrings", Failing)
+    return request(stopping=StoppingParams(max_tokens=50, stop_strings=("no such",))), {}
+
+
+def no_logprobs(patch, engine, alone):
+    unpacked = verification.unpacked
+    patch.setattr(
+        verification, "unpacked", lambda row: fail() if len(row) == 1 + 2 * 7 else unpacked(row)
+    )
+    return request(logprobs=7), {}
+
+
+def a_callback(error: type[BaseException]):
+    def broken(patch, engine, alone):
+        def on_event(event: object) -> None:
+            raise error
+
+        return request(), {"on_event": on_event}
+
+    return broken
+
+
+OWN = {
+    "bind": Case(with_ladder(ScriptedLadder(), bind=fail)),
+    "bind by a NeapError": Case(
+        with_ladder(ScriptedLadder(), bind=lambda runner: throw(Corrupt("bad", reason="BAD"))),
+        Corrupt,
+        "BAD",
+    ),
+    "a new sequence": Case(with_ladder(ScriptedLadder(), new_sequence=fail)),
+    "tables": Case(with_ladder(ScriptedLadder(lambda context: fail()))),
+    "what tables are told": Case(with_ladder(ScriptedLadder(), append=fail)),
+    "drafting no token": Case(
+        with_ladder(ScriptedLadder(lambda context: (10**6, 0.9))), Corrupt, "DRAFT_OUT_OF_RANGE"
+    ),
+    "asking an exit": Case(
+        with_ladder(ScriptedLadder(exits=lambda context: fail(), depths=(0, 1)))
+    ),
+    "making a cache": Case(
+        with_error(MemoryError(), None, "new_cache"), Exhausted, "OUT_OF_MEMORY"
+    ),
+    "making a cache on a GPU": Case(
+        with_error(torch.OutOfMemoryError("CUDA"), None, "new_cache"), Exhausted, "OUT_OF_MEMORY"
+    ),
+    "allocating a cache": Case(
+        with_error(RuntimeError("DefaultCPUAllocator: can't"), SlotCache, "_allocate"),
+        Exhausted,
+        "OUT_OF_MEMORY",
+    ),
+    "text": Case(no_text),
+    "stop strings": Case(no_stop_strings),
+    "log-probabilities": Case(no_logprobs),
+}
+
+
+def throw(error: Exception) -> Any:
+    raise error
+
+
+def start_neighbours(engine: Engine) -> list[Any]:
+    handles = [engine.submit(asked, NEIGHBOURS_LADDER) for asked in NEIGHBOURS]  # type: ignore[arg-type]
+    wait_for(lambda: engine.num_running == len(handles))
+    return handles
+
+
+def check_nothing_is_left(engine: Engine) -> None:
+    wait_for(lambda: engine.num_running == 0)
+    assert engine.kv_usage_ratio == 0
+    counts = engine.statistics
+    total = counts._num_layers * (counts.num_generated_tokens - counts.num_requests)
+    assert counts.num_generated_tokens == counts.exits.total()
+    assert counts.num_layer_executions == (
+        total - counts.num_layer_executions_saved + counts.num_layer_executions_extra
+    )
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name) -> None:
+    case = OWN[name]
+    with Engine(loaded) as engine:
+        engine.warm_up()
+        asked, options = case.broken(monkeypatch, engine, alone)
+        neighbours = start_neighbours(engine)
+        tokens, [error] = collected(engine.submit(asked, **options))
+        assert type(error) is case.kind
+        assert error.reason == case.reason
+        assert error.__traceback__ is None, "its frames hold the caches of others"
+        assert tokens == alone[3][: len(tokens)]
+        for handle, expected in zip(neighbours, alone, strict=False):
+            assert collected(handle)[0] == expected
+        check_nothing_is_left(engine)
+        monkeypatch.undo()
+        assert collected(engine.submit(request()))[0] == alone[3]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error) -> None:
+    seen: list[object] = []
+
+    def on_event(event: object) -> None:
+        seen.append(event)
+        raise error
+
+    with Engine(loaded) as engine:
+        neighbours = start_neighbours(engine)
+        engine.submit(request(), on_event=on_event)
+        for handle, expected in zip(neighbours, alone, strict=False):
+            assert collected(handle)[0] == expected
+        check_nothing_is_left(engine)
+    assert isinstance(seen[-2], Cancelled)
+    assert seen[-1] is None
+
+
+def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
+    loaded, alone, monkeypatch
+) -> None:
+    """In one step: the first finishes, the second fails while its last text is made."""
+    flush, step = sequence_module.Detokenizer.flush, threading.Event()
+
+    def failing(own):
+        return fail() if own is broken[0] else flush(own)
+
+    broken: list[Any] = []
+    with Engine(loaded) as engine:
+        start, inner = engine._decoder.start, engine._decoder.step
+
+        def starting(asked, *rest):
+            made = start(asked, *rest)
+            if asked.prompt_ids == VICTIM:
+                broken.append(made._detokenizer)
+            return made
+
+        monkeypatch.setattr(engine._decoder, "start", starting)
+        monkeypatch.setattr(engine._decoder, "step", lambda *args: step.wait(30) and inner(*args))
+        monkeypatch.setattr(sequence_module.Detokenizer, "flush", failing)
+        engine.submit(request((7,), 1))  # holds the thread until all three are there
+        asked = [request((5, 17, 3), 8), request(VICTIM, 8), request((9, 8, 7, 6), 8)]
+        handles = [engine.submit(one) for one in asked]
+        step.set()
+        first, failed, last = (collected(handle) for handle in handles)
+        assert first[0] == alone[0][:8]
+        assert failed[0] == alone[3][:8]
+        assert [type(event) for event in failed[1]] == [NeapError]
+        assert [type(event) for event in first[1] + last[1]] == [Finished] * 2
+        check_nothing_is_left(engine)
+
+
+@pytest.mark.parametrize(
+    "part", ["statistics.record_step", "shadow.offer", "_decoder.prefixes.keep"]
+)
+def test_what_no_answer_needs_costs_nobody_an_answer(loaded, alone, monkeypatch, part) -> None:
+    with Engine(loaded) as engine:
+        owner: Any = engine
+        *path, name = part.split(".")
+        for step in path:
+            owner = getattr(owner, step)
+        monkeypatch.setattr(owner, name, fail)
+        for handle, expected in zip(start_neighbours(engine), alone, strict=False):
+            tokens, [finished] = collected(handle)
+            assert tokens == expected
+            assert isinstance(finished, Finished)
+        assert engine.kv_usage_ratio == 0
+
+
+@pytest.mark.parametrize("part", ["run_packed", "logits"])
+def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, monkeypatch, part) -> None:
+    with Engine(loaded) as engine:
+        kept = collected(engine.submit(request(tuple(range(100, 130)), 4)))[0]
+        outsider = engine.submit(request(max_tokens=1500))
+        tokens_of_outsider = said(outsider.next_event(30))
+        outsider.pause()
+        engine.prepare(NEIGHBOURS_LADDER)  # type: ignore[arg-type]
+        runner = engine._decoder.runner
+        inner, shared = getattr(runner, part), []
+
+        def failing(*args: Any, **options: Any) -> Any:
+            if engine.num_running == 4:
+                shared.append(args)
+                if len(shared) == 5:
+                    raise RuntimeError("a kernel broke")
+            return inner(*args, **options)
+
+        monkeypatch.setattr(runner, part, failing)
+        handles = [engine.submit(asked, NEIGHBOURS_LADDER) for asked in NEIGHBOURS]  # type: ignore[arg-type]
+        for handle, expected in zip(handles, alone, strict=False):
+            tokens, [error] = collected(handle)
+            assert tokens == expected[: len(tokens)]
+            assert type(error) is NeapError
+        assert engine._decoder.prefixes.longest(NEIGHBOURS[2].prompt_ids) == 0
+        outsider.resume()
+        while len(tokens_of_outsider) < len(alone[3]):
+            tokens_of_outsider += said(outsider.next_event(30))
+        assert tokens_of_outsider[: len(alone[3])] == alone[3]
+        outsider.cancel()
+        wait_for(lambda: engine.num_running == 0)
+        for handle, expected in zip(start_neighbours(engine), alone, strict=False):
+            assert collected(handle)[0] == expected
+        tokens, [finished] = collected(engine.submit(request(tuple(range(100, 130)), 4)))
+        assert tokens == kept
+        assert finished.num_cached_tokens > 0
+        check_nothing_is_left(engine)
+
+
+def test_an_engine_whose_model_runs_nothing_any_more_says_so(loaded, monkeypatch) -> None:
+    told = threading.Event()
+    with Engine(loaded, on_failure=told.set) as engine:
+        engine.warm_up()
+        paused = engine.submit(request(max_tokens=1500))
+        paused.next_event(30)
+        paused.pause()
+        collected(engine.submit(request((5, 6), 1)))  # its last step is over
+        monkeypatch.setattr(engine._decoder.runner, "run", fail)
+        assert type(collected(engine.submit(request((5, 6))))[1][0]) is NeapError
+        assert told.wait(30)
+        [error] = collected(paused)[1]
+        assert (type(error), error.reason) == (Unavailable, "ENGINE_FAILED")
+        with pytest.raises(Unavailable):
+            engine.submit(request())

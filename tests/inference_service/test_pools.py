@@ -1,0 +1,102 @@
+"""A registry that hangs holds up those who need it, and nobody else."""
+
+import threading
+import time
+from contextlib import closing
+
+import grpc
+import pytest
+from neap.inference.v1 import inference_pb2 as pb
+from neap.inference.v1 import inference_pb2_grpc
+
+from inference_service.engine.engine import Engine
+from shared.errors import Exhausted
+from shared.registry.factory import open_registry
+from shared.rpc.status import from_rpc_error
+from tests.worker import build_ladder, serving
+
+MAX_WAITING = 24
+
+
+class Held:
+    """A registry that can be made not to answer."""
+
+    def __init__(self, registry) -> None:
+        self._registry = registry
+        self.go = threading.Event()
+        self.go.set()
+
+    def target(self, model_id, alias):
+        assert self.go.wait(60)
+        return self._registry.target(model_id, alias)
+
+    def get(self, model_id, version):
+        assert self.go.wait(60)
+        return self._registry.get(model_id, version)
+
+    def read_blob(self, version, name):
+        assert self.go.wait(60)
+        return self._registry.read_blob(version, name)
+
+
+@pytest.fixture
+def worker(loaded, tmp_path):
+    with closing(open_registry(str(tmp_path / "registry"))) as registry:
+        manifest = {"model": {"fingerprint": loaded.fingerprint}}
+        registry.publish("tiny", manifest, {"x": b""}, request_id="one")
+        held = Held(registry)
+        options = {
+            "unpack": lambda manifest, blobs: build_ladder(loaded),
+            "max_waiting": MAX_WAITING,
+        }
+        with Engine(loaded) as engine, serving(engine, held, **options) as worker:
+            try:
+                yield worker
+            finally:
+                held.go.set()
+
+
+def request(policy="exact", **router):
+    depths = {"exact": pb.DepthPolicy(exact=pb.Exact()), "full": pb.DepthPolicy(full=pb.Full())}
+    return pb.GenerateRequest(
+        model_id="tiny",
+        text="hello",
+        depth=depths[policy],
+        router=pb.RouterSelector(**router) if router else None,
+        stopping=pb.Stopping(max_tokens=3, ignore_eos=True),
+    )
+
+
+def test_a_registry_that_hangs_holds_up_nobody_who_does_not_need_it(worker):
+    with grpc.insecure_channel(worker.target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        def served(message):
+            return list(stub.Generate(message, timeout=20))[-1].HasField("finished")
+
+        assert served(request())
+        worker.registry.go.clear()
+        lookups = [
+            stub.Generate(request(alias=f"unknown-{number}")) for number in range(MAX_WAITING // 2)
+        ]
+        lookups += [
+            stub.Generate(request(version=100 + number)) for number in range(MAX_WAITING // 2)
+        ]
+        give_up_at = time.monotonic() + 10
+        while worker.store._num_waiting < MAX_WAITING:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        assert served(request("full"))
+        assert served(request(version=1)), "loaded"
+        assert served(request()), "by the alias' last answer"
+        with pytest.raises(grpc.RpcError) as caught:
+            served(request(alias="one-too-many"))
+        error = from_rpc_error(caught.value)
+        assert (type(error), error.reason) == (Exhausted, "ROUTER_LOOKUPS_BUSY")
+        assert error.retry_after_s
+        assert not any(call.done() for call in lookups)
+        for call in lookups:
+            call.cancel()
+        while worker.store._num_waiting:
+            assert time.monotonic() < give_up_at + 20
+            time.sleep(0.01)

@@ -1,0 +1,80 @@
+"""The token that a row of scores chooses: the CPU's kernels against their references."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shared.ops import reference
+from shared.ops.choices import choose_greedy, choose_sampled
+
+DRAWN = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
+
+
+@DRAWN
+@given(
+    rows=st.integers(0, 9),
+    vocabulary=st.one_of(st.integers(1, 9), st.sampled_from([64, 200, 513, 1000])),
+    dtype=DTYPES,
+    strided=st.booleans(),
+)
+def test_the_first_of_the_largest_is_chosen(
+    isa: str, rows: int, vocabulary: int, dtype: torch.dtype, strided: bool
+) -> None:
+    # Few values: ties, of which the first counts.
+    logits = torch.randint(-3, 4, (rows, vocabulary + 3 * strided)).to(dtype)[:, :vocabulary]
+    expected = [int((row == row.max()).nonzero()[0]) for row in logits]
+    assert choose_greedy(logits).tolist() == expected
+
+
+def test_greedy_choices_of_infinities_and_nan_are_those_of_torch(isa: str) -> None:
+    logits = torch.randn(4, 777)
+    logits[0] = float("-inf")
+    logits[1, [5, 600]] = float("inf")
+    logits[2, [700, 300]] = float("nan")
+    logits[3, 776] = 50.0
+    assert choose_greedy(logits).tolist() == [0, 5, 300, 776]
+
+
+@DRAWN
+@given(rows=st.integers(1, 6), vocabulary=st.integers(2, 60), dtype=DTYPES)
+def test_sampled_choices_agree_with_their_reference(
+    isa: str, rows: int, vocabulary: int, dtype: torch.dtype
+) -> None:
+    target = torch.randn(rows, vocabulary).mul(2).softmax(-1).to(dtype)
+    uniforms = torch.rand(rows, dtype=torch.float64)
+    expected = reference.choose_sampled(target, uniforms)
+    assert torch.equal(choose_sampled(target, uniforms), expected)
+
+
+def test_sampling_keeps_the_distribution() -> None:
+    target = torch.tensor([0.5, 0.2, 0.2, 0.1, 0.0])
+    count = 40_000
+    uniforms = torch.rand(count, dtype=torch.float64)
+    choices = choose_sampled(target.expand(count, -1).contiguous(), uniforms)
+    shares = choices.bincount(minlength=5) / count
+    torch.testing.assert_close(shares, target, atol=0.012, rtol=0)
+
+
+def test_a_point_past_all_mass_takes_the_last_token_that_has_any(isa: str) -> None:
+    target = torch.tensor([[0.0, 0.3, 0.7, 0.0]])
+    almost = torch.tensor([1.0 - 1e-16], dtype=torch.float64)
+    assert choose_sampled(target, almost).tolist() == [2]
+    assert choose_sampled(target, almost * 0).tolist() == [1]
+
+
+def test_wrong_arguments_are_named() -> None:
+    scores = torch.randn(3, 5)
+    with pytest.raises(RuntimeError, match="uniforms must be float64"):
+        choose_sampled(scores, torch.rand(3))
+    with pytest.raises(RuntimeError, match=r"uniforms has shape \[2\], want \[3\]"):
+        choose_sampled(scores, torch.rand(2, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="logits have no columns"):
+        choose_greedy(scores[:, :0])
+    with pytest.raises(RuntimeError, match="last dimension of logits must be contiguous"):
+        choose_greedy(scores.T)

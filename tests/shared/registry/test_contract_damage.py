@@ -1,0 +1,122 @@
+"""What every registry backend still does when one version's manifest is damaged (shared/registry/base.py)."""
+
+from collections.abc import Callable
+
+import pytest
+
+from shared.errors import Corrupt
+from shared.registry.base import AliasChange, Canary, PublishedVersion, Registry
+from tests.registry_damage import content_path
+
+MODEL = "acme/tiny"
+
+
+def publish(registry: Registry, number: int) -> PublishedVersion:
+    blobs = {"x": str(number).encode() * 100}
+    return registry.publish(
+        MODEL, {"number": number}, blobs, request_id=f"request-{number}", aliases=["stable"]
+    )
+
+
+@pytest.fixture
+def broken(
+    open_again: Callable[[], Registry], harm: Callable[[str, str], None]
+) -> Callable[[int, str], Registry]:
+    """A client of a registry with versions 1 to 3, "stable" moved from each to the next, one of whose manifests was damaged."""
+    first = open_again()
+    versions = [publish(first, number) for number in (1, 2, 3)]
+
+    def damage(number: int, how: str = "truncate") -> Registry:
+        harm(content_path("manifests", versions[number - 1].manifest_digest), how)
+        return open_again()
+
+    return damage
+
+
+@pytest.mark.parametrize("how", ["truncate", "flip", "delete"])
+def test_a_damaged_version_is_listed_as_such_beside_the_sound_ones(broken, how):
+    registry = broken(2, how)
+    listed = registry.list_versions(MODEL)
+    assert [version.version for version in listed] == [3, 2, 1]
+    assert [bool(version.damage) for version in listed] == [False, True, False]
+    assert [version.manifest.get("number") for version in listed] == [3, None, 1]
+    damaged = listed[1]
+    assert damaged.manifest_digest in damaged.damage
+    assert damaged.size_bytes == 100
+    assert [version.version for version in registry.list_versions(MODEL, before=3)] == [2, 1]
+    with pytest.raises(Corrupt) as raised:
+        registry.get(MODEL, 2)
+    assert raised.value.metadata["expected_digest"] == damaged.manifest_digest
+
+
+def test_history_and_rollback_and_events_need_no_manifest_of_the_damaged_version(broken):
+    registry = broken(3)
+    moves = [(c.from_version, c.to_version) for c in registry.alias_history(MODEL, "stable")]
+    assert moves == [(2, 3), (1, 2), (None, 1)]
+    assert registry.aliases(MODEL) == {"stable": 3}
+    changes = [event.change for event in registry.events(MODEL)]
+    published = [change for change in changes if isinstance(change, PublishedVersion)]
+    assert [bool(version.damage) for version in published] == [False, False, True]
+    assert sum(isinstance(change, AliasChange) for change in changes) == 3
+    assert registry.last_event(MODEL) == list(registry.events(MODEL))[-1].event
+    with pytest.raises(Corrupt):
+        registry.resolve(MODEL, "stable")
+    # A worker that has it in memory needs to know only that the alias has not moved.
+    target = registry.target(MODEL, "stable").published
+    assert (target.version, bool(target.damage)) == (3, True)
+    assert registry.rollback_alias(MODEL, "stable").to_version == 2
+    assert registry.resolve(MODEL, "stable").version == 2
+    assert registry.read_blob(registry.get(MODEL, 1), "x") == b"1" * 100
+
+
+def test_no_alias_is_pointed_at_a_damaged_version(broken):
+    registry = broken(2)
+    registry.set_canary(MODEL, "stable", Canary(1, 100))
+    for refused in (
+        lambda: registry.set_alias(MODEL, "stable", 2),
+        lambda: registry.set_alias(MODEL, "other", 2),
+        lambda: registry.set_canary(MODEL, "stable", Canary(2, 100)),
+    ):
+        with pytest.raises(Corrupt, match=r"version 2 .*damaged") as raised:
+            refused()
+        assert raised.value.reason == "VERSION_DAMAGED"
+        assert raised.value.metadata["version"] == "2"
+    assert registry.aliases(MODEL) == {"stable": 3}
+    assert registry.rollback_alias(MODEL, "stable").canary is None, "ending a canary moves nothing"
+    with pytest.raises(Corrupt) as raised:
+        registry.rollback_alias(MODEL, "stable")
+    assert raised.value.reason == "VERSION_DAMAGED"
+    assert registry.set_alias(MODEL, "stable", 1).to_version == 1
+
+
+def test_a_canary_that_was_damaged_is_not_promoted(broken, open_again):
+    open_again().set_canary(MODEL, "stable", Canary(2, 100))
+    registry = broken(2)
+    assert registry.target(MODEL, "stable").canary == Canary(2, 100)
+    with pytest.raises(Corrupt) as raised:
+        registry.promote_canary(MODEL, "stable")
+    assert raised.value.reason == "VERSION_DAMAGED"
+    assert registry.aliases(MODEL) == {"stable": 3}
+
+
+def test_damage_is_seen_by_a_client_that_had_read_the_manifest_before(registry, harm):
+    made = publish(registry, 1)
+    publish(registry, 2)
+    registry.get(MODEL, 1)
+    harm(content_path("manifests", made.manifest_digest), "flip")
+    with pytest.raises(Corrupt) as raised:
+        registry.set_alias(MODEL, "stable", 1)
+    assert raised.value.reason == "VERSION_DAMAGED"
+    with pytest.raises(Corrupt):
+        registry.rollback_alias(MODEL, "stable")
+
+
+def test_publishing_goes_on_and_the_same_contents_mend(broken):
+    registry = broken(2)
+    assert publish(registry, 4).version == 4
+    again = registry.publish(
+        MODEL, {"number": 2}, {"x": b"2" * 100}, request_id="again", aliases=()
+    )
+    assert again.version == 5
+    assert not any(version.damage for version in registry.list_versions(MODEL))
+    assert registry.set_alias(MODEL, "stable", 2).to_version == 2
