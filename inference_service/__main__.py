@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM. Returns the process' exit status: 0, or 2 when it cannot start as it was told to."""
     configure_logging()
     try:
-        settings = settings_from_command_line(WorkerSettings, "inference_service", argv)
+        settings = settings_from_command_line(WorkerSettings, "python -m inference_service", argv)
         configure_logging(settings.log_level)
         with traces_exported(settings.exports_traces, "neap-worker"):
             return asyncio.run(serve(settings))

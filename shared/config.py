@@ -1,8 +1,13 @@
-"""What each service can be told, and the only place that reads the environment.
+"""Settings of the two services. This is the only module that reads the environment for them.
 
-Every field has a variable `NEAP_<NAME>`; the listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN` (and
-`.._HEALTH_LISTEN`; the calibrator's metrics: NEAP_CALIBRATOR_METRICS_LISTEN), so that both services can run from one environment. Lists are comma-separated. Command-line flags win over variables, variables over defaults.
-Whether traces are exported is decided here, from the variables that every OpenTelemetry program has; the rest of them the SDK reads.
+Every field has a variable `NEAP_<NAME>`. The listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN` (and
+`NEAP_WORKER_HEALTH_LISTEN`, `NEAP_CALIBRATOR_HEALTH_LISTEN`, `NEAP_CALIBRATOR_METRICS_LISTEN`), so that both services can run from
+one environment. Lists are comma-separated in variables; their flags are repeated. Flags win over variables, variables over defaults.
+
+`description` of a field is its help text and its entry in docs/settings.md (`python -m shared.settings_reference`): it gives the unit
+and the meaning of the default. `shared.settings_flags` makes the flags.
+
+Whether traces are exported is decided here, from OpenTelemetry's own variables. The SDK reads its other variables itself.
 """
 
 import argparse
@@ -16,11 +21,13 @@ from pydantic import AliasChoices, Field, ValidationError, field_validator, mode
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import InvalidInput
-from shared.security_settings import SecuritySettings, add_security_flags
+from shared.security_settings import HEALTH_LISTEN, SecuritySettings
+from shared.settings_flags import add_flags
 
 B = TypeVar("B", bound=BaseSettings)
 S = TypeVar("S", bound="ServiceSettings")
-METRICS_LISTEN = r"^$|^.+:[0-9]+$"
+METRICS_LISTEN = "Address for Prometheus metrics over HTTP, in plain text. Port 0 picks a free port. Unset: metrics are not served."
+METRICS_LISTEN_PATTERN = r"^$|^.+:[0-9]+$"
 
 
 @dataclass(frozen=True)
@@ -47,39 +54,96 @@ def _listed(value: Any) -> Any:
 
 
 class ServiceSettings(SecuritySettings):
-    """What both services share. `registry`: a folder or file:///path, or redis://.. with a bucket (`shared.registry.address`);
-    empty: a folder "registry" under `data_dir`. Give a URL with a password as NEAP_REGISTRY: flags show in process lists. The fields otel_*: see `exports_traces`.
-    `request_timeout_s`: how long an opened call may take to send its request message."""
+    """Settings of both services."""
 
     model_config = SettingsConfigDict(
         env_prefix="NEAP_", frozen=True, extra="forbid", populate_by_name=True
     )
 
-    models: Annotated[tuple[ModelSource, ...], NoDecode] = ()
-    data_dir: Path = Field(default_factory=lambda: user_data_path("neap"))
-    registry: str = Field(default="", repr=False)
-    context_length: int | None = Field(default=None, ge=1)
-    device: str = "cpu"
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    threads: int | None = Field(default=None, ge=1)
-    grace_s: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    drain_timeout_s: float = Field(default=60.0, ge=0, allow_inf_nan=False)
-    request_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    models: Annotated[tuple[ModelSource, ...], NoDecode] = Field(
+        default=(),
+        description="A model and its source: a Hugging Face folder, a .gguf file, or a name on the Hugging Face Hub. Clients use the ID. May be "
+        "repeated; the variable takes a comma-separated list.",
+        json_schema_extra={"metavar": "ID=SOURCE"},
+    )
+    data_dir: Path = Field(
+        default_factory=lambda: user_data_path("neap"),
+        description="Folder for jobs, caches and, unless another registry is set, the registry. Unset: the user's data folder of the "
+        "platform, on Linux ~/.local/share/neap.",
+        json_schema_extra={"metavar": "FOLDER"},
+    )
+    registry: str = Field(
+        default="",
+        repr=False,
+        description="Registry of routers: a folder, file:///PATH, or redis://HOST/0?objects=s3://BUCKET/PREFIX for several machines. Give a URL "
+        "with a password as a variable, because flags are visible in process lists. Unset: the folder registry below the data folder.",
+        json_schema_extra={"metavar": "URL"},
+    )
+    context_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens of prompt and answer together, per sequence; at most the model's own limit. Unset: the model's own limit.",
+        json_schema_extra={"metavar": "TOKENS"},
+    )
+    device: str = Field(
+        default="cpu",
+        description="Device that runs the models: cpu or cuda.",
+        json_schema_extra={"metavar": "NAME"},
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto",
+        description="Data type of the models. auto: float32 on a CPU, the checkpoint's own type elsewhere.",
+    )
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads that run the models. Unset: as many as torch chooses.",
+    )
+    grace_s: float = Field(
+        default=2.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after SIGTERM during which new calls are still accepted, while health checks already answer NOT_SERVING.",
+    )
+    drain_timeout_s: float = Field(
+        default=60.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that running calls then get to finish. Calls that are still running afterwards end with UNAVAILABLE (SHUTTING_DOWN).",
+    )
+    request_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds within which an opened call must send its request message. A call that does not is ended (REQUEST_TIMEOUT).",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe level of log lines that are written."
+    )
     otel_endpoint: str = Field(
         default="",
         validation_alias=AliasChoices(
             "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
         ),
+        description="URL of the collector to which traces are exported. Unset: traces are not exported.",
     )
     otel_protocol: str = Field(
         default="",
         validation_alias=AliasChoices(
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
         ),
+        description="Protocol of the export. Only grpc is supported. Unset: grpc.",
     )
-    otel_exporter: str = Field(default="", validation_alias="OTEL_TRACES_EXPORTER")
-    otel_disabled: str = Field(default="", validation_alias="OTEL_SDK_DISABLED")
+    otel_exporter: str = Field(
+        default="",
+        validation_alias="OTEL_TRACES_EXPORTER",
+        description="Exporter of traces: otlp, or none to switch the export off. Unset: otlp.",
+    )
+    otel_disabled: str = Field(
+        default="",
+        validation_alias="OTEL_SDK_DISABLED",
+        description="true switches the export of traces off.",
+    )
 
     @property
     def exports_traces(self) -> bool:
@@ -109,48 +173,137 @@ class ServiceSettings(SecuritySettings):
 
 
 class WorkerSettings(ServiceSettings):
-    """`max_running`: requests of a model that share each step. `max_queue` and `max_queue_tokens`: requests waiting per model and tokens of their prompts; beyond they are refused.
-    `max_active_per_client`: waiting and running requests of one caller, by name or else by address; None: no limit. `kv_budget_mb`: for keys and values of all requests of a
-    model, in MiB; None: half of what is free once it is loaded. `prefix_cache_mb`: of these, what ended requests may keep for
-    others that start alike; None: a quarter; 0: nothing is shared. `stall_timeout_s`: how long a client may not read.
-    `metrics_listen`: HOST:PORT for Prometheus over HTTP; empty: none. `default_alias`: the router of requests that name none.
-    `router_cache_mb`: of a shared registry's routers, what is kept on disk under `data_dir`, in MiB; 0: nothing. `shadow_share`: of the greedy answers by policy relaxed, in [0, 1], what is compared with the full model in idle time.
-    `record_passes`: replay passes as CUDA graphs; `compile_layers`: by torch.compile; "auto": on a GPU, where it works; "on": or do not start.
-    `relaxed_bound`: the share of prompts on which they may differ where the router publishes no bound; None: any."""
+    """Settings of the inference worker."""
 
-    listen: str = Field(default="127.0.0.1:7071", validation_alias="NEAP_WORKER_LISTEN")
-    health_listen: str = Field(default="", validation_alias="NEAP_WORKER_HEALTH_LISTEN")
-    max_running: int = Field(default=16, ge=1)
-    max_queue: int = Field(default=64, ge=1)
-    max_queue_tokens: int = Field(default=1 << 18, ge=1)
-    max_active_per_client: int | None = Field(default=None, ge=1)
-    kv_budget_mb: int | None = Field(default=None, ge=1)
-    prefix_cache_mb: int | None = Field(default=None, ge=0)
-    record_passes: Literal["auto", "on", "off"] = "auto"
-    compile_layers: Literal["auto", "on", "off"] = "auto"
-    max_routers: int = Field(default=4, ge=1)
-    stall_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
-    metrics_listen: str = Field(default="", pattern=METRICS_LISTEN)
-    router_cache_mb: int = Field(default=1024, ge=0)
-    default_alias: str = Field(default="latest", pattern=r"^[a-z0-9._-]{1,64}$")
-    shadow_share: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    relaxed_bound: float | None = Field(default=None, gt=0, lt=1, allow_inf_nan=False)
+    listen: str = Field(
+        default="127.0.0.1:7071",
+        validation_alias="NEAP_WORKER_LISTEN",
+        description="Address to listen on for gRPC. Port 0 picks a free port.",
+    )
+    health_listen: str = Field(
+        default="", validation_alias="NEAP_WORKER_HEALTH_LISTEN", description=HEALTH_LISTEN
+    )
+    max_running: int = Field(
+        default=16, ge=1, description="Most requests of a model that share each step."
+    )
+    max_queue: int = Field(
+        default=64,
+        ge=1,
+        description="Most requests that wait, per model. Further requests are refused (QUEUE_FULL).",
+    )
+    max_queue_tokens: int = Field(
+        default=1 << 18,
+        ge=1,
+        description="Most prompt tokens of all waiting requests together, per model. Further requests are refused.",
+    )
+    max_active_per_client: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most waiting and running requests of one caller, per model. Callers are told apart by name if tokens or client "
+        "certificates are used, otherwise by address. Unset: no limit.",
+    )
+    kv_budget_mb: int | None = Field(
+        default=None,
+        ge=1,
+        description="MiB for the keys and values of all requests, per model. Unset: half of the memory that is free once the model is loaded.",
+    )
+    prefix_cache_mb: int | None = Field(
+        default=None,
+        ge=0,
+        description="MiB of the KV budget kept for reuse by later requests with the same prefix. 0 switches all sharing of prefixes off. "
+        "Unset: a quarter of the KV budget.",
+    )
+    record_passes: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Replay passes as CUDA graphs. auto: on a GPU, if the recording works. on: the worker does not start if it fails.",
+    )
+    compile_layers: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Compile decoder layers with torch.compile. auto: on a GPU, if compiling works. on: the worker does not start if it fails.",
+    )
+    max_routers: int = Field(
+        default=4,
+        ge=1,
+        description="Most routers in memory. The least recently used one is dropped first, those of the default alias last.",
+    )
+    stall_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds for which a client may stop reading its stream. The call then ends with RESOURCE_EXHAUSTED (SLOW_READER).",
+    )
+    metrics_listen: str = Field(
+        default="",
+        pattern=METRICS_LISTEN_PATTERN,
+        description=METRICS_LISTEN,
+    )
+    router_cache_mb: int = Field(
+        default=1024,
+        ge=0,
+        description="MiB on disk, below the data folder, for routers fetched from a shared registry. 0 keeps none.",
+    )
+    default_alias: str = Field(
+        default="latest",
+        pattern=r"^[a-z0-9._-]{1,64}$",
+        description="Alias of the router for requests that name none.",
+    )
+    shadow_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Share, from 0 to 1, of the greedy answers by policy relaxed that are compared with the full model in idle time. 0 compares "
+        "no answer.",
+    )
+    relaxed_bound: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+        description="Largest share, between 0 and 1, of compared answers that may differ, for routers that publish no bound. A version that breaks "
+        "its bound is served as exact. Unset: no bound.",
+        json_schema_extra={"metavar": "SHARE"},
+    )
 
 
 class CalibratorSettings(ServiceSettings):
-    """`text_folders`: the only folders calibration text may be read from. `hub_datasets`: the only datasets of the Hugging Face Hub, as
-    names or patterns ("owner/*"); "*": any public one, "none" or empty: none. `max_queued_jobs`: beyond it jobs are refused.
-    `max_time_budget_s`: a job asked to last longer is refused; a week. `metrics_listen`: as the worker's, but NEAP_CALIBRATOR_METRICS_LISTEN."""
+    """Settings of the calibration service."""
 
-    listen: str = Field(default="127.0.0.1:7070", validation_alias="NEAP_CALIBRATOR_LISTEN")
-    health_listen: str = Field(default="", validation_alias="NEAP_CALIBRATOR_HEALTH_LISTEN")
-    text_folders: Annotated[tuple[Path, ...], NoDecode] = ()
-    hub_datasets: Annotated[tuple[str, ...], NoDecode] = ("*",)
-    max_queued_jobs: int = Field(default=16, ge=1)
-    metrics_listen: str = Field(
-        default="", pattern=METRICS_LISTEN, validation_alias="NEAP_CALIBRATOR_METRICS_LISTEN"
+    listen: str = Field(
+        default="127.0.0.1:7070",
+        validation_alias="NEAP_CALIBRATOR_LISTEN",
+        description="Address to listen on for gRPC. Port 0 picks a free port.",
     )
-    max_time_budget_s: float = Field(default=604_800.0, gt=0, le=315_576_000_000)
+    health_listen: str = Field(
+        default="", validation_alias="NEAP_CALIBRATOR_HEALTH_LISTEN", description=HEALTH_LISTEN
+    )
+    text_folders: Annotated[tuple[Path, ...], NoDecode] = Field(
+        default=(),
+        description="Folder from which a calibration may read text files. May be repeated; the variable takes a comma-separated list. Unset: "
+        "no file may be read.",
+        json_schema_extra={"metavar": "FOLDER"},
+    )
+    hub_datasets: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=("*",),
+        description="Dataset of the Hugging Face Hub that a calibration may read: a name or a pattern such as owner/*. * allows any public dataset; "
+        "none, or an empty variable, forbids all datasets. May be repeated; the variable takes a comma-separated list.",
+        json_schema_extra={"metavar": "PATTERN"},
+    )
+    max_queued_jobs: int = Field(
+        default=16, ge=1, description="Most jobs that wait to be run. Further jobs are refused."
+    )
+    metrics_listen: str = Field(
+        default="",
+        pattern=METRICS_LISTEN_PATTERN,
+        validation_alias="NEAP_CALIBRATOR_METRICS_LISTEN",
+        description=METRICS_LISTEN,
+    )
+    max_time_budget_s: float = Field(
+        default=604_800.0,
+        gt=0,
+        le=315_576_000_000,
+        description="Longest duration in seconds that a job may ask for. Jobs that ask for more are refused. The default is a week.",
+    )
 
     @field_validator("text_folders", mode="before")
     @classmethod
@@ -164,7 +317,7 @@ class CalibratorSettings(ServiceSettings):
         if "none" not in patterns:
             return patterns
         if len(patterns) > 1:
-            raise ValueError("none excludes other names of datasets")
+            raise ValueError("none cannot be combined with names of datasets")
         return ()
 
 
@@ -174,57 +327,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     Raises InvalidInput (reason BAD_CONFIGURATION) for values that are out of range.
     """
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
-    add = parser.add_argument
-    add("--listen", metavar="HOST:PORT", help="address to listen on; port 0 picks a free one")
-    add("--model", dest="models", action="append", metavar="ID=SOURCE", help="may be repeated")
-    add(
-        "--registry",
-        metavar="URL",
-        help="registry of routers: a folder, or redis://HOST/0?objects=s3://BUCKET/PREFIX",
-    )
-    add("--data-dir", metavar="FOLDER")
-    add("--context-length", metavar="TOKENS", help="prompt and completion together, per sequence")
-    add("--device", metavar="NAME", help="cpu or cuda")
-    add("--dtype", choices=("auto", "float32", "float16", "bfloat16"))
-    add("--threads", metavar="N", help="CPU threads for the model")
-    add("--grace-s", metavar="SECONDS", help="keep accepting this long after SIGTERM")
-    add("--drain-timeout-s", metavar="SECONDS", help="then let running calls finish this long")
-    add("--request-timeout-s", metavar="SECONDS", help="end opened calls that send no request")
-    add("--metrics-listen", metavar="HOST:PORT", help="metrics over HTTP; port 0 picks one")
-    add("--log-level", choices=("debug", "info", "warning", "error"))
-    add_security_flags(parser)
-    if issubclass(kind, WorkerSettings):
-        add("--max-running", metavar="N", help="requests of a model that share each step")
-        add("--max-queue", metavar="N", help="requests waiting per model at most")
-        add("--max-queue-tokens", metavar="N", help="tokens of their prompts at most")
-        add("--max-active-per-client", metavar="N", help="requests of one caller at most")
-        add("--kv-budget-mb", metavar="MIB", help="keys and values of all requests of a model")
-        add("--prefix-cache-mb", metavar="MIB", help="of these, for prompts that start alike")
-        add("--record-passes", choices=("auto", "on", "off"), help="as CUDA graphs")
-        add("--compile-layers", choices=("auto", "on", "off"), help="by torch.compile, on a GPU")
-        add("--max-routers", metavar="N", help="routers kept in memory at most")
-        add("--stall-timeout-s", metavar="SECONDS", help="end calls whose client does not read")
-        add("--router-cache-mb", metavar="MIB", help="routers of a shared registry on disk")
-        add("--default-alias", metavar="ALIAS", help="router of requests that name none")
-        add("--shadow-share", metavar="SHARE", help="of relaxed answers, checked in idle time")
-        add("--relaxed-bound", metavar="SHARE", help="may differ, where routers say nothing")
-    if issubclass(kind, CalibratorSettings):
-        add(
-            "--text-folder",
-            dest="text_folders",
-            action="append",
-            metavar="FOLDER",
-            help="folder text may be read from; may be repeated",
-        )
-        add(
-            "--hub-dataset",
-            dest="hub_datasets",
-            action="append",
-            metavar="PATTERN",
-            help="Hub dataset text may be read from, e.g. owner/*, or none; may be repeated",
-        )
-        add("--max-queued-jobs", metavar="N")
-        add("--max-time-budget-s", metavar="SECONDS", help="a job may be asked to last so long")
+    add_flags(parser, kind)
     given = {
         name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
     }

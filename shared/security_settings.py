@@ -1,23 +1,41 @@
-"""What services and clients can be told about encryption and identity; `shared.config` explains where the values come from."""
+"""Settings of services and clients for encryption and identity. `shared.config` explains where the values come from."""
 
-import argparse
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+# Described here, declared by each service: the variables differ.
+HEALTH_LISTEN = (
+    "Second address, in plain text, that answers health checks and nothing else, for probes without certificate or token. "
+    "Unset: no second address."
+)
+
 
 class SecuritySettings(BaseSettings):
-    """`tls_cert`, `tls_key`: PEM files, reloaded when they change; None: plain text. `tls_client_ca`: only clients with a
-    certificate of it are let in. `auth_tokens`: file of bearer tokens and roles (`shared.rpc.tokens`); None: anybody may call.
-    `allow_plaintext_tokens`: also without TLS beyond loopback. `health_listen`: HOST:PORT, plain text, health only; empty: none."""
+    """Encryption and identity of both services."""
 
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    auth_tokens: Path | None = None
-    allow_plaintext_tokens: bool = False
+    tls_cert: Path | None = Field(
+        default=None,
+        description="PEM file with the certificate chain of the service; reloaded when it changes. Unset: plain text.",
+    )
+    tls_key: Path | None = Field(
+        default=None, description="PEM file with the private key of the certificate."
+    )
+    tls_client_ca: Path | None = Field(
+        default=None,
+        description="PEM file of authorities. Only clients with a certificate of one of them can connect (mutual TLS). Unset: clients need no certificate.",
+    )
+    auth_tokens: Path | None = Field(
+        default=None,
+        description="File of bearer tokens and their roles, as `neap tokens create` writes it; reloaded when it changes. Unset: anybody may call "
+        "every method.",
+    )
+    allow_plaintext_tokens: bool = Field(
+        default=False,
+        description="Accept tokens without TLS beyond loopback, because something else encrypts the connection.",
+    )
 
     @field_validator("tls_cert", "tls_key", "tls_client_ca", "auth_tokens", mode="before")
     @classmethod
@@ -34,24 +52,44 @@ class SecuritySettings(BaseSettings):
 
 
 class ClientSettings(BaseSettings):
-    """How a client reaches services: variables NEAP_CLIENT_*, NEAP_TOKEN, NEAP_TOKEN_FILE and NEAP_ALLOW_PLAINTEXT_TOKENS.
-
-    `tls`: with the authorities this machine trusts, or `ca` (which implies it, as `cert` does). `cert`, `key`: for mutual TLS.
-    `server_name`: what the certificate must be for, where it is not the address called (through a port-forward, say).
-    `token_file` is read anew for every call.
-    """
+    """Connections of clients: the `neap` commands."""
 
     model_config = SettingsConfigDict(env_prefix="NEAP_CLIENT_", frozen=True, populate_by_name=True)
 
-    tls: bool = False
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-    server_name: str = ""
-    token: SecretStr = Field(default=SecretStr(""), validation_alias="NEAP_TOKEN")
-    token_file: Path | None = Field(default=None, validation_alias="NEAP_TOKEN_FILE")
+    tls: bool = Field(
+        default=False,
+        description="Encrypt with TLS and trust the authorities that this machine trusts.",
+    )
+    ca: Path | None = Field(
+        default=None,
+        description="PEM file of the authorities to trust. Implies TLS. Unset: those that this machine trusts.",
+    )
+    cert: Path | None = Field(
+        default=None,
+        description="PEM file of the client's certificate, for mutual TLS. Implies TLS. Unset: the client shows no certificate.",
+    )
+    key: Path | None = Field(
+        default=None, description="PEM file with the private key of the client's certificate."
+    )
+    server_name: str = Field(
+        default="",
+        description="Name that the server's certificate must be valid for, if it is not the address that is called (for example through a "
+        "port-forward). Unset: the address.",
+    )
+    token: SecretStr = Field(
+        default=SecretStr(""),
+        validation_alias="NEAP_TOKEN",
+        description="Bearer token to call with. Unset: no token is sent.",
+    )
+    token_file: Path | None = Field(
+        default=None,
+        validation_alias="NEAP_TOKEN_FILE",
+        description="File with the bearer token, read again for every call. Excludes the token itself. Unset: no token is sent.",
+    )
     allow_plaintext_tokens: bool = Field(
-        default=False, validation_alias="NEAP_ALLOW_PLAINTEXT_TOKENS"
+        default=False,
+        validation_alias="NEAP_ALLOW_PLAINTEXT_TOKENS",
+        description="Send the token without TLS beyond loopback, because something else encrypts the connection.",
     )
 
     @field_validator("ca", "cert", "key", "token_file", mode="before")
@@ -66,14 +104,3 @@ class ClientSettings(BaseSettings):
         if self.token.get_secret_value() and self.token_file is not None:
             raise ValueError("token and token_file exclude one another")
         return self
-
-
-def add_security_flags(parser: argparse.ArgumentParser) -> None:
-    """The services' flags for `SecuritySettings`."""
-    add = parser.add_argument
-    add("--tls-cert", metavar="FILE", help="PEM certificate chain; reloaded when it changes")
-    add("--tls-key", metavar="FILE", help="its private key")
-    add("--tls-client-ca", metavar="FILE", help="let in only clients with a certificate of these")
-    add("--auth-tokens", metavar="FILE", help="bearer tokens and roles (neap tokens create)")
-    add("--allow-plaintext-tokens", action="store_const", const=True, help="without TLS, too")
-    add("--health-listen", metavar="HOST:PORT", help="plain-text health checks, nothing else")

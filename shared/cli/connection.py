@@ -16,24 +16,19 @@ from shared.security_settings import ClientSettings
 _flags: ContextVar[Mapping[str, Any]] = ContextVar("neap_flags", default={})  # noqa: B039 (never changed)
 
 
+def _help(name: str) -> str | None:
+    return ClientSettings.model_fields[name].description
+
+
 def global_options(
     context: typer.Context,
-    tls: Annotated[
-        bool, typer.Option("--tls", help="Encrypt; trust the authorities this machine trusts.")
-    ] = False,
-    ca: Annotated[
-        Path | None, typer.Option("--tls-ca", help="Encrypt; trust the authorities of this file.")
-    ] = None,
-    cert: Annotated[
-        Path | None, typer.Option("--tls-cert", help="Certificate to show, for mutual TLS.")
-    ] = None,
-    key: Annotated[Path | None, typer.Option("--tls-key", help="Its private key.")] = None,
-    server_name: Annotated[
-        str, typer.Option("--tls-server-name", help="Name in the server's certificate.")
-    ] = "",
+    tls: Annotated[bool, typer.Option("--tls", help=_help("tls"))] = False,
+    ca: Annotated[Path | None, typer.Option("--tls-ca", help=_help("ca"))] = None,
+    cert: Annotated[Path | None, typer.Option("--tls-cert", help=_help("cert"))] = None,
+    key: Annotated[Path | None, typer.Option("--tls-key", help=_help("key"))] = None,
+    server_name: Annotated[str, typer.Option("--tls-server-name", help=_help("server_name"))] = "",
     token_file: Annotated[
-        Path | None,
-        typer.Option("--token-file", help="File with the token to call with; or NEAP_TOKEN."),
+        Path | None, typer.Option("--token-file", help=_help("token_file"))
     ] = None,
 ) -> None:
     """Early-exit serving of frozen causal language models that really skips the layers."""

@@ -58,7 +58,7 @@ def test_datasets_that_are_allowed(monkeypatch, said, allowed):
         monkeypatch.setenv("NEAP_HUB_DATASETS", said)
     settings = settings_from_command_line(CalibratorSettings, "calibrator", [])
     assert settings.hub_datasets == allowed
-    with pytest.raises(InvalidInput, match="none excludes"):
+    with pytest.raises(InvalidInput, match="none cannot be combined"):
         make_settings(CalibratorSettings, hub_datasets=["none", "a/b"])
 
 

@@ -88,7 +88,7 @@ DAMAGES = {
     "no blob": (lambda f: (f / BLOB).unlink(), "ladder.safetensors is missing [CORRUPT]"),
     "no JSON": (lambda f: (f / MANIFEST).write_text("{"), "is not JSON [CORRUPT]"),
     "no text": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe"), "is not JSON [CORRUPT]"),
-    "no object": (lambda f: (f / MANIFEST).write_text("[]"), "no JSON object [CORRUPT]"),
+    "no object": (lambda f: (f / MANIFEST).write_text("[]"), "not a JSON object [CORRUPT]"),
     "half a blob": (
         lambda f: (f / BLOB).write_bytes((f / BLOB).read_bytes()[:-9]),
         "not safetensors [CORRUPT]",
