@@ -1,6 +1,5 @@
 """Shards: token sequences on disk, written whole or not at all."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from shared import files
 from shared.errors import Corrupt
 from shared.storage import storage_error
 
@@ -57,20 +57,12 @@ def read_shard(path: Path) -> list[TokenSequence]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Writes `data` under a temporary name, flushes it to disk and renames it. What was there before stays until then.
+    """As `shared.files.write_atomically`, in a folder that is made if it is not there.
 
     Raises `Exhausted` (DISK_FULL) and `Unavailable` (STORAGE_UNAVAILABLE).
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        files.write_atomically(path, data)
     except OSError as error:
         raise storage_error(error, path.name, place="the calibration's folder") from error

@@ -150,7 +150,7 @@ def wrap_model(
     )
     identity = fingerprint(model)  # before `accelerate` frees the unpacked weights
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
-        from shared.model.accelerate import accelerate as accelerate_model
+        from shared.model.substitution.apply import accelerate as accelerate_model
 
         logger.info("accelerated %s: %s", model_id, accelerate_model(model))
     return LoadedModel(

@@ -2,13 +2,13 @@
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 
 import grpc
 import pytest
 
-from calibrator_service.calibration import shards
 from calibrator_service.calibration.shards import (
     TokenSequence,
     read_shard,
@@ -62,7 +62,7 @@ def test_what_the_disk_refuses_has_a_status_of_its_own(
     def refuse(descriptor: int) -> None:
         raise OSError(number, "refused")
 
-    monkeypatch.setattr(shards.os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(NeapError) as raised:
         write_atomically(tmp_path / "a", b"data")
     assert code_of(raised.value) is code

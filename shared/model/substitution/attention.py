@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from shared import ops
-from shared.ops.packing import PackedMask, PackedOffset, PackedStates, Span
+from shared.model.substitution.packing import PackedMask, PackedOffset, PackedStates, Span
 
 NAME = "neap"
 
@@ -35,7 +35,7 @@ def attention_mask(
 ) -> Tensor | PackedMask | None:
     """The mask of one pass: bool [B, 1, Q, S], or None where it is plain causal with the queries at the end.
 
-    Of a packed pass (`shared.ops.packing`) a `PackedMask`. Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
+    Of a packed pass (`packing`) a `PackedMask`. Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
     on shorter views, so those pass as plain too.
     """
     if isinstance(q_offset, PackedOffset):

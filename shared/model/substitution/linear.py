@@ -1,10 +1,11 @@
-"""Which module computes what an op computes. Decided by running both on random input, never by the module's name.
+"""Replacements of linear layers, RMS norms and gated MLPs by ops over packed weights.
 
 Each function takes a module and returns its `Substitute`, or raises `Unsuitable` with the reason.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from typing import Any
 
@@ -13,98 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared import ops
+from shared.model.substitution.match import (
+    GatedMlp,
+    PackedLinear,
+    RmsNorm,
+    Substitute,
+    Unsuitable,
+    agrees,
+    probe_input,
+)
 from shared.ops import reference
 
-TOLERANCE = 1e-5  # largest error relative to the largest output
 PROBE_ROWS = 3
-
-Forward = Callable[[Tensor], Tensor]
-
-
-class Unsuitable(Exception):
-    """The module is not what the op computes; the text says why."""
-
-
-@dataclass(frozen=True)
-class PackedLinear:
-    """x @ weight.T + bias: the panels, N, and bias [N]."""
-
-    packed: Tensor
-    out_features: int
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class RmsNorm:
-    """x / rms(x) * (weight [D] + offset)."""
-
-    weight: Tensor
-    eps: float
-    offset: float
-
-
-@dataclass(frozen=True)
-class GatedMlp:
-    """down(activation(gate(x)) * up(x)); `bias` is gate's, then up's."""
-
-    pairs: Tensor
-    width: int
-    activation: str
-    bias: Tensor | None
-    down: PackedLinear
-
-
-@dataclass(frozen=True)
-class Substitute:
-    """`forward` [..., K] -> [..., N] does what the module does, from `packed` instead of `weights`."""
-
-    forward: Forward
-    recipe: PackedLinear | RmsNorm | GatedMlp  # the same as numbers, for who fuses several modules
-    packed: tuple[Tensor, ...] = ()
-    sources: tuple[nn.Module, ...] = ()  # modules whose `weight` is not read any more
-    unpack: Callable[[], list[Tensor]] = list  # their weights again, in the same order
-
-
-def probe_input(*shape: int) -> Tensor:
-    """Normal random numbers from a generator of their own: the caller's random state stays."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """max |actual - expected| / max |expected|; infinite where shapes differ or a number is not finite."""
-    if actual.shape != expected.shape or not (
-        actual.isfinite().all() and expected.isfinite().all()
-    ):
-        return float("inf")
-    scale = expected.abs().max().clamp_min(1e-30)
-    return float((actual - expected).abs().max() / scale)
-
-
-def _agrees(actual: Forward, expected: Forward, *probes: Tensor) -> bool:
-    for probe in probes:
-        try:
-            wanted: Any = expected(probe)
-        except Exception as error:
-            raise Unsuitable(f"does not run on a random tensor: {type(error).__name__}") from error
-        if not isinstance(wanted, Tensor):
-            raise Unsuitable("does not return a tensor")
-        if relative_error(actual(probe), wanted) > TOLERANCE:
-            return False
-    return True
-
-
-def refuse_gradient(x: Tensor) -> None:
-    """Raises `RuntimeError` if what a substituted module makes of `x` would silently be cut off from the graph."""
-    if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("an accelerated model has no gradient: call it under torch.no_grad()")
-
-
-def _guarded(run: Forward) -> Forward:
-    def forward(x: Tensor) -> Tensor:
-        refuse_gradient(x)
-        return run(x)
-
-    return forward
 
 
 def _bias(module: nn.Module) -> Tensor | None:
@@ -126,9 +47,11 @@ def linear(module: nn.Module, *, transposed: bool = False) -> Substitute:
     weight = stored.T if transposed else stored
     out_features, bias = weight.shape[0], _bias(module)
     packed = ops.pack_linear(weight)
-    op = torch.ops.neap.packed_linear.default
-    forward = _guarded(lambda x: op(x, packed, out_features, bias))
-    if not _agrees(forward, module, probe_input(PROBE_ROWS, weight.shape[1])):
+
+    def forward(x: Tensor) -> Tensor:
+        return ops.packed_linear(x, packed, out_features, bias)
+
+    if not agrees(forward, module, probe_input(PROBE_ROWS, weight.shape[1])):
         raise Unsuitable("does more than x @ weight.T + bias")
 
     def unpack() -> list[Tensor]:
@@ -142,7 +65,6 @@ def linear(module: nn.Module, *, transposed: bool = False) -> Substitute:
 
 def rms_norm(module: nn.Module) -> Substitute:
     """x / sqrt(mean(x^2) + eps) * (weight + offset), offset 0 or 1, eps as the module has it."""
-    ops.load()
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
     if len(parameters) != 1 or weight is None or weight.dim() != 1 or weight.dtype != torch.float32:
@@ -152,11 +74,10 @@ def rms_norm(module: nn.Module) -> Substitute:
     # Small input shows eps, a shift shows whether the mean is taken off.
     probes = (x, x * 1e-3, x + 1)
     epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
-    op = torch.ops.neap.rms_norm.default
     for eps in sorted(epsilons):
         for offset in (0.0, 1.0):
-            forward = _guarded(lambda x, eps=eps, offset=offset: op(x, frozen, eps, offset))  # type: ignore[misc]
-            if _agrees(forward, module, *probes):
+            forward = partial(ops.rms_norm, weight=frozen, eps=eps, weight_offset=offset)
+            if agrees(forward, module, *probes):
                 return Substitute(forward, RmsNorm(frozen, eps, offset))
     raise Unsuitable("is not an RMS norm")
 
@@ -213,7 +134,7 @@ def gated_mlp(module: nn.Module) -> Substitute:
     for layer in linears:
         _packable(layer.weight)
     probe = probe_input(PROBE_ROWS, linears[0].in_features)
-    found = next((g for g in _gates(linears) if _agrees(g.plain, module, probe)), None)
+    found = next((g for g in _gates(linears) if agrees(g.plain, module, probe)), None)
     if found is None:
         raise Unsuitable("is not down(activation(gate(x)) * up(x))")
     width, hidden = found.down.shape[1], found.down.shape[0]
@@ -224,19 +145,17 @@ def gated_mlp(module: nn.Module) -> Substitute:
         found.activation,
         found.layers,
     )
-    gated, plain = torch.ops.neap.packed_gated_linear.default, torch.ops.neap.packed_linear.default
 
-    def run(x: Tensor) -> Tensor:
-        out: Tensor = plain(gated(x, pairs, width, activation, bias), down, hidden, down_bias)
-        return out
+    def forward(x: Tensor) -> Tensor:
+        acted = ops.packed_gated_linear(x, pairs, width, activation, bias)
+        return ops.packed_linear(acted, down, hidden, down_bias)
 
     def unpack() -> list[Tensor]:
         halves = [reference.unpack_linear(pairs[side::2], width) for side in (0, 1)]
         first = halves if len(layers) == 3 else [torch.cat(halves)]
         return [*first, reference.unpack_linear(down, hidden)]
 
-    forward = _guarded(run)
-    if not _agrees(forward, module, probe):
+    if not agrees(forward, module, probe):
         raise Unsuitable("its fused form differs by more than the tolerance")
     recipe = GatedMlp(pairs, width, activation, bias, PackedLinear(down, hidden, down_bias))
     return Substitute(forward, recipe, (pairs, down), layers, unpack)

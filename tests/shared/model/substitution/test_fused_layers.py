@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from shared.model.accelerate import accelerate, restore
 from shared.model.cache import SlotCache
 from shared.model.load import wrap_model
 from shared.model.packed import PackedCache, Segment
 from shared.model.runner import DepthRunner
-from shared.ops import hf_layer
-from shared.ops.hf_layer import FusedLayer
+from shared.model.substitution import attention
+from shared.model.substitution.apply import accelerate, restore
+from shared.model.substitution.layer import FusedLayer
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 
 FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
@@ -185,7 +185,7 @@ def test_watching_leaves_no_trace() -> None:
 
     model = build_family("llama")
     accelerate(model)
-    assert AttentionInterface()[hf_layer.hf_attention.NAME] is hf_layer.hf_attention.attention
+    assert AttentionInterface()[attention.NAME] is attention.attention
     for layer in model.model.layers:
         assert not layer._forward_hooks
         assert not layer._forward_pre_hooks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shared import ops
-from shared.ops.substitute import Unsuitable, probe_input
+from shared.model.substitution.match import Unsuitable, probe_input
 
 FUNCTION = "apply_rotary_pos_emb"
 

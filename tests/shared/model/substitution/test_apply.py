@@ -3,16 +3,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from shared import ops
 from shared.errors import UnsupportedModel
-from shared.model.accelerate import accelerate, restore
 from shared.model.cache import SlotCache
-from shared.ops import hf_attention, reference, substitute
+from shared.model.substitution.apply import accelerate, restore
 from shared.ops.build import build
-from shared.ops.substitute import Unsuitable
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 
 # Families whose attention does not go through transformers' interface, and families with experts in one parameter:
@@ -158,7 +155,7 @@ def test_a_model_that_comes_out_different_is_left_as_it_was(
 ) -> None:
     model, ids = build_family("llama"), _ids(1, 6)
     before = model(input_ids=ids).logits
-    monkeypatch.setattr("shared.model.accelerate.MODEL_TOLERANCE", -1.0)
+    monkeypatch.setattr("shared.model.substitution.apply.MODEL_TOLERANCE", -1.0)
     with pytest.raises(UnsupportedModel, match="differ by"):
         accelerate(model)
     assert torch.equal(model(input_ids=ids).logits, before)
@@ -179,103 +176,6 @@ def test_the_rotary_function_comes_back_with_the_last_user() -> None:
     del second
     gc.collect()
     assert modeling_mistral.apply_rotary_pos_emb is original
-
-
-class _Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 1.001
-
-
-class _CentredNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-5
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.layer_norm(x, (8,), self.weight, None, self.eps)
-
-
-class _Mlp(nn.Module):
-    def __init__(self, act: nn.Module) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(8, 12, bias=False), nn.Linear(12, 8)
-        self.act = act
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.a(x) * self.act(self.b(x)))
-
-
-def test_eps_is_found_among_other_small_numbers() -> None:
-    norm = _CentredNorm()
-    norm.dropout, norm.eps = 1e-7, 1e-6
-    norm.forward = lambda x: reference.rms_norm(x, norm.weight, norm.eps)
-    x = torch.randn(2, 8) * 1e-2
-    torch.testing.assert_close(substitute.rms_norm(norm).forward(x), norm(x))
-
-
-def test_look_alikes_are_not_substituted() -> None:
-    with pytest.raises(Unsuitable, match="does more"):
-        substitute.linear(_Scaled(8, 4))
-    with pytest.raises(Unsuitable, match="not an RMS norm"):
-        substitute.rms_norm(_CentredNorm())
-    with pytest.raises(Unsuitable, match="is not down"):
-        substitute.gated_mlp(_Mlp(nn.ReLU()))
-    with pytest.raises(Unsuitable, match="float64"):
-        substitute.linear(nn.Linear(8, 4).double())
-
-
-@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(approximate="tanh")])
-def test_a_gated_mlp_is_found_whatever_its_layers_are_called(act: nn.Module) -> None:
-    module, x = _Mlp(act), torch.randn(5, 8)
-    found = substitute.gated_mlp(module)
-    torch.testing.assert_close(found.forward(x), module(x))
-    for source, weight in zip(found.sources, found.unpack(), strict=True):
-        assert torch.equal(source.get_parameter("weight"), weight)
-
-
-def test_hooks_on_a_layer_keep_it_from_being_fused() -> None:
-    module = _Mlp(nn.SiLU())
-    module.a.register_forward_hook(lambda *_: None)
-    with pytest.raises(Unsuitable, match="hooks"):
-        substitute.gated_mlp(module)
-
-
-def _mask(q: int, kv: int, **changes: object) -> Tensor | None:
-    return hf_attention.attention_mask(1, q, kv, **{"q_offset": kv - q, **changes})
-
-
-def test_masks_are_left_out_only_where_plainly_causal() -> None:
-    assert _mask(3, 9) is None
-    assert _mask(3, 9, attention_mask=torch.ones(1, 9, dtype=torch.bool)) is None
-    assert _mask(3, 9, local_size=10) is None
-    hidden = torch.tensor([[False, True, True]])
-    for changes in (
-        {"q_offset": 0},
-        {"kv_offset": 2},
-        {"local_size": 9},
-        {"allow_is_causal_skip": False},
-        {"attention_mask": torch.nn.functional.pad(hidden, (0, 6), value=True)},
-        {"attention_mask": torch.ones(1, 8, dtype=torch.bool)},
-        {"q_offset": torch.tensor(6)},
-    ):
-        mask = _mask(3, 9, **changes)
-        assert mask is not None
-        assert mask.dtype == torch.bool
-        assert mask.shape == (1, 1, 3, 9)
-
-
-def test_attention_takes_additive_masks_that_hide_and_refuses_the_rest() -> None:
-    module, q, (k, v) = nn.Module(), torch.randn(1, 2, 3, 8), torch.randn(2, 1, 1, 5, 8).unbind()
-    visible = torch.ones(1, 1, 3, 5, dtype=torch.bool).tril(2)
-    additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
-    out, weights = hf_attention.attention(module, q, k, v, additive)
-    assert weights is None
-    assert torch.equal(out, ops.slot_attention(q, k, v, 5))
-    with pytest.raises(NotImplementedError, match="not biases"):
-        hf_attention.attention(module, q, k, v, additive / 1e38)
-    for refused in ({"s_aux": torch.ones(2)}, {"dropout": 0.1}, {"output_attentions": True}):
-        with pytest.raises(NotImplementedError, match=next(iter(refused))):
-            hf_attention.attention(module, q, k, v, None, **refused)
 
 
 def test_a_growing_cache_gives_the_bits_of_a_preallocated_one() -> None:

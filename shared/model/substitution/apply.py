@@ -2,7 +2,7 @@
 
 *Verified substitution*: no module is replaced because of its name or its family. Each candidate is run beside its kernel
 on random input and replaced only if they agree to 1e-5; what does not agree stays as it is and is named in the report.
-Decoder layers made of such modules then become one op each where that has the very same bits (`shared.model.fused_layers`).
+Decoder layers made of such modules then become one op each where that has the very same bits (`fused_layers`).
 At the end the whole model is compared with its former self. Modules keep their place: only their `forward` changes.
 """
 
@@ -18,10 +18,11 @@ from transformers.pytorch_utils import Conv1D
 
 from shared import ops
 from shared.errors import UnsupportedModel
-from shared.model.fused_layers import substitute_layers
-from shared.model.substitutions import Substitutions
-from shared.ops import hf_attention, hf_rotary, substitute
-from shared.ops.substitute import Unsuitable
+from shared.model.substitution import attention, rotary
+from shared.model.substitution.fused_layers import substitute_layers
+from shared.model.substitution.linear import gated_mlp, linear, rms_norm
+from shared.model.substitution.match import Unsuitable, relative_error
+from shared.model.substitution.reversible import Substitutions
 
 MODEL_TOLERANCE = (
     1e-3  # of logits, relative: tens of layers amplify what each module's own check allowed
@@ -72,7 +73,7 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
         try:
             _substitute_modules(run)
             files = tuple(_substitute_rotary(run))
-            error = substitute.relative_error(_probe(model), expected)
+            error = relative_error(_probe(model), expected)
             attends = _substitute_attention(run, expected)
             layers = substitute_layers(run, _random_ids(model, 1, 9)) if attends else 0
             invariant = error <= MODEL_TOLERANCE and _is_batch_invariant(model)
@@ -111,7 +112,7 @@ def _substitute_modules(run: Substitutions) -> None:
     modules = [(name, module) for name, module in run.model.named_modules() if name]
     for name, module in modules:
         if sum(type(child) is nn.Linear for child in module.children()) in (2, 3):
-            run.attempt("gated_mlp", name, module, partial(substitute.gated_mlp, module))
+            run.attempt("gated_mlp", name, module, partial(gated_mlp, module))
             # Attention blocks have three linear layers as well: no news, their layers follow one by one.
             run.left_alone.pop(name, None)
     for name, module in modules:
@@ -119,10 +120,10 @@ def _substitute_modules(run: Substitutions) -> None:
             continue
         if isinstance(module, nn.Linear | Conv1D):
             transposed = isinstance(module, Conv1D)
-            propose = partial(substitute.linear, module, transposed=transposed)
+            propose = partial(linear, module, transposed=transposed)
             run.attempt("linear", name, module, propose)
         elif _is_norm_like(module):
-            run.attempt("rms_norm", name, module, partial(substitute.rms_norm, module))
+            run.attempt("rms_norm", name, module, partial(rms_norm, module))
         elif any(p.dim() > 2 for p in module.parameters(recurse=False)):
             run.left_alone[name] = "stores several matrices in one parameter (experts)"
 
@@ -134,14 +135,14 @@ def _is_norm_like(module: nn.Module) -> bool:
 
 def _substitute_rotary(run: Substitutions) -> Iterator[str]:
     for file in sorted({type(module).__module__ for module in run.model.modules()}):
-        if not hf_rotary.has_rotary(file):
+        if not rotary.has_rotary(file):
             continue
         try:
-            hf_rotary.acquire(file)
+            rotary.acquire(file)
         except Unsuitable as reason:
-            run.left_alone[f"{file}.{hf_rotary.FUNCTION}"] = str(reason)
+            run.left_alone[f"{file}.{rotary.FUNCTION}"] = str(reason)
             continue
-        release = weakref.finalize(run.model, hf_rotary.release, file)  # also if nobody restores
+        release = weakref.finalize(run.model, rotary.release, file)  # also if nobody restores
         release.atexit = False
         run.undo.append(release)
         yield file
@@ -152,11 +153,11 @@ def _substitute_attention(run: Substitutions, expected: Tensor) -> bool:
     if not model._can_set_attn_implementation():
         run.left_alone["attention"] = "the family does not use transformers' AttentionInterface"
         return False
-    hf_attention.register()
-    model.set_attn_implementation(hf_attention.NAME)
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
     reason = None
     try:
-        error = substitute.relative_error(_probe(model), expected)
+        error = relative_error(_probe(model), expected)
         if error > MODEL_TOLERANCE:
             reason = f"logits differ by {error:.1e} (relative)"
     except NotImplementedError as refusal:

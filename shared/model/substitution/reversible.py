@@ -1,4 +1,4 @@
-"""Substituted forwards and how to take them back: one model's, while `shared.model.accelerate` puts kernels under it."""
+"""Substituted forwards and how to take them back: one model's, while `apply` puts kernels under it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shared.ops.substitute import Substitute, Unsuitable
+from shared.model.substitution.match import Substitute, Unsuitable
 
 
 class Substitutions:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from shared.ops.hf_attention import refuse_unserved
+from shared.model.substitution.attention import refuse_unserved
 from shared.ops.library import load
+from shared.ops.paged import paged_attention
 
 NAME = "neap_paged"
 
@@ -103,7 +104,7 @@ def attention(
     layer = attention_mask.layer if isinstance(attention_mask, PagedMask) else None
     if layer is None:
         raise NotImplementedError(f"attention {NAME!r} was given another mask than its own")
-    out = torch.ops.neap.paged_attention.default(
+    out = paged_attention(
         _by_token(query),
         _by_token(key),
         _by_token(value),
@@ -112,7 +113,7 @@ def attention(
         layer.pages,
         layer.rows,
         layer.positions,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling,
         softcap or 0.0,
         attention_mask.window,
     )

@@ -1,8 +1,8 @@
 """Decoder layers of Hugging Face transformers as one op each, found by watching what a layer runs.
 
-A layer whose modules all have kernels already (`shared.ops.substitute`) and that calls them in the order of a pre-norm
+A layer whose modules all have kernels already (`linear`) and that calls them in the order of a pre-norm
 layer is proposed as `shared.ops.layer.decoder_layer` over the same packed weights. Whether it is that layer, not the order
-but the comparison of bits decides (`shared.model.fused_layers`).
+but the comparison of bits decides (`fused_layers`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared.ops import hf_attention
-from shared.ops.layer import LayerWeights
-from shared.ops.packing import PackedMask
-from shared.ops.substitute import (
+from shared.model.substitution.attention import observed
+from shared.model.substitution.match import (
     GatedMlp,
     PackedLinear,
     RmsNorm,
     Substitute,
     Unsuitable,
-    refuse_gradient,
 )
+from shared.model.substitution.packing import PackedMask
+from shared.ops.layer import LayerWeights, decoder_layer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -90,7 +89,7 @@ def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -
     try:
         for module, substitute, forward in substituted:
             module.forward = note(substitute.recipe, forward)
-        with hf_attention.observed(see):
+        with observed(see):
             args, kwargs = call
             output = layer(*args, **kwargs)
     finally:
@@ -163,17 +162,10 @@ class FusedLayer:
         inside = [module for module in layer.modules() if module is not layer]
         # What hooks are registered in. The op would pass them by.
         self._hooks = [m._forward_hooks for m in inside] + [m._forward_pre_hooks for m in inside]
-        self._op = torch.ops.neap.decoder_layer.default
-        weights = plan.weights
-        self._matrices = (weights.norms, weights.packed, weights.biases)
-        self._numbers = (
-            *(weights.num_heads, weights.intermediate, weights.activation),
-            *(weights.eps, weights.weight_offset, weights.scaling, weights.softcap),
-        )
 
     def retire(self) -> None:
         """From now on the layer's own forward, whoever still calls this; lets go of the weights."""
-        self._plan, self._matrices = None, ((), (), ())
+        self._plan = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer's own forward takes and returns."""
@@ -185,7 +177,9 @@ class FusedLayer:
         plan, cache = self._plan, kwargs.get("past_key_values")
         slots = getattr(cache, "slots", None)
         angles = kwargs.get("position_embeddings")
-        if plan is None or slots is None or type(angles) is not tuple or len(args) > 1:
+        if plan is None or slots is None or len(args) > 1:
+            return None
+        if type(angles) is not tuple or len(angles) != 2:
             return None
         if any(self._hooks) or not (_KNOWN.issuperset(kwargs) or _says_nothing_else(kwargs)):
             return None
@@ -193,13 +187,11 @@ class FusedLayer:
         masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
         if masks is None:
             return None
-        refuse_gradient(hidden)
         keys, values = plan.keys_like, plan.values_like
         if hidden.shape[0] > 1:
             keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
         places = slots(keys, values, plan.layer_idx)
-        out: Tensor = self._op(hidden, *angles, *self._matrices, *places, masks, *self._numbers)
-        return out
+        return decoder_layer(hidden, *angles, weights=plan.weights, slots=places, masks=masks)
 
 
 def _says_nothing_else(kwargs: dict[str, Any]) -> bool:

@@ -5,7 +5,6 @@ Transformers passes masks, keys and values on without looking inside, so objects
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -43,20 +42,3 @@ class PackedStates:
     fresh: Tensor
     stores: tuple[Tensor, ...]
     spans: tuple[Span, ...]
-
-
-class Slots(NamedTuple):
-    """Where one layer's new keys and values belong: per sequence its stores [1, Hkv, S, Dh], first position and count."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    bases: list[int]
-    counts: list[int]
-
-
-class SlottedCache(Protocol):
-    """A cache that can name a pass' slots before its keys and values exist."""
-
-    def slots(self, keys: Tensor, values: Tensor, layer_idx: int) -> Slots:
-        """Those of the pass at hand. `keys` and `values` [B, Hkv, any, Dh] show the form of what will be written."""
-        ...

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.model.compiled import LayerCompiler
 from shared.model.recorder import NoRecorder
+from shared.model.substitution.compiled import LayerCompiler
 from tests.paged import load_family, make_runner
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from shared.errors import UnsupportedModel
 from shared.model.cache import SlotCache
 from shared.model.probe import find_layers
-from shared.model.substitutions import Substitutions
-from shared.ops.hf_layer import Call, FusedLayer, plan, watch
-from shared.ops.substitute import Unsuitable
+from shared.model.substitution.layer import Call, FusedLayer, plan, watch
+from shared.model.substitution.match import Unsuitable
+from shared.model.substitution.reversible import Substitutions
 
 # Tokens per pass: a prompt, one token, several, each over the slots of those before.
 PASSES = (5, 1, 3)
@@ -20,7 +20,7 @@ PASSES = (5, 1, 3)
 def substitute_layers(run: Substitutions, ids: Tensor) -> int:
     """Fuses what can be; `ids` [1, >= 9] are random tokens. Returns the number of layers; the others are in `run.left_alone`.
 
-    To be called last: the layers' own modules run on kernels already, and attention through `shared.ops.hf_attention`.
+    To be called last: the layers' own modules run on kernels already, and attention through `attention`.
     """
     config = run.model.config.get_text_config(decoder=True)
     try:
