@@ -9,7 +9,7 @@ DEFAULT_RECIPE = "calibrator_service.recipe:run"
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How models are loaded. `dtype` is "auto" or a torch dtype's name; `threads` None leaves torch's choice."""
+    """How models are loaded. `dtype` is "auto" or a torch dtype's name; `threads` None: torch's choice, but no more than CPUs may be used."""
 
     device: str = "cpu"
     dtype: str = "auto"

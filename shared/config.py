@@ -48,6 +48,7 @@ def _listed(value: Any) -> Any:
 class ServiceSettings(SecuritySettings):
     """What both services share. `registry`: a folder or file:///path, or redis://.. with a bucket (`shared.registry.address`);
     empty: a folder "registry" under `data_dir`. Give a URL with a password as NEAP_REGISTRY: flags show in process lists. The fields otel_*: see `exports_traces`.
+    `threads`: of the model on a CPU; None: as many as this process may use by affinity and by its container's CPU quota.
     `request_timeout_s`: how long an opened call may take to send its request message."""
 
     model_config = SettingsConfigDict(
