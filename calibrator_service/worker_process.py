@@ -33,6 +33,7 @@ from calibrator_service.recipe import Product, Task
 from calibrator_service.text_files import find_text_file
 from shared.errors import Cancelled, Conflict, NeapError, Unavailable
 from shared.rpc.logs import configure_logging
+from shared.rpc.service_logs import log_all_output, log_stdout
 from shared.storage import storage_error
 
 HEARTBEAT_INTERVAL_S = 0.5
@@ -191,6 +192,7 @@ def main() -> int:
     config = ProcessConfig.from_line(sys.stdin.readline())
     die_with_parent(config.parent_pid, sys.stdin)
     configure_logging(config.log_level, json_lines=True)
+    log_stdout()
     structlog.contextvars.bind_contextvars(calibration_id=config.calibration_id, start=config.start)
     try:
         run_job(config)
@@ -204,4 +206,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    log_all_output()
     sys.exit(main())

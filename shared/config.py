@@ -97,7 +97,7 @@ class ServiceSettings(SecuritySettings):
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads that run the models. Unset: as many as torch chooses.",
+        description="CPU threads that run the models. Unset: as many CPUs as the process may use, by its affinity and its container's CPU quota.",
     )
     grace_s: float = Field(
         default=2.0,
