@@ -2,11 +2,15 @@
 
 Every field has a variable `NEAP_<NAME>`; the listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN` (and
 `.._HEALTH_LISTEN`), so that both services can run from one environment. Lists are comma-separated. Command-line flags win over variables, variables over defaults.
+A variable `NEAP_..` that nothing here has is an error of a service: a misspelt name would leave a setting at its default in silence.
 Whether traces are exported is decided here, from the variables that every OpenTelemetry program has; the rest of them the SDK reads.
 """
 
 import argparse
-from collections.abc import Sequence
+import difflib
+import os
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -16,7 +20,15 @@ from pydantic import AliasChoices, Field, ValidationError, field_validator, mode
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import InvalidInput
-from shared.security_settings import SecuritySettings, add_security_flags
+from shared.security_settings import ClientSettings, SecuritySettings, add_security_flags
+
+PREFIX = "NEAP_"
+# Read elsewhere: by the command line, the build and the tests.
+_OTHER_VARIABLES = frozenset({"NEAP_TRACEBACK", "NEAP_BUILD_CUDA", "NEAP_FUZZ_S", "NEAP_FUZZ_SEED"})
+# What Kubernetes puts into every pod for each Service whose name begins with "neap-" (NEAP_WORKER_SERVICE_HOST, NEAP_WORKER_PORT, ..).
+_SERVICE_LINK = re.compile(
+    r"NEAP_\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 
 B = TypeVar("B", bound=BaseSettings)
 S = TypeVar("S", bound="ServiceSettings")
@@ -165,7 +177,7 @@ class CalibratorSettings(ServiceSettings):
 def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] | None = None) -> S:
     """Flags, then the environment, then defaults. Exits with a usage text for flags that do not parse.
 
-    Raises InvalidInput (reason BAD_CONFIGURATION) for values that are out of range.
+    Raises InvalidInput (reason BAD_CONFIGURATION) for values that are out of range, and for a variable NEAP_.. that is none.
     """
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
     add = parser.add_argument
@@ -221,7 +233,34 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     given = {
         name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
     }
+    if problems := unknown_variables():
+        raise InvalidInput("; ".join(problems), reason="BAD_CONFIGURATION")
     return make_settings(kind, **given)
+
+
+def known_variables() -> frozenset[str]:
+    """Every variable NEAP_.. that a service, a client, the build or a test reads."""
+    names = set(_OTHER_VARIABLES)
+    for kind in (WorkerSettings, CalibratorSettings, ClientSettings):
+        for name, field in kind.model_fields.items():
+            alias: Any = field.validation_alias or kind.model_config["env_prefix"] + name
+            names |= {str(choice) for choice in getattr(alias, "choices", [alias])}
+    return frozenset(name.upper() for name in names if name.upper().startswith(PREFIX))
+
+
+def unknown_variables(environment: Iterable[str] | None = None) -> list[str]:
+    """A sentence for each NEAP_.. in the environment that nothing reads, with the nearest name there is. Values are never shown."""
+    known = known_variables()
+    problems = []
+    for name in sorted(os.environ if environment is None else environment):
+        upper = name.upper()
+        if not upper.startswith(PREFIX) or upper in known or _SERVICE_LINK.fullmatch(upper):
+            continue
+        ends = sorted(other.removeprefix(PREFIX) for other in known)
+        near = difflib.get_close_matches(upper.removeprefix(PREFIX), ends, n=1)
+        hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+        problems.append(f"the variable {name} is not known{hint}")
+    return problems
 
 
 def make_settings(kind: type[B], **given: Any) -> B:
