@@ -157,7 +157,6 @@ def _load_engine(
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     load = partial(load_model, source.source, model_id=source.model_id, dtype=dtype)
     loaded = load(device=settings.device, context_length=settings.context_length)
-    log.info("model loaded", model_id=source.model_id, fingerprint=loaded.fingerprint)
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(
