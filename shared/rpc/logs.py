@@ -2,10 +2,22 @@
 
 import logging
 import sys
+from contextlib import suppress
 from typing import Any
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
+
+
+class _StderrLogger(structlog.PrintLogger):
+    """Drops what cannot be written: where the log's disk is full, whoever logs must live on, and most of all say why it fails."""
+
+    def msg(self, message: str) -> None:
+        with suppress(OSError):
+            super().msg(message)
+
+    log = debug = info = warn = warning = msg
+    fatal = failure = err = error = critical = exception = msg
 
 
 def configure_logging(level: str = "info", *, json_lines: bool | None = None) -> None:
@@ -33,6 +45,6 @@ def configure_logging(level: str = "info", *, json_lines: bool | None = None) ->
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(number),
         # Looked up at every line: whoever replaces sys.stderr meant it.
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+        logger_factory=lambda *_: _StderrLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
