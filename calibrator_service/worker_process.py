@@ -6,10 +6,12 @@ recorded, 3 that the job was no longer this process's, 4 that the job store coul
 
 import fcntl
 import importlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
@@ -207,4 +209,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     log_all_output()
-    sys.exit(main())
+    status = main()
+    # Python's own exit would report what could not be flushed, to a log on a full disk, in place of the status.
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(status)

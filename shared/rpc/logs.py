@@ -2,12 +2,24 @@
 
 import logging
 import sys
+from contextlib import suppress
 from typing import Any, TextIO
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
 from shared.plain_text import one_line
+
+
+class _StderrLogger(structlog.WriteLogger):
+    """Drops lines that cannot be written. If the disk of the log is full, the service must live on and report why it fails."""
+
+    def msg(self, message: str) -> None:
+        with suppress(OSError):
+            super().msg(message)
+
+    log = debug = info = warn = warning = msg
+    fatal = failure = err = error = critical = exception = msg
 
 
 def configure_logging(level: str = "info", *, json_lines: bool | None = None) -> None:
@@ -36,7 +48,7 @@ def configure_logging(level: str = "info", *, json_lines: bool | None = None) ->
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(number),
         # Looked up at every line: whoever replaces sys.stderr meant it.
-        logger_factory=lambda *_: structlog.WriteLogger(real(sys.stderr)),
+        logger_factory=lambda *_: _StderrLogger(real(sys.stderr)),
         cache_logger_on_first_use=False,
     )
 
