@@ -1,6 +1,8 @@
 """New ladders are bound and tested between the steps of what runs."""
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +14,7 @@ from inference_service.engine.chores import STEPS_PER_SLICE
 from inference_service.engine.costs import exit_timings
 from inference_service.engine.engine import Engine
 from inference_service.engine.request import GenerationRequest, StoppingParams
-from shared.errors import Corrupt, RouterMismatch, Unavailable
+from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
 from tests.families import build_family
@@ -133,3 +135,60 @@ def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
         assert numbers == [1] * len(ladders)
         list(engine.submit(exact, ladders[-1]).events())
         assert len(engine._bindings) == MAX_BOUND_LADDERS
+
+
+def test_bound_ladders_stay_few_on_an_idle_engine(loaded) -> None:
+    alive: weakref.WeakSet[ScriptedLadder] = weakref.WeakSet()
+    with Engine(loaded, max_ladders=2) as engine:
+        for _ in range(12):
+            ladder = exits()
+            alive.add(ladder)
+            engine.prepare(ladder)
+            del ladder
+            gc.collect()
+            assert len(alive) <= 2
+            assert len(engine._bindings) <= 2
+
+
+def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded) -> None:
+    """Between two slices of the binding the others are stepped."""
+    steps: list[int] = []
+
+    class Slow(ScriptedLadder):
+        def bind(self, runner):
+            steps.append(0)
+            return super().bind(runner)
+
+        def prepare(self):
+            for _ in range(5):
+                steps.append(engine.statistics.num_generated_tokens)
+                yield
+
+    slow = Slow(table=lambda context: (3, 0.5))
+    with Engine(loaded) as engine:
+        running = engine.submit(request())
+        running.next_event(30)
+        mine = engine.submit(request(policy=DepthPolicy("exact")), slow)
+        assert sum(1 for _ in running.events()) == 100
+        assert sum(1 for _ in mine.events()) == 101
+    assert steps[0] == 0
+    assert all(later > earlier for earlier, later in pairwise(steps)), steps
+
+
+def test_who_gives_up_waiting_for_a_ladder_leaves_no_work(loaded) -> None:
+    class Endless(ScriptedLadder):
+        def prepare(self):
+            while True:
+                yield
+
+    ladder = Endless()
+    alive = weakref.ref(ladder)
+    with Engine(loaded) as engine:
+        waiting = engine.submit(request(policy=DepthPolicy("exact")), ladder)
+        waiting.cancel()
+        with pytest.raises(Cancelled):
+            list(waiting.events())
+        del ladder, waiting
+        engine.prepare(exits())  # comes after it
+        gc.collect()
+        assert alive() is None
