@@ -1,5 +1,6 @@
 """A recorder for tests that is as strict on a CPU as a CUDA graph is on a GPU."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ class TracingRecorder:
     made of them is wrecked: so a number that Python computed, a tensor that it made, a result that was not written to its place
     is the wrong number ever after. Reading a number on the host, sizes that depend on numbers and random draws are refused.
     `executed` counts the operators of all replays. `composes`: what stands behind a condition runs as a device would have it.
+    `num_held`: recordings that somebody could still replay; what they share is given back once there are none.
     """
 
     records = True
@@ -32,6 +34,8 @@ class TracingRecorder:
         self.composes = composes
         self.executed: Counter[str] = Counter()
         self.num_recorded = 0
+        self.is_closed = False
+        self._held: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.num_recorded += 1
@@ -43,7 +47,16 @@ class TracingRecorder:
             with torch.inference_mode():
                 self.executed.update(trace.replay())
 
+        self._held.add(replay)
         return replay
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        assert not self._held
+        self.is_closed = True
 
     def compose(
         self, recordings: Sequence[Callable[[], None]], counts: Sequence[Tensor]

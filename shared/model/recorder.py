@@ -1,6 +1,7 @@
 """Recording a pass once and running it again without its Python."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -28,6 +29,9 @@ class Recorder(Protocol):
         """`recordings`, two or more that `record` has made: each but the first runs only if the count [1] int64 that stands before it is
         positive by then, and with it all behind it. Only where `composes`."""
 
+    def close(self) -> None:
+        """Gives back the memory that recordings shared. All of them must have been dropped; nothing is recorded afterwards."""
+
 
 class NoRecorder:
     """Every replay is the work itself."""
@@ -40,6 +44,9 @@ class NoRecorder:
 
     def compose(self, recordings: Sequence[Work], counts: Sequence[Tensor]) -> Work:
         raise NotImplementedError("nothing is recorded")
+
+    def close(self) -> None:
+        pass
 
 
 class Recording:
@@ -78,14 +85,22 @@ class CudaRecorder:
                 work()  # libraries make their handles, compiled layers compile: neither may happen while a graph is captured
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph(keep_graph=self.composes)
-            # Other threads may use the device meanwhile, for a router say. Where capturing fails, torch leaves its stream the current one.
-            with (
-                torch.cuda.stream(current),
-                torch.cuda.graph(
-                    graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
-                ),
-            ):
-                work()
+            try:
+                # Other threads may use the device meanwhile, for a router say. Where capturing fails, torch leaves its stream the
+                # current one.
+                with (
+                    torch.cuda.stream(current),
+                    torch.cuda.graph(
+                        graph,
+                        pool=self._memory,
+                        stream=self._stream,
+                        capture_error_mode="thread_local",
+                    ),
+                ):
+                    work()
+            except BaseException:
+                self._abandon()
+                raise
             if self.composes:
                 graph.instantiate()
         return Recording(graph)
@@ -97,3 +112,17 @@ class CudaRecorder:
             graphs.append(recording.graph)
         with torch.cuda.device(self._device):
             return compose(graphs, counts).replay
+
+    def close(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+
+    def _abandon(self) -> None:
+        """After a capture that failed. Where it cannot be ended, torch neither stops allocating for it nor counts its graph out, and
+        the pool would never be freed."""
+        device = torch.cuda.current_device()
+        with suppress(
+            RuntimeError
+        ):  # the capture was ended and only the work failed: nothing is left to do
+            torch._C._cuda_endAllocateToPool(device, self._memory)
+            torch._C._cuda_releasePool(device, self._memory)
