@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calibrator_service.calibration.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.fit import fit_heads, fit_ladder
-from calibrator_service.calibration.material import Material
-from calibrator_service.calibration.report import held_out_report
+from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import CalibrationSpec, Progress
+from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.ladder import fit_heads, fit_ladder
 from shared.model.load import LoadedModel
 from shared.model.runner import DepthRunner
 

@@ -22,7 +22,7 @@ import torch
 from bench.data_curve import CurvePoint, data_curve
 from bench.machine import described
 from calibrator_service.calibration.pipeline import calibrate
-from calibrator_service.calibration.presets import MAX_EPOCHS, resolve
+from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_packed

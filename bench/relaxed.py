@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
-from calibrator_service.calibration.certify import binomial_cdf
-from calibrator_service.calibration.held_out import HeldOutGenerator, Limits
-from calibrator_service.calibration.selfgen import SelfgenConfig
+from calibrator_service.calibration.report.certificate import binomial_cdf
+from calibrator_service.calibration.text.risk_answers import HeldOutGenerator, Limits
+from calibrator_service.calibration.text.self_generation import SelfgenConfig
 from inference_service.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from calibrator_service.calibration.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.fit import fit_heads, fit_ladder
-from calibrator_service.calibration.material import Material
-from calibrator_service.calibration.presets import quick
-from calibrator_service.calibration.report import held_out_report
-from calibrator_service.calibration.risk_split import RiskSplit
+from calibrator_service.calibration.plan import quick
+from calibrator_service.calibration.report.held_out import held_out_report
+from calibrator_service.calibration.report.risk import RiskSplit
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import CalibrationResult, CalibrationSpec, Progress
+from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.ladder import fit_heads, fit_ladder
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread
 from shared.model.runner import DepthRunner

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from calibrator_service.calibration.presets import Plan, bounded, resolve
-from calibrator_service.calibration.shards import write_atomically
+from calibrator_service.calibration.plan import Plan, bounded, resolve
 from calibrator_service.calibration.spec import CalibrationSpec, Phase, Progress
+from calibrator_service.calibration.text.shards import write_atomically
 from shared.errors import Cancelled, Corrupt
 from shared.model.load import LoadedModel
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from calibrator_service import recipe
-from calibrator_service.calibration import presets
+from calibrator_service.calibration import plan
 from calibrator_service.convert import spec_from_proto
 from calibrator_service.job_spec import JobSpec, SelfGenerated
 from calibrator_service.process_config import ModelOptions
@@ -70,7 +70,7 @@ def test_a_request_without_bounds_gets_the_quick_budget(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the proto to the manifest, as the job's process would; the preset is shortened for the test."""
-    monkeypatch.setattr(presets, "QUICK_BUDGET_S", 8.0)
+    monkeypatch.setattr(plan, "QUICK_BUDGET_S", 8.0)
     request = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
     task = recipe.Task(
         str(model_folder),
