@@ -21,9 +21,9 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> list[CurvePoint]:
     found, judges = [], []
     report = curve_module.held_out_report
 
-    def recorded(run, runner, material: Material, vocabulary, ladder):  # type: ignore[no-untyped-def]
+    def recorded(run, material: Material, vocabulary, ladder):  # type: ignore[no-untyped-def]
         judges.append(material)
-        return report(run, runner, material, vocabulary, ladder)
+        return report(run, material, vocabulary, ladder)
 
     with pytest.MonkeyPatch.context() as patch:
         scale = Scale(rows=160)
@@ -32,7 +32,7 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> list[CurvePoint]:
         folder: Path = tmp_path_factory.mktemp("curve")
         found += data_curve(make_model(chat=False), SPEC, [5000, 600], folder)
     assert len(set(map(id, judges))) == 1
-    assert sum(len(s.tokens) for s in judges[0].judged["report"]) > 300
+    assert sum(len(s.tokens) for s in judges[0].table_sequences["report"]) > 300
     return found
 
 

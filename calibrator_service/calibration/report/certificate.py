@@ -1,12 +1,14 @@
-"""From which router probability on, and on how many prompts, may relaxed differ: Learn-then-Test (Angelopoulos et al., 2110.01052).
+"""Certifies on how many prompts `relaxed` may differ, per threshold: Learn-then-Test (Angelopoulos et al., 2110.01052).
 
-For a share epsilon, thresholds are tested from the safest to the boldest: p = P[Bin(n, epsilon) <= prompts seen to differ]; those
-before the first p > level pass. That alone holds for one epsilon. For all epsilons of a grid at once the level must be lower than
-delta, though not as low as delta / grid: what differs at a threshold differs at every bolder one, so the highest threshold at which
-a prompt differs is one number T, and the risk at t is P[T >= t]. In terms of uniform U with {T >= t} = {U <= risk at t}, a share
-epsilon is wrongly passed somewhere only if #{U <= epsilon} is no more than the count critical for epsilon, whatever the thresholds
-and the router. The chance that this happens for any epsilon of the grid is computed exactly (Noe 1972 has the recursion; binomial
-bands of Berk and Jones 1979 are this with all epsilons), and the level is the largest that keeps it at delta.
+For a share epsilon, thresholds are tested from the safest to the boldest: p = P[Bin(n, epsilon) <= prompts seen to differ]. The
+thresholds before the first p > level pass. With level delta that holds for a single epsilon.
+
+For all epsilons of a grid together the level must be lower than delta, but not as low as delta / grid size. A prompt that differs at
+a threshold differs at every bolder one, so each prompt has one number T, the highest threshold at which it differs, and the risk at
+t is P[T >= t]. Write {T >= t} = {U <= risk at t} with a uniform U. Then a share epsilon is wrongly passed at some threshold only if
+#{U <= epsilon} is at most the critical count of epsilon, whatever the thresholds and the router are. The probability that this
+happens for any epsilon of the grid is computed exactly (the recursion is that of Noe 1972; the binomial bands of Berk and Jones 1979
+are the same with all epsilons). The level is the largest one that keeps this probability at delta.
 """
 
 import math
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from shared.ladder.risk import RiskBound
 
 DELTA = 0.05
-# Chosen before any data is seen, safest first. Routers say 0.999 at most.
+# Fixed before any data is seen, safest first. A router's probability is at most 0.999.
 THRESHOLDS = (0.999, 0.998, 0.995, 0.99, 0.98, 0.97, 0.95, 0.93, 0.9, 0.87, 0.85, 0.8, 0.75, 0.7)
 EPSILONS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 _BISECTIONS = 40
@@ -30,10 +32,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Certificate:
-    """`bounds` safest threshold first, each bolder and looser than the one before; () where nothing can be said.
+    """`bounds`: safest threshold first, each bolder and looser than the one before; () if nothing can be certified.
 
-    `level`: of each test, so that all hold together with probability 1 - delta; `num_differing`: of the n prompts, per threshold
-    of THRESHOLDS.
+    `level`: level of each test, so that all bounds hold together with probability 1 - delta. `num_differing`: prompts that differ,
+    per threshold of THRESHOLDS.
     """
 
     bounds: tuple[RiskBound, ...]
@@ -42,7 +44,7 @@ class Certificate:
 
 
 def certify(highest: Sequence[float], delta: float = DELTA) -> Certificate:
-    """`highest[i]`: the highest threshold at which prompt i differs, 0 where it never does. Prompts must be independent draws."""
+    """`highest[i]`: the highest threshold at which prompt i differs, 0 if it never does. Prompts must be drawn independently."""
     num_prompts = len(highest)
     counts = tuple(sum(value >= threshold for value in highest) for threshold in THRESHOLDS)
     if not num_prompts:
@@ -57,7 +59,7 @@ def certify(highest: Sequence[float], delta: float = DELTA) -> Certificate:
 
 
 def last_passing(num_prompts: int, counts: Sequence[int], epsilon: float, level: float) -> int:
-    """How many of the thresholds, of which `counts` prompts differ each, safest first, pass before the first that does not."""
+    """Number of thresholds that pass before the first that does not. `counts`: prompts that differ, per threshold, safest first."""
     for number, count in enumerate(counts):
         if binomial_cdf(count, num_prompts, epsilon) > level:
             return number
@@ -71,7 +73,7 @@ def binomial_cdf(count: int, num_trials: int, probability: float) -> float:
 
 @cache
 def joint_level(num_prompts: int, delta: float) -> float:
-    """The largest level at which all tests of the grid together are wrong with probability `delta` at most."""
+    """The largest level at which some test of the grid is wrong with probability at most `delta`."""
     steps = _transitions(num_prompts)
     low, high = delta / len(EPSILONS), delta
     for _ in range(_BISECTIONS):
@@ -84,7 +86,10 @@ def joint_level(num_prompts: int, delta: float) -> float:
 
 
 def joint_failure(num_prompts: int, level: float) -> float:
-    """P[for some epsilon of the grid, the number of n uniforms up to epsilon has P[Bin(n, epsilon) <= number] <= level]."""
+    """Probability that some epsilon of the grid is wrongly passed, given `level` per test.
+
+    That is the case if the number k of n uniforms up to epsilon has P[Bin(n, epsilon) <= k] <= level.
+    """
     return _failure(num_prompts, level, _transitions(num_prompts))
 
 
@@ -98,7 +103,7 @@ def _failure(num_prompts: int, level: float, steps: Sequence[Floats]) -> float:
 
 
 def _transitions(num_prompts: int) -> list[Floats]:
-    """Per epsilon of the grid [n + 1, n + 1]: from how many uniforms lie up to the epsilon before, to how many up to this one."""
+    """Per epsilon a matrix [n + 1, n + 1]: from the number of uniforms up to the previous epsilon to the number up to this one."""
     steps, before = [], 0.0
     for epsilon in EPSILONS:
         step = np.zeros((num_prompts + 1, num_prompts + 1))
@@ -110,12 +115,12 @@ def _transitions(num_prompts: int) -> list[Floats]:
 
 
 @cache
-def _log_factorials(most: int) -> Floats:
-    return np.array([math.lgamma(number + 1) for number in range(most + 1)])
+def _log_factorials(largest: int) -> Floats:
+    return np.array([math.lgamma(number + 1) for number in range(largest + 1)])
 
 
 def _pmf(num_trials: int, probability: float) -> Floats:
-    """Of Bin(num_trials, probability), probability in (0, 1): [num_trials + 1]."""
+    """Probabilities of Bin(num_trials, probability), [num_trials + 1]; `probability` in (0, 1)."""
     log_factorials = _log_factorials(num_trials)
     successes = np.arange(num_trials + 1)
     logs = log_factorials[-1] - log_factorials - log_factorials[::-1]

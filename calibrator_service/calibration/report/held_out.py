@@ -1,4 +1,4 @@
-"""The last phase: what a ladder does on the split that nothing was learnt from."""
+"""The figures of a ladder on the report split, from which nothing was learned."""
 
 from dataclasses import asdict
 from typing import Any
@@ -16,26 +16,17 @@ from calibrator_service.calibration.states.material import Material
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import exit_name
-from shared.model.runner import DepthRunner
 
 
 def held_out_report(
-    run: Run, runner: DepthRunner, material: Material, vocabulary: DraftVocabulary, ladder: Ladder
+    run: Run, material: Material, vocabulary: DraftVocabulary, ladder: Ladder
 ) -> dict[str, Any]:
-    """Figures per rung ("rungs") and of the whole, JSON-able. Raises `Cancelled`."""
-    held_out = material.judged["report"]
+    """Figures per rung ("rungs") and of the whole ladder, ready for JSON. Raises `Cancelled`."""
+    held_out = material.table_sequences["report"]
     rungs = table_figures(ladder, held_out)
-    run.tell("evaluating", 0.95)
+    run.report("evaluating", 0.95)
     rungs |= exit_figures(
-        ladder,
-        runner,
-        material.chunks("report"),
-        vocabulary.rows,
-        vocabulary.bias,
-        vocabulary.lookup,
-        run.spec.label,
-        run.spec.seed,
-        material.read,
+        ladder, material.chunks["report"], vocabulary, run.spec.label, run.spec.seed
     )
     simulated = tokens_per_pass(ladder, held_out)
     for name, figure in rungs.items():
@@ -43,14 +34,14 @@ def held_out_report(
             if isinstance(value, float):
                 run.figures[f"{name}.{key}"] = value
     run.figures.update(simulated)
-    run.tell("evaluating", 0.99)
+    run.report("evaluating", 0.99)
     choices = np.concatenate([s.choices[s.first :] for s in held_out])
-    covered = vocabulary.lookup[torch.from_numpy(choices)] >= 0
+    is_covered = vocabulary.lookup[torch.from_numpy(choices)] >= 0
     return {
         "rungs": rungs,
         "simulated": simulated,
         "tokens": {**material.num_tokens, "total": sum(material.num_tokens.values())},
-        "draft_vocabulary_coverage": float(covered.float().mean()),
+        "draft_vocabulary_coverage": float(is_covered.float().mean()),
         "successor_entries": ladder.successors.num_entries if ladder.successors else 0,
         "spec": asdict(run.spec),
         "depths": [exit_name(depth) for depth in run.plan.depths],

@@ -1,11 +1,11 @@
-"""Recorded greedy answers gone through again: from which threshold on would relaxed have said something else, whatever the timing?
+"""Replays recorded greedy answers: up to which threshold would `relaxed` have differed from the answer, whatever the timing?
 
-Which positions relaxed drafts, with which rung and how many in a row, depends on costs that the worker measures and on what it has
-just served. So every chain is followed that a worker could build. A chain begins at a settled position; its drafts are final one
-after the other while some rung's draft has at least the threshold's probability. As long as each is the full model's choice, the
-text is the recorded one, and so is all that later drafts see: table lookups see the final tokens and the drafts chained so far,
-exits the true state of the last token and the deep state of the last settled one. The first wrong draft that is final makes the
-generation differ. A worker builds some of these chains, so what is found here bounds from above what happens there.
+Which positions `relaxed` drafts, with which rung and how many in a row depends on costs that the worker measures and on its recent
+requests. So the replay follows every chain of drafts that a worker could build. A chain begins at a settled position. Its drafts are
+final one after the other, as long as some rung's draft has at least the threshold's probability. While each is the full model's
+choice, the text is the recorded one, and so is the input of all later drafts: table lookups see the final tokens and the chain so
+far, exits see the true state of the last token and the deep state of the last settled one. The first wrong draft that is final makes
+the generation differ. A worker builds some of these chains, so the result is an upper bound of what happens there.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,26 +14,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from calibrator_service.calibration.states.collect import batches
+from calibrator_service.calibration.states.collect import batches, padded
 from calibrator_service.calibration.states.labels import greedy_choices
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.ladder.ladder import Ladder
 from shared.model.runner import DepthRunner
 
-# Added to what exits say: one at a time, as they are served, they round differently than together.
+# Added to the exits' probabilities, because exits that are served one at a time round differently than in a batch.
 ROUNDING = 1e-4
 
-# Token and probability.
+# (token, probability) of each rung's draft.
 Drafts = list[tuple[int, float]]
 
 
 @dataclass
 class _Replay:
-    """One answer. `reach`: settled position -> the highest threshold at which a chain from there gets as long as the round has it.
+    """The replay of one answer.
 
-    states: depth -> [S, D] and deep [S, D], float, on the model's device; `highest`: the highest threshold at which something
-    wrong is final, 0 where that is none.
+    states: depth -> [S, D] and deep [S, D], float, on the model's device; reach: settled position -> the highest threshold at which
+    a chain from there gets as long as the current round's chains; highest: the highest threshold at which a wrong draft is final, 0
+    if there is none.
     """
 
     sequence: TokenSequence
@@ -43,7 +44,7 @@ class _Replay:
     highest: float = 0.0
 
     def take(self, settled: int, drafts: Drafts, chained: int) -> float:
-        """What the rungs say after `chained` drafts; returns the chain's reach with one more."""
+        """Takes all rungs' drafts after `chained` earlier ones. Returns the reach of the chain with one more draft."""
         reach, choice = self.reach[settled], self.sequence.tokens[settled + chained + 1]
         wrong = [probability for token, probability in drafts if token != choice]
         right = [probability for token, probability in drafts if token == choice]
@@ -52,7 +53,7 @@ class _Replay:
 
 
 class Replayer:
-    """For a ladder and its model; `ladder` as it is published."""
+    """Replays with one ladder, as it is published, and its model."""
 
     def __init__(self, ladder: Ladder, runner: DepthRunner) -> None:
         self._ladder, self._runner = ladder.bind(runner), runner
@@ -65,9 +66,10 @@ class Replayer:
         *,
         on_batch: Callable[[], object] = lambda: None,
     ) -> list[float]:
-        """Per sequence the highest threshold at which some timing of relaxed differs from its answer; what is below `lowest` is not exact.
+        """Per sequence the highest threshold at which `relaxed` may differ from the answer. Values below `lowest` are not exact.
 
-        1 for an answer that is not what the runner's own passes choose greedily: what a worker's full model says is unknown then.
+        It is 1 for an answer that differs from the greedy choices of the runner's own passes: then the answer of a worker's full
+        model is unknown.
         """
         highest = [0.0] * len(sequences)
         lengths = [len(sequence.tokens) for sequence in sequences]
@@ -83,26 +85,22 @@ class Replayer:
                 deep = replay.deep[start - 1 : len(tokens) - 1]
                 if tuple(greedy_choices(self._runner, deep).tolist()) != tokens[start:]:
                     replay.highest = 1.0
-            self._replay([replay for replay in replays if replay.highest < 1.0], lowest)
+            self._follow_chains([replay for replay in replays if replay.highest < 1.0], lowest)
             for i, replay in zip(batch, replays, strict=True):
                 highest[i] = replay.highest
         return highest
 
     def _capture(self, sequences: Sequence[TokenSequence]) -> tuple[dict[int, Tensor], Tensor]:
-        """Depth -> states [B, S, D], and those at depth L. Padded at the right, where a causal model does not look."""
-        runner, width = self._runner, max(len(sequence.tokens) for sequence in sequences)
-        tokens = torch.zeros(len(sequences), width, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            tokens[row, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
-        depths = [*self._ladder.depths, runner.num_layers]
-        captured = runner.capture(tokens.to(runner.loaded.device), depths)
-        return {depth: captured[depth] for depth in self._ladder.depths}, captured[
-            runner.num_layers
-        ]
+        """(depth -> states [B, S, D], states at depth L [B, S, D]). Rows are padded on the right, where causal attention does not look."""
+        runner, depths = self._runner, self._ladder.depths
+        tokens = padded(sequences).to(runner.loaded.device)
+        captured = runner.capture(tokens, [*depths, runner.num_layers])
+        return {depth: captured[depth] for depth in depths}, captured[runner.num_layers]
 
-    def _replay(self, replays: Sequence[_Replay], lowest: float) -> None:
+    def _follow_chains(self, replays: Sequence[_Replay], lowest: float) -> None:
+        """One round per length of a chain; all chains of all replays in each round."""
         for replay in replays:
-            # The prompt's deep pass chooses the first token, so a chain begins there at the earliest.
+            # The prompt's deep pass chooses the first token, so the earliest chain begins there.
             first, end = replay.sequence.answer_start, len(replay.sequence.tokens)
             replay.reach = dict.fromkeys(range(first, end - 1), 1.0)
         for chained in range(MAX_CHAIN):
@@ -122,6 +120,7 @@ class Replayer:
                     replay.reach[settled] = reach
 
     def _table_drafts(self, replay: _Replay, chained: int) -> list[Drafts]:
+        """The table rungs' drafts for each chain of one replay."""
         tokens, end = replay.sequence.tokens, replay.sequence.answer_start
         drafter, found = self._ladder.new_sequence(tokens[:end]), []
         for settled in replay.reach:
@@ -132,6 +131,7 @@ class Replayer:
         return found
 
     def _exit_drafts(self, places: Sequence[tuple[_Replay, int]], chained: int) -> list[Drafts]:
+        """The layer exits' drafts for each (replay, settled position)."""
         found: list[Drafts] = [[] for _ in places]
         if not self._ladder.depths:
             return found

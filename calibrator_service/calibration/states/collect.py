@@ -1,12 +1,12 @@
-"""From sequences to what is learnt from: the full model's choices, and the states at the rungs' depths.
+"""Passes sequences through the frozen model once, and keeps its choices and the states at the rungs' depths.
 
-Sequences gather per split into chunks of bounded size; each chunk is passed through the frozen model once and becomes a file.
-A later run reads the file instead. On a GPU, where passing is as fast as reading, a chunk is a file of tokens only, and its states are
-made anew whenever they are wanted: the disk does not bound how much is learnt from.
+Sequences are buffered per split into chunks of bounded size, and each chunk becomes a file, which a later run reads instead of
+running the model. On a GPU a pass is as fast as reading its states from disk. There a file holds tokens only and the states are
+computed again at each use, so that the disk does not bound the amount of text.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,27 +14,21 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from calibrator_service.calibration.files import write_atomically
+from calibrator_service.calibration.plan import CHUNK_POSITIONS, PASS_TOKENS
 from calibrator_service.calibration.states.chunk import (
     StateChunk,
-    chunk_of,
+    StateChunks,
+    chunk_from_tensors,
     read_chunk,
     read_tensors,
 )
 from calibrator_service.calibration.states.labels import cosine_converged, greedy_choices
-from calibrator_service.calibration.text.shards import (
-    TokenSequence,
-    read_shard,
-    write_atomically,
-    write_shard,
-)
+from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from calibrator_service.calibration.text.splits import Split
 from shared.ladder.heads import NUM_OFFSETS, unit
 from shared.ladder.successors import Array
 from shared.model.runner import DepthRunner
-
-# Tokens of one forward pass, padding included, and positions of one chunk.
-PASS_TOKENS = 2048
-CHUNK_POSITIONS = 8192
 
 
 @dataclass(frozen=True)
@@ -45,12 +39,27 @@ class LabelledSequence:
     choices: Array
     first: int
 
+    @property
+    def num_labelled(self) -> int:
+        return len(self.tokens) - self.first
+
+
+@dataclass
+class _SplitBuffer:
+    """What one split has: sequences that wait for a chunk, their positions, and the chunks so far."""
+
+    waiting: list[TokenSequence] = field(default_factory=list)
+    num_waiting_positions: int = 0
+    num_chunks: int = 0
+    num_stored_positions: int = 0
+    files: list[Path] = field(default_factory=list)
+
 
 class Collector:
     """Labels sequences, and captures states if there are depths to capture at.
 
-    `keeps_states`: chunks are files of states, `max_state_bytes` per split; otherwise files of tokens, as many as come.
-    `pass_tokens`: of one pass, padding included.
+    With `keeps_states`, chunks are files of states, of at most `max_state_bytes` per split; otherwise files of tokens without a
+    limit. `pass_tokens`: tokens of one forward pass, padding included.
     """
 
     def __init__(
@@ -71,73 +80,63 @@ class Collector:
         self._cosine_threshold = cosine_threshold
         self._chunk_positions = chunk_positions
         self._pass_tokens, self._keeps_states = pass_tokens, keeps_states
-        self._buffers: dict[Split, list[TokenSequence]] = {}
-        self._num_buffered: dict[Split, int] = {}
-        self._files: dict[Split, list[Path]] = {}
-        self._num_chunks: dict[Split, int] = {}
+        self._splits: dict[Split, _SplitBuffer] = {}
         row_bytes = 2 * runner.loaded.hidden_size * (len(self._depths) + 1)
         self._max_positions = max_state_bytes // row_bytes if self._depths else 0
-        self._num_positions: dict[Split, int] = {}
 
     def add(self, split: Split, sequence: TokenSequence) -> list[LabelledSequence]:
-        """Takes a sequence in; returns those that became labelled, which may be none yet or many."""
-        buffer = self._buffers.setdefault(split, [])
-        buffer.append(sequence)
-        buffered = self._num_buffered[split] = self._num_buffered.get(split, 0) + _num_positions(sequence)  # fmt: skip
-        if buffered < self._chunk_positions:
-            return []
-        return self._flush(split)
+        """Buffers a sequence. Returns the sequences that were labelled by this call: none, or those of a whole chunk."""
+        own = self._splits.setdefault(split, _SplitBuffer())
+        own.waiting.append(sequence)
+        own.num_waiting_positions += len(sequence.tokens) - first_position(sequence)
+        return self._flush(split, own) if own.num_waiting_positions >= self._chunk_positions else []
 
     def finish(self, split: Split) -> list[LabelledSequence]:
-        """The rest of a split."""
-        return self._flush(split) if self._buffers.get(split) else []
+        """Labels the rest of a split."""
+        own = self._splits.get(split)
+        return self._flush(split, own) if own is not None and own.waiting else []
 
-    def chunks(self, split: Split) -> list[Path]:
-        """The split's files, for `read`."""
-        return list(self._files.get(split, []))
+    def chunks(self, split: Split) -> StateChunks:
+        """The split's chunks so far."""
+        own = self._splits.get(split)
+        read = read_chunk if self._keeps_states else self._recompute
+        return StateChunks(own.files if own is not None else (), read)
 
-    def read(self, path: Path) -> StateChunk:
-        """The states of a chunk, from its file or made anew. Raises `Corrupt`."""
-        if self._keeps_states:
-            return read_chunk(path)
-        return chunk_of(self._capture(read_shard(path), True))
+    def _recompute(self, path: Path) -> StateChunk:
+        return chunk_from_tensors(self._capture(read_shard(path), wants_states=True))
 
-    def _flush(self, split: Split) -> list[LabelledSequence]:
-        sequences = self._buffers.pop(split)
-        self._num_buffered[split] = 0
-        index = self._num_chunks.get(split, 0)
-        self._num_chunks[split] = index + 1
-        # Disk is bounded, too: what comes beyond feeds the tables only.
-        used = self._num_positions.get(split, 0)
-        wants_states = bool(self._depths) and used < self._max_positions
-        needs_choices = any(s.answer_start == len(s.tokens) for s in sequences)
+    def _flush(self, split: Split, own: _SplitBuffer) -> list[LabelledSequence]:
+        sequences, index = own.waiting, own.num_chunks
+        own.waiting, own.num_waiting_positions, own.num_chunks = [], 0, index + 1
+        # The disk is bounded, too. Sequences beyond the bound only feed the tables.
+        wants_states = bool(self._depths) and own.num_stored_positions < self._max_positions
+        needs_choices = any(s.num_answer_tokens == 0 for s in sequences)
         if not self._keeps_states and self._depths:
             path = self._folder / f"tokens-{split}-{index:05d}.safetensors"
             if not path.exists():
                 write_shard(path, sequences)
-            self._files.setdefault(split, []).append(path)
+            own.files.append(path)
             wants_states = False
         if not wants_states and not needs_choices:
             return [_labelled(s, None) for s in sequences]
         path = self._folder / f"states-{split}-{index:05d}.safetensors"
-        tensors = read_tensors(path) if path.exists() else self._capture(sequences, wants_states)
-        if not path.exists():
+        if path.exists():
+            tensors = read_tensors(path)
+        else:
+            tensors = self._capture(sequences, wants_states)
             write_atomically(path, save({name: t.cpu() for name, t in tensors.items()}))
         if wants_states:
-            self._num_positions[split] = used + len(tensors["rows"])
-            self._files.setdefault(split, []).append(path)
-        ends = torch.cumsum(tensors["counts"], 0).tolist()
-        choices = tensors["choices"].long().numpy()
-        return [
-            _labelled(s, choices[end - count : end])
-            for s, end, count in zip(sequences, ends, tensors["counts"].tolist(), strict=True)
-        ]
+            own.num_stored_positions += len(tensors["rows"])
+            own.files.append(path)
+        choices = tensors["choices"].long().split(tensors["counts"].tolist())
+        return [_labelled(s, part.numpy()) for s, part in zip(sequences, choices, strict=True)]
 
     def _capture(self, sequences: list[TokenSequence], wants_states: bool) -> dict[str, Tensor]:
+        """The tensors of a chunk (see `chunk_from_tensors`); only choices and their counts without `wants_states`."""
         parts: list[dict[str, Tensor]] = [{} for _ in sequences]
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i].tokens))
         for batch in batches(order, [len(s.tokens) for s in sequences], self._pass_tokens):
-            self._pass(batch, sequences, parts, wants_states)
+            self._forward(batch, sequences, parts, wants_states)
         if wants_states:
             offset = 0
             for part in parts:
@@ -146,23 +145,21 @@ class Collector:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     @torch.inference_mode()
-    def _pass(
+    def _forward(
         self,
         batch: list[int],
         sequences: list[TokenSequence],
         parts: list[dict[str, Tensor]],
         wants_states: bool,
     ) -> None:
-        """One pass over some rows, padded at the right, where a causal model does not look. States stay on the model's device."""
+        """One pass over the sequences of `batch`; fills their `parts`. States stay on the model's device.
+
+        Rows are padded on the right, where causal attention does not look.
+        """
         runner = self._runner
-        width = max(len(sequences[i].tokens) for i in batch)
-        tokens = torch.zeros(len(batch), width, dtype=torch.long)
-        for row, i in enumerate(batch):
-            tokens[row, : len(sequences[i].tokens)] = torch.tensor(sequences[i].tokens)
-        captured = runner.capture(
-            tokens.to(runner.loaded.device), [*self._depths, runner.num_layers]
-        )
-        spans = [_span(sequences[i]) for i in batch]
+        tokens = padded(sequences[i] for i in batch).to(runner.loaded.device)
+        captured = runner.capture(tokens, [*self._depths, runner.num_layers])
+        spans = [_captured_span(sequences[i]) for i in batch]
         for row, (i, (start, end)) in enumerate(zip(batch, spans, strict=True)):
             sequence, part = sequences[i], parts[i]
             first = first_position(sequence)
@@ -182,7 +179,8 @@ class Collector:
                     converged = cosine_converged(runner, state, deep, self._cosine_threshold)
                     part[f"converged.{depth}"] = converged.cpu()[own]
         if wants_states:
-            # All rows of the pass at once: sequence by sequence a GPU would mostly wait.
+            # All rows of the pass at once: one sequence at a time, a GPU would mostly wait for launches.
+            width = tokens.shape[1]
             places = [
                 torch.arange(start, end) + row * width for row, (start, end) in enumerate(spans)
             ]
@@ -197,37 +195,39 @@ class Collector:
 
 
 def first_position(sequence: TokenSequence) -> int:
-    """The first position whose following token is the full model's choice; 0 for given text, where choices are computed."""
-    return sequence.answer_start - 1 if sequence.answer_start < len(sequence.tokens) else 0
+    """The first position after which the next token is the full model's choice; 0 for given text, whose choices are computed."""
+    return sequence.answer_start - 1 if sequence.num_answer_tokens else 0
 
 
-def _span(sequence: TokenSequence) -> tuple[int, int]:
-    """The positions whose states are kept: those learnt from, and before them what their deep states may come from."""
+def _captured_span(sequence: TokenSequence) -> tuple[int, int]:
+    """[start, end) of the positions whose states are kept: those learned from, and NUM_OFFSETS before them for their deep states."""
     first = first_position(sequence)
-    # The last token's choice is known only where there is no answer: its logits are there anyway.
+    # The choice after an answer's last token is unknown. Given text has one, computed from the logits.
     return max(0, first - NUM_OFFSETS), len(sequence.tokens) - (0 if first == 0 else 1)
 
 
-def _num_positions(sequence: TokenSequence) -> int:
-    return len(sequence.tokens) - first_position(sequence)
-
-
 def _labelled(sequence: TokenSequence, choices: Array | None) -> LabelledSequence:
+    """`choices` [S - first] from position `first` on; None: the answer's own tokens. An answer's last token has no choice."""
     tokens = np.array(sequence.tokens, dtype=np.int64)
     first = first_position(sequence)
-    full = np.zeros_like(tokens)
     if choices is None:
         choices = tokens[first + 1 :]
-    full[first : first + len(choices)] = choices
-    # Of an answer the last token's successor is unknown: it serves as a token only.
     size = first + len(choices)
-    return LabelledSequence(tokens[:size], full[:size], first)
+    whole = np.zeros(size, dtype=np.int64)
+    whole[first:] = choices
+    return LabelledSequence(tokens[:size], whole, first)
+
+
+def padded(sequences: Iterable[TokenSequence]) -> Tensor:
+    """Token ids [B, S] int64 of several sequences, padded with zeros on the right."""
+    rows = [torch.tensor(sequence.tokens) for sequence in sequences]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 def batches(
     order: list[int], lengths: list[int], pass_tokens: int = PASS_TOKENS
 ) -> Iterator[list[int]]:
-    """`order` in batches, each of at most `pass_tokens` tokens once it is as wide as its last; `lengths` rise in that order."""
+    """Splits `order` into batches of at most `pass_tokens` tokens, padding included. `lengths` must ascend in that order."""
     batch: list[int] = []
     for i in order:
         if batch and (len(batch) + 1) * lengths[i] > pass_tokens:

@@ -1,6 +1,6 @@
-"""Decoding many rows at once: the fastest way for a frozen model to write text about nothing in particular.
+"""Decodes many rows at once, which is the fastest way for a frozen model to write text.
 
-Rows are left-padded to one length, so a pass appends one column for all of them; rows that end are dropped from the cache.
+Rows are padded on the left to one length, so that each pass appends one column. Rows that have ended are dropped from the KV cache.
 """
 
 import inspect
@@ -14,19 +14,19 @@ from shared.errors import Cancelled
 from shared.model.cache import SlotCache
 from shared.model.load import LoadedModel
 
-# Nucleus sampling looks at this many tokens only: sorting the whole vocabulary costs more than the model's pass.
+# Nucleus sampling considers the most likely tokens only: sorting the whole vocabulary takes longer than the model's pass.
 NUCLEUS_CANDIDATES = 512
-# A row whose tail repeats with a period of at most LOOP_PERIOD is stuck: nothing is learnt from more of it.
+# A row whose last LOOP_TAIL tokens repeat with a period of at most LOOP_PERIOD is in a loop, and more of it teaches nothing.
 LOOP_TAIL, LOOP_PERIOD, LOOP_CHECK_INTERVAL = 48, 16, 8
-# Rows are dropped when this share of them has ended: a drop copies the cache.
+# Rows are dropped once this share of them has ended, because each drop copies the cache.
 DROP_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class DecodeParams:
-    """`temperature` 0 is greedy. `max_new_tokens` per row; a token of `stop_ids` ends its row and belongs to it.
+    """`temperature` 0 is greedy. `max_new_tokens` counts per row. A token of `stop_ids` ends its row and is part of it.
 
-    `stop_loops`: what only repeats itself ends its row, too.
+    `stop_loops`: a loop ends its row, too.
     """
 
     max_new_tokens: int
@@ -51,9 +51,9 @@ def decode_batch(
     is_late: Callable[[], bool] = _never,
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[list[int]]:
-    """What the model continues each of `prompts` with (token ids, none of them empty).
+    """The model's continuation of each prompt, as token ids. No prompt may be empty.
 
-    Stops early when `is_late`; `on_tokens` hears of the tokens of every step. Raises `Cancelled` when `should_stop`.
+    All rows end once `is_late`. `on_tokens` gets the number of tokens of every step. Raises `Cancelled` once `should_stop`.
     """
     outputs: list[list[int]] = [[] for _ in prompts]
     if not prompts or params.max_new_tokens < 1:
@@ -78,7 +78,7 @@ def decode_batch(
             break
         logits = _last_logits(loaded, tokens, mask, positions, cache, base)
         base += tokens.shape[1]
-        chosen = _choose(logits, params, generator)
+        chosen = _choose_tokens(logits, params, generator)
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if row in ended:
                 continue
@@ -111,7 +111,7 @@ def _last_logits(
     cache: SlotCache,
     base: int,
 ) -> Tensor:
-    """One pass over columns [base, base + Q) -> the last column's logits [B, V]."""
+    """One pass over the columns [base, base + Q). Returns the last column's logits [B, V], float32."""
     end = base + tokens.shape[1]
     cache.begin(base, tokens.shape[1])
     accepted = inspect.signature(type(loaded.model).forward).parameters
@@ -126,7 +126,9 @@ def _last_logits(
     return logits[:, -1].float()
 
 
-def _choose(logits: Tensor, params: DecodeParams, generator: torch.Generator | None) -> Tensor:
+def _choose_tokens(
+    logits: Tensor, params: DecodeParams, generator: torch.Generator | None
+) -> Tensor:
     """Logits [B, V] -> tokens [B]."""
     if params.temperature == 0.0:
         return logits.argmax(-1)

@@ -1,4 +1,4 @@
-"""The documents of a text file, in pieces. A line that cannot be used is named with its file, number and reason."""
+"""Reads the documents of a text file, in pieces. Errors name the file, the line's number and the reason."""
 
 import codecs
 import io
@@ -10,10 +10,10 @@ from typing import Any
 
 from shared.errors import InvalidInput
 
-# Documents are tokenised in pieces, so that one huge document does not decide the memory.
+# Documents are tokenised in pieces, so that a huge document needs little memory.
 MAX_PIECE_CHARACTERS = 100_000
 READ_BYTES = 1 << 18
-# A record must be held whole.
+# A line of JSON must be held in memory as a whole.
 MAX_LINE_BYTES = 64 << 20
 
 # The pieces of one document, to be read in order.
@@ -21,7 +21,7 @@ Document = Iterator[str]
 
 
 def text_documents(path: Path) -> Iterator[Document]:
-    """The whole file as one document, line ends as "\\n", without a byte order mark. Lines and paragraphs are part of the text.
+    """The whole file as one document, with line ends as "\\n" and without a byte order mark. Lines and paragraphs are not documents.
 
     Raises InvalidInput (NOT_UTF8, FILE_UNREADABLE).
     """
@@ -29,9 +29,9 @@ def text_documents(path: Path) -> Iterator[Document]:
 
 
 def json_documents(path: Path, field: str) -> Iterator[Document]:
-    """A document per line: the text in `field` of its object. Blank lines and blank texts are skipped.
+    """One document per line: the text in `field` of its object. Blank lines and blank texts are skipped.
 
-    Numbers are not converted, whatever their size. Raises InvalidInput (NOT_UTF8, NOT_JSON, NOT_UNICODE, FIELD_NOT_FOUND,
+    Numbers are never converted, so their size does not matter. Raises InvalidInput (NOT_UTF8, NOT_JSON, NOT_UNICODE, FIELD_NOT_FOUND,
     LINE_TOO_LONG, FILE_UNREADABLE).
     """
     with _opened(path) as file:
@@ -47,13 +47,13 @@ def json_documents(path: Path, field: str) -> Iterator[Document]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
-            text = _field(line, field, where)
+            text = _text_of_line(line, field, where)
             if text.strip():
                 yield pieces(text)
 
 
 def pieces(text: str) -> Iterator[str]:
-    """`text`, cut after a line end or a space where there is one, into at most MAX_PIECE_CHARACTERS each."""
+    """Cuts `text` into pieces of at most MAX_PIECE_CHARACTERS, after a line end or else after a space if there is one."""
     while len(text) > MAX_PIECE_CHARACTERS:
         window = text[:MAX_PIECE_CHARACTERS]
         cut = (window.rfind("\n") + 1) or (window.rfind(" ") + 1) or MAX_PIECE_CHARACTERS
@@ -84,13 +84,13 @@ def _text_pieces(path: Path) -> Iterator[str]:
     yield from pieces(rest)
 
 
-def _field(line: bytes, field: str, where: str) -> str:
+def _text_of_line(line: bytes, field: str, where: str) -> str:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _not_utf8(where) from error
     try:
-        record: Any = json.loads(text, parse_int=_unread, parse_float=_unread)
+        record: Any = json.loads(text, parse_int=_skip_number, parse_float=_skip_number)
     except json.JSONDecodeError as error:
         raise InvalidInput(f"{where} is not JSON", reason="NOT_JSON") from error
     except RecursionError as error:
@@ -109,8 +109,8 @@ def _field(line: bytes, field: str, where: str) -> str:
     return found
 
 
-def _unread(_: str) -> None:
-    """In place of a number: none is asked for, and Python refuses to convert some."""
+def _skip_number(_: str) -> None:
+    """Replaces the conversion of numbers: no number is needed, and Python refuses to convert very long ones."""
 
 
 def _not_utf8(where: str) -> InvalidInput:

@@ -1,8 +1,8 @@
-"""Text of a Hugging Face Hub dataset, streamed. Only files that the Hub holds for the dataset are read.
+"""Streams the text of a Hugging Face Hub dataset. Only files that the Hub stores for the dataset are read.
 
-`datasets.load_dataset` takes a name for a local folder, a URL or a reader wherever it can, and follows paths that a dataset's card
-names. So the name is resolved by the Hub's own API, the card's patterns are matched within the dataset at one commit, and
-`load_dataset` is given one fixed reader and the addresses of those files.
+`datasets.load_dataset` reads a name as a local folder, a URL or a reader if it can, and follows the paths in a dataset's card. So
+the Hub's API resolves the name, the card's patterns are matched within the dataset at one commit, and `load_dataset` gets one fixed
+reader and the URLs of those files.
 """
 
 import logging
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from posixpath import basename
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import DatasetCard, HfApi
 from huggingface_hub.errors import (
@@ -21,15 +21,13 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from calibrator_service.calibration.spec import HubDataset
 from calibrator_service.hub_datasets import check_hub_dataset
 from shared.errors import InvalidInput, NeapError, NotFound, PermissionDenied, Unavailable
 
-if TYPE_CHECKING:  # free of torch, so that it can be tested in a process of its own
-    from calibrator_service.calibration.spec import HubDataset
-
 logger = logging.getLogger(__name__)
 
-# Readers of `datasets` that find plain text and follow no references to other files.
+# Readers of `datasets` that read plain text and follow no references to other files, by file name extension.
 READERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "parquet": ("parquet", {}),
     "jsonl": ("json", {}),
@@ -40,11 +38,11 @@ READERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "txt": ("text", {"sample_by": "document"}),
     "arrow": ("arrow", {}),
 }
-# What a card may say to its reader.
+# Options of a reader that a card may set.
 CARD_OPTIONS: Mapping[str, tuple[str, ...]] = {"csv": ("sep", "delimiter"), "json": ("field",)}
 DEFAULT_CONFIG = "default"
 TIMEOUT_S = 30.0
-# The base of every error of the HTTP library that huggingface_hub uses, which has changed its name.
+# The base of all errors of huggingface_hub's HTTP library. Its module differs between versions of huggingface_hub.
 _HTTP_ERROR: type[Exception] = next(
     base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
 )
@@ -52,15 +50,15 @@ _HTTP_ERROR: type[Exception] = next(
 
 @dataclass(frozen=True)
 class HubFiles:
-    """What is read: addresses under one commit of the dataset, and the reader of `datasets` that reads them."""
+    """The files to read: URLs under one commit of the dataset, and the reader of `datasets` for them, with its options."""
 
     reader: str
     options: Mapping[str, str]
     urls: Sequence[str]
 
 
-def hub_texts(source: "HubDataset") -> Iterator[str]:
-    """The texts of the source's column, blank ones left out.
+def hub_texts(source: HubDataset) -> Iterator[str]:
+    """The texts in the source's column, without blank ones.
 
     Raises `InvalidInput` (BAD_DATASET_*, DATASET_CONFIG_NOT_FOUND, DATASET_SPLIT_NOT_FOUND, DATASET_UNSUPPORTED,
     DATASET_UNREADABLE, FIELD_NOT_FOUND), `NotFound` (DATASET_NOT_FOUND), `PermissionDenied` (DATASET_GATED) and `Unavailable`
@@ -74,7 +72,7 @@ def hub_texts(source: "HubDataset") -> Iterator[str]:
 
     token = False if source.public_only else None
     with _hub_errors(source):
-        files = _resolved(source, source.split or "train", token)
+        files = _resolve_files(source, source.split or "train", token)
         rows = datasets.load_dataset(
             files.reader,
             data_files={"train": list(files.urls)},
@@ -83,7 +81,7 @@ def hub_texts(source: "HubDataset") -> Iterator[str]:
             token=token,
             **files.options,
         )
-        # A file may declare a column of images or sounds that name other files; undecoded, nothing opens them.
+        # A file may declare a column of images or sounds, which name other files. Without decoding, nothing opens those.
         iterator = iter(rows if rows.features is None else rows.decode(False))
     field = source.field or "text"
     while True:
@@ -101,7 +99,7 @@ def hub_texts(source: "HubDataset") -> Iterator[str]:
             yield text
 
 
-def _resolved(source: "HubDataset", split: str, token: bool | None) -> HubFiles:
+def _resolve_files(source: HubDataset, split: str, token: bool | None) -> HubFiles:
     from datasets import DownloadConfig
     from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
 
@@ -121,8 +119,8 @@ def _resolved(source: "HubDataset", split: str, token: bool | None) -> HubFiles:
         data = DatasetCard.load(downloaded("README.md")).data
         card |= data.to_dict()
     if ".huggingface.yaml" in names:
-        said = downloaded(".huggingface.yaml").read_text(encoding="utf-8")
-        data = DatasetCard(f"---\n{said}\n---\n").data
+        settings = downloaded(".huggingface.yaml").read_text(encoding="utf-8")
+        data = DatasetCard(f"---\n{settings}\n---\n").data
         card |= data.to_dict()
     entry = _chosen_config(source, card)
     folder = root
@@ -142,15 +140,15 @@ def _resolved(source: "HubDataset", split: str, token: bool | None) -> HubFiles:
     urls: dict[str, None] = {}
     for pattern in patterns[split]:
         within = _inside(source, str(pattern))
-        with suppress(FileNotFoundError):  # one of the patterns that matches nothing
+        with suppress(FileNotFoundError):  # a pattern may match no file
             urls |= dict.fromkeys(resolve_pattern(within, folder, download_config=download))
     if not all(url.startswith(f"{root}/") for url in urls):
-        raise _outside(source)
-    return _with_reader(source, entry, list(urls))
+        raise _names_outside_files(source)
+    return _choose_reader(source, entry, list(urls))
 
 
-def _chosen_config(source: "HubDataset", card: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The card's entry for the configuration; empty for a dataset whose card names none."""
+def _chosen_config(source: HubDataset, card: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The card's entry for the configuration; empty if the card lists no configurations."""
     listed = card.get("configs")
     configs = {
         str(entry["config_name"]): entry
@@ -169,29 +167,29 @@ def _chosen_config(source: "HubDataset", card: Mapping[str, Any]) -> Mapping[str
         if len(configs) == 1 or defaults or DEFAULT_CONFIG in configs:
             return configs[(*defaults, *(c for c in configs if c == DEFAULT_CONFIG), *configs)[0]]
     names = ", ".join(sorted(configs)) or DEFAULT_CONFIG
-    asked = f"no configuration {source.config!r}" if source.config else "several configurations"
+    problem = f"no configuration {source.config!r}" if source.config else "several configurations"
     raise InvalidInput(
-        f"dataset {source.name!r} has {asked}; name one of: {names}",
+        f"dataset {source.name!r} has {problem}; name one of: {names}",
         reason="DATASET_CONFIG_NOT_FOUND",
     )
 
 
-def _inside(source: "HubDataset", path: str) -> str:
-    """A card's path or pattern, which must stay within the dataset: a card is written by a stranger."""
+def _inside(source: HubDataset, path: str) -> str:
+    """A card's path or pattern, checked to stay within the dataset: the author of the card is not trusted."""
     if ":" in path or path.startswith(("/", "~")) or "\\" in path or ".." in path.split("/"):
-        raise _outside(source)
+        raise _names_outside_files(source)
     return path.removeprefix("./").rstrip("/")
 
 
-def _outside(source: "HubDataset") -> InvalidInput:
+def _names_outside_files(source: HubDataset) -> InvalidInput:
     return InvalidInput(
         f"the card of dataset {source.name!r} names files outside the dataset",
         reason="DATASET_UNSUPPORTED",
     )
 
 
-def _with_reader(source: "HubDataset", entry: Mapping[str, Any], urls: Sequence[str]) -> HubFiles:
-    """The reader for the most of the files, and those files. Archives are left alone."""
+def _choose_reader(source: HubDataset, entry: Mapping[str, Any], urls: Sequence[str]) -> HubFiles:
+    """The reader that reads the most files, and those files. Archives are ignored."""
     by_reader: dict[tuple[str, str], list[str]] = {}
     for url in urls:
         name = basename(url)
@@ -205,17 +203,17 @@ def _with_reader(source: "HubDataset", entry: Mapping[str, Any], urls: Sequence[
             reason="DATASET_UNSUPPORTED",
         )
     (reader, ending), chosen = max(by_reader.items(), key=lambda item: len(item[1]))
-    said = {
+    card_options = {
         option: value
         for option in CARD_OPTIONS.get(reader, ())
         if isinstance(value := entry.get(option), str)
     }
-    return HubFiles(reader, {**READERS[ending][1], **said}, chosen)
+    return HubFiles(reader, {**READERS[ending][1], **card_options}, chosen)
 
 
 @contextmanager
-def _hub_errors(source: "HubDataset") -> Iterator[None]:
-    """What the Hub and the readers raise, as NeapErrors. The texts of foreign errors go to the log only."""
+def _hub_errors(source: HubDataset) -> Iterator[None]:
+    """Translates errors of the Hub and the readers to NeapErrors. Their own texts go to the log only."""
     name = source.name
     try:
         yield
@@ -223,10 +221,10 @@ def _hub_errors(source: "HubDataset") -> Iterator[None]:
         raise
     except Exception as error:
         logger.warning("cannot read dataset %s", name, exc_info=True)
-        raise _explained(name, error) from error
+        raise _translated(name, error) from error
 
 
-def _explained(name: str, error: Exception) -> NeapError:
+def _translated(name: str, error: Exception) -> NeapError:
     if isinstance(error, GatedRepoError):
         return PermissionDenied(
             f"dataset {name!r} is gated: its owner must admit the account of the service's token, and the operator must "
@@ -238,7 +236,7 @@ def _explained(name: str, error: Exception) -> NeapError:
             f"there is no dataset {name!r} on the Hub that this service can read",
             reason="DATASET_NOT_FOUND",
         )
-    # EmptyDatasetError of `datasets`, and patterns that match no file, are FileNotFoundErrors.
+    # EmptyDatasetError of `datasets` is a FileNotFoundError; patterns that match no file raise one, too.
     if isinstance(error, FileNotFoundError) and not isinstance(error, _HTTP_ERROR):
         return InvalidInput(
             f"dataset {name!r} has no data files where its card says", reason="DATASET_UNSUPPORTED"

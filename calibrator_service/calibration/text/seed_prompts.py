@@ -1,4 +1,4 @@
-"""Prompts of our own (`seed_prompts.json`): templates whose slots are filled at random. No benchmark's prompts are among them."""
+"""Prompts from templates (`seed_prompts.json`) whose slots are filled at random. They contain no prompts of a benchmark."""
 
 import json
 import random
@@ -19,25 +19,25 @@ def _data() -> dict[str, Any]:
 
 
 def seed_prompt(rng: random.Random) -> str:
-    """One prompt; every category (translation, QA, maths, writing, ...) is as likely as another."""
+    """One prompt. Every category (translation, QA, maths, writing, ...) is equally likely."""
     prompts: dict[str, list[str]] = _data()["prompts"]
     return _fill(rng, rng.choice(prompts[rng.choice(list(prompts))]))
 
 
 def passage_prompt(rng: random.Random) -> str:
-    """A prompt that asks for a passage, for `passage_task` to work on."""
+    """A prompt that asks for a passage, which `passage_task` uses."""
     return _fill(rng, rng.choice(_data()["passages"]))
 
 
 def passage_task(rng: random.Random, passages: list[str]) -> str:
-    """A task (summarise, answer, translate, ...) about passages that the model wrote itself."""
+    """A task (summarise, answer, translate, ...) about one of `passages`, which the model wrote."""
     tasks: dict[str, list[str]] = _data()["passage_tasks"]
     template = rng.choice(tasks[rng.choice(list(tasks))])
     return _fill(rng, template, passages)
 
 
 def follow_up(rng: random.Random) -> str:
-    """What a user may say to any answer."""
+    """A second message that fits any answer."""
     return _fill(rng, rng.choice(_data()["follow_ups"]))
 
 

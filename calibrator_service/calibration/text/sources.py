@@ -1,4 +1,4 @@
-"""Text that is given: files and datasets, tokenised and cut into sequences. Never replaced by another text."""
+"""Given text: files and datasets, tokenised and cut into sequences. A source that cannot be read is an error."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,14 +22,16 @@ MIN_SEQUENCE_TOKENS = 16
 
 
 def text_sequences(loaded: LoadedModel, source: TextFile | HubDataset) -> Iterator[TokenSequence]:
-    """The source's documents packed into sequences of SEQUENCE_TOKENS tokens, the model's end of sequence behind each document.
+    """Packs the source's documents into sequences of SEQUENCE_TOKENS tokens, with an end-of-sequence token after each document.
 
-    A document is a .txt file, a line of a .jsonl file, or a row of a dataset. Raises `NotFound` (FILE_NOT_FOUND), what
-    `documents` raises for a file that is no text, and what `hub_texts` raises.
+    A document is a .txt file, a line of a .jsonl file, or a row of a dataset. Raises `NotFound` (FILE_NOT_FOUND), `InvalidInput` for
+    a model without a tokenizer, what `documents` raises for a file that is no text, and what `hub_texts` raises.
     """
     if loaded.tokenizer is None:
         raise InvalidInput("text was given, but the model has no tokenizer")
-    documents = _file(source) if isinstance(source, TextFile) else map(pieces, hub_texts(source))
+    documents = (
+        _file_documents(source) if isinstance(source, TextFile) else map(pieces, hub_texts(source))
+    )
     length = min(SEQUENCE_TOKENS, loaded.context_length)
     return _pack(loaded.tokenizer, documents, length)
 
@@ -54,7 +56,7 @@ def _pack(
         yield TokenSequence(tuple(buffer), len(buffer))
 
 
-def _file(source: TextFile) -> Iterator[Document]:
+def _file_documents(source: TextFile) -> Iterator[Document]:
     path = Path(source.path)
     if path.suffix not in (".txt", ".jsonl"):
         raise InvalidInput(

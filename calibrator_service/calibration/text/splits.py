@@ -1,5 +1,8 @@
-"""Heads, routers and report learn and measure on different sequences: routers that had seen their heads' training data would
-believe them too much. The fourth split, risk, is not dealt from what comes: see `held_out`."""
+"""Assigns sequences to splits, so that heads, routers and the report learn from and are measured on different sequences.
+
+A router trained on the data of its head would trust the head too much. The fourth split, risk, has prompts of its own: see
+`risk_answers`.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,30 +14,30 @@ from calibrator_service.calibration.text.shards import TokenSequence
 
 Split = Literal["heads", "routers", "report"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-# Of every ten sequences that come; the rarer splits early, so that even a small corpus has all three.
-PATTERN: tuple[Split, ...] = (
+# The splits of every ten sequences. The smaller splits come early, so that even a small corpus fills all three.
+SPLIT_PATTERN: tuple[Split, ...] = (
     "heads", "routers", "heads", "heads", "report", "heads", "heads", "heads", "heads", "heads",
 )  # fmt: skip
 
 
 class Splitter:
-    """Deals sequences out. What begins alike (the same prompt gets the same greedy answer) is dealt once."""
+    """Assigns each sequence to a split, in order of arrival. A prompt is used once: its greedy answer would be the same again."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
-        self._num_dealt = 0
+        self._num_assigned = 0
 
-    def deal(self, sequence: TokenSequence) -> Split | None:
-        """The sequence's split; None for one that was there before."""
+    def assign(self, sequence: TokenSequence) -> Split | None:
+        """The sequence's split; None if a sequence with the same prompt has been assigned before."""
         key = _key(sequence.tokens[: sequence.answer_start])
         if key in self._seen:
             return None
         self._seen.add(key)
-        split = PATTERN[self._num_dealt % len(PATTERN)]
-        self._num_dealt += 1
+        split = SPLIT_PATTERN[self._num_assigned % len(SPLIT_PATTERN)]
+        self._num_assigned += 1
         return split
 
-    def has_dealt(self, prompt: Sequence[int]) -> bool:
+    def has_assigned(self, prompt: Sequence[int]) -> bool:
         """Whether a sequence with this prompt is in one of the splits."""
         return _key(prompt) in self._seen
 

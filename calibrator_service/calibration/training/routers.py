@@ -1,34 +1,39 @@
-"""Routers of layer exits learn when their exit is right, on sequences that the heads have not seen."""
+"""Routers of layer exits learn when their exit is right, on sequences that the heads were not trained on."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from calibrator_service.calibration.spec import Label
-from calibrator_service.calibration.states.chunk import StateChunk, read_chunk
+from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.labels import agreement
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import draw_offsets, gather_batch
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
 from shared.ladder.heads import ExitHead
-from shared.ladder.routers import DepthRouter, scalar_features
+from shared.ladder.routers import NUM_SCALARS, DepthRouter, scalar_features
 
-# Positions per router at most: they are held in memory, as float16.
+# Positions per router, which are held in memory as float16.
 MAX_SAMPLES = 100_000
-# The last samples calibrate what the others trained: a tenth, but where there are few, up to a third.
-HELD_OUT, HELD_OUT_OF_FEW, FEW = 10, 3, 1000
+# The last samples are held out to calibrate the router: one in HELD_OUT_INTERVAL. If these are fewer than MIN_HELD_OUT, up to one in
+# MIN_HELD_OUT_INTERVAL.
+HELD_OUT_INTERVAL, MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT = 10, 3, 1000
 PASS_SIZE = 1024
+BATCH_SIZE = 256
+LEARNING_RATE = 1e-3
+# Weight of the prior in the calibration, in samples.
+PRIOR_SAMPLES = 10
 
 
 @dataclass(frozen=True)
 class RouterSamples:
-    """What one exit says at N positions: adapted [N, head_width] float16, scalars [N, 3], label [N] bool."""
+    """One exit at N positions: adapted [N, head_width] float16, scalars [N, NUM_SCALARS], label [N] bool."""
 
     adapted: Tensor
     scalars: Tensor
@@ -42,28 +47,26 @@ class RouterSamples:
 def exit_samples(
     depth: int,
     head: ExitHead,
-    chunks: Sequence[Path],
-    project: Callable[[Tensor], Tensor],
-    lookup: Tensor,
+    chunks: Sequence[StateChunk],
+    vocabulary: DraftVocabulary,
     label: Label,
     *,
     seed: int,
-    device: torch.device,
-    read: Callable[[Path], StateChunk] = read_chunk,
 ) -> RouterSamples:
-    """Runs one exit as it will be served over the positions of `chunks`, MAX_SAMPLES at most, with offsets drawn as in training."""
+    """Runs one exit as it will be served, at up to MAX_SAMPLES positions of `chunks`, with offsets drawn as in training."""
     adapted, scalars, labels = [], [], []
     num_samples = 0
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    lookup = lookup.to(device)
-    for path in chunks:
-        chunk = read(path).to(device)
+    device = vocabulary.device
+    generator = torch.Generator().manual_seed(seed)
+    lookup = vocabulary.lookup.to(device)
+    for stored in chunks:
+        chunk = stored.to(device)
         offsets = draw_offsets(max(len(chunk), 1), generator)
         size = min(len(chunk), MAX_SAMPLES - num_samples)
         for index in torch.arange(size).split(PASS_SIZE):
             batch = gather_batch(chunk, index, offsets[index], lookup, device)
             state = head(batch.states[depth], batch.deep, batch.offset)
-            logits = project(state)
+            logits = vocabulary.project(state)
             converged = chunk.converged.get(depth)
             reached = (
                 torch.zeros(len(index), dtype=torch.bool)
@@ -77,9 +80,10 @@ def exit_samples(
         if num_samples >= MAX_SAMPLES:
             break
     if not labels:
-        width = head.head_width
         return RouterSamples(
-            torch.zeros(0, width), torch.zeros(0, 3), torch.zeros(0, dtype=torch.bool)
+            torch.zeros(0, head.head_width),
+            torch.zeros(0, NUM_SCALARS),
+            torch.zeros(0, dtype=torch.bool),
         )
     return RouterSamples(torch.cat(adapted), torch.cat(scalars), torch.cat(labels))
 
@@ -93,26 +97,33 @@ def train_router(
     epochs: int = 8,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> DepthRouter:
-    """A router trained on all but the last of `samples` and calibrated on those. Rounded as shipped. Raises `Cancelled`."""
+    """A router trained on all but the last `samples` and calibrated on those; rounded as published.
+
+    Training ends after `seconds`. Raises `Cancelled`.
+    """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed % 2**63)
+        torch.manual_seed(seed)
         router = DepthRouter(samples.adapted.shape[1], width)
-    num_held_out = max(len(samples) // HELD_OUT, min(len(samples) // HELD_OUT_OF_FEW, FEW))
-    num_fitted = len(samples) - num_held_out
-    optimiser = torch.optim.AdamW(router.parameters(), lr=1e-3, weight_decay=0.05)
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    started = time.monotonic()
-    batches = max(1, num_fitted // 256)
-    for epoch in range(epochs if num_fitted else 0):
-        for number, index in enumerate(torch.randperm(num_fitted, generator=generator).split(256)):
+    num_held_out = max(
+        len(samples) // HELD_OUT_INTERVAL,
+        min(len(samples) // MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT),
+    )
+    num_trained = len(samples) - num_held_out
+    optimiser = torch.optim.AdamW(router.parameters(), lr=LEARNING_RATE, weight_decay=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    start_s = time.monotonic()
+    num_batches = max(1, num_trained // BATCH_SIZE)
+    for epoch in range(epochs if num_trained else 0):
+        shuffled = torch.randperm(num_trained, generator=generator)
+        for number, index in enumerate(shuffled.split(BATCH_SIZE)):
             if should_stop():
                 raise Cancelled("stopped while the routers were trained")
-            share = (epoch + number / batches) / epochs
-            done = max(share, (time.monotonic() - started) / seconds)
+            share = (epoch + number / num_batches) / epochs
+            done = max(share, (time.monotonic() - start_s) / seconds)
             if done >= 1.0:
                 break
             for group in optimiser.param_groups:
-                group["lr"] = 1e-3 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+                group["lr"] = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
             with torch.enable_grad():
                 score = router.score(samples.adapted[index].float(), samples.scalars[index])
                 loss = F.binary_cross_entropy_with_logits(score, samples.label[index].float())
@@ -120,16 +131,16 @@ def train_router(
                 loss.backward()
             optimiser.step()
     round_weights(router)
-    calibrate_router(router, samples, num_fitted)
+    calibrate_router(router, samples, num_trained)
     round_weights(router)
     return router.eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def calibrate_router(router: DepthRouter, samples: RouterSamples, first: int) -> None:
-    """Platt scaling on samples[first:]: slope (not negative) and shift that minimise the log loss, by Newton's method.
+    """Platt scaling on samples[first:]: sets the slope (at least 0) and shift that minimise the log loss, by Newton's method.
 
-    A weak prior (ten samples' worth towards slope 1 and the smoothed base rate) keeps a handful of samples from deciding.
+    A weak prior, worth PRIOR_SAMPLES towards slope 1 and one towards shift 0, bounds the influence of a handful of samples.
     """
     score = router.score(samples.adapted[first:].float(), samples.scalars[first:]).double()
     target = samples.label[first:].double()
@@ -138,12 +149,15 @@ def calibrate_router(router: DepthRouter, samples: RouterSamples, first: int) ->
         p = torch.sigmoid(slope * score + shift)
         weight = (p * (1 - p)).clamp_min(1e-9)
         gradient = torch.stack(
-            [((p - target) * score).sum() + 10 * (slope - 1), (p - target).sum() + shift]
+            [
+                ((p - target) * score).sum() + PRIOR_SAMPLES * (slope - 1),
+                (p - target).sum() + shift,
+            ]
         )
         cross = (weight * score).sum()
         hessian = torch.stack(
             [
-                torch.stack([(weight * score**2).sum() + 10, cross]),
+                torch.stack([(weight * score**2).sum() + PRIOR_SAMPLES, cross]),
                 torch.stack([cross, weight.sum() + 1]),
             ]
         )

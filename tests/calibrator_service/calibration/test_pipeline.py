@@ -18,14 +18,10 @@ from calibrator_service.calibration.plan import (
     resolve,
     thorough,
 )
-from calibrator_service.calibration.spec import (
-    CalibrationSpec,
-    Progress,
-    SelfGenerated,
-    TextFile,
-)
-from calibrator_service.calibration.states import material
-from calibrator_service.calibration.training import ladder as ladder_module
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated, TextFile
+from calibrator_service.calibration.text import stream
+from calibrator_service.calibration.training import heads
 from shared.errors import Cancelled, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
 from shared.ladder.ladder import Ladder
@@ -150,7 +146,7 @@ def test_a_finished_run_is_not_trained_again(
     base_model: LoadedModel, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result, _, folder = finished
-    monkeypatch.setattr(ladder_module, "train_heads", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(heads, "train_heads", lambda *_, **__: pytest.fail("trained again"))
     again = calibrate(base_model, SPEC, work_dir=folder)
     assert contents(again.ladder, again.report) == contents(result.ladder, result.report)
 
@@ -213,7 +209,7 @@ def test_given_text_and_the_cosine_label(base_model: LoadedModel, tmp_path: Path
 def test_a_model_that_repeats_itself_ends(
     counting: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(material, "MAX_STALE_SEQUENCES", 100)
+    monkeypatch.setattr(stream, "MAX_STALE_SEQUENCES", 100)
     spec = replace(SPEC, source=SelfGenerated(prompts=("w1 w2",) * 1000), max_tokens=5000)
     with pytest.raises(InvalidInput) as caught:
         calibrate(counting, spec)

@@ -1,7 +1,6 @@
 """What changes with the device and the amount of text: how much is done at once, and how often the host waits."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +9,13 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from calibrator_service.calibration.plan import rows_together, scale_of, training
+from calibrator_service.calibration.plan import HeadTraining, head_training, rows_together, scale_of
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training import heads as train_module
-from calibrator_service.calibration.training.heads import (
-    TrainParams,
-    train_heads,
-    vocabulary_lookup,
-)
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.heads import train_heads
 from shared.ladder.heads import ExitHead
 from shared.model.host_syncs import HostSyncs
 from shared.model.load import LoadedModel
@@ -51,11 +47,11 @@ def test_a_gpu_decodes_as_many_rows_as_fit_a_quarter_of_its_memory(
 
 def test_more_text_is_seen_less_often_and_a_gpu_takes_more_of_it_at_once() -> None:
     def chosen(tokens: int, device: torch.device) -> tuple[int, int]:
-        params = training(CalibrationSpec(max_tokens=tokens), device)
+        params = head_training(CalibrationSpec(max_tokens=tokens), device)
         return params.epochs, params.batch_size
 
-    usual = (TrainParams().epochs, TrainParams().batch_size)
-    assert chosen(0, GPU) == chosen(52_000, GPU) == chosen(700_000, CPU) == usual
+    default = (HeadTraining().epochs, HeadTraining().batch_size)
+    assert chosen(0, GPU) == chosen(52_000, GPU) == chosen(700_000, CPU) == default
     assert chosen(1_000_000, GPU) == (6, 1024)
     assert chosen(30_000_000, GPU) == (5, 4096)
     assert chosen(1_000_000_000, GPU) == (2, 4096)
@@ -74,24 +70,24 @@ def collector(counting: LoadedModel, tmp_path: Path) -> Collector:
     return mine
 
 
-def test_what_is_made_anew_is_what_would_have_been_kept(
+def test_what_is_made_recomputed_is_what_would_have_been_kept(
     counting: LoadedModel, collector: Collector, tmp_path: Path
 ) -> None:
     """In passes of other sizes, too."""
-    (path,) = collector.chunks("heads")
+    (recomputed,) = collector.chunks("heads")
     keeping = Collector(DepthRunner(counting), [0, 2], tmp_path / "kept", max_state_bytes=1 << 20)
     generator = torch.Generator().manual_seed(0)
     for length in (9, 30, 14, 25):
         tokens = torch.randint(5, 29, (length,), generator=generator).tolist()
         keeping.add("heads", TokenSequence(tuple(tokens), 3))
     keeping.finish("heads")
-    kept, anew = keeping.read(keeping.chunks("heads")[0]), collector.read(path)
-    assert len(kept) == len(anew) == 9 + 30 + 14 + 25 - 4 * 3
-    for name in ("rows", "room", "choices"):
-        assert torch.equal(getattr(kept, name), getattr(anew, name))
+    (kept,) = keeping.chunks("heads")
+    assert len(kept) == len(recomputed) == 9 + 30 + 14 + 25 - 4 * 3
+    for name in ("rows", "num_before", "choices"):
+        assert torch.equal(getattr(kept, name), getattr(recomputed, name))
     for ours, theirs in (
-        (kept.deep, anew.deep),
-        *((kept.states[d], anew.states[d]) for d in (0, 2)),
+        (kept.deep, recomputed.deep),
+        *((kept.states[d], recomputed.states[d]) for d in (0, 2)),
     ):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
 
@@ -104,15 +100,15 @@ def test_training_steps_ask_the_device_for_nothing(
     # As on a GPU: otherwise the optimiser counts its steps in tensors on the host, and reads them.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: AdamW(*a, **{**k, "fused": True}))
     heads = {depth: ExitHead("gated", 32, 32, 16) for depth in (0, 2)}
-    lookup = vocabulary_lookup(torch.arange(32), 32)
+    vocabulary = DraftVocabulary(torch.arange(32), torch.randn(32, 32), None, torch.arange(32))
 
     def waits(batch_size: int) -> list[str]:
         told: list[float] = []
         with HostSyncs() as mode:
             train_heads(
-                heads, collector.chunks("heads"), torch.randn(32, 32), None, lookup,
-                replace(TrainParams(), epochs=1, batch_size=batch_size),
-                read=collector.read, on_step=lambda done, _: told.append(done),
+                heads, collector.chunks("heads"), vocabulary,
+                HeadTraining(epochs=1, batch_size=batch_size),
+                on_step=lambda done, _: told.append(done),
             )  # fmt: skip
         assert len(told) == 1
         return mode.found

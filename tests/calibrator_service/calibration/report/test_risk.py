@@ -6,14 +6,21 @@ from typing import Any
 
 import pytest
 
-from calibrator_service.calibration.pipeline import calibrate
-from calibrator_service.calibration.report.certificate import THRESHOLDS, Certificate
+from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
+from calibrator_service.calibration.report.certificate import THRESHOLDS
 from calibrator_service.calibration.report.replay import Replayer
-from calibrator_service.calibration.report.risk import RiskSplit
-from calibrator_service.calibration.spec import CalibrationResult, CalibrationSpec, SelfGenerated
-from calibrator_service.calibration.text.risk_answers import HeldOutGenerator, Limits
-from calibrator_service.calibration.text.self_generation import SelfgenConfig
-from calibrator_service.calibration.text.splits import Splitter
+from calibrator_service.calibration.report.risk import certified_risk
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated, TextFile
+from calibrator_service.calibration.text.risk_answers import Limits, RiskAnswerGenerator
+from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.text.stream import (
+    GeneratedText,
+    GivenText,
+    RiskAnswers,
+    Text,
+    write_risk_answers,
+)
 from inference_service.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
@@ -67,10 +74,10 @@ def test_where_the_engine_differs_the_replay_does(
     result: CalibrationResult, base_model: LoadedModel, tmp_path: Path
 ) -> None:
     """New prompts, relaxed by the engine as it happens to plan it, at thresholds bold enough for it to go wrong."""
-    config = SelfgenConfig(seed=99, max_new_tokens=NUM_NEW)
+    config = SelfGenerationConfig(seed=99, max_new_tokens=NUM_NEW)
 
     def written() -> Any:
-        generator = HeldOutGenerator(base_model, config, tmp_path, lambda _: False)
+        generator = RiskAnswerGenerator(base_model, config, tmp_path, lambda _: False)
         answers = generator.answers(Limits(40, 40, 60.0), lambda: False)
         replayer = Replayer(result.ladder, DepthRunner(base_model))
         return answers, replayer.highest_differing(answers, 0.3)
@@ -89,25 +96,24 @@ def test_where_the_engine_differs_the_replay_does(
     assert num_differing > 3, "nothing was tried"
 
 
-def split(loaded: LoadedModel, **material: Any) -> RiskSplit:
-    defaults = {"splitter": Splitter(), "selfgen": SelfgenConfig(), "risk_prompts": ()}
-    run = SimpleNamespace(loaded=loaded, elapsed_s=lambda: 0.0)
-    return RiskSplit(run, SimpleNamespace(**{**defaults, **material}))  # type: ignore[arg-type]
+def some_run(loaded: LoadedModel) -> Any:
+    return SimpleNamespace(loaded=loaded, report=lambda *_: None)
 
 
 @pytest.mark.parametrize(
-    ("material", "reason"),
+    ("text", "reason"),
     [
-        ({"selfgen": None}, "GIVEN_TEXT"),
-        ({"selfgen": SelfgenConfig(prompts=("w1", "w2"))}, "TOO_FEW_PROMPTS"),
+        (GivenText(TextFile("a.txt")), "GIVEN_TEXT"),
+        (GeneratedText(SelfGenerationConfig(prompts=("w1", "w2")), ()), "TOO_FEW_PROMPTS"),
     ],
 )
-def test_nothing_is_certified_from_nothing(
-    base_model: LoadedModel, result: CalibrationResult, material: dict[str, Any], reason: str
+def test_without_answers_nothing_is_certified(
+    base_model: LoadedModel, result: CalibrationResult, text: Text, reason: str
 ) -> None:
-    risk = split(base_model, **material)
-    risk.gather()
-    record = risk.certified(result.ladder, in_own_thread(DepthRunner, base_model))
+    run = some_run(base_model)
+    answers = write_risk_answers(run, text, lambda _: False)
+    runner = in_own_thread(DepthRunner, base_model)
+    record = certified_risk(run, runner, result.ladder, answers)
     assert (record["num_prompts"], record["bounds"], record["reason"]) == (0, [], reason)
     manifest, _ = pack_ladder(result.ladder, {**result.report, "risk": record})
     assert PublishedRisk.of(manifest) is None
@@ -117,11 +123,9 @@ def test_nothing_is_certified_from_nothing(
 def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(
     base_model: LoadedModel, result: CalibrationResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = "calibrator_service.calibration.report.risk"
-    monkeypatch.setattr(f"{module}.certify", lambda highest: Certificate((), 0.01, (9,) * 14))
-    risk = split(base_model)
-    monkeypatch.setattr(risk, "_answers", [None])
-    monkeypatch.setattr(f"{module}.Replayer.highest_differing", lambda *_, **__: [1.0])
-    monkeypatch.setattr(f"{module}._digest", lambda answers: "")
-    record = risk.certified(result.ladder, in_own_thread(DepthRunner, base_model))
-    assert record["reason"] == "NO_THRESHOLD_PASSED"
+    monkeypatch.setattr(Replayer, "highest_differing", lambda *_, **__: [1.0] * 100)
+    sequences = (TokenSequence((0, 5, 6), 2),) * 100
+    answers = RiskAnswers(GeneratedText(SelfGenerationConfig(), ()), sequences, NUM_NEW)
+    runner = in_own_thread(DepthRunner, base_model)
+    record = certified_risk(some_run(base_model), runner, result.ladder, answers)
+    assert (record["bounds"], record["reason"]) == ([], "NO_THRESHOLD_PASSED")

@@ -11,7 +11,7 @@ from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.states.labels import agreement, cosine_converged
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import SPLITS, Splitter
-from calibrator_service.calibration.training.heads import gather_batch, vocabulary_lookup
+from calibrator_service.calibration.training.heads import gather_batch
 from shared.errors import Corrupt
 from shared.ladder.heads import NUM_OFFSETS, unit
 from shared.model.load import LoadedModel
@@ -34,13 +34,13 @@ def collector(loaded: LoadedModel, folder: Path, **options: float) -> Collector:
 
 def test_splits_are_disjoint_and_all_there() -> None:
     splitter = Splitter()
-    dealt = {(i,): splitter.deal(TokenSequence((i, 7), 1)) for i in range(50)}
+    dealt = {(i,): splitter.assign(TokenSequence((i, 7), 1)) for i in range(50)}
     assert set(dealt.values()) == set(SPLITS)
     assert list(dealt.values()).count("heads") == 40
     # The same prompt again (and so the same greedy answer) is in no split.
-    assert splitter.deal(TokenSequence((3, 7), 1)) is None
-    assert splitter.deal(TokenSequence((3, 8, 9), 1)) is None
-    assert splitter.deal(TokenSequence((3, 8, 9), 2)) is not None
+    assert splitter.assign(TokenSequence((3, 7), 1)) is None
+    assert splitter.assign(TokenSequence((3, 8, 9), 1)) is None
+    assert splitter.assign(TokenSequence((3, 8, 9), 2)) is not None
 
 
 def test_choices_are_the_full_models(counting: LoadedModel, tmp_path: Path) -> None:
@@ -85,10 +85,9 @@ def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path)
     for sequence in sequences:
         mine.add("heads", sequence)
     labelled = mine.finish("heads")
-    (path,) = mine.chunks("heads")
-    chunk = read_chunk(path)
+    (chunk,) = mine.chunks("heads")
     runner = DepthRunner(counting)
-    lookup = vocabulary_lookup(torch.arange(32), 32)
+    lookup = torch.arange(32)
     at = 0
     for sequence in labelled:
         captured = runner.capture(torch.from_numpy(sequence.tokens)[None], [0, 2, 3])
@@ -96,7 +95,7 @@ def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path)
             for offset in range(NUM_OFFSETS + 1):
                 batch = gather_batch(chunk, torch.tensor([at]), torch.tensor([offset]), lookup, CPU)
                 used = int(batch.offset)
-                assert used == min(offset, int(chunk.room[at]) - 1) <= position - 1
+                assert used == min(offset, int(chunk.num_before[at]) - 1) <= position - 1
                 for depth in (0, 2):
                     torch.testing.assert_close(
                         batch.states[depth][0],
@@ -123,7 +122,7 @@ def test_a_chunk_that_is_there_is_not_captured_again(
     second.add("report", TEXT)
     (found,) = second.finish("report")
     assert found.choices.tolist() == expected.choices.tolist()
-    path = first.chunks("report")[0]
+    (path,) = first.chunks("report").paths
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(Corrupt):
         read_chunk(path)

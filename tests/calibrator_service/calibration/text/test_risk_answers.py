@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from calibrator_service.calibration.text import risk_answers
-from calibrator_service.calibration.text.risk_answers import HeldOutGenerator, Limits, set_apart
-from calibrator_service.calibration.text.self_generation import SelfgenConfig, SelfGenerator
+from calibrator_service.calibration.text.risk_answers import (
+    Limits,
+    RiskAnswerGenerator,
+    hold_out_prompts,
+)
+from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import Splitter
 from shared.errors import Cancelled
 from shared.model.load import LoadedModel
 
-CONFIG = SelfgenConfig(max_new_tokens=20, rows=16)
+CONFIG = SelfGenerationConfig(max_new_tokens=20, rows=16)
 WORDS = [f"w{number}" for number in range(24)]
 ENDLESS = Limits(24, 16, math.inf)
 
@@ -28,9 +32,9 @@ def prompt_of(sequence: TokenSequence) -> tuple[int, ...]:
 
 
 def answers(
-    loaded: LoadedModel, folder: Path, config: SelfgenConfig = CONFIG, dealt=lambda _: False
+    loaded: LoadedModel, folder: Path, config: SelfGenerationConfig = CONFIG, dealt=lambda _: False
 ):  # type: ignore[no-untyped-def]
-    return HeldOutGenerator(loaded, config, folder, dealt).answers(ENDLESS, never)
+    return RiskAnswerGenerator(loaded, config, folder, dealt).answers(ENDLESS, never)
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -51,7 +55,7 @@ def test_answers_are_greedy_and_whole(
 
 def test_loops_are_gone_through_to_their_end(counting: LoadedModel, tmp_path: Path) -> None:
     """What is learnt from ends where it repeats itself; what is judged may not: a worker goes on."""
-    config = SelfgenConfig(max_new_tokens=60, rows=24, prompts=tuple(WORDS))
+    config = SelfGenerationConfig(max_new_tokens=60, rows=24, prompts=tuple(WORDS))
     (learnt,) = SelfGenerator(counting, config, tmp_path).shards()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -68,8 +72,8 @@ def test_no_prompt_of_another_split_is_in_it(counting: LoadedModel, tmp_path: Pa
     everything = answers(counting, tmp_path / "all")
     splitter = Splitter()
     for sequence in everything[::3]:
-        splitter.deal(sequence)
-    rest = answers(counting, tmp_path / "rest", dealt=splitter.has_dealt)
+        splitter.assign(sequence)
+    rest = answers(counting, tmp_path / "rest", dealt=splitter.has_assigned)
     dealt = {prompt_of(sequence) for sequence in everything[::3]}
     assert {prompt_of(sequence) for sequence in rest}.isdisjoint(dealt)
     assert rest
@@ -77,13 +81,13 @@ def test_no_prompt_of_another_split_is_in_it(counting: LoadedModel, tmp_path: Pa
 
 def test_given_prompts_are_learnt_from_or_judged_never_both() -> None:
     prompts = tuple(f"prompt {number // 2}" for number in range(300))  # each of them twice
-    kept, apart = set_apart(SelfgenConfig(prompts=prompts))
+    kept, apart = hold_out_prompts(SelfGenerationConfig(prompts=prompts))
     assert len(apart) == 30
     assert set(apart).isdisjoint(kept.prompts)
     assert set(apart) | set(kept.prompts) == set(prompts)
-    assert set(set_apart(SelfgenConfig(prompts=prompts, seed=1))[1]) != set(apart)
-    few = SelfgenConfig(prompts=prompts[:100])
-    assert set_apart(few) == (few, ())
+    assert set(hold_out_prompts(SelfGenerationConfig(prompts=prompts, seed=1))[1]) != set(apart)
+    few = SelfGenerationConfig(prompts=prompts[:100])
+    assert hold_out_prompts(few) == (few, ())
 
 
 def test_a_batch_that_is_late_is_dropped_whole(
@@ -98,16 +102,18 @@ def test_a_batch_that_is_late_is_dropped_whole(
 
     monkeypatch.setattr(risk_answers.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(risk_answers, "decode_batch", slow)
-    config = SelfgenConfig(max_new_tokens=20, prompts=tuple(WORDS))
-    in_time = HeldOutGenerator(counting, config, tmp_path / "a", lambda _: False)
+    config = SelfGenerationConfig(max_new_tokens=20, prompts=tuple(WORDS))
+    in_time = RiskAnswerGenerator(counting, config, tmp_path / "a", lambda _: False)
     assert len(in_time.answers(Limits(24, 8, 9.0), never)) == 16
-    late = HeldOutGenerator(counting, config, tmp_path / "b", lambda _: False)
+    late = RiskAnswerGenerator(counting, config, tmp_path / "b", lambda _: False)
     assert late.answers(Limits(24, 8, 3.0), never) == []
 
 
 def test_it_is_the_same_again_and_can_be_cancelled(counting: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(Cancelled):
-        HeldOutGenerator(counting, CONFIG, tmp_path, lambda _: False).answers(ENDLESS, lambda: True)
+        RiskAnswerGenerator(counting, CONFIG, tmp_path, lambda _: False).answers(
+            ENDLESS, lambda: True
+        )
     first = answers(counting, tmp_path)
     assert answers(counting, tmp_path) == first
     assert answers(counting, tmp_path / "again") == first

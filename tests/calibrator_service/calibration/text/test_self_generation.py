@@ -10,14 +10,14 @@ import torch
 from tokenizers import processors
 
 from calibrator_service.calibration.text import seed_prompts
-from calibrator_service.calibration.text.chat import encode_chat, user_turn
-from calibrator_service.calibration.text.self_generation import SelfgenConfig, SelfGenerator
+from calibrator_service.calibration.text.chat import PromptFormat
+from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from shared.errors import Cancelled, Corrupt, InvalidInput
 from shared.model.load import LoadedModel
 from tests.calibrator_service.calibration.conftest import make_tokenizer
 
-CONFIG = SelfgenConfig(rows=4, max_new_tokens=8)
+CONFIG = SelfGenerationConfig(rows=4, max_new_tokens=8)
 USER, BOT, EOS = 2, 3, 1
 
 
@@ -29,7 +29,7 @@ def is_greedy(loaded: LoadedModel, sequence: TokenSequence) -> bool:
 
 
 def first(
-    loaded: LoadedModel, folder: Path, count: int, config: SelfgenConfig = CONFIG
+    loaded: LoadedModel, folder: Path, count: int, config: SelfGenerationConfig = CONFIG
 ) -> list[list[TokenSequence]]:
     return list(itertools.islice(SelfGenerator(loaded, config, folder).shards(), count))
 
@@ -46,7 +46,7 @@ def test_answers_are_greedy_and_follow_the_template(counting: LoadedModel, tmp_p
 
 
 def test_magpie_prompts_are_written_by_the_model(counting: LoadedModel, tmp_path: Path) -> None:
-    turn = user_turn(counting.tokenizer, counting.eos_token_ids)
+    turn = PromptFormat(counting).user_turn
     assert turn is not None
     assert turn.opening == (0, USER)
     assert EOS in turn.stop_ids
@@ -82,7 +82,7 @@ def test_without_a_tokenizer(counting: LoadedModel, tmp_path: Path) -> None:
     bare = replace(counting, tokenizer=None)
     assert all(is_greedy(bare, s) for s in first(bare, tmp_path, 1)[0])
     with pytest.raises(InvalidInput):
-        SelfGenerator(bare, SelfgenConfig(prompts=("w1",)), tmp_path)
+        SelfGenerator(bare, SelfGenerationConfig(prompts=("w1",)), tmp_path)
 
 
 def test_given_prompts_are_answered_once_each(counting: LoadedModel, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_given_prompts_are_answered_once_each(counting: LoadedModel, tmp_path: P
     shards = first(counting, tmp_path, 9, replace(CONFIG, prompts=prompts))
     assert [len(shard) for shard in shards] == [4, 2]
     asked = {s.tokens[: s.answer_start] for s in itertools.chain(*shards)}
-    assert asked == {tuple(encode_chat(counting.tokenizer, [("user", p)])) for p in prompts}
+    assert asked == {tuple(PromptFormat(counting).encode_user(p)) for p in prompts}
 
 
 def test_shards_are_found_again(

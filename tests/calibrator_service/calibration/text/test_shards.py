@@ -8,13 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from calibrator_service.calibration.text import shards
-from calibrator_service.calibration.text.shards import (
-    TokenSequence,
-    read_shard,
-    write_atomically,
-    write_shard,
-)
+from calibrator_service.calibration import files
+from calibrator_service.calibration.files import write_atomically
+from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from shared.errors import Exhausted, NeapError
 from shared.rpc.status import code_of
 from tests.small_disk import run_on_small_disk
@@ -22,7 +18,7 @@ from tests.small_disk import run_on_small_disk
 FILL = """
 import json, sys
 from pathlib import Path
-from calibrator_service.calibration.text.shards import write_atomically
+from calibrator_service.calibration.files import write_atomically
 from shared.errors import Exhausted
 path = Path(sys.argv[1]) / "states" / "a"
 write_atomically(path, b"old" * 1000)
@@ -62,7 +58,7 @@ def test_what_the_disk_refuses_has_a_status_of_its_own(
     def refuse(descriptor: int) -> None:
         raise OSError(number, "refused")
 
-    monkeypatch.setattr(shards.os, "fsync", refuse)
+    monkeypatch.setattr(files.os, "fsync", refuse)
     with pytest.raises(NeapError) as raised:
         write_atomically(tmp_path / "a", b"data")
     assert code_of(raised.value) is code
