@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from calibrator_service.calibration.plan import resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.run import Run
@@ -66,7 +67,7 @@ def data_curve(
 
     def collect(tokens: int) -> tuple[Run, Material]:
         amount = replace(spec, max_tokens=tokens)
-        run = Run(loaded, amount, work_dir, progress, lambda: False)
+        run = Run(loaded, resolve(amount, loaded), work_dir, progress, lambda: False)
         text = plan_text(run)
         collecting = CollectingProgress(run, text)
         sequences = split_sequences(run, text, Splitter(), collecting)

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from calibrator_service.calibration.plan import quick
+from calibrator_service.calibration.plan import quick, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.report.risk import certified_risk
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.calibration.states.material import collect_material
+from calibrator_service.calibration.text.risk_answers import write_risk_answers
 from calibrator_service.calibration.text.splits import Splitter
 from calibrator_service.calibration.text.stream import (
     CollectingProgress,
     plan_text,
     split_sequences,
-    write_risk_answers,
 )
 from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
@@ -53,11 +53,11 @@ def calibrate(
     Raises `InvalidInput`, `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
     `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
-    spec = spec or quick(loaded.model_id)
+    plan = resolve(spec or quick(loaded.model_id), loaded)
     folder = work_dir or Path(tempfile.mkdtemp(prefix="neap-calibration-"))
     try:
         # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/004).
-        return in_own_thread(run_phases, Run(loaded, spec, folder, progress, should_stop))
+        return in_own_thread(run_phases, Run(loaded, plan, folder, progress, should_stop))
     finally:
         if work_dir is None:
             shutil.rmtree(folder, ignore_errors=True)

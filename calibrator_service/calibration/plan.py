@@ -59,12 +59,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec with every choice made.
+    """A spec with every choice made. `spec` itself has a limit: see `bounded`.
 
     `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
     successor table. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
     """
 
+    spec: CalibrationSpec
     depths: tuple[int, ...]
     draft_vocabulary_size: int
     rank: int
@@ -100,6 +101,7 @@ def bounded(spec: CalibrationSpec) -> CalibrationSpec:
 
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     """Raises `InvalidInput` for a rung at the last layer or beyond, and for a draft vocabulary larger than the model's."""
+    spec = bounded(spec)
     depths = tuple(sorted(spec.rung_depths)) or default_depths(loaded.num_layers)
     if depths[-1] >= loaded.num_layers:
         raise InvalidInput(
@@ -125,6 +127,7 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     source = spec.source
     max_new_tokens = source.max_new_tokens if isinstance(source, SelfGenerated) else 0
     return Plan(
+        spec=spec,
         depths=depths,
         draft_vocabulary_size=vocabulary_size,
         rank=rank,
@@ -133,7 +136,7 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
         scale=scale_of(loaded),
         table_bytes=max(ARTEFACT_BYTES - other_bytes, 1 << 20),
         training=head_training(spec, loaded.device),
-        budget_s=bounded(spec).time_budget_s or math.inf,
+        budget_s=spec.time_budget_s or math.inf,
     )
 
 

@@ -9,9 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from calibrator_service.calibration.files import write_atomically
-from calibrator_service.calibration.plan import Plan, bounded, resolve
+from calibrator_service.calibration.plan import Plan
 from calibrator_service.calibration.progress import Phase, Progress
-from calibrator_service.calibration.spec import CalibrationSpec
 from shared.errors import Cancelled, Corrupt
 from shared.model.load import LoadedModel
 
@@ -19,21 +18,20 @@ from shared.model.load import LoadedModel
 class Run:
     """What all phases share. `figures` go out with every report of progress; `seconds` are those of the finished phases.
 
-    The time budget counts from the first start: a run that was killed continues with the rest of its budget. Raises `InvalidInput`
-    for a spec that does not fit the model, `Corrupt` for a state file that cannot be read.
+    The time budget counts from the first start: a run that was killed continues with the rest of its budget. Raises `Corrupt` for a
+    state file that cannot be read.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        spec: CalibrationSpec,
+        plan: Plan,
         folder: Path,
         progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
     ) -> None:
         self._start_s = self._phase_start_s = time.monotonic()
-        self.loaded, self.spec = loaded, bounded(spec)
-        self.plan: Plan = resolve(self.spec, loaded)
+        self.loaded, self.plan, self.spec = loaded, plan, plan.spec
         # The scale depends on the device, and what was written at another scale cannot be continued.
         identity = json.dumps(
             {

@@ -78,7 +78,13 @@ def test_a_job_checks_again(
     """It may have been created by an older version or under other settings."""
     folder = JobFolder(tmp_path)
     store = JobStore(folder.store)
-    job = store.create("one", CalibrationSpec("tiny", HubDataset(name)), ("latest",), max_queued=1)
+    job = store.create(
+        "one",
+        CalibrationSpec("tiny", HubDataset(name)),
+        ("latest",),
+        max_queued=1,
+        answer=lambda job: job,
+    )
     assert store.claim() is not None
     config = ProcessConfig(
         folder=str(tmp_path),

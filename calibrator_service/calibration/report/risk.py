@@ -11,8 +11,9 @@ import torch
 from calibrator_service.calibration.report.certificate import DELTA, THRESHOLDS, certify
 from calibrator_service.calibration.report.replay import Replayer
 from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.text.risk_answers import RiskAnswers
 from calibrator_service.calibration.text.shards import TokenSequence
-from calibrator_service.calibration.text.stream import GivenText, RiskAnswers
+from calibrator_service.calibration.text.stream import GivenText
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.ladder.ladder import Ladder
 from shared.ladder.risk import LOSS

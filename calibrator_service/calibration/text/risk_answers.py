@@ -2,7 +2,7 @@
 
 A certified bound holds for prompts drawn like these: independently, each of a randomly chosen kind. So the split is not every tenth
 sequence of the other text, in which one split may hold a passage and another a task about it: here each task brings its own passage.
-If the caller gave the prompts, a share of them is held out.
+If the caller gave the prompts, a share of them is held out (see `splits`).
 """
 
 import random
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from calibrator_service.calibration.plan import COLLECTING_ENDS, RISK_PROMPTS, RISK_TEXT_ENDS
+from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.text import seed_prompts
 from calibrator_service.calibration.text.batch_decode import DecodeParams, decode_batch
 from calibrator_service.calibration.text.chat import PromptFormat
@@ -25,10 +27,13 @@ from calibrator_service.calibration.text.self_generation import (
     SelfGenerationConfig,
 )
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
+from calibrator_service.calibration.text.stream import GivenText, Text
 from shared.model.load import LoadedModel
 
-# One in HELD_OUT_INTERVAL given prompts is held out. Fewer than MIN_HELD_OUT certify nothing, so then none is.
-HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
+# Tokens written per prompt of the risk split, in answers' lengths: some prompts are written as well.
+ANSWERS_PER_PROMPT = 1.15
+# The risk text may take this many times its planned time; then an incomplete round is dropped.
+OVERTIME_FACTOR = 2.0
 TEMPLATE, PASSAGE, MAGPIE = range(3)
 # One passage prompt in this many asks for a passage; the others are about one.
 PASSAGE_INTERVAL = 3
@@ -40,17 +45,58 @@ MIN_PADDED = 96
 Prompt = tuple[int, ...]
 
 
-def hold_out_prompts(
-    config: SelfGenerationConfig,
-) -> tuple[SelfGenerationConfig, tuple[str, ...]]:
-    """(configuration of the other splits, given prompts held out for risk). A prompt that was given twice is on one side only."""
-    distinct = sorted(set(config.prompts))
-    random.Random(f"{config.seed}/apart").shuffle(distinct)
-    held_out = distinct[: len(distinct) // HELD_OUT_INTERVAL]
-    if len(held_out) < MIN_HELD_OUT:
-        return config, ()
-    kept = tuple(prompt for prompt in config.prompts if prompt not in set(held_out))
-    return replace(config, prompts=kept), tuple(held_out)
+@dataclass(frozen=True)
+class RiskAnswers:
+    """The risk split: whole greedy answers of at most `max_new_tokens` tokens. `text`: what the other splits are made from."""
+
+    text: Text
+    sequences: tuple[TokenSequence, ...] = ()
+    max_new_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`seconds`: time to write answers; a round that is incomplete by then is dropped. `rows` are decoded together."""
+
+    num_prompts: int
+    rows: int
+    seconds: float
+
+
+def write_risk_answers(run: Run, text: Text, is_used: Callable[[Prompt], bool]) -> RiskAnswers:
+    """The risk split of generated text; no answers for given text, which does not show what the model would say.
+
+    `is_used` tells whether another split has a prompt. Raises `Cancelled`, and `Corrupt` for a file of an earlier run that cannot be
+    read.
+    """
+    if isinstance(text, GivenText) or (text.config.prompts and not text.risk_prompts):
+        return RiskAnswers(text)
+    config = replace(text.config, prompts=text.risk_prompts)
+    generator = RiskAnswerGenerator(run.loaded, config, run.folder, is_used)
+    limits = _risk_limits(run, generator.max_new_tokens)
+    planned = max(ANSWERS_PER_PROMPT * generator.max_new_tokens * limits.num_prompts, 1.0)
+
+    def on_tokens(num_tokens: int) -> None:
+        written = run.figures.get("risk_tokens", 0.0) + num_tokens
+        run.figures["risk_tokens"] = written
+        span = RISK_TEXT_ENDS - COLLECTING_ENDS
+        run.report("collecting", COLLECTING_ENDS + span * min(written / planned, 1.0))
+
+    sequences = generator.answers(limits, run.should_stop, on_tokens)
+    return RiskAnswers(text, tuple(sequences), generator.max_new_tokens)
+
+
+def _risk_limits(run: Run, max_new_tokens: int) -> Limits:
+    """The number of prompts, which depends on time alone and never on the answers."""
+    seconds = run.seconds_until(RISK_TEXT_ENDS)
+    if seconds == float("inf"):
+        return Limits(RISK_PROMPTS, run.plan.rows, seconds)
+    # A run that was killed may have found all its text on disk. Then the speed is unknown, and half a batch is assumed to fit.
+    fitting = run.plan.rows // 2
+    if written := run.figures.get("generated_tokens", 0.0):
+        tokens_per_s = written / max(run.phase_s(), 1e-3)
+        fitting = int(seconds * tokens_per_s / (ANSWERS_PER_PROMPT * max_new_tokens))
+    return Limits(min(fitting, RISK_PROMPTS), run.plan.rows, OVERTIME_FACTOR * seconds)
 
 
 def batches_of_similar_length(prompts: Sequence[Prompt], rows: int) -> Iterator[list[Prompt]]:
@@ -63,15 +109,6 @@ def batches_of_similar_length(prompts: Sequence[Prompt], rows: int) -> Iterator[
         batch.append(prompt)
     if batch:
         yield batch
-
-
-@dataclass(frozen=True)
-class Limits:
-    """`seconds`: time to write answers; a round that is incomplete by then is dropped. `rows` are decoded together."""
-
-    num_prompts: int
-    rows: int
-    seconds: float
 
 
 class RiskAnswerGenerator:

@@ -1,25 +1,18 @@
-"""The text of a calibration, in the order in which it is read or written: first the three splits, then the risk split.
+"""The text of a calibration: what it is made from, and its sequences with the splits they belong to.
 
-`plan_text` decides what the text is made from. `split_sequences` yields the sequences of the splits heads, routers and report;
-whoever reads them decides the pace, so text is written and passed through the model in turn, in bounded memory. `write_risk_answers`
-follows, because it must know all prompts of the other splits.
+Whoever reads the sequences decides the pace, so text is written and passed through the model in turn, in bounded memory.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from calibrator_service.calibration.plan import COLLECTING_ENDS, RISK_PROMPTS, RISK_TEXT_ENDS
+from calibrator_service.calibration.plan import COLLECTING_ENDS
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import HubDataset, SelfGenerated, TextFile
-from calibrator_service.calibration.text.risk_answers import (
-    Limits,
-    RiskAnswerGenerator,
-    hold_out_prompts,
-)
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.sources import text_sequences
-from calibrator_service.calibration.text.splits import Split, Splitter
+from calibrator_service.calibration.text.splits import Split, Splitter, hold_out_prompts
 
 # A model that only repeats itself would write for ever. After this many known sequences in a row the text ends.
 MAX_STALE_SEQUENCES = 2000
@@ -27,10 +20,6 @@ MAX_STALE_SEQUENCES = 2000
 TEXT_SHARE = 0.85
 # Share of the work for a token of generated text that is done when it is written. The rest is one pass over many tokens at once.
 WRITING_SHARE = 0.9
-# Tokens written per prompt of the risk split, in answers' lengths: some prompts are written as well.
-ANSWERS_PER_PROMPT = 1.15
-# The risk text may take this many times its planned time; then an incomplete round is dropped.
-OVERTIME_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -51,27 +40,19 @@ class GeneratedText:
 Text = GivenText | GeneratedText
 
 
-@dataclass(frozen=True)
-class RiskAnswers:
-    """The risk split: whole greedy answers of at most `max_new_tokens` tokens. `text`: what the other splits are made from."""
-
-    text: Text
-    sequences: tuple[TokenSequence, ...] = ()
-    max_new_tokens: int = 0
-
-
 def plan_text(run: Run) -> Text:
     """What the text of this run is made from."""
     source = run.spec.source
     if not isinstance(source, SelfGenerated):
         return GivenText(source)
+    prompts, risk_prompts = hold_out_prompts(source.prompts, run.spec.seed)
     config = SelfGenerationConfig(
         seed=run.spec.seed,
-        prompts=source.prompts,
+        prompts=prompts,
         max_new_tokens=run.plan.max_new_tokens,
         rows=run.plan.rows,
     )
-    return GeneratedText(*hold_out_prompts(config))
+    return GeneratedText(config, risk_prompts)
 
 
 class CollectingProgress:
@@ -155,41 +136,3 @@ def _sequences(run: Run, text: Text, progress: CollectingProgress) -> Iterator[T
     for shard in shards:
         progress.shard_done()
         yield from shard
-
-
-def write_risk_answers(
-    run: Run, text: Text, is_used: Callable[[tuple[int, ...]], bool]
-) -> RiskAnswers:
-    """The risk split of generated text; no answers for given text, which does not show what the model would say.
-
-    `is_used` tells whether another split has a prompt. Raises `Cancelled`, and `Corrupt` for a file of an earlier run that cannot be
-    read.
-    """
-    if isinstance(text, GivenText) or (text.config.prompts and not text.risk_prompts):
-        return RiskAnswers(text)
-    config = replace(text.config, prompts=text.risk_prompts)
-    generator = RiskAnswerGenerator(run.loaded, config, run.folder, is_used)
-    limits = _risk_limits(run, generator.max_new_tokens)
-    planned = max(ANSWERS_PER_PROMPT * generator.max_new_tokens * limits.num_prompts, 1.0)
-
-    def on_tokens(num_tokens: int) -> None:
-        written = run.figures.get("risk_tokens", 0.0) + num_tokens
-        run.figures["risk_tokens"] = written
-        span = RISK_TEXT_ENDS - COLLECTING_ENDS
-        run.report("collecting", COLLECTING_ENDS + span * min(written / planned, 1.0))
-
-    sequences = generator.answers(limits, run.should_stop, on_tokens)
-    return RiskAnswers(text, tuple(sequences), generator.max_new_tokens)
-
-
-def _risk_limits(run: Run, max_new_tokens: int) -> Limits:
-    """The number of prompts, which depends on time alone and never on the answers."""
-    seconds = run.seconds_until(RISK_TEXT_ENDS)
-    if seconds == float("inf"):
-        return Limits(RISK_PROMPTS, run.plan.rows, seconds)
-    # A run that was killed may have found all its text on disk. Then the speed is unknown, and half a batch is assumed to fit.
-    fitting = run.plan.rows // 2
-    if written := run.figures.get("generated_tokens", 0.0):
-        tokens_per_s = written / max(run.phase_s(), 1e-3)
-        fitting = int(seconds * tokens_per_s / (ANSWERS_PER_PROMPT * max_new_tokens))
-    return Limits(min(fitting, RISK_PROMPTS), run.plan.rows, OVERTIME_FACTOR * seconds)

@@ -11,15 +11,18 @@ from calibrator_service.calibration.report.certificate import THRESHOLDS
 from calibrator_service.calibration.report.replay import Replayer
 from calibrator_service.calibration.report.risk import certified_risk
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated, TextFile
-from calibrator_service.calibration.text.risk_answers import Limits, RiskAnswerGenerator
+from calibrator_service.calibration.text.risk_answers import (
+    Limits,
+    RiskAnswerGenerator,
+    RiskAnswers,
+    write_risk_answers,
+)
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.stream import (
     GeneratedText,
     GivenText,
-    RiskAnswers,
     Text,
-    write_risk_answers,
 )
 from inference_service.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder

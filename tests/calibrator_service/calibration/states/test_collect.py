@@ -10,7 +10,6 @@ from calibrator_service.calibration.states.chunk import read_chunk
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.states.labels import agreement, cosine_converged
 from calibrator_service.calibration.text.shards import TokenSequence
-from calibrator_service.calibration.text.splits import SPLITS, Splitter
 from calibrator_service.calibration.training.heads import gather_batch
 from shared.errors import Corrupt
 from shared.ladder.heads import NUM_OFFSETS, unit
@@ -30,17 +29,6 @@ def answer(loaded: LoadedModel, prompt: list[int], count: int) -> TokenSequence:
 
 def collector(loaded: LoadedModel, folder: Path, **options: float) -> Collector:
     return Collector(DepthRunner(loaded), [0, 2], folder, max_state_bytes=1 << 20, **options)  # type: ignore[arg-type]
-
-
-def test_splits_are_disjoint_and_all_there() -> None:
-    splitter = Splitter()
-    dealt = {(i,): splitter.assign(TokenSequence((i, 7), 1)) for i in range(50)}
-    assert set(dealt.values()) == set(SPLITS)
-    assert list(dealt.values()).count("heads") == 40
-    # The same prompt again (and so the same greedy answer) is in no split.
-    assert splitter.assign(TokenSequence((3, 7), 1)) is None
-    assert splitter.assign(TokenSequence((3, 8, 9), 1)) is None
-    assert splitter.assign(TokenSequence((3, 8, 9), 2)) is not None
 
 
 def test_choices_are_the_full_models(counting: LoadedModel, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from calibrator_service.calibration.text import risk_answers
 from calibrator_service.calibration.text.risk_answers import (
     Limits,
     RiskAnswerGenerator,
-    hold_out_prompts,
 )
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
@@ -77,17 +76,6 @@ def test_no_prompt_of_another_split_is_in_it(counting: LoadedModel, tmp_path: Pa
     dealt = {prompt_of(sequence) for sequence in everything[::3]}
     assert {prompt_of(sequence) for sequence in rest}.isdisjoint(dealt)
     assert rest
-
-
-def test_given_prompts_are_learnt_from_or_judged_never_both() -> None:
-    prompts = tuple(f"prompt {number // 2}" for number in range(300))  # each of them twice
-    kept, apart = hold_out_prompts(SelfGenerationConfig(prompts=prompts))
-    assert len(apart) == 30
-    assert set(apart).isdisjoint(kept.prompts)
-    assert set(apart) | set(kept.prompts) == set(prompts)
-    assert set(hold_out_prompts(SelfGenerationConfig(prompts=prompts, seed=1))[1]) != set(apart)
-    few = SelfGenerationConfig(prompts=prompts[:100])
-    assert hold_out_prompts(few) == (few, ())
 
 
 def test_a_batch_that_is_late_is_dropped_whole(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from calibrator_service.calibration.report.evaluation import auc, calibration_error, router_figures
+from calibrator_service.calibration.report.metrics import auc, calibration_error, router_figures
 from calibrator_service.calibration.training.routers import RouterSamples, train_router
 from shared.errors import Cancelled
 
