@@ -22,7 +22,7 @@ from calibrator_service.calibration.text.stream import (
 )
 from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
-from calibrator_service.calibration.training.ladder import fit_ladder
+from calibrator_service.calibration.training.routers import fit_ladder
 from shared.model.load import LoadedModel
 from shared.model.runner import DepthRunner
 

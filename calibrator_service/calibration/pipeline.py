@@ -23,7 +23,7 @@ from calibrator_service.calibration.text.stream import (
 )
 from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
-from calibrator_service.calibration.training.ladder import fit_ladder
+from calibrator_service.calibration.training.routers import fit_ladder
 from shared.ladder.ladder import Ladder
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread

@@ -1,22 +1,27 @@
-"""Routers of layer exits learn when their exit is right, on sequences that the heads were not trained on."""
+"""Routers learn when their rung is right, on sequences that the heads were not trained on. With them the ladder is complete."""
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from calibrator_service.calibration.plan import HEADS_END, ROUTERS_END
+from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.labels import agreement
+from calibrator_service.calibration.states.material import Material
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import draw_offsets, gather_batch
+from calibrator_service.calibration.training.tables import fit_tables
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
 from shared.ladder.heads import ExitHead
+from shared.ladder.ladder import Ladder, LayerExit
 from shared.ladder.routers import NUM_SCALARS, DepthRouter, scalar_features
 
 # Positions per router, which are held in memory as float16.
@@ -29,6 +34,37 @@ BATCH_SIZE = 256
 LEARNING_RATE = 1e-3
 # Weight of the prior in the calibration, in samples.
 PRIOR_SAMPLES = 10
+
+
+def fit_ladder(
+    run: Run, material: Material, vocabulary: DraftVocabulary, heads: dict[int, ExitHead]
+) -> Ladder:
+    """The ladder of all rungs, with routers trained on the routers split. The agreement of its exits is not measured yet.
+
+    Raises `Cancelled`.
+    """
+    tables = fit_tables(run, material)
+    exits = []
+    for number, (depth, head) in enumerate(heads.items(), 1):
+        samples = exit_samples(
+            depth,
+            head,
+            material.chunks["routers"],
+            vocabulary,
+            run.spec.label,
+            seed=run.spec.seed,
+        )
+        end_share = HEADS_END + (ROUTERS_END - HEADS_END) * number / len(heads)
+        router = train_router(
+            samples,
+            run.spec.router_width,
+            seed=run.spec.seed,
+            seconds=run.seconds_until(end_share),
+            should_stop=run.should_stop,
+        )
+        exits.append(LayerExit(depth, head, router))
+        run.report("training_routers", end_share)
+    return replace(tables, exits=tuple(exits), draft_vocabulary=vocabulary.tokens)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,19 @@
-"""Routers of the table rungs (suffix and successor), trained on chains of drafts over sequences with known choices."""
+"""The table rungs (suffix and successor): the successor table, and routers trained on chains of drafts with known outcomes."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.states.collect import LabelledSequence
-from shared.ladder.ladder import Ladder, SequenceDrafter, successor_evidence, suffix_evidence
-from shared.ladder.table_router import Evidence, TableRouter, fit_table_router
+from calibrator_service.calibration.states.material import Material
+from shared.ladder.ladder import (
+    Ladder,
+    ModelIdentity,
+    SequenceDrafter,
+    successor_evidence,
+    suffix_evidence,
+)
+from shared.ladder.table_router import Evidence, fit_table_router
 
 MAX_CHAIN = 8
 
@@ -46,17 +54,23 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
                 break
 
 
-def fit_table_routers(
-    ladder: Ladder, sequences: Sequence[LabelledSequence]
-) -> tuple[TableRouter, TableRouter]:
-    """(suffix router, successor router) from the routers split. `ladder` needs a router for each table, which may be untrained."""
+def fit_tables(run: Run, material: Material) -> Ladder:
+    """The ladder of the table rungs alone: the successor table of the heads split, and routers trained on the routers split."""
+    untrained = fit_table_router([], [])
+    ladder = Ladder(
+        ModelIdentity.of(run.loaded),
+        suffix_router=untrained,
+        successors=material.successors.build(run.plan.table_bytes),
+        successor_router=untrained,
+    )
     evidence: dict[str, list[Evidence]] = {"suffix": [], "successor": []}
     agreed: dict[str, list[bool]] = {"suffix": [], "successor": []}
-    for sequence in sequences:
+    for sequence in material.table_sequences["routers"]:
         for sample in table_samples(ladder, sequence):
             evidence[sample.table].append(sample.evidence)
             agreed[sample.table].append(sample.agreed)
-    return (
-        fit_table_router(evidence["suffix"], agreed["suffix"]),
-        fit_table_router(evidence["successor"], agreed["successor"]),
+    return replace(
+        ladder,
+        suffix_router=fit_table_router(evidence["suffix"], agreed["suffix"]),
+        successor_router=fit_table_router(evidence["successor"], agreed["successor"]),
     )
