@@ -28,7 +28,7 @@ from bench.hugging_face import HF, hugging_face_batch
 from bench.machine import described
 from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
 from inference_service.engine.engine import MAX_RUNNING, Engine
-from inference_service.engine.request import GenerationRequest, StoppingParams, TokenChunk
+from inference_service.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from shared import ops
-from shared.model.accelerate import accelerate
 from shared.model.cache import SlotCache
-from shared.ops.hf_rotary import FUNCTION
+from shared.model.substitution.apply import accelerate
+from shared.model.substitution.rotary import FUNCTION
 
 CONTEXT = 200  # tokens in the cache of a whole-model pass
 Contenders = Mapping[str, Callable[[], object]]

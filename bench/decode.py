@@ -31,7 +31,7 @@ from bench.prompts import (
     takes_chat,
 )
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import GenerationRequest, StoppingParams, TokenChunk
+from inference_service.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy

@@ -21,7 +21,7 @@ from bench.hugging_face import hugging_face_token
 from shared import ops
 from shared.model.load import LoadedModel, load_model
 from shared.model.runner import DepthRunner
-from shared.ops.hf_layer import FusedLayer
+from shared.model.substitution.layer import FusedLayer
 
 
 def weight_bytes(loaded: LoadedModel) -> int:

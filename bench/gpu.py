@@ -30,8 +30,13 @@ from bench.machine import described
 from bench.stopwatch import captured, median_call_us
 from bench.tide import LEGEND, TideTimes, tide_router
 from inference_service.engine.engine import Engine
-from inference_service.engine.handle import EngineEvent
-from inference_service.engine.request import Finished, GenerationRequest, StoppingParams, TokenChunk
+from inference_service.engine.request.handle import EngineEvent
+from inference_service.engine.request.request import (
+    Finished,
+    GenerationRequest,
+    StoppingParams,
+    TokenChunk,
+)
 from shared.errors import NeapError
 from shared.ladder.fused_exit import router_weights
 from shared.ladder.policy import DepthPolicy

@@ -20,9 +20,8 @@ import transformers
 
 from bench.decode import neap
 from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
-from inference_service.engine.costs import measure_deep, measure_wide
-from inference_service.engine.engine import Engine
-from inference_service.engine.planner import (
+from inference_service.engine.drafting.costs import measure_deep, measure_wide
+from inference_service.engine.drafting.planner import (
     MIN_SURVIVAL,
     REQUEST_WEIGHT,
     SERVED_WEIGHT,
@@ -30,6 +29,7 @@ from inference_service.engine.planner import (
     Reliability,
     best_lengths,
 )
+from inference_service.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import GenerationRequest, StoppingParams
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, load_model
 

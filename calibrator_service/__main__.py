@@ -16,12 +16,14 @@ from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import DEFAULT_RECIPE, JobFolder, ModelOptions
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.config import CalibratorSettings, settings_from_command_line
+from shared.cpus import size_thread_pools
 from shared.errors import NeapError
 from shared.metrics_server import metrics_served
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
 from shared.rpc.security import ServerSecurity, open_security
 from shared.rpc.security_metrics import SecurityCollector
+from shared.rpc.service_logs import log_all_output, log_stdout, say_why_not
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import traces_exported
 
@@ -128,12 +130,15 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = DEFAULT_RECIPE) -> 
             CalibratorSettings, "python -m calibrator_service", argv
         )
         configure_logging(settings.log_level)
+        log_stdout()
         with traces_exported(settings.exports_traces, "neap-calibrator"):
             return asyncio.run(serve(settings, recipe=recipe))
     except NeapError as error:
-        print(f"error: {error.message} [{error.reason}]", file=sys.stderr)
+        say_why_not(error)
         return 2
 
 
 if __name__ == "__main__":
+    log_all_output()
+    size_thread_pools()  # the jobs' processes inherit it
     sys.exit(main())

@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from calibrator_service.recipe import Product
-from shared.registry.blobs import sync_folder
+from shared.files import sync_folder, write_synced
 from shared.registry.canonical import canonical_json
 
 _FOLDER = "finished"
@@ -22,13 +21,13 @@ def save_product(work_dir: Path, product: Product) -> None:
     partial.mkdir(parents=True)
     names = sorted(product.blobs)
     for number, name in enumerate(names):
-        _write(partial / f"{number}.bin", product.blobs[name])
+        write_synced(partial / f"{number}.bin", product.blobs[name])
     # Parsed again rather than nested as it is, so that what is published later is equal in every detail.
     record = {
         "manifest": json.loads(canonical_json(product.manifest)),
         "blobs": [[name, _digest(product.blobs[name])] for name in names],
     }
-    _write(partial / _RECORD, json.dumps(record).encode())
+    write_synced(partial / _RECORD, json.dumps(record).encode())
     sync_folder(partial)
     shutil.rmtree(work_dir / _FOLDER, ignore_errors=True)
     partial.rename(work_dir / _FOLDER)
@@ -53,10 +52,3 @@ def load_product(work_dir: Path) -> Product | None:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

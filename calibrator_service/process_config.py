@@ -11,7 +11,7 @@ TAKEN_OVER, UNRECORDED = 3, 4
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How models are loaded. `dtype` is "auto" or a torch dtype's name; `threads` None leaves torch's choice."""
+    """How models are loaded. `dtype` is "auto" or a torch dtype's name; `threads` None: torch's choice, but no more than CPUs may be used."""
 
     device: str = "cpu"
     dtype: str = "auto"

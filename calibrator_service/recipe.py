@@ -8,6 +8,7 @@ from typing import Any
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.process_config import ModelOptions
+from shared.cpus import usable_cpus
 from shared.errors import Cancelled
 
 
@@ -45,8 +46,7 @@ def run(task: Task) -> Product:
     from shared.model.load import load_model
 
     options = task.options
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or min(torch.get_num_threads(), usable_cpus()))
     loaded = load_model(
         task.source,
         model_id=task.spec.model_id,

@@ -6,10 +6,12 @@ The process records progress and result in the job store, where the supervisor r
 
 import fcntl
 import importlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -28,6 +30,7 @@ from calibrator_service.recipe import Product, Task
 from calibrator_service.text_files import find_text_file
 from shared.errors import Cancelled, Conflict, NeapError, Unavailable
 from shared.rpc.logs import configure_logging
+from shared.rpc.service_logs import log_all_output, log_stdout
 from shared.storage import storage_error
 
 HEARTBEAT_INTERVAL_S = 0.5
@@ -193,6 +196,7 @@ def main() -> int:
     config = ProcessConfig.from_line(sys.stdin.readline())
     die_with_parent(config.parent_pid, sys.stdin)
     configure_logging(config.log_level, json_lines=True)
+    log_stdout()
     structlog.contextvars.bind_contextvars(calibration_id=config.calibration_id, start=config.start)
     try:
         run_job(config)
@@ -206,4 +210,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    log_all_output()
+    status = main()
+    # Python's own exit would report what could not be flushed, to a log on a full disk, in place of the status.
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(status)

@@ -1,5 +1,12 @@
 """`python -m inference_service`: a worker that serves frozen models with published routers."""
 
+from shared.cpus import size_thread_pools, usable_cpus
+from shared.rpc.service_logs import log_all_output, log_stdout, say_why_not
+
+if __name__ == "__main__":  # before anything below imports torch
+    log_all_output()
+    size_thread_pools()
+
 import asyncio
 import os
 import sys
@@ -44,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = settings_from_command_line(WorkerSettings, "python -m inference_service", argv)
         configure_logging(settings.log_level)
+        log_stdout()
         with traces_exported(settings.exports_traces, "neap-worker"):
             return asyncio.run(serve(settings))
     except NeapError as error:
-        print(f"error: {error.message} ({error.reason})", file=sys.stderr, flush=True)
+        say_why_not(error)
         return 2
 
 
@@ -55,8 +63,9 @@ async def serve(settings: WorkerSettings) -> int:
     """Answer health checks at once, load and warm up, serve, drain. Raises NeapError when it cannot start."""
     if not settings.models:
         raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    num_threads = settings.threads or min(torch.get_num_threads(), usable_cpus())
+    torch.set_num_threads(num_threads)
+    log.info("threads", usable_cpus=usable_cpus(), model_threads=num_threads)
     security = open_security(settings, settings.listen)
     registry = open_registry(settings.registry)
     metrics = WorkerMetrics()
@@ -148,7 +157,6 @@ def _load_engine(
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     load = partial(load_model, source.source, model_id=source.model_id, dtype=dtype)
     loaded = load(device=settings.device, context_length=settings.context_length)
-    log.info("model loaded", model_id=source.model_id, fingerprint=loaded.fingerprint)
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(

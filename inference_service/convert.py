@@ -6,8 +6,8 @@ import secrets
 from google.protobuf import duration_pb2
 from neap.inference.v1 import inference_pb2
 
-from inference_service.engine.prompt import ROLES, Prompt, encode_prompt
-from inference_service.engine.request import (
+from inference_service.engine.request.prompt import ROLES, Prompt, encode_prompt
+from inference_service.engine.request.request import (
     DepthStatistics,
     Finished,
     FinishReason,

@@ -4,8 +4,8 @@ import math
 import time
 from types import TracebackType
 
-from inference_service.engine.handle import GenerationHandle
-from inference_service.engine.request import Finished, GenerationEvent
+from inference_service.engine.request.handle import GenerationHandle
+from inference_service.engine.request.request import Finished, GenerationEvent
 from inference_service.metrics import WorkerMetrics
 from shared.errors import NeapError
 from shared.rpc.interceptors import CLIENT_GONE, annotate_call

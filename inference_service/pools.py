@@ -1,12 +1,12 @@
 """The worker's pools of threads. Each purpose has its own, so that a registry that hangs stalls nothing else."""
 
 from shared.blocking import BlockingPool
+from shared.cpus import usable_cpus
 
 # Resolving one alias is one short question; a registry that hangs answers with an error after seconds.
 NUM_REGISTRY_THREADS = 4
 MAX_PENDING_RESOLUTIONS = 64
 NUM_PREPARATION_THREADS = 4
-NUM_REQUEST_THREADS = 4
 
 
 class Pools:
@@ -15,7 +15,7 @@ class Pools:
     routers ready in an engine."""
 
     def __init__(self) -> None:
-        self.requests = BlockingPool(NUM_REQUEST_THREADS, 4096, name="neap-requests")
+        self.requests = BlockingPool(max(2, usable_cpus()), 4096, name="neap-requests")
         self.known_aliases = _registry_pool("neap-known-aliases")
         self.new_aliases = _registry_pool("neap-new-aliases")
         self.fetches = _registry_pool("neap-fetches")

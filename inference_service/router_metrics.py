@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from inference_service.engine.shadow import Shadow
+from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.statistics import EngineStatistics
 
 NO_BOUND = "none"

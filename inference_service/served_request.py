@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from inference_service.engine.request import GenerationRequest
-from inference_service.engine.shadow import Shadow
+from inference_service.engine.quality.shadow import Shadow
+from inference_service.engine.request.request import GenerationRequest
 from inference_service.router_loader import LoadedRouter
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk

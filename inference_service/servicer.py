@@ -12,8 +12,8 @@ from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from inference_service.convert import from_event, to_generation_request, to_router_choice
 from inference_service.engine.engine import Engine
-from inference_service.engine.handle import GenerationHandle
-from inference_service.engine.request import GenerationRequest
+from inference_service.engine.request.handle import GenerationHandle
+from inference_service.engine.request.request import GenerationRequest
 from inference_service.generate_call import GenerateCall
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools

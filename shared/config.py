@@ -3,6 +3,7 @@
 Every field has a variable `NEAP_<NAME>`. The listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN` (and
 `NEAP_WORKER_HEALTH_LISTEN`, `NEAP_CALIBRATOR_HEALTH_LISTEN`, `NEAP_CALIBRATOR_METRICS_LISTEN`), so that both services can run from
 one environment. Lists are comma-separated in variables; their flags are repeated. Flags win over variables, variables over defaults.
+A service does not start if a variable NEAP_.. is set that nothing reads: a misspelt name would leave a setting at its default.
 
 `description` of a field is its help text and its entry in docs/settings.md (`python -m shared.settings_reference`): it gives the unit
 and the meaning of the default. `shared.settings_flags` makes the flags.
@@ -11,7 +12,10 @@ Whether traces are exported is decided here, from OpenTelemetry's own variables.
 """
 
 import argparse
-from collections.abc import Sequence
+import difflib
+import os
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -21,8 +25,16 @@ from pydantic import AliasChoices, Field, ValidationError, field_validator, mode
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import InvalidInput
-from shared.security_settings import HEALTH_LISTEN, SecuritySettings
+from shared.security_settings import HEALTH_LISTEN, ClientSettings, SecuritySettings
 from shared.settings_flags import add_flags
+
+PREFIX = "NEAP_"
+# Read elsewhere: by the command line, the build and the tests.
+_OTHER_VARIABLES = frozenset({"NEAP_TRACEBACK", "NEAP_BUILD_CUDA", "NEAP_FUZZ_S", "NEAP_FUZZ_SEED"})
+# Kubernetes sets these in every pod for each Service whose name begins with "neap-" (NEAP_WORKER_SERVICE_HOST, NEAP_WORKER_PORT, ..).
+_SERVICE_LINK = re.compile(
+    r"NEAP_\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 
 B = TypeVar("B", bound=BaseSettings)
 S = TypeVar("S", bound="ServiceSettings")
@@ -97,7 +109,7 @@ class ServiceSettings(SecuritySettings):
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads that run the models. Unset: as many as torch chooses.",
+        description="CPU threads that run the models. Unset: as many CPUs as the process may use, by its affinity and its container's CPU quota.",
     )
     grace_s: float = Field(
         default=2.0,
@@ -324,14 +336,41 @@ class CalibratorSettings(ServiceSettings):
 def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] | None = None) -> S:
     """Flags, then the environment, then defaults. Exits with a usage text for flags that do not parse.
 
-    Raises InvalidInput (reason BAD_CONFIGURATION) for values that are out of range.
+    Raises InvalidInput (reason BAD_CONFIGURATION) for values that are out of range, and for a variable NEAP_.. that nothing reads.
     """
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
     add_flags(parser, kind)
     given = {
         name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
     }
+    if problems := unknown_variables():
+        raise InvalidInput("; ".join(problems), reason="BAD_CONFIGURATION")
     return make_settings(kind, **given)
+
+
+def known_variables() -> frozenset[str]:
+    """Every variable NEAP_.. that a service, a client, the build or a test reads."""
+    names = set(_OTHER_VARIABLES)
+    for kind in (WorkerSettings, CalibratorSettings, ClientSettings):
+        for name, field in kind.model_fields.items():
+            alias: Any = field.validation_alias or kind.model_config["env_prefix"] + name
+            names |= {str(choice) for choice in getattr(alias, "choices", [alias])}
+    return frozenset(name.upper() for name in names if name.upper().startswith(PREFIX))
+
+
+def unknown_variables(environment: Iterable[str] | None = None) -> list[str]:
+    """A sentence for each NEAP_.. in the environment that nothing reads, with the nearest name there is. Values are never shown."""
+    known = known_variables()
+    problems = []
+    for name in sorted(os.environ if environment is None else environment):
+        upper = name.upper()
+        if not upper.startswith(PREFIX) or upper in known or _SERVICE_LINK.fullmatch(upper):
+            continue
+        ends = sorted(other.removeprefix(PREFIX) for other in known)
+        near = difflib.get_close_matches(upper.removeprefix(PREFIX), ends, n=1)
+        hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+        problems.append(f"the variable {name} is not known{hint}")
+    return problems
 
 
 def make_settings(kind: type[B], **given: Any) -> B:

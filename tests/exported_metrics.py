@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from inference_service.engine.prefixes import Prefixes
-from inference_service.engine.shadow import Shadow, ShadowCounts
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.quality.shadow import Shadow, ShadowCounts
 from inference_service.engine.statistics import EngineStatistics
 from inference_service.metrics import WorkerMetrics
 from shared.ladder.rungs import Draft

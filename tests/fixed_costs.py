@@ -4,8 +4,9 @@ from collections.abc import Generator
 
 import pytest
 
-from inference_service.engine import bindings, loop
-from inference_service.engine.planner import ExitCost
+from inference_service.engine import loop
+from inference_service.engine.drafting import ladder_cache
+from inference_service.engine.drafting.planner import ExitCost
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.model.runner import DepthRunner
@@ -17,7 +18,7 @@ def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         loop, "measure_deep", lambda runner, **_: tuple(1.0 + 0.001 * n for n in range(9))
     )
     monkeypatch.setattr(loop, "measure_wide", lambda runner, deep, **_: ())
-    monkeypatch.setattr(bindings, "exit_timings", _exit_timings)
+    monkeypatch.setattr(ladder_cache, "exit_timings", _exit_timings)
 
 
 def _exit_timings(

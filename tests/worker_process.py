@@ -6,12 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTENING = "listening on "
 
 
-def start_worker(*flags: str, listen: str = "127.0.0.1:0") -> subprocess.Popen[str]:
+def start_worker(
+    *flags: str, listen: str = "127.0.0.1:0", stderr: IO[bytes] | int = subprocess.DEVNULL
+) -> subprocess.Popen[str]:
     """Not waited for; its address is the last word of the first line of its stdout."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "protos"), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
@@ -19,18 +22,22 @@ def start_worker(*flags: str, listen: str = "127.0.0.1:0") -> subprocess.Popen[s
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
     )
 
 
 @contextmanager
 def worker_process(
-    folder: Path, registry: Path, *flags: str, listen: str = "127.0.0.1:0"
+    folder: Path,
+    registry: Path,
+    *flags: str,
+    listen: str = "127.0.0.1:0",
+    stderr: IO[bytes] | int = subprocess.DEVNULL,
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """(process, HOST:PORT) once it listens; killed at the end if it is still there."""
     model = ("--model", f"tiny={folder}", "--registry", str(registry))
-    process = start_worker(*model, *flags, listen=listen)
+    process = start_worker(*model, *flags, listen=listen, stderr=stderr)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

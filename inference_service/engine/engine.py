@@ -4,24 +4,26 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from inference_service.engine.admission import Admission
-from inference_service.engine.bindings import MAX_BOUND_LADDERS, Bindings
-from inference_service.engine.decoder import Decoder
-from inference_service.engine.failure import RETRY_AFTER_S, failure_of
-from inference_service.engine.handle import GenerationHandle, OnEvent
-from inference_service.engine.loop import EngineLoop, Job
-from inference_service.engine.memory import default_budget, slot_bytes
-from inference_service.engine.prefixes import Prefixes, common_prefix
-from inference_service.engine.prompt import Prompt, encode_prompt
-from inference_service.engine.request import (
+from inference_service.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
+from inference_service.engine.failure import failure_of
+from inference_service.engine.loop import EngineLoop
+from inference_service.engine.memory.budget import default_budget, kv_token_bytes
+from inference_service.engine.memory.prefixes import Prefixes, common_prefix
+from inference_service.engine.quality.shadow import Shadow
+from inference_service.engine.request.admission import Admission
+from inference_service.engine.request.handle import GenerationHandle, OnEvent
+from inference_service.engine.request.job import Job
+from inference_service.engine.request.prompt import Prompt, encode_prompt
+from inference_service.engine.request.request import (
     Finished,
     GeneratedToken,
     Generation,
     GenerationRequest,
     StoppingParams,
 )
-from inference_service.engine.shadow import Shadow
-from shared.errors import Exhausted, Unavailable
+from inference_service.engine.scheduler import Scheduler, SchedulerLimits
+from inference_service.engine.step import Decoder
+from shared.errors import Unavailable
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
@@ -71,44 +73,46 @@ class Engine:
             ladder.check_model(loaded)
         self.loaded = loaded
         self._ladder = ladder
-        self._max_queue, self._max_queue_tokens = max_queue, max_queue_tokens
         if kv_budget_bytes is None:
             kv_budget_bytes = default_budget(loaded.device)
         runner = in_own_thread(runner_of, loaded, kv_budget_bytes)
         kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
         if prefix_cache_bytes is None:
             prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
-        bytes_per_slot = in_own_thread(slot_bytes, runner)
-        self._admission = Admission(loaded, bytes_per_slot, kv_budget_bytes, runner.page_slots)
-        self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // bytes_per_slot))
+        token_bytes = in_own_thread(kv_token_bytes, runner)
+        self._admission = Admission(loaded, token_bytes, kv_budget_bytes, runner.block_tokens)
+        self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes))
         self.statistics = self._decoder.statistics
         self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
-        self._bindings = Bindings(runner, max_ladders)
+        self._ladders = LadderCache(runner, max_ladders)
         self._loop = EngineLoop(
             self._decoder,
             self.shadow,
             self._admission,
-            self._bindings,
-            max_running=max_running,
+            self._ladders,
+            Scheduler(
+                SchedulerLimits(
+                    max_running, max_queue, max_queue_tokens, self._admission.kv_budget_tokens
+                )
+            ),
             ladder=ladder,
             on_failure=on_failure,
         )
-        self._chores = self._loop.chores
         weakref.finalize(self, self._loop.request_stop).atexit = False
 
     @property
     def num_waiting(self) -> int:
-        return len(self._loop.waiting)
+        return self._loop.scheduler.num_waiting
 
     @property
     def num_running(self) -> int:
-        return len(self._loop.running)
+        return self._loop.scheduler.num_running
 
     @property
     def kv_usage_ratio(self) -> float:
-        """Share of the KV budget that the requests taken up hold, in [0, 1]."""
+        """Share of the KV budget that running requests have reserved, in [0, 1]."""
         with self._loop.lock:
-            return self._loop.kv_taken() / max(self._admission.kv_budget_bytes, 1)
+            return self._loop.scheduler.num_kv_tokens / max(self._admission.kv_budget_tokens, 1)
 
     def warm_up(self) -> None:
         """Returns once the passes' costs are measured; the first request would otherwise wait for that.
@@ -135,7 +139,7 @@ class Engine:
         with self._loop.lock:
             if self._loop.is_closed:
                 raise failure_of(self._loop.why_closed())
-            done = self._loop.chores.add(self._bindings.prepare(ladder, self._loop.costs))
+            done = self._loop.background.add(self._ladders.prepare(ladder, self._loop.costs))
         self._loop.wake()
         done.result()
 
@@ -152,23 +156,17 @@ class Engine:
         `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
         """
         ladder = ladder or self._ladder
-        self._admission.check(request, ladder, lambda: self._num_known(request.prompt_ids))
+        self._admission.check(request, ladder, lambda: self._num_cached(request.prompt_ids))
         handle = GenerationHandle(request, self._wake, on_event)
-        job = Job(handle, None if request.policy.name == "full" else ladder)
+        job = Job(
+            handle,
+            None if request.policy.name == "full" else ladder,
+            self._admission.num_kv_tokens(request),
+        )
         with self._loop.lock:
             if self._loop.is_closed:
                 raise failure_of(self._loop.why_closed())
-            waiting = self._loop.waiting
-            tokens = sum(len(job.handle.request.prompt_ids) for job in waiting)
-            if len(waiting) >= self._max_queue or (
-                waiting and tokens + len(request.prompt_ids) > self._max_queue_tokens
-            ):
-                raise Exhausted(
-                    f"{len(waiting)} requests with prompts of {tokens} tokens are waiting already",
-                    reason="QUEUE_FULL",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-            waiting.append(job)
+            self._loop.scheduler.add(job)
         self._loop.wake()
         return handle
 
@@ -209,15 +207,15 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _num_known(self, prompt: tuple[int, ...]) -> int:
-        """Tokens at the start of `prompt` that somebody else has read, or will have read by then."""
+    def _num_cached(self, prompt: tuple[int, ...]) -> int:
+        """Tokens of the longest prefix of `prompt` that is cached, or will be once earlier requests have been prefilled."""
         prefixes = self._decoder.prefixes
-        if not prefixes.is_open:
+        if not prefixes.is_enabled:
             return 0
         with self._loop.lock:
-            jobs = [*self._loop.running, *self._loop.waiting]
+            jobs = list(self._loop.scheduler)
         others = [common_prefix(prompt, job.handle.request.prompt_ids) for job in jobs]
-        return max(prefixes.longest(prompt), *others, 0)
+        return max(prefixes.match_length(prompt), *others, 0)
 
     def _wake(self) -> None:
         """Handles hold this method, so an engine lives as long as they do."""

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, Protocol, TypeVar
 
-from inference_service.engine.request import GenerationRequest
+from inference_service.engine.request.request import GenerationRequest
 from shared.errors import Exhausted, NeapError
 from shared.model.cache import is_out_of_memory
 

@@ -1,53 +1,41 @@
-"""The engine's thread: it owns the model, takes requests up, steps them together, and ends each of them."""
+"""The engine's thread. It owns the model, admits requests, steps them together, and ends each of them."""
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 
-from inference_service.engine.admission import Admission
-from inference_service.engine.bindings import Binding, Bindings
-from inference_service.engine.chores import Chores
-from inference_service.engine.costs import measure_deep, measure_wide
-from inference_service.engine.decoder import Decoder
-from inference_service.engine.drafting import Drafter
+from inference_service.engine.background import BackgroundTasks
+from inference_service.engine.drafting.costs import measure_deep, measure_wide
+from inference_service.engine.drafting.ladder_cache import LadderCache
+from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.failure import failure_of
-from inference_service.engine.handle import EngineEvent, GenerationHandle
 from inference_service.engine.lifetime import stop_at_exit
-from inference_service.engine.planner import PassCosts
-from inference_service.engine.sequence import Sequence
-from inference_service.engine.shadow import Shadow
+from inference_service.engine.quality.shadow import Shadow
+from inference_service.engine.request.admission import Admission
+from inference_service.engine.request.handle import EngineEvent
+from inference_service.engine.request.job import Job
+from inference_service.engine.request.sequence import Sequence
+from inference_service.engine.scheduler import Scheduler
+from inference_service.engine.step import Decoder, Member
 from shared.errors import Cancelled, DeadlineExceeded, NeapError, Unavailable
 from shared.ladder.ladder import Ladder
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class Job:
-    """A request from its submission to its end. `binding` None: its ladder is not known to be bound; `awaited`: it is being bound."""
-
-    handle: GenerationHandle
-    ladder: Ladder | None
-    binding: Binding | None = None
-    awaited: "Future[None] | None" = None
-    sequence: Sequence | None = None
-
-
 class _Stopped(Exception):
-    """The engine is to end before it has become ready."""
+    """The engine has been asked to stop before it was ready."""
 
 
 class EngineLoop:
-    """Starts its thread when it is made. `lock` guards `waiting`, `running`, `chores` and `ended`; only the thread changes `running`.
+    """Starts its thread when it is created. `lock` guards `scheduler`, `background` and `ended`.
 
-    `ladder` is bound before the loop is ready. `on_failure` is called by the thread should it end by itself. The thread ends when
-    `request_stop` has been called, at the latest when the interpreter exits.
+    `ladder` is bound before the loop is ready. The thread calls `on_failure` if it ends because of an error. It ends when
+    `request_stop` has been called, and no later than the interpreter.
     """
 
     def __init__(
@@ -55,29 +43,27 @@ class EngineLoop:
         decoder: Decoder,
         shadow: Shadow,
         admission: Admission,
-        bindings: Bindings,
+        ladders: LadderCache,
+        scheduler: Scheduler[Job],
         *,
-        max_running: int,
         ladder: Ladder | None,
         on_failure: Callable[[], object],
     ) -> None:
         self.lock = threading.Lock()
-        self.waiting: deque[Job] = deque()
-        self.running: deque[Job] = deque()
-        self.chores = Chores()
+        self.scheduler = scheduler
+        self.background = BackgroundTasks()
         self.costs: PassCosts | None = None
-        # Why nothing runs any more.
+        # Why no request runs any more.
         self.ended: NeapError | None = None
         self.is_ready = threading.Event()
         self.ladder_failure: NeapError | None = None
         self._decoder, self._shadow = decoder, shadow
-        self._admission, self._bindings = admission, bindings
-        self._bindings.in_use = lambda: {id(job.ladder) for job in self.running}
-        self._max_running = max_running
+        self._admission, self._ladders = admission, ladders
+        self._ladders.in_use = lambda: {id(job.ladder) for job in scheduler.running}
         self._on_failure = on_failure
         self._is_stopping = False
-        # Whoever has news for the thread puts None; unlike a condition it may be called by finalisers.
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # Whoever changes something that the thread waits for puts None. Unlike a condition, a finaliser may use it.
+        self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, args=(ladder,), name="neap-engine", daemon=True
         )
@@ -92,7 +78,7 @@ class EngineLoop:
         return self.ended or stopping()
 
     def wake(self) -> None:
-        self._news.put(None)
+        self._wake_ups.put(None)
 
     def request_stop(self) -> None:
         """See `Stoppable`."""
@@ -109,12 +95,9 @@ class EngineLoop:
         self.ended = Unavailable(
             "the engine runs in the process that forked this one", reason="FORKED"
         )
-        self.waiting, self.running, self.chores = deque(), deque(), Chores()
+        self.scheduler, self.background = Scheduler(self.scheduler.limits), BackgroundTasks()
         self.is_ready = threading.Event()
         self.is_ready.set()
-
-    def kv_taken(self) -> int:
-        return sum(self._admission.kv_bytes(job.handle.request) for job in self.running)
 
     # From here on: the engine's thread.
 
@@ -124,7 +107,7 @@ class EngineLoop:
             self._make_ready(ladder)
             self.is_ready.set()
             while self._wait_for_work():
-                self._turn()
+                self._run_once()
         except _Stopped:
             pass
         except BaseException:
@@ -132,10 +115,8 @@ class EngineLoop:
             ended = Unavailable("the engine has failed", reason="ENGINE_FAILED")
         with self.lock:
             self.ended = ended
-            jobs = [*self.running, *self.waiting]
-            self.running.clear()
-            self.waiting.clear()
-            self.chores.close(ended)
+            jobs = self.scheduler.clear()
+            self.background.close(ended)
         self.is_ready.set()
         for job in jobs:
             self._end(job, ended)
@@ -143,22 +124,25 @@ class EngineLoop:
             self._on_failure()
 
     def _make_ready(self, ladder: Ladder | None) -> None:
+        """Records passes where the runner does so, measures what passes cost, and binds the engine's own ladder."""
         runner = self._decoder.runner
-        self._work_off(runner.prepare(()))
+        self._finish_slices(runner.prepare(()))
         deep = measure_deep(runner, between=self._check_stop)
         wide = measure_wide(runner, deep, between=self._check_stop)
         self.costs = self._admission.costs = PassCosts(deep, wide=wide)
         if ladder is None:
             return
         try:
-            self._work_off(self._bindings.prepare(ladder, self.costs, self_tests=False))
+            self._finish_slices(self._ladders.prepare(ladder, self.costs, self_tests=False))
         except _Stopped:
             raise
-        except Exception as error:  # requests that need it will be told; others do not need it
+        except (
+            Exception
+        ) as error:  # requests that need the ladder get this error; others are served
             logger.exception("the engine's own ladder could not be bound")
             self.ladder_failure = failure_of(error)
 
-    def _work_off(self, slices: Iterator[None]) -> None:
+    def _finish_slices(self, slices: Iterator[None]) -> None:
         for _ in slices:
             self._check_stop()
 
@@ -167,75 +151,59 @@ class EngineLoop:
             raise _Stopped
 
     def _wait_for_work(self) -> bool:
-        """False once the engine is to stop. Wakes for deadlines, too: a paused request may run into its own."""
+        """Blocks until there is work, or until the next deadline. Returns False once the engine is to stop."""
         while not self._is_stopping:
-            while not self._news.empty():
-                self._news.get_nowait()
+            while not self._wake_ups.empty():
+                self._wake_ups.get_nowait()
             with self.lock:
-                jobs = [*self.running, *self.waiting]
-                if (
-                    (self.waiting and self._has_room())
-                    or any(not job.handle.is_paused for job in self.running)
-                    or not (self.chores.is_empty and self._shadow.is_idle)
-                    or any(self._is_over(job) for job in jobs)
-                ):
+                now = time.monotonic()
+                has_background_work = not (self.background.is_empty and self._shadow.is_idle)
+                if self.scheduler.has_work(now) or has_background_work:
                     return not self._is_stopping
-            deadline = min((job.handle.request.deadline_s for job in jobs), default=None)
-            wait_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            if wait_s is not None and wait_s >= threading.TIMEOUT_MAX:
-                wait_s = None
+                wait_s = max(self.scheduler.next_deadline_s - now, 0.0)
+            timeout_s = None if wait_s >= threading.TIMEOUT_MAX or math.isinf(wait_s) else wait_s
             with suppress(queue.Empty):
-                self._news.get(timeout=wait_s)
+                self._wake_ups.get(timeout=timeout_s)
         return False
 
-    def _turn(self) -> None:
-        """Lets go of what is over, takes in what waits, and steps all requests that are not paused."""
+    def _run_once(self) -> None:
+        """Ends cancelled and late requests, admits waiting ones, and steps all that are not paused; else does background work."""
         with self.lock:
-            over = [job for job in (*self.running, *self.waiting) if self._is_over(job)]
-            for job in over:
-                (self.running if job in self.running else self.waiting).remove(job)
-            while self.waiting and self._has_room():
-                self.running.append(self.waiting.popleft())
-            taken = self.kv_taken()
-            ready = [job for job in self.running if not job.handle.is_paused]
-        for job in over:
-            if job.handle.is_cancelled:
+            ended = self.scheduler.remove_ended(time.monotonic())
+            self.scheduler.admit()
+            runnable = self.scheduler.runnable
+            num_free_tokens = self.scheduler.num_free_kv_tokens
+        for job in ended:
+            if job.is_cancelled:
                 self._end(job, Cancelled("the request was cancelled"))
             else:
                 self._end(job, DeadlineExceeded("the deadline passed during generation"))
-        # What is kept for later makes room for what runs now.
-        num_slots = (self._admission.kv_budget_bytes - taken) // self._admission.slot_bytes
-        self._shadow.make_room(num_slots)
-        self._decoder.prefixes.fit(num_slots - self._shadow.num_slots)
-        going = [job for job in ready if self._has_started(job)]
-        if going:
-            self._step(going)
-            self.chores.after_step()
-        elif not self.chores.is_empty:
-            self.chores.slice()
+        # Caches that are only kept for reuse, and shadow checks, give way to running requests.
+        self._shadow.make_room(num_free_tokens)
+        self._decoder.prefixes.fit(num_free_tokens - self._shadow.num_tokens)
+        ready = [job for job in runnable if self._is_started(job)]
+        if ready:
+            self._step(ready)
+            self.background.after_step()
+        elif not self.background.is_empty:
+            self.background.run_slice()
         elif not self._shadow.is_idle:
-            self._shadow.slice(num_slots)
-        self._bindings.fit()
+            self._shadow.slice(num_free_tokens)
+        self._ladders.fit()
 
-    def _has_started(self, job: Job) -> bool:
-        """Whether the job can be stepped. One whose ladder is not bound waits for that, which is done between the others' steps."""
+    def _is_started(self, job: Job) -> bool:
+        """Whether the job can be stepped. Starts it if its ladder is bound. Otherwise the ladder is bound in the background."""
         if job.sequence is not None:
             return True
         assert self.costs is not None
         try:
-            job.binding = self._bindings.find(job.ladder, self.costs)
+            job.binding = self._ladders.find(job.ladder, self.costs)
             if job.binding is None:
-                assert job.ladder is not None
-                if job.awaited is not None and job.awaited.done():
-                    job.awaited.result()  # raises why it could not be bound
-                with self.lock:
-                    if job.awaited is None or job.awaited.done():
-                        slices = self._bindings.prepare(job.ladder, self.costs, self_tests=False)
-                        job.awaited = self.chores.add(slices)
+                self._bind_in_background(job)
                 return False
             bound, drafter = job.binding
             request = job.handle.request
-            job.sequence = self._decoder.start(request, bound, drafter.served(request))
+            job.sequence = self._decoder.admit(request, bound, drafter.served(request))
             job.sequence.submitted_s = job.handle.submitted_s
             job.handle.started_s = time.monotonic()
         except Exception as error:
@@ -244,33 +212,44 @@ class EngineLoop:
             return False
         return True
 
-    def _step(self, jobs: list[Job]) -> None:
-        """One step for all of `jobs`; those that are complete or have failed leave."""
+    def _bind_in_background(self, job: Job) -> None:
+        """Raises why the ladder could not be bound, if that has been tried."""
+        assert job.ladder is not None
         assert self.costs is not None
-        failure: NeapError | None = None
-        results = []
+        if job.awaited is not None and job.awaited.done():
+            job.awaited.result()
+        with self.lock:
+            if job.awaited is None or job.awaited.done():
+                slices = self._ladders.prepare(job.ladder, self.costs, self_tests=False)
+                job.awaited = self.background.add(slices)
+
+    def _step(self, jobs: list[Job]) -> None:
+        """One decode step for all of `jobs`. Those that are complete or have failed leave."""
+        assert self.costs is not None
         try:
             results = self._decoder.step([_member(job) for job in jobs], self.costs)
         except Exception as error:
-            # Nobody knows what it left behind.
+            # The state of every sequence is unknown.
             ids = ", ".join(job.handle.request.request_id for job in jobs)
             logger.exception("a step failed for %s", ids)
-            failure = failure_of(error)
-        if failure is not None:
             for job in jobs:
                 job.sequence = None
-                self._leave(job, failure_of(failure))
-        for job, chunks in zip(jobs, results, strict=failure is None):
+                self._leave(job, failure_of(error))
+            self._decoder.check_model()
+            return
+        has_failures = False
+        for job, chunks in zip(jobs, results, strict=True):
             for chunk in chunks:
                 self._deliver(job, chunk)
             sequence = job.sequence
             assert sequence is not None
             if sequence.failure is not None:
-                failure, job.sequence = sequence.failure, None  # its cache is kept for nobody
-                self._leave(job, failure)
+                has_failures = True
+                job.sequence = None  # nothing of its cache may be reused
+                self._leave(job, sequence.failure)
             elif sequence.is_finished:
                 self._finish(job, sequence)
-        if failure is not None:
+        if has_failures:
             self._decoder.check_model()
 
     def _finish(self, job: Job, sequence: Sequence) -> None:
@@ -282,41 +261,26 @@ class EngineLoop:
             return
         self._deliver(job, finished)
         try:
-            budget = self._admission.kv_budget_bytes // self._admission.slot_bytes
-            self._shadow.offer(sequence, budget)
-        except Exception:  # the answer is whole; only its check is missing
+            self._shadow.offer(sequence, self._admission.kv_budget_tokens)
+        except Exception:  # the answer is complete; only its check is missing
             logger.exception("an answer could not be offered for a shadow check")
         self._leave(job, None)
 
-    def _has_room(self) -> bool:
-        """Whether the first that waits may start. The later ones wait behind it, so that no large request starves.
-
-        A paused request keeps its cache but not its turn: clients that stop reading must not stop the others.
-        """
-        if sum(not job.handle.is_paused for job in self.running) >= self._max_running:
-            return False
-        wanted = self._admission.kv_bytes(self.waiting[0].handle.request)
-        return self.kv_taken() + wanted <= self._admission.kv_budget_bytes
-
-    @staticmethod
-    def _is_over(job: Job) -> bool:
-        return job.handle.is_cancelled or job.handle.request.deadline_s <= time.monotonic()
-
     def _leave(self, job: Job, error: NeapError | None) -> None:
         with self.lock:
-            self.running.remove(job)
+            self.scheduler.remove(job)
         self._end(job, error)
 
     def _end(self, job: Job, error: NeapError | None) -> None:
-        """`job` runs no more; its caller is told so."""
+        """Tells the caller that `job` has ended, and keeps its cache for reuse."""
         if job.awaited is not None:
             job.awaited.cancel()
         sequence, job.sequence = job.sequence, None
         if sequence is not None:
             try:
-                self._decoder.prefixes.keep(sequence)
-            except Exception:  # later requests read their prompts themselves
-                logger.exception("what a request had read could not be kept")
+                self._decoder.prefixes.insert(sequence)
+            except Exception:  # later requests compute their prompts themselves
+                logger.exception("the cache of a request could not be kept")
         if error is not None:
             self._deliver(job, error)
         self._deliver(job, None)
@@ -325,12 +289,12 @@ class EngineLoop:
     def _deliver(job: Job, event: EngineEvent) -> None:
         try:
             job.handle.deliver(event)
-        except BaseException:  # a caller's callback must not stop everybody's engine
+        except BaseException:  # a caller's callback must not stop the engine
             logger.exception("delivering an event of %s failed", job.handle.request.request_id)
             job.handle.cancel()
 
 
-def _member(job: Job) -> tuple[Sequence, Drafter]:
+def _member(job: Job) -> Member:
     assert job.sequence is not None
     assert job.binding is not None
     return job.sequence, job.binding[1]

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING, NamedTuple
 
-from inference_service.engine.request import TokenChunk
+from inference_service.engine.request.request import TokenChunk
 from shared.ladder.rungs import Draft
 
 if TYPE_CHECKING:
-    from inference_service.engine.sequence import Sequence
+    from inference_service.engine.request.sequence import Sequence
 
 QUEUE_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_BOUNDS_S = (

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from inference_service.engine.logprobs import Logprobs, logprobs, unpacked
+from inference_service.engine.request.logprobs import Logprobs, logprobs, unpacked
 from shared.model.choosing import choose, num_confirmed
 from shared.model.distribution import is_read_for_nothing
 from shared.model.sampling import Trial

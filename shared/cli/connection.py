@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.config import make_settings
+from shared.cli.console import err
+from shared.config import make_settings, unknown_variables
 from shared.rpc.channel import ClientSecurity
 from shared.rpc.client import NeapClient
 from shared.security_settings import ClientSettings
@@ -32,6 +33,8 @@ def global_options(
     ] = None,
 ) -> None:
     """Early-exit serving of frozen causal language models that really skips the layers."""
+    for problem in unknown_variables():
+        err.print(f"warning: {problem}", markup=False, style="yellow")
     flags = {
         "tls": tls or None,
         "ca": ca,

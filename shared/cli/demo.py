@@ -19,7 +19,7 @@ from shared.cli import charts
 from shared.cli.calibrate import ENDED, follow
 from shared.cli.connection import connect
 from shared.cli.console import default_data_dir, fail, guarded, out
-from shared.cli.demo_model import MODEL_ID, demo_model, own_model
+from shared.cli.demo_model import MODEL_ID, demo_model, own_model, size_mb
 from shared.cli.depth_view import DepthView
 from shared.cli.generate import (
     NO_CHAT_TEMPLATE,
@@ -102,6 +102,7 @@ def services(model_id: str, source: Path, folder: Path) -> Iterator[tuple[NeapCl
     """Clients of a calibrator and a worker on free loopback ports, which end with the block, however it ends."""
     shared_flags = ["--data-dir", str(folder), "--model", f"{model_id}={source}", "--grace-s", "0"]
     step("starting calibrator and worker")
+    say(f"the worker loads {model_id}, {size_mb(source):.0f} MB; a large model takes minutes")
     with ExitStack() as stack:
         processes = {
             name: stack.enter_context(
@@ -114,8 +115,13 @@ def services(model_id: str, source: Path, folder: Path) -> Iterator[tuple[NeapCl
         }
         clients = []
         for name, process in processes.items():
-            address = process.wait_serving(START_TIMEOUT_S)
-            say(f"{name} serves on {address} (process {process.pid}, log {process.log_path})")
+            started_s = time.monotonic()
+            with out.status(f"waiting for the {name}"):  # on a terminal, with a spinner
+                address = process.wait_serving(START_TIMEOUT_S)
+            say(
+                f"{name} serves on {address} after {time.monotonic() - started_s:.1f} s "
+                f"(process {process.pid}, log {process.log_path})"
+            )
             clients.append(stack.enter_context(connect(address, timeout_s=60.0)))
         yield clients[0], clients[1]
 

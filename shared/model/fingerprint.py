@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shared.cpus import usable_cpus
+
 # What changes the function a set of weights computes. Not the whole config: its defaults differ between versions of
 # transformers, and a router must not depend on which one loaded the model.
 FUNCTIONAL_KEYS = (
@@ -35,7 +37,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     identity = {"architecture": type(model).__name__, "functional": functional}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
     parameters = sorted(model.named_parameters(), key=lambda item: item[0])
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(usable_cpus()) as pool:
         for (name, parameter), part in zip(
             parameters, pool.map(_tensor_digest, (tensor for _, tensor in parameters)), strict=True
         ):

@@ -1,10 +1,13 @@
 """Loading a frozen model, from wherever it is, into the form the runner needs."""
 
-import logging
+import struct
+import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +21,7 @@ from shared.model.fingerprint import fingerprint
 from shared.model.own_thread import in_own_thread
 from shared.model.probe import ModelParts, probe
 
-logger = logging.getLogger(__name__)
+log = structlog.get_logger("neap.model")
 
 # Where a config states no limit; the KV cache is allocated per request, so this costs nothing by itself.
 DEFAULT_CONTEXT_LENGTH = 4096
@@ -70,9 +73,13 @@ def load_model(
     """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
 
     `dtype` None: float32 on CPU, the checkpoint's own elsewhere. Weights come from safetensors or GGUF only, never a pickle.
+    The log has a line before, with the size on disk, and one after, with the seconds it took.
     Raises `NotFound` (reason MODEL_NOT_FOUND) and `UnsupportedModel`.
     """
-    return in_own_thread(
+    started_s = time.monotonic()
+    name = model_id or str(source)
+    log.info("loading model", model_id=name, source=str(source), size_mb=_size_mb(Path(source)))
+    loaded = in_own_thread(
         _load_model,
         source,
         model_id=model_id,
@@ -81,6 +88,13 @@ def load_model(
         context_length=context_length,
         accelerate=accelerate,
     )
+    log.info(
+        "model loaded",
+        model_id=name,
+        seconds=round(time.monotonic() - started_s, 1),
+        fingerprint=loaded.fingerprint,
+    )
+    return loaded
 
 
 def _load_model(
@@ -111,13 +125,14 @@ def _load_model(
         dtype_choice = dtype
     try:
         weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
-        model = AutoModelForCausalLM.from_pretrained(**where, **weights, dtype=dtype_choice)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        with _reading(is_gguf="gguf_file" in where):
+            model = AutoModelForCausalLM.from_pretrained(**where, **weights, dtype=dtype_choice)
+            tokenizer = AutoTokenizer.from_pretrained(**where)
     except OSError as error:
-        logger.warning("cannot load model %s", source, exc_info=True)
+        log.warning("cannot load model", source=str(source), exc_info=True)
         raise _not_found(source, "its files are missing or unreadable") from error
-    except (ValueError, KeyError) as error:
-        logger.warning("cannot load model %s", source, exc_info=True)
+    except (ValueError, KeyError, IndexError, struct.error) as error:
+        log.warning("cannot load model", source=str(source), exc_info=True)
         raise UnsupportedModel(
             f"transformers does not know how to load {source} as a causal language model",
             metadata={"source": str(source)},
@@ -150,9 +165,9 @@ def wrap_model(
     )
     identity = fingerprint(model)  # before `accelerate` frees the unpacked weights
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
-        from shared.model.accelerate import accelerate as accelerate_model
+        from shared.model.substitution.apply import accelerate as accelerate_model
 
-        logger.info("accelerated %s: %s", model_id, accelerate_model(model))
+        log.info("accelerated", model_id=model_id, replaced=str(accelerate_model(model)))
     return LoadedModel(
         model_id=model_id,
         model=model,
@@ -162,6 +177,23 @@ def wrap_model(
         context_length=min(context_length or limit, limit),
         eos_token_ids=_eos_token_ids(model),
     )
+
+
+def _reading(*, is_gguf: bool) -> AbstractContextManager[None]:
+    if not is_gguf:
+        return nullcontext()
+    # Imported here: most processes read no such file.
+    from shared.model.gguf import read_once
+
+    return read_once()
+
+
+def _size_mb(path: Path) -> float | None:
+    """Of the weights on disk, in MB; None where they are on the hub, or in its cache."""
+    if path.is_file():
+        return round(path.stat().st_size / 1e6, 1)
+    files = [*path.glob("*.safetensors")] if path.is_dir() else []
+    return round(sum(file.stat().st_size for file in files) / 1e6, 1) if files else None
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

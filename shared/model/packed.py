@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from shared.model.cache import LengthlessCache, SlotCache
-from shared.ops.packing import PackedOffset, PackedStates, Slots, Span
+from shared.model.substitution.packing import PackedOffset, PackedStates, Span
+from shared.ops.layer import Slots
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PackedCache(LengthlessCache):
         )
 
     def slots(self, keys: Tensor, values: Tensor, layer_idx: int) -> Slots:
-        """The segments' stores of a layer and where in them their tokens belong: see `SlottedCache`."""
+        """The segments' stores of a layer and where in them their tokens belong: see `SlotCache.slots`."""
         stores = [cache.stores(keys, values, layer_idx) for cache in self._caches]
         return Slots(
             [keys for keys, _ in stores],

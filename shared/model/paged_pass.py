@@ -15,10 +15,10 @@ from shared.model.cache import LengthlessCache
 from shared.model.gates import Forward, Gates, LayerOutput
 from shared.model.load import LoadedModel
 from shared.model.paged_kv import PagePool
-from shared.ops import hf_paged
-from shared.ops.hf_paged import LayerPages, PagedMask, PagedOffset
+from shared.model.substitution import paged_attention
+from shared.model.substitution.paged_attention import LayerPages, PagedMask, PagedOffset
 
-# Given a layer's index and its own forward, what to run in its place: see `shared.model.compiled`.
+# Given a layer's index and its own forward, what to run in its place: see `shared.model.substitution.compiled`.
 LayerTransform = Callable[[int, Forward], Forward]
 
 
@@ -89,7 +89,7 @@ class PagedForward:
         pool: PagePool,
         transform: LayerTransform | None = None,
     ) -> None:
-        hf_paged.register()
+        paged_attention.register()
         self._gates = gates
         self._pool = pool
         modules = loaded.model.modules()
@@ -159,7 +159,7 @@ class PagedForward:
         """Our attention under the model, for this pass alone: other users of the model keep its own."""
         held = [config._attn_implementation for config in self._configs]
         for config in self._configs:
-            config._attn_implementation = hf_paged.NAME
+            config._attn_implementation = paged_attention.NAME
         try:
             yield
         finally:

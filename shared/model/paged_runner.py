@@ -79,7 +79,7 @@ class PagedRunner(DepthRunner):
         self.counters.reset()
 
     @property
-    def page_slots(self) -> int:
+    def block_tokens(self) -> int:
         return PAGE_SLOTS
 
     @property

@@ -9,7 +9,7 @@ from shared.model.cache import SlotCache
 from shared.model.gates import Gates, LayerCounters
 from shared.model.load import LoadedModel
 from shared.model.packed import PackedCache, Segment
-from shared.ops import hf_attention
+from shared.model.substitution import attention
 
 # Relative difference up to which norm + head called directly count as the model's own way from state to logits.
 HEAD_TOLERANCE = 1e-4
@@ -37,8 +37,8 @@ class DepthRunner:
         return self._gates.counters
 
     @property
-    def page_slots(self) -> int:
-        """Positions by which a cache's memory grows."""
+    def block_tokens(self) -> int:
+        """Tokens per block of KV cache memory."""
         return 1
 
     def usable_bytes(self, wanted: int) -> int:
@@ -123,7 +123,7 @@ class DepthRunner:
     @torch.inference_mode()
     def _check_packing(self) -> bool:
         """Whether three sequences in one pass get the states that they get alone, for a window's length and more."""
-        if self.loaded.model.config._attn_implementation != hf_attention.NAME:
+        if self.loaded.model.config._attn_implementation != attention.NAME:
             return False
         generator = torch.Generator().manual_seed(0)
         window = getattr(self.loaded.model.config, "sliding_window", None) or 0

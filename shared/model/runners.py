@@ -3,11 +3,11 @@
 import logging
 
 from shared.errors import PreconditionFailed, UnsupportedModel
-from shared.model.compiled import LayerCompiler
 from shared.model.load import LoadedModel
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder, NoRecorder
 from shared.model.runner import DepthRunner
+from shared.model.substitution.compiled import LayerCompiler
 from shared.ops import library
 
 logger = logging.getLogger(__name__)

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shared.ops import refuse_gradient
 from shared.ops.library import load
-from shared.ops.packing import Slots
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,15 @@ class LayerWeights:
     weight_offset: float
     scaling: float
     softcap: float | None = None
+
+
+class Slots(NamedTuple):
+    """Where one layer's new keys and values belong: per sequence its stores [1, Hkv, S, Dh], first position and count."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    bases: list[int]
+    counts: list[int]
 
 
 def decoder_layer(

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +9,8 @@ from pathlib import Path
 import structlog
 
 from shared.errors import Corrupt
+from shared.files import write_atomically
 from shared.registry.base import PublishedVersion
-from shared.registry.blobs import sync_folder
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
 from shared.registry.contents import blob_digest
 
@@ -73,17 +72,7 @@ class BlobCache:
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._lock:
             self._make_room(len(data))
-            part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-            try:
-                with part.open("xb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.rename(path)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
-            sync_folder(self._folder)
+            write_atomically(path, data)
 
     def _make_room(self, num_bytes: int) -> None:
         found = []

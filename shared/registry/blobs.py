@@ -17,6 +17,7 @@ from typing import Literal
 
 from shared.errors import Corrupt, NeapError, Unavailable
 from shared.file_lock import file_lock
+from shared.files import sync_folder, write_atomically
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
 from shared.storage import storage_error
 
@@ -157,30 +158,13 @@ class Staging:
         part = marker.with_name(marker.name + ".part")
         if not path.exists():
             marker.touch()
-        with part.open("xb") as file:
-            self._step(f"write:{kind}")
-            file.write(data)
-            file.flush()
-            self._step(f"written:{kind}")
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):
-                # So that reading back asks the device rather than the page cache.
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._step(f"synced:{kind}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.rename(path)
-        self._step(f"renamed:{kind}")
-        for folder in (path.parent, path.parent.parent, path.parent.parent.parent):
+        # Dropped from the page cache: reading back is to ask the device.
+        write_atomically(
+            path, data, part=part, step=lambda name: self._step(f"{name}:{kind}"), drop_cached=True
+        )
+        for folder in (path.parent.parent, path.parent.parent.parent):
             sync_folder(folder)
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames within `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _corrupt(kind: Kind, expected: str, actual: str, what: str) -> Corrupt:

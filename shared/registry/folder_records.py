@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.file_lock import file_lock
-from shared.registry.blobs import registry_error, sync_folder
+from shared.files import sync_folder
+from shared.registry.blobs import registry_error
 
 _NAME = re.compile(r"[0-9]{20}\.json")
 _PART = ".part"

@@ -8,7 +8,8 @@ import structlog
 
 from shared.errors import Corrupt, NotFound, PreconditionFailed, Unavailable
 from shared.file_lock import file_lock
-from shared.registry.blobs import ContentStore, sync_folder
+from shared.files import sync_folder
+from shared.registry.blobs import ContentStore
 from shared.registry.folder_records import FolderRecords
 from shared.registry.index import INDEX_NAME, RegistryIndex
 from shared.registry.journal import Entry, Journal, VersionRecord

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from shared.rpc.client_waits import DELIVERY_TIMEOUT_S, ClientWaits
 from shared.rpc.health import HealthServicer
 from shared.rpc.health_port import HealthPort
 from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
+from shared.rpc.logs import real
 from shared.rpc.security import ServerSecurity
 
 # Far above any prompt that fits a context, so that a prompt of 10 MB is refused by the service, as INVALID_ARGUMENT with a reason
@@ -102,7 +104,7 @@ class RpcServer:
         if self.health_port is not None:
             await self.health_port.start()
         await self.grpc_server.start()
-        print(f"listening on {host}:{self.port}", flush=True)
+        print(f"listening on {host}:{self.port}", file=real(sys.stdout), flush=True)
         log.info("listening", host=host, port=self.port)
         return self.port
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import SelfGenerated
 from calibrator_service.recipe import Product, Task
-from shared.errors import Cancelled, NotFound, UnsupportedModel
+from shared.errors import Cancelled, Exhausted, NotFound, UnsupportedModel
 from shared.registry import blobs
 
 # The service's process starts in the repository, but finds modules of this folder only.
@@ -57,6 +57,8 @@ def run(task: Task) -> Product:
         raise OSError(errno.ENOSPC, "No space left on device")
     if behaviour == "full-registry":
         blobs.os.fsync = _full  # type: ignore[assignment]
+    if behaviour == "unrecorded-once" and attempt == 1:
+        _refuse_the_end()
     if behaviour == "die-publishing":
         _die_after_the_publication(task)
     for step in range(5):
@@ -75,6 +77,16 @@ def _full(descriptor: int) -> None:
     path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
     if "/registry/" in path:
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _refuse_the_end() -> None:
+    """The job store's disk is full just when the publication is to be recorded."""
+    from calibrator_service.jobs import JobStore
+
+    def full(*_: object) -> None:
+        raise Exhausted("no space left for jobs.db", reason="DISK_FULL")
+
+    JobStore.succeed = full  # type: ignore[method-assign, assignment]
 
 
 def _die_after_the_publication(task: Task) -> None:

@@ -336,6 +336,18 @@ def test_death_right_after_publishing_publishes_once(service: Service) -> None:
     assert '"attempt":1' in get(service, 1).manifest_json
 
 
+def test_a_publication_that_cannot_be_recorded_is_recorded_later(
+    start_service: StartService,
+) -> None:
+    service = start_service(
+        patch="import calibrator_service.supervisor as s; s.RETRY_INTERVAL_S = 0.1"
+    )
+    end = service.end_of(service.create("unrecorded-once"))
+    assert (end.state, end.num_resumes) == (pb.STATE_SUCCEEDED, 1), end.failure
+    (published,) = versions(service)
+    assert end.manifest_digest == published.manifest_digest
+
+
 def get(service: Service, version: int) -> router_pb2.RouterVersion:
     request = router_pb2.GetVersionRequest(model_id="tiny", version=version)
     return service.routers.GetVersion(request).version

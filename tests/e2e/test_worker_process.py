@@ -1,5 +1,6 @@
 """`python -m inference_service` as a real process."""
 
+import json
 import signal
 import threading
 import time
@@ -32,7 +33,8 @@ def folder(tmp_path_factory):
 @contextmanager
 def _worker(folder, tmp_path, *flags):
     with (
-        worker_process(folder, tmp_path / "registry", *flags) as (process, address),
+        (tmp_path / "log").open("wb") as log,
+        worker_process(folder, tmp_path / "registry", *flags, stderr=log) as (process, address),
         NeapClient(address, num_attempts=1) as client,
     ):
         yield process, client
@@ -70,6 +72,8 @@ def test_not_serving_until_warm_then_sigterm_finishes_streams(folder, tmp_path):
         assert process.wait(10) == 0
         with pytest.raises(Unavailable):
             client.get_model("tiny")
+    events = [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert {"model loaded", "serving", "call ended", "stopped"} <= set(events)
 
 
 def test_a_second_sigterm_ends_at_once_and_says_why(folder, tmp_path):

@@ -5,11 +5,11 @@ import torch
 
 from inference_service.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
-from shared.model.compiled import LayerCompiler
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.packed import Segment
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder
+from shared.model.substitution.compiled import LayerCompiler
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fix_costs
 from tests.random_ladder import random_ladder

@@ -11,7 +11,7 @@ from inference_service.convert import (
     to_sampling,
     to_stopping,
 )
-from inference_service.engine.request import (
+from inference_service.engine.request.request import (
     DepthStatistics,
     Finished,
     FinishReason,

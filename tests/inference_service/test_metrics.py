@@ -6,8 +6,8 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_service.engine.prefixes import Prefixes
-from inference_service.engine.shadow import Shadow, ShadowCounts
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.quality.shadow import Shadow, ShadowCounts
 from inference_service.engine.statistics import MAX_VERSIONS, EngineStatistics
 from inference_service.metrics import WorkerMetrics
 from tests.exported_metrics import busy_metrics, exported

@@ -8,8 +8,8 @@ import pytest
 from neap.inference.v1 import inference_pb2 as pb
 
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import GenerationRequest
-from inference_service.engine.shadow import Shadow
+from inference_service.engine.quality.shadow import Shadow
+from inference_service.engine.request.request import GenerationRequest
 from inference_service.metrics import WorkerMetrics
 from inference_service.served_request import with_router
 from shared.ladder.ladder import ModelIdentity

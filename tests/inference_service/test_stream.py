@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from inference_service.engine.request import TokenChunk
+from inference_service.engine.request.request import TokenChunk
 from inference_service.stream import EventStream
 from shared.errors import Exhausted
 

@@ -107,6 +107,7 @@ def test_pods_run_with_the_least_they_need(overlay):
     assert account["automountServiceAccountToken"] is False
     for spec in workloads(objects).values():
         assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         (container,) = spec["containers"]
         context = container["securityContext"]

@@ -6,6 +6,7 @@ from shared.config import (
     CalibratorSettings,
     ModelSource,
     WorkerSettings,
+    known_variables,
     make_settings,
     settings_from_command_line,
 )
@@ -32,7 +33,7 @@ def test_environment_then_flags_win(monkeypatch):
     monkeypatch.setenv("NEAP_MODELS", "a=/models/a, b=org/b=c")
     monkeypatch.setenv("NEAP_MAX_QUEUE", "7")
     monkeypatch.setenv("NEAP_TEXT_FOLDERS", "/t,/u")
-    monkeypatch.setenv("NEAP_UNRELATED", "x")
+    monkeypatch.setenv("UNRELATED", "x")
     worker = settings_from_command_line(WorkerSettings, "worker", [])
     assert worker.listen == "127.0.0.1:1"
     assert worker.models == (ModelSource("a", "/models/a"), ModelSource("b", "org/b=c"))
@@ -85,6 +86,54 @@ def test_bad_values_are_refused(given):
         make_settings(WorkerSettings, **given)
     assert caught.value.reason == "BAD_CONFIGURATION"
     assert next(iter(given)) in caught.value.message or "same id" in caught.value.message
+
+
+@pytest.mark.parametrize("kind", [WorkerSettings, CalibratorSettings])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("NEAP_MODEL", "NEAP_MODELS"),
+        ("NEAP_AUTH_TOKEN", "NEAP_AUTH_TOKENS"),
+        ("NEAP_TEXT_FOLDER", "NEAP_TEXT_FOLDERS"),
+        ("NEAP_WORKER_LISTENS", "NEAP_WORKER_LISTEN"),
+        ("neap_max_quue", "NEAP_MAX_QUEUE"),
+        ("NEAP_XYZZY", ""),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_refused(monkeypatch, kind, name, hint):
+    monkeypatch.setenv(name, "secret")
+    with pytest.raises(InvalidInput) as caught:
+        settings_from_command_line(kind, "x", [])
+    assert caught.value.reason == "BAD_CONFIGURATION"
+    assert f"{name} is not known" in caught.value.message
+    assert caught.value.message.endswith(f"did you mean {hint}?" if hint else "not known")
+    assert "secret" not in caught.value.message
+
+
+def test_variables_of_others_are_let_be(monkeypatch):
+    """Those of the other service, of clients, build and tests, and what Kubernetes adds for Services named neap-.."""
+    links = [
+        *("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_7071_TCP"),
+        *("PORT_7071_TCP_PROTO", "PORT_7071_TCP_PORT", "PORT_7071_TCP_ADDR"),
+    ]
+    for link in links:
+        for service in ("NEAP_WORKER", "NEAP_CALIBRATOR", "NEAP_MY_REDIS"):
+            monkeypatch.setenv(f"{service}_{link}", "tcp://10.0.0.1:7071")
+    for name in ("NEAP_TOKEN", "NEAP_CLIENT_CA", "NEAP_BUILD_CUDA", "NEAP_FUZZ_S"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NEAP_TEXT_FOLDERS", "/t")
+    monkeypatch.setenv("NEAP_METRICS_LISTEN", "127.0.0.1:9090")
+    assert settings_from_command_line(WorkerSettings, "worker", []).metrics_listen
+    assert settings_from_command_line(CalibratorSettings, "calibrator", []).text_folders
+
+
+def test_every_setting_has_a_variable_that_is_known():
+    known = known_variables()
+    assert {"NEAP_WORKER_LISTEN", "NEAP_CALIBRATOR_HEALTH_LISTEN", "NEAP_TOKEN_FILE"} <= known
+    for kind in (WorkerSettings, CalibratorSettings):
+        for name in set(kind.model_fields) - {"listen", "health_listen"}:
+            assert name.startswith("otel_") or f"NEAP_{name.upper()}" in known
+    assert not any("OTEL" in name for name in known)
 
 
 def test_settings_are_frozen():

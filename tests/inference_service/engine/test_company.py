@@ -6,13 +6,13 @@ from collections.abc import Sequence as Rows
 import pytest
 import torch
 
-from inference_service.engine import decoder as decoder_module
-from inference_service.engine.decoder import Decoder
-from inference_service.engine.drafting import Drafter
-from inference_service.engine.planner import ExitCost, ExitGains, PassCosts
-from inference_service.engine.prefixes import Prefixes
-from inference_service.engine.request import GenerationRequest, StoppingParams
-from inference_service.engine.sequence import Sequence
+from inference_service.engine import step as decoder_module
+from inference_service.engine.drafting.drafter import Drafter
+from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
+from inference_service.engine.request.sequence import Sequence
+from inference_service.engine.step import Decoder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.load import wrap_model
@@ -93,7 +93,7 @@ def draw_request(draw: random.Random) -> GenerationRequest:
 
 
 def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) -> list[int]:
-    sequence = decoder.start(request, None, drafter.served(request))
+    sequence = decoder.admit(request, None, drafter.served(request))
     tokens: list[int] = []
     while not sequence.is_finished:
         for chunk in decoder.step([(sequence, drafter)], COSTS)[0]:
@@ -113,7 +113,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 12)
-    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS_IN_COMPANY", 5)
+    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS_BESIDE_DECODING", 5)
     drafted = shared_passes = shared_exits = cancelled = lent = 0
     alone = Decoder(decoder.runner)
     for schedule in range(SCHEDULES_PER_FAMILY):
@@ -133,10 +133,10 @@ def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPa
             if arriving and (not running or draw.random() < 0.4):
                 index = arriving.pop(0)
                 request = requests[index]
-                running[index] = decoder.start(request, ladder, drafter.served(request))  # type: ignore[arg-type]
+                running[index] = decoder.admit(request, ladder, drafter.served(request))  # type: ignore[arg-type]
             if len(running) > 1 and draw.random() < 0.03:
                 gone = draw.choice(list(running))
-                decoder.prefixes.keep(running.pop(gone))
+                decoder.prefixes.insert(running.pop(gone))
                 cancelled += 1
             turn = [index for index in running if draw.random() < 0.8] or list(running)
             shared_passes += len(turn) > 1
@@ -147,7 +147,7 @@ def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPa
                 if sequence.is_finished:
                     drafted += sequence.num_drafted
                     lent += sequence.num_cached
-                    decoder.prefixes.keep(running.pop(index))
+                    decoder.prefixes.insert(running.pop(index))
                     assert answers[index] == expected[index], (schedule, index)
                 else:  # a cancelled one stops here, so far right, too
                     assert answers[index] == expected[index][: len(answers[index])]

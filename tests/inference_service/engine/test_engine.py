@@ -7,7 +7,7 @@ import pytest
 
 from inference_service.engine import loop
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import (
+from inference_service.engine.request.request import (
     Finished,
     GenerationRequest,
     StoppingParams,
@@ -152,7 +152,7 @@ def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
         while engine.num_running == 0:
             time.sleep(0.01)
         handles += [engine.submit(request()), engine.submit(request())]
-        with pytest.raises(Exhausted, match="waiting already") as caught:
+        with pytest.raises(Exhausted, match="already waiting") as caught:
             engine.submit(request())
         assert caught.value.reason == "QUEUE_FULL"
         assert caught.value.retry_after_s
@@ -167,7 +167,7 @@ def test_the_queue_is_bounded_by_the_prompts_tokens_too(loaded: LoadedModel) -> 
     probe = Engine(loaded)
     probe.close()
     with Engine(
-        loaded, max_queue_tokens=length, kv_budget_bytes=slots * probe._admission.slot_bytes
+        loaded, max_queue_tokens=length, kv_budget_bytes=slots * probe._admission.kv_token_bytes
     ) as engine:
         running = engine.submit(request())
         running.pause()
@@ -197,7 +197,7 @@ def test_a_deadline_too_short_for_the_prompt_is_refused_at_once(
 
 def test_requests_wait_for_room_in_the_kv_budget(loaded: LoadedModel) -> None:
     with Engine(loaded) as engine:
-        slot = engine._admission.slot_bytes
+        slot = engine._admission.kv_token_bytes
         assert slot == NUM_LAYERS * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
     length = len(PROMPT) + 40
     with Engine(loaded, kv_budget_bytes=2 * length * slot) as engine:

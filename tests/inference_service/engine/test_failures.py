@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from inference_service.engine import sequence as sequence_module
 from inference_service.engine import verification
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import (
+from inference_service.engine.request import sequence as sequence_module
+from inference_service.engine.request.request import (
     Finished,
     GenerationRequest,
     StoppingParams,
@@ -264,7 +264,7 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
 
     broken: list[Any] = []
     with Engine(loaded) as engine:
-        start, inner = engine._decoder.start, engine._decoder.step
+        start, inner = engine._decoder.admit, engine._decoder.step
 
         def starting(asked, *rest):
             made = start(asked, *rest)
@@ -272,7 +272,7 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
                 broken.append(made._detokenizer)
             return made
 
-        monkeypatch.setattr(engine._decoder, "start", starting)
+        monkeypatch.setattr(engine._decoder, "admit", starting)
         monkeypatch.setattr(engine._decoder, "step", lambda *args: step.wait(30) and inner(*args))
         monkeypatch.setattr(sequence_module.Detokenizer, "flush", failing)
         engine.submit(request((7,), 1))  # holds the thread until all three are there
@@ -288,7 +288,7 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
 
 
 @pytest.mark.parametrize(
-    "part", ["statistics.record_step", "shadow.offer", "_decoder.prefixes.keep"]
+    "part", ["statistics.record_step", "shadow.offer", "_decoder.prefixes.insert"]
 )
 def test_what_no_answer_needs_costs_nobody_an_answer(loaded, alone, monkeypatch, part) -> None:
     with Engine(loaded) as engine:
@@ -328,7 +328,7 @@ def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, monkeypatch, par
             tokens, [error] = collected(handle)
             assert tokens == expected[: len(tokens)]
             assert type(error) is NeapError
-        assert engine._decoder.prefixes.longest(NEIGHBOURS[2].prompt_ids) == 0
+        assert engine._decoder.prefixes.match_length(NEIGHBOURS[2].prompt_ids) == 0
         outsider.resume()
         while len(tokens_of_outsider) < len(alone[3]):
             tokens_of_outsider += said(outsider.next_event(30))

@@ -10,14 +10,14 @@ import torch
 
 from bench.imposed import SHAPES, impose
 from inference_service.engine.engine import Engine
-from inference_service.engine.prefixes import Prefixes
-from inference_service.engine.request import (
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.quality.shadow import Shadow
+from inference_service.engine.request.request import (
     Finished,
     GenerationRequest,
     StoppingParams,
     TokenChunk,
 )
-from inference_service.engine.shadow import Shadow
 from shared.errors import Cancelled, Exhausted
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
@@ -159,9 +159,9 @@ def test_a_prompt_that_starts_alike_takes_over_pages(engine: Engine) -> None:
 
 def test_a_request_counts_by_whole_pages(engine: Engine) -> None:
     admission = engine._admission
-    assert admission.kv_budget_bytes == 15 * PAGE_SLOTS * admission.slot_bytes
+    assert admission.kv_budget_bytes == 15 * PAGE_SLOTS * admission.kv_token_bytes
     asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six pages
-    admission.kv_budget_bytes = 6 * PAGE_SLOTS * admission.slot_bytes - 1
+    admission.kv_budget_bytes = 6 * PAGE_SLOTS * admission.kv_token_bytes - 1
     with pytest.raises(Exhausted) as refused:
         engine.submit(asked)
     assert refused.value.reason == "KV_BUDGET"
@@ -174,7 +174,7 @@ def test_a_check_in_idle_time_takes_pages_from_what_is_kept(loaded: LoadedModel)
     prefixes = Prefixes(4 * PAGE_SLOTS)
     for start in (0, 1):  # kept, and all there is but the reserve
         kept = runner.new_cache(2 * PAGE_SLOTS)
-        prefixes.keep(SimpleNamespace(tokens=STEM[start:], num_settled=30, cache=kept))  # type: ignore[arg-type]
+        prefixes.insert(SimpleNamespace(tokens=STEM[start:], num_settled=30, cache=kept))  # type: ignore[arg-type]
     del kept
     reserve = []
     while runner.pool.num_free:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import GenerationRequest, StoppingParams
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from inference_service.engine.statistics import Distribution, EngineStatistics, Progress
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft

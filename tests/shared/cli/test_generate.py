@@ -62,6 +62,15 @@ def test_relaxed_says_what_is_certified(service, neap, flags, line):
     assert "certified" not in neap("generate", "hi", "--worker", service.address).stderr
 
 
+def test_a_misspelt_variable_is_pointed_at(service, neap):
+    variables = {"NEAP_TOKENS_FILE": "secret"}
+    result = neap("generate", "hi", "--worker", service.address, env=variables)
+    assert result.exit_code == 0, result.output
+    assert "NEAP_TOKENS_FILE is not known; did you mean NEAP_TOKEN_FILE?" in result.stderr
+    assert "secret" not in result.stderr
+    assert "not known" not in neap("generate", "hi", "--worker", service.address).stderr
+
+
 def test_raw_prompt_from_standard_input(service, neap):
     result = neap("generate", "-", "--raw", "--worker", service.address, input="Once upon\n")
     assert result.exit_code == 0, result.output

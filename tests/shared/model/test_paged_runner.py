@@ -10,7 +10,7 @@ from shared.model import paged_check
 from shared.model.packed import Segment
 from shared.model.paged_runner import BUCKETS, PagedRunner
 from shared.model.recorder import NoRecorder
-from shared.ops import hf_paged
+from shared.model.substitution import paged_attention
 from tests.families import VOCABULARY_SIZE
 from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
 from tests.recorders import TracingRecorder
@@ -185,7 +185,9 @@ def test_a_window_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_states_are_refused(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(hf_paged.PagedMask, "at", lambda mask, layer: hf_paged.PagedMask(6, layer))
+    monkeypatch.setattr(
+        paged_attention.PagedMask, "at", lambda mask, layer: paged_attention.PagedMask(6, layer)
+    )
     with pytest.raises(UnsupportedModel, match="states differ"):
         make_runner(load_family("mistral-sliding", dtype))
 

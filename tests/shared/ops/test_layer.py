@@ -10,8 +10,7 @@ from torch import Tensor
 
 from shared import ops
 from shared.ops import reference
-from shared.ops.layer import LayerWeights, decoder_layer
-from shared.ops.packing import Slots
+from shared.ops.layer import LayerWeights, Slots, decoder_layer
 
 DRAWN = settings(
     max_examples=25,

@@ -1,5 +1,8 @@
 """What may stand in a log."""
 
+import errno
+import io
+
 import pytest
 import structlog
 
@@ -38,3 +41,23 @@ def test_tracebacks_hold_no_local_variables(capsys, json_lines):
     assert "refused" in written.err
     assert "connect" in written.err
     assert "hunter2" not in written.err
+
+
+class FullDisk(io.RawIOBase):
+    num_refused = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        self.num_refused += 1
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_that_cannot_be_written_is_nobodys_failure(monkeypatch):
+    configure_logging(json_lines=True)
+    disk = FullDisk()
+    monkeypatch.setattr("sys.stderr", io.TextIOWrapper(disk, write_through=True))
+    for level in ("info", "warning", "error", "exception"):
+        getattr(structlog.get_logger(), level)("there is no room for this")
+    assert disk.num_refused >= 4

@@ -9,7 +9,7 @@ import torch
 from calibrator_service.calibration.report.replay import ROUNDING, Replayer
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
-from inference_service.engine.costs import MAX_PASS_TOKENS
+from inference_service.engine.drafting.costs import MAX_PASS_TOKENS
 from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
 from shared.ladder.routers import DepthRouter

@@ -2,13 +2,13 @@
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 
 import grpc
 import pytest
 
-from calibrator_service.calibration import files
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from shared.errors import Exhausted, NeapError
@@ -58,7 +58,7 @@ def test_what_the_disk_refuses_has_a_status_of_its_own(
     def refuse(descriptor: int) -> None:
         raise OSError(number, "refused")
 
-    monkeypatch.setattr(files.os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(NeapError) as raised:
         write_atomically(tmp_path / "a", b"data")
     assert code_of(raised.value) is code

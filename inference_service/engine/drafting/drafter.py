@@ -1,0 +1,113 @@
+"""The shallow half of a step: tokens that leave early, for all sequences of a batch side by side."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from inference_service.engine.drafting.chain import Chain, bring_to
+from inference_service.engine.drafting.draft_builder import DraftBuilder, worth_taking
+from inference_service.engine.drafting.planner import (
+    SERVED_WEIGHT,
+    ExitGains,
+    PassCosts,
+    Reliability,
+)
+from inference_service.engine.failure import attempt, fail_all
+from inference_service.engine.request.request import GenerationRequest
+from inference_service.engine.request.sequence import Sequence
+from shared.ladder.ladder import BoundLadder
+from shared.model.runner import DepthRunner
+
+
+class Drafter:
+    """Asks a ladder's rungs for one model."""
+
+    def __init__(self, runner: DepthRunner, costs: PassCosts, gains: ExitGains) -> None:
+        self.costs = costs
+        self._runner = runner
+        self._gains = gains
+        # Sampled tokens agree with greedy drafts less often, so they must not spoil what greedy requests teach.
+        self._served = {is_greedy: Reliability(SERVED_WEIGHT) for is_greedy in (True, False)}
+
+    def served(self, request: GenerationRequest) -> Reliability:
+        """How the ladder's drafts have fared in requests like this one."""
+        return self._served[request.sampling.is_greedy]
+
+    def ask_exits(
+        self, ladder: BoundLadder, growing: Rows[DraftBuilder], num_sequences: int
+    ) -> None:
+        """Takes the chains' last tokens to the layer exits that are worth it, shallowest first; those at one exit go together."""
+        for index, depth in enumerate(ladder.depths):
+            asked = worth_taking(growing, index, depth, num_sequences, self.costs, self._gains)
+            if not asked:
+                continue
+            states = last_states_at(depth, [one.chain for one in asked], self._runner)
+            deep_states = torch.stack([one.deep_state for one in asked])
+            offsets = [len(one.chain.tokens) for one in asked]
+            drafts = ladder.ask(index, states, deep_states, offsets)
+            for one, draft in zip(asked, drafts, strict=True):
+                known = one.known
+                probability = attempt(one.sequence, one.consider, draft)
+                if probability is not None:
+                    self._gains.record(index, known, probability)
+
+
+def draft_chains(
+    members: Iterable[tuple[Sequence, Drafter]], num_sequences: int, *, drafts: bool = True
+) -> list[Chain]:
+    """Each member's last final token and all drafts worth a thought. `num_sequences` will share the deep pass.
+
+    In rounds of one draft each, so that all that want the same exit share one shallow pass, one launch and one read-back.
+    Without `drafts` only requests draft that do not leave the choice. Several members only where the runner can pack. Sequences
+    that fail have a `failure` afterwards: one alone, or all that shared the exits that failed.
+    """
+    growing = [
+        (DraftBuilder(sequence, drafter.costs, num_sequences, drafts=drafts), drafter)
+        for sequence, drafter in members
+    ]
+    going = [(one, drafter) for one, drafter in growing if one.wants_more]
+    while going:
+        for one, _ in going:
+            attempt(one.sequence, one.look_up)
+        for drafter, ladder, own in _by_ladder(going):
+            try:
+                drafter.ask_exits(ladder, own, num_sequences)
+            except Exception as error:
+                fail_all([one.sequence for one in own], error, "asking exits failed for")
+        going = [
+            (one, drafter)
+            for one, drafter in going
+            if one.sequence.failure is None and one.extend() and one.wants_more
+        ]
+    return [one.chain for one, _ in growing]
+
+
+def _by_ladder(
+    going: Rows[tuple[DraftBuilder, Drafter]],
+) -> Iterable[tuple[Drafter, BoundLadder, list[DraftBuilder]]]:
+    """Versions of a router may run side by side."""
+
+    def key(member: tuple[DraftBuilder, Drafter]) -> tuple[int, int]:
+        return id(member[1]), id(member[0].sequence.ladder)
+
+    able = [(one, drafter) for one, drafter in going if one.sequence.failure is None]
+    for _, group in groupby(sorted(able, key=key), key):
+        own = list(group)
+        one, drafter = own[0]
+        assert one.sequence.ladder is not None
+        yield drafter, one.sequence.ladder, [one for one, _ in own]
+
+
+def last_states_at(depth: int, chains: Rows[Chain], runner: DepthRunner) -> Tensor:
+    """States at `depth` [N, D] of the chains' last tokens. Exits are asked shallowest first, so none is deeper already."""
+    if depth == 0:
+        return runner.embed_tokens(
+            [chain.tokens[-1] for chain in chains],
+            [chain.base + len(chain.drafts) for chain in chains],
+        )
+    bring_to(depth, chains, runner)
+    states = [chain.states[-1] for chain in chains]
+    return torch.stack([state for state in states if state is not None])

@@ -1,0 +1,102 @@
+"""Checks of a request before any work is done for it."""
+
+import time
+from collections.abc import Callable
+
+from inference_service.engine.drafting.planner import PassCosts
+from inference_service.engine.memory.budget import in_whole_blocks
+from inference_service.engine.request.prompt import check_prompt_ids
+from inference_service.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
+from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
+from shared.ladder.ladder import Ladder
+from shared.model.load import LoadedModel
+
+
+def max_num_tokens(request: GenerationRequest, context_length: int) -> int:
+    """The most tokens that a request can grow to: its prompt and its longest possible answer."""
+    room = context_length - len(request.prompt_ids)
+    return len(request.prompt_ids) + min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)
+
+
+class Admission:
+    """Checks a request against the model, its router, the memory and its deadline before it is queued.
+
+    `kv_token_bytes`: bytes of the keys and values of one token, over all layers. `kv_budget_bytes` is shared by all running
+    requests and is allocated in blocks of `block_tokens` tokens. `costs` is None until the costs of passes have been measured.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, kv_token_bytes: int, kv_budget_bytes: int, block_tokens: int = 1
+    ) -> None:
+        self._block_tokens = block_tokens
+        self.kv_token_bytes = kv_token_bytes
+        self.kv_budget_bytes = kv_budget_bytes
+        self.costs: PassCosts | None = None
+        self._loaded = loaded
+
+    @property
+    def kv_budget_tokens(self) -> int:
+        """Tokens whose keys and values fit into the budget."""
+        return self.kv_budget_bytes // self.kv_token_bytes
+
+    def num_kv_tokens(self, request: GenerationRequest) -> int:
+        """Tokens for which the request reserves keys and values."""
+        num_tokens = max_num_tokens(request, self._loaded.context_length)
+        return in_whole_blocks(num_tokens, self._block_tokens)
+
+    def check(
+        self, request: GenerationRequest, ladder: Ladder | None, num_known: Callable[[], int]
+    ) -> None:
+        """`num_known` returns how many tokens of the prompt are cached; it is called only if the deadline is close.
+
+        Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
+        `DeadlineExceeded` and `Exhausted` (reason KV_BUDGET).
+        """
+        self._check_against_model(request, ladder)
+        needed = self.num_kv_tokens(request) * self.kv_token_bytes
+        if needed > self.kv_budget_bytes:
+            raise Exhausted(
+                f"keys and values of this request may take {needed} bytes; this worker has {self.kv_budget_bytes} for all",
+                reason="KV_BUDGET",
+                metadata={"needed": str(needed), "budget": str(self.kv_budget_bytes)},
+            )
+        left_s = request.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded("the deadline had passed before the request was queued")
+        prefill_s = self._least_prefill_s(len(request.prompt_ids))
+        if left_s < prefill_s:
+            prefill_s = self._least_prefill_s(len(request.prompt_ids) - num_known())
+        if left_s < prefill_s:
+            raise DeadlineExceeded(
+                f"reading the prompt alone takes at least {prefill_s:.1f} s, longer than the deadline allows",
+                reason="DEADLINE_TOO_SHORT",
+            )
+
+    def _check_against_model(self, request: GenerationRequest, ladder: Ladder | None) -> None:
+        check_prompt_ids(self._loaded, request.prompt_ids)
+        max_tokens = request.stopping.max_tokens
+        room = self._loaded.context_length - len(request.prompt_ids)
+        if max_tokens is not None and max_tokens > room:
+            raise InvalidInput(
+                f"max_tokens is {max_tokens}, but the context leaves {room} after the prompt",
+                reason="MAX_TOKENS_TOO_LARGE",
+                metadata={"available": str(room)},
+            )
+        if request.policy.min_layers > self._loaded.num_layers:
+            raise InvalidInput(
+                f"min_layers is {request.policy.min_layers}; the model has {self._loaded.num_layers} layers"
+            )
+        if request.policy.name != "full":
+            if ladder is None:
+                raise PreconditionFailed(
+                    f"policy {request.policy.name} needs a router, and none is loaded",
+                    reason="ROUTER_REQUIRED",
+                )
+            ladder.check_model(self._loaded)
+
+    def _least_prefill_s(self, num_tokens: int) -> float:
+        """A lower bound of the time to prefill so many tokens: half the measured time of wide passes; 0 before it is measured."""
+        if self.costs is None or not self.costs.wide:
+            return 0.0
+        width, seconds = self.costs.wide[-1]
+        return 0.5 * seconds * (num_tokens // width)

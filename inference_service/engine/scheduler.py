@@ -1,0 +1,153 @@
+"""Which requests wait, which run, and whether their keys and values fit. Pure: no thread, no lock, no clock, no tensor."""
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Generic, Protocol, TypeVar
+
+from inference_service.engine.failure import RETRY_AFTER_S
+from shared.errors import Exhausted
+
+
+class Schedulable(Protocol):
+    """A request as the scheduler sees it. `deadline_s` is on the caller's clock; `num_kv_tokens` is what it may come to fill."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_kv_tokens(self) -> int: ...
+    @property
+    def deadline_s(self) -> float: ...
+    @property
+    def is_cancelled(self) -> bool: ...
+    @property
+    def is_paused(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """`max_running` requests share a step. `kv_budget_tokens`: positions of keys and values that all running requests share.
+
+    `max_queue` requests may wait, with prompts of at most `max_queue_tokens` tokens together. A single longer prompt may wait
+    when nothing else does.
+    """
+
+    max_running: int
+    max_queue: int
+    max_queue_tokens: int
+    kv_budget_tokens: int
+
+
+R = TypeVar("R", bound=Schedulable)
+
+
+class Scheduler(Generic[R]):
+    """First come, first served. A request that does not fit yet holds back those behind it, so that no large request starves.
+
+    A paused request (its client has stopped reading) keeps its keys and values, but it does not count against `max_running`:
+    clients that stop reading must not stop the others. Not thread-safe: the caller holds a lock.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self._waiting: deque[R] = deque()
+        self._running: list[R] = []
+
+    def __iter__(self) -> Iterator[R]:
+        """All requests, running ones first."""
+        return chain(self._running, self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running(self) -> list[R]:
+        """Requests that were admitted and have not been removed."""
+        return list(self._running)
+
+    @property
+    def runnable(self) -> list[R]:
+        """Running requests that are not paused, in the order in which they were admitted."""
+        return [request for request in self._running if not request.is_paused]
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Positions of keys and values that running requests have reserved."""
+        return sum(request.num_kv_tokens for request in self._running)
+
+    @property
+    def num_free_kv_tokens(self) -> int:
+        return self.limits.kv_budget_tokens - self.num_kv_tokens
+
+    def add(self, request: R) -> None:
+        """Appends a request to the queue. Raises `Exhausted` (reason QUEUE_FULL)."""
+        num_tokens = sum(waiting.num_prompt_tokens for waiting in self._waiting)
+        is_too_long = num_tokens + request.num_prompt_tokens > self.limits.max_queue_tokens
+        if len(self._waiting) >= self.limits.max_queue or (self._waiting and is_too_long):
+            raise Exhausted(
+                f"{len(self._waiting)} requests with {num_tokens} prompt tokens are already waiting",
+                reason="QUEUE_FULL",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._waiting.append(request)
+
+    def remove_ended(self, now_s: float) -> list[R]:
+        """Removes and returns the requests that were cancelled or whose deadline has passed."""
+        ended = [request for request in self if _has_ended(request, now_s)]
+        for request in ended:
+            self.remove(request)
+        return ended
+
+    def admit(self) -> list[R]:
+        """Moves waiting requests to the running ones, as long as the first of them fits, and returns those moved."""
+        admitted = []
+        while self.can_admit:
+            admitted.append(self._waiting.popleft())
+            self._running.append(admitted[-1])
+        return admitted
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether a request waits and the first that does may run now."""
+        return (
+            bool(self._waiting)
+            and len(self.runnable) < self.limits.max_running
+            and self._waiting[0].num_kv_tokens <= self.num_free_kv_tokens
+        )
+
+    def remove(self, request: R) -> None:
+        """Forgets a request, whether it waits or runs. Does nothing if it is not there: a request may end for two reasons at once."""
+        for requests in (self._running, self._waiting):
+            if request in requests:
+                requests.remove(request)
+
+    def clear(self) -> list[R]:
+        """Forgets all requests and returns them."""
+        requests = list(self)
+        self._running.clear()
+        self._waiting.clear()
+        return requests
+
+    def has_work(self, now_s: float) -> bool:
+        """Whether a step would do anything: a request can be admitted, can run, or has ended."""
+        return (
+            self.can_admit
+            or bool(self.runnable)
+            or any(_has_ended(request, now_s) for request in self)
+        )
+
+    @property
+    def next_deadline_s(self) -> float:
+        """The earliest deadline of all requests; infinite if there is none."""
+        return min((request.deadline_s for request in self), default=math.inf)
+
+
+def _has_ended(request: Schedulable, now_s: float) -> bool:
+    return request.is_cancelled or request.deadline_s <= now_s

@@ -1,0 +1,297 @@
+"""One decode step, top to bottom: admit, prefill, draft, plan, verify, commit."""
+
+import logging
+import time
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from inference_service.engine.drafting.adaptive import AdaptiveDrafting
+from inference_service.engine.drafting.chain import Chain, settle
+from inference_service.engine.drafting.drafter import Drafter, draft_chains
+from inference_service.engine.drafting.planner import PassCosts, Reliability, best_lengths
+from inference_service.engine.failure import attempt, fail_all
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.request.admission import max_num_tokens
+from inference_service.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
+from inference_service.engine.request.sequence import Sequence
+from inference_service.engine.statistics import EngineStatistics
+from inference_service.engine.verification import Verdict, verify
+from shared.ladder.ladder import BoundLadder
+from shared.model.runner import DepthRunner
+from shared.model.sampling import Trial
+
+logger = logging.getLogger(__name__)
+
+# Prompt tokens per step, so that a long prompt can be cancelled. Fewer if running streams would have to wait for them.
+PREFILL_TOKENS = 256
+PREFILL_TOKENS_BESIDE_DECODING = 64
+FULL = "full"
+
+# A sequence, and the drafter of its ladder.
+Member = tuple[Sequence, Drafter]
+
+
+@dataclass
+class _Part:
+    """One sequence's part in a step.
+
+    `chain`: the tokens that go through the deep pass. `num_logits`: how many of their states, from the last, need logits; 0 for a
+    piece of a prompt that is not the last piece. `chunks`: what became final in this step.
+    """
+
+    sequence: Sequence
+    chain: Chain
+    num_logits: int
+    is_prefill: bool
+    chunks: list[TokenChunk] = field(default_factory=list)
+
+    @property
+    def drafts_to_verify(self) -> Trial:
+        """Only after drafts that are final already (policy relaxed) have been committed."""
+        drafts = self.chain.drafts[self.chain.num_final :]
+        sequence = self.sequence
+        return Trial(sequence.request.sampling, sequence.tokens, [draft.token for draft in drafts])
+
+
+class Decoder:
+    """Steps the sequences of one model. Used by one thread. `prefixes` keeps the KV caches of ended sequences for reuse."""
+
+    def __init__(self, runner: DepthRunner, prefixes: Prefixes | None = None) -> None:
+        self.runner = runner
+        self.prefixes = prefixes or Prefixes(0)
+        self.statistics = EngineStatistics(runner.num_layers)
+        self._adaptive = AdaptiveDrafting()
+
+    def admit(
+        self, request: GenerationRequest, ladder: BoundLadder | None, served: Reliability
+    ) -> Sequence:
+        """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
+
+        `served`: how the ladder's drafts fared in earlier requests of this kind. Raises `Exhausted` (reasons OUT_OF_MEMORY,
+        KV_PAGES).
+        """
+        loaded = self.runner.loaded
+        capacity = max_num_tokens(request, loaded.context_length)
+        cache = self.runner.new_cache(capacity)
+        self.runner.reserve(cache)
+        return Sequence(request, loaded, ladder, cache, capacity - len(request.prompt_ids), served)
+
+    def step(self, batch: Rows[Member], costs: PassCosts) -> list[list[TokenChunk]]:
+        """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns what became final, per sequence.
+
+        One deep pass serves all sequences if the model supports ragged batches; otherwise each has its own. A sequence that fails
+        has a `failure` afterwards: alone if the work was its own, with all that shared a pass if the pass failed. The tokens of the
+        other sequences do not change.
+        """
+        now = time.monotonic()
+        sequences = [sequence for sequence, _ in batch]
+        first = [sequence for sequence in sequences if sequence.started_s is None]
+        for sequence in first:
+            sequence.started_s = now
+        groups = [batch] if self.runner.can_pack else [[member] for member in batch]
+        results = [chunks for group in groups for chunks in self._step(group, sequences, costs)]
+        try:
+            for sequence in first:
+                self.statistics.queue_s.record(now - sequence.submitted_s)
+            self.statistics.record_step(time.monotonic() - now, sequences, results)
+        except Exception:  # the tokens have been generated, counted or not
+            logger.exception("a step could not be counted")
+        return results
+
+    def _step(
+        self, batch: Rows[Member], running: Rows[Sequence], costs: PassCosts
+    ) -> list[list[TokenChunk]]:
+        """A step of the sequences that share a deep pass. `running`: all running sequences, which may share their prefixes."""
+        start_s = time.perf_counter()
+        decoding = [member for member in batch if member[0].num_generated]
+        reading = [sequence for sequence, _ in batch if not sequence.num_generated]
+        # Sequences for which the engine may choose whether to draft. The choice changes the speed, never the output.
+        num_adaptive = sum(sequence.may_skip_drafting for sequence, _ in decoding)
+        adaptive_key = (num_adaptive, len(decoding))
+        drafts = num_adaptive == 0 or self._adaptive.choose(adaptive_key)
+
+        prefills = self._prefill(reading, running, is_decoding=bool(decoding))
+        drafted = self._draft(decoding, drafts=drafts)
+        self._plan(drafted, prefills, costs)
+        parts = [*self._commit_final(drafted), *prefills]
+        self._verify_and_commit(parts)
+
+        chunks_of = {id(part.sequence): part.chunks for part in (*drafted, *prefills)}
+        results = [chunks_of.get(id(sequence), []) for sequence, _ in batch]
+        if num_adaptive and not prefills:
+            num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
+            seconds = time.perf_counter() - start_s
+            self._adaptive.record(adaptive_key, drafts, num_tokens, seconds)
+        return results
+
+    # Prefill.
+
+    def _prefill(
+        self, reading: Rows[Sequence], running: Rows[Sequence], *, is_decoding: bool
+    ) -> list[_Part]:
+        """The next pieces of prompts, first come, first served, within the token budget of a step."""
+        budget = PREFILL_TOKENS_BESIDE_DECODING if is_decoding else PREFILL_TOKENS
+        parts: list[_Part] = []
+        for sequence in reading:
+            if budget:
+                others = [part.sequence for part in parts]
+                part = attempt(sequence, self._prefill_piece, sequence, running, others, budget)
+                if part is not None:
+                    parts.append(part)
+                    budget -= len(part.chain.tokens)
+        return parts
+
+    def _prefill_piece(
+        self, sequence: Sequence, running: Rows[Sequence], others: Rows[Sequence], budget: int
+    ) -> _Part | None:
+        """The next piece of a prompt. None if one of `others` computes the same keys and values in this step: they are copied in the
+        next step."""
+        self.prefixes.match(sequence, running)
+        if self.prefixes.is_being_computed(sequence, others):
+            return None
+        start, prompt = sequence.num_settled, sequence.request.prompt_ids
+        chain = Chain(start, list(prompt[start : start + budget]), sequence.cache)
+        is_last = start + len(chain.tokens) == len(prompt)
+        return _Part(sequence, chain, int(is_last), is_prefill=True)
+
+    # Draft.
+
+    def _draft(self, decoding: Rows[Member], *, drafts: bool) -> list[_Part]:
+        """Each sequence's last token and the drafts after it; sequences that want the same exit share its pass."""
+        chains = draft_chains(decoding, len(decoding), drafts=drafts)
+        return [
+            _Part(sequence, chain, 1, is_prefill=False)
+            for (sequence, _), chain in zip(decoding, chains, strict=True)
+            if sequence.failure is None
+        ]
+
+    # Plan.
+
+    def _plan(self, drafted: Rows[_Part], prefills: Rows[_Part], costs: PassCosts) -> None:
+        """Truncates each chain to the number of drafts whose verification is expected to pay."""
+        lengths = best_lengths(
+            [part.chain.probabilities for part in drafted],
+            costs,
+            least=[
+                len(part.chain.drafts)
+                if part.sequence.request.policy.max_drafts
+                else part.chain.num_final
+                for part in drafted
+            ],
+            num_other_tokens=sum(len(part.chain.tokens) for part in prefills),
+        )
+        for part, length in zip(drafted, lengths, strict=True):
+            part.chain.truncate(length)
+            part.num_logits = length - part.chain.num_final + 1
+
+    def _commit_final(self, drafted: Rows[_Part]) -> list[_Part]:
+        """Commits the drafts that need no verification (policy relaxed). Returns the parts that still need the deep pass."""
+        return [part for part in drafted if attempt(part.sequence, self._emit_final, part)]
+
+    def _emit_final(self, part: _Part) -> bool:
+        sequence, chain = part.sequence, part.chain
+        final = chain.drafts[: chain.num_final]
+        part.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
+        sequence.num_drafted += len(chain.drafts)
+        sequence.num_accepted += len(final)
+        self.statistics.record_drafts(final, len(final), sequence.request.router_version)
+        if sequence.is_finished:  # there will be no deep pass that counts these layers
+            sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
+        return not sequence.is_finished
+
+    # Verify and commit.
+
+    def _verify_and_commit(self, parts: Rows[_Part]) -> None:
+        """Runs the deep pass over all chains, verifies their drafts, and commits what the full model confirms."""
+        if not parts:
+            return
+        try:
+            states, logits = self._deep_pass(parts)
+        except Exception as error:
+            failed = [part.sequence for part in parts]
+            fail_all(failed, error, "a pass failed that was shared by")
+            return
+        answered = [part for part in parts if part.num_logits]
+        verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
+        for part, own in zip(parts, states, strict=True):
+            if part.sequence.failure is None:
+                attempt(part.sequence, self._commit, part, own, verdicts.get(id(part)))
+
+    def _deep_pass(self, parts: Rows[_Part]) -> tuple[Rows[Tensor], Tensor | None]:
+        """States at depth L [T, D] per part, and the logits [N, V] that the parts need, part after part; None if none does."""
+        states = settle([part.chain for part in parts], self.runner)
+        own: Rows[Tensor] = states.split_with_sizes([len(part.chain.tokens) for part in parts])
+        wanted = [
+            rows[len(rows) - part.num_logits :]
+            for part, rows in zip(parts, own, strict=True)
+            if part.num_logits
+        ]
+        return own, self.runner.logits(torch.cat(wanted)) if wanted else None
+
+    def _verify(self, logits: Tensor | None, parts: Rows[_Part]) -> Rows[Verdict | None]:
+        """Verifies all parts together, which reads the device once. If that fails, each alone, so that only the culprits fail."""
+        if logits is None:
+            return []
+        try:
+            trials = [part.drafts_to_verify for part in parts]
+            return verify(logits, trials, [part.sequence.request.logprobs for part in parts])
+        except Exception:
+            logger.warning("verification failed; each request is verified alone", exc_info=True)
+        rows = logits.split_with_sizes([part.num_logits for part in parts])
+        return [
+            attempt(part.sequence, self._verify_alone, own, part)
+            for part, own in zip(parts, rows, strict=True)
+        ]
+
+    def _verify_alone(self, logits: Tensor, part: _Part) -> Verdict:
+        [verdict] = verify(logits, [part.drafts_to_verify], [part.sequence.request.logprobs])
+        return verdict
+
+    def _commit(self, part: _Part, states: Tensor, verdict: Verdict | None) -> None:
+        """Moves the sequence to what has been through every layer, and emits its new tokens. Rejected drafts are overwritten later."""
+        sequence, chain = part.sequence, part.chain
+        if part.is_prefill:
+            num_through = len(chain.tokens)
+        else:
+            assert verdict is not None
+            num_confirmed = len(verdict.tokens) - 1
+            tested = chain.drafts[chain.num_final :]
+            sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
+            sequence.num_deep_passes += 1
+            sequence.num_accepted += num_confirmed
+            sequence.reliability.record(tested, num_confirmed)
+            self.statistics.record_drafts(tested, num_confirmed, sequence.request.router_version)
+            # Every token but the last one, which the full model has just chosen.
+            num_through = 1 + chain.num_final + num_confirmed
+        sequence.num_settled = chain.base + num_through
+        sequence.deep_state = states[num_through - 1]
+        if verdict is not None:
+            part.chunks += sequence.emit(self._tokens(chain, verdict))
+
+    def _tokens(self, chain: Chain, verdict: Verdict) -> list[GeneratedToken]:
+        """The drafts that were confirmed, with the exits that made them, and the token that the full model chose after them."""
+        tested = chain.drafts[chain.num_final :]
+        exits = [(draft.depth, draft.rung) for draft in tested[: len(verdict.tokens) - 1]]
+        exits.append((self.runner.num_layers, FULL))
+        tokens = [
+            GeneratedToken(token, depth, rung)
+            for token, (depth, rung) in zip(verdict.tokens, exits, strict=True)
+        ]
+        if verdict.logprobs is None:
+            return tokens
+        return [
+            replace(token, logprob=found.value, alternatives=found.alternatives)
+            for token, found in zip(tokens, verdict.logprobs, strict=True)
+        ]
+
+    def check_model(self) -> None:
+        """Runs one token through all layers and the head. A failed step may have left a device that cannot run anything any more;
+        then this raises what the model raises."""
+        cache = self.runner.new_cache(1)
+        states = self.runner.run(
+            self.runner.ids([0]), cache, first=0, last=self.runner.num_layers, base=0
+        )
+        self.runner.logits(states[0]).argmax(-1).tolist()

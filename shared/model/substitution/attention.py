@@ -1,0 +1,190 @@
+"""`slot_attention` as an attention implementation of Hugging Face transformers, under the name "neap".
+
+Works with any cache whose `update` returns views [B, Hkv, S, D] of what the layer may see, preallocated or not.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from shared import ops
+from shared.model.substitution.packing import PackedMask, PackedOffset, PackedStates, Span
+
+NAME = "neap"
+
+# What would change the result and is not implemented. A value other than None is refused.
+_REFUSED = ("s_aux", "position_bias", "head_mask", "cache")
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | PackedMask | None:
+    """The mask of one pass: bool [B, 1, Q, S], or None where it is plain causal with the queries at the end.
+
+    Of a packed pass (`packing`) a `PackedMask`. Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
+    on shorter views, so those pass as plain too.
+    """
+    if isinstance(q_offset, PackedOffset):
+        return _packed_mask(
+            q_offset.spans,
+            mask_function=mask_function,
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            **kwargs,
+        )
+    plain = (
+        allow_is_causal_skip
+        and kv_offset == 0
+        # A tensor belongs to a static cache.
+        and type(q_offset) is int
+        and q_offset + q_length == kv_length
+        and (local_size is None or kv_length < local_size)
+        and (attention_mask is None or _nothing_hidden(attention_mask, kv_length))
+    )
+    if plain:
+        return None
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        **kwargs,
+    )
+    return mask
+
+
+def _packed_mask(spans: Sequence[Span], **kwargs: Any) -> PackedMask:
+    nothing = torch.empty(0, dtype=torch.bool)
+    masks = []
+    for span in spans:
+        end = span.base + span.num_tokens
+        mask = attention_mask(1, span.num_tokens, end, q_offset=span.base, **kwargs)
+        assert not isinstance(mask, PackedMask)
+        masks.append(nothing if mask is None else mask)
+    return PackedMask(tuple(masks))
+
+
+def _nothing_hidden(padding: Tensor, kv_length: int) -> bool:
+    return padding.shape[-1] >= kv_length and bool(padding[:, :kv_length].all())
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    """A 4-D mask of the caller's own may be additive: 0 and the dtype's minimum are as good as a bool."""
+    if mask.dtype == torch.bool:
+        return mask
+    visible = mask == 0
+    if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        raise NotImplementedError("attention 'neap' takes masks that show or hide, not biases")
+    return visible
+
+
+def refuse_unserved(name: str, dropout: float, kwargs: Mapping[str, Any]) -> None:
+    """Raises `NotImplementedError` for what an attention of ours, `name`, was asked and does not compute."""
+    refused = [asked for asked in _REFUSED if kwargs.get(asked) is not None]
+    if dropout:
+        refused.append("dropout")
+    if kwargs.get("output_attentions"):
+        refused.append("output_attentions")
+    if refused:
+        raise NotImplementedError(f"attention {name!r} does not support {', '.join(refused)}")
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | PackedStates,
+    value: Tensor | PackedStates,
+    attention_mask: Tensor | PackedMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, Hq, Q, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] -> ([B, Q, Hq, Dv], no weights).
+
+    Raises `NotImplementedError` for attention sinks, biases, dropout and requests for the weights.
+    """
+    refuse_unserved(NAME, dropout, kwargs)
+    if isinstance(key, PackedStates) or isinstance(value, PackedStates):
+        assert isinstance(key, PackedStates)
+        assert isinstance(value, PackedStates)
+        return _packed_attention(query, key, value, attention_mask, scaling, softcap), None
+    assert not isinstance(attention_mask, PackedMask)
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    else:
+        causal, attention_mask = False, _as_bool(attention_mask)
+    key, value = _rows_together(key), _rows_together(value)
+    out = ops.slot_attention(
+        query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap
+    )
+    return out, None
+
+
+def _rows_together(states: Tensor) -> Tensor:
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
+def _packed_attention(
+    query: Tensor,
+    key: PackedStates,
+    value: PackedStates,
+    mask: Tensor | PackedMask | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    if not isinstance(mask, PackedMask):
+        raise NotImplementedError("attention 'neap' was given another mask than its own")
+    return ops.packed_slot_attention(
+        query,
+        _rows_together(key.fresh),
+        _rows_together(value.fresh),
+        key.stores,
+        value.stores,
+        [span.base for span in key.spans],
+        [span.num_tokens for span in key.spans],
+        mask.masks,
+        scaling,
+        softcap,
+    )
+
+
+@contextmanager
+def observed(see: Callable[..., None]) -> Iterator[None]:
+    """Within, every attention of a model that uses ours is first told to `see`, with the arguments of `attention`."""
+
+    def told(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        see(*args, **kwargs)
+        return attention(*args, **kwargs)
+
+    AttentionInterface.register(NAME, told)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(NAME, attention)
+
+
+def register() -> None:
+    """Makes "neap" known to transformers. Changes no model by itself."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, attention_mask)

@@ -1,0 +1,107 @@
+"""Puts one op under each decoder layer that proves to be what the op computes, bit for bit."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.errors import UnsupportedModel
+from shared.model.cache import SlotCache
+from shared.model.probe import find_layers
+from shared.model.substitution.layer import Call, FusedLayer, plan, watch
+from shared.model.substitution.match import Unsuitable
+from shared.model.substitution.reversible import Substitutions
+
+# Tokens per pass: a prompt, one token, several, each over the slots of those before.
+PASSES = (5, 1, 3)
+
+
+def substitute_layers(run: Substitutions, ids: Tensor) -> int:
+    """Fuses what can be; `ids` [1, >= 9] are random tokens. Returns the number of layers; the others are in `run.left_alone`.
+
+    To be called last: the layers' own modules run on kernels already, and attention through `attention`.
+    """
+    config = run.model.config.get_text_config(decoder=True)
+    try:
+        path, layers = find_layers(run.model, config.num_hidden_layers)
+    except UnsupportedModel as reason:
+        run.left_alone["layers"] = reason.message
+        return 0
+    names = {layer: f"{path}.{index}" for index, layer in enumerate(layers)}
+    candidates: dict[nn.Module, FusedLayer] = {}
+    for layer, call in _calls(run, list(layers), ids[:, :3]).items():
+        try:
+            candidates[layer] = FusedLayer(layer, plan(layer, watch(layer, run.found, call)))
+        except Unsuitable as reason:
+            run.left_alone[names[layer]] = f"not one op: {reason}"
+    for layer, why in _refuted(run, candidates, ids).items():
+        run.left_alone[names[layer]] = f"not one op: {why}"
+        del candidates[layer]
+    for layer, fused in candidates.items():
+        layer.forward = fused.forward
+        run.undo.append(partial(_take_back, layer, fused))
+    return len(candidates)
+
+
+def _take_back(layer: nn.Module, fused: FusedLayer) -> None:
+    fused.retire()
+    if vars(layer).get("forward") == fused.forward:  # else a gate calls it, and goes on doing so
+        del vars(layer)["forward"]
+
+
+def _calls(run: Substitutions, layers: list[nn.Module], ids: Tensor) -> dict[nn.Module, Call]:
+    """How the model calls each of its layers in a pass over `ids`."""
+    calls: dict[nn.Module, Call] = {}
+
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[layer] = args, kwargs
+
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        _pass(run, SlotCache(ids.shape[1]), ids, 0)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _pass(run: Substitutions, cache: SlotCache, ids: Tensor, base: int) -> None:
+    cache.begin(base, ids.shape[1])
+    run.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+
+
+def _refuted(
+    run: Substitutions, candidates: dict[nn.Module, FusedLayer], ids: Tensor
+) -> dict[nn.Module, str]:
+    """Runs the model with each candidate beside its layer, over a cache of its own. Returns those that differ, and how."""
+    refuted: dict[nn.Module, str] = {}
+    cache, twin = SlotCache(sum(PASSES)), SlotCache(sum(PASSES))
+
+    def compare(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Any) -> None:
+        try:
+            out = candidates[layer].fused(args, {**kwargs, "past_key_values": twin})
+        except RuntimeError as error:
+            refuted[layer] = f"the op refuses it: {error}"
+            return
+        if out is None:
+            refuted[layer] = "is called in another way than the op can be"
+        elif not torch.equal(out, own):
+            refuted[layer] = "the op computes something else"
+
+    hooks = [layer.register_forward_hook(compare, with_kwargs=True) for layer in candidates]
+    try:
+        base = 0
+        for count in PASSES:
+            twin.begin(base, count)
+            _pass(run, cache, ids[:, base : base + count], base)
+            base += count
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for layer, fused in candidates.items():
+        index = fused.layer_idx
+        kept = ((cache.keys, twin.keys), (cache.values, twin.values))
+        if layer not in refuted and not all(torch.equal(a[index], b[index]) for a, b in kept):
+            refuted[layer] = "the op keeps other keys or values"
+    return refuted

@@ -1,0 +1,211 @@
+"""Decoder layers of Hugging Face transformers as one op each, found by watching what a layer runs.
+
+A layer whose modules all have kernels already (`linear`) and that calls them in the order of a pre-norm
+layer is proposed as `shared.ops.layer.decoder_layer` over the same packed weights. Whether it is that layer, not the order
+but the comparison of bits decides (`fused_layers`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.model.substitution.attention import observed
+from shared.model.substitution.match import (
+    GatedMlp,
+    PackedLinear,
+    RmsNorm,
+    Substitute,
+    Unsuitable,
+)
+from shared.model.substitution.packing import PackedMask
+from shared.ops.layer import LayerWeights, decoder_layer
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+# What a layer may be told without changing what it computes; the first four the fused form reads.
+_KNOWN = frozenset(
+    [
+        "hidden_states",
+        "attention_mask",
+        "position_embeddings",
+        "past_key_values",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """What was seen of one call of our attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    width: int
+    value_width: int
+    scaling: float
+    softcap: float | None
+
+
+_Event = PackedLinear | RmsNorm | GatedMlp | _Attention
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer as numbers, and the form of its keys and values [*, Hkv, *, Dh] that a cache asks for."""
+
+    weights: LayerWeights
+    layer_idx: int
+    keys_like: Tensor
+    values_like: Tensor
+
+
+def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -> list[_Event]:
+    """What `layer` runs of its substituted modules and of attention, in order, when called like this."""
+    events: list[_Event] = []
+
+    def note(event: _Event, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            events.append(event)
+            return forward(*args, **kwargs)
+
+        return run
+
+    def see(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
+    ) -> None:
+        if module in inside:
+            scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+            scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+            events.append(_Attention(*sizes, scaling, softcap))
+
+    inside = set(layer.modules())
+    substituted = [(module, found[module], module.forward) for module in inside if module in found]
+    try:
+        for module, substitute, forward in substituted:
+            module.forward = note(substitute.recipe, forward)
+        with observed(see):
+            args, kwargs = call
+            output = layer(*args, **kwargs)
+    finally:
+        for module, _, forward in substituted:
+            module.forward = forward
+    if not isinstance(output, Tensor):
+        raise Unsuitable("returns more than its state")
+    return events
+
+
+def plan(layer: nn.Module, events: Sequence[_Event]) -> LayerPlan:
+    """The events as one pre-norm layer. Raises `Unsuitable` where they are none."""
+    places = [index for index, event in enumerate(events) if isinstance(event, _Attention)]
+    if len(places) != 1:
+        raise Unsuitable(f"attends {len(places)} times through 'neap', not once")
+    attention = events[places[0]]
+    assert isinstance(attention, _Attention)
+    before, after = events[: places[0]], events[places[0] + 1 :]
+    norms = [event for event in before if isinstance(event, RmsNorm)]
+    projections = [event for event in before if isinstance(event, PackedLinear)]
+    match after:
+        case [PackedLinear() as out, RmsNorm() as mlp_norm, GatedMlp() as mlp]:
+            pass
+        case _:
+            raise Unsuitable(f"after attention runs {_named(after)}, not linear, norm, gated MLP")
+    fits = len(norms) in (1, 3) and len(projections) in (1, 3) and before[0] is norms[0]
+    if not fits or len(norms) + len(projections) != len(before):
+        raise Unsuitable(f"before attention runs {_named(before)}, not norm, 1 or 3 linears")
+    norms = [norms[0], mlp_norm, *norms[1:]]
+    if len({(norm.eps, norm.offset) for norm in norms}) > 1:
+        raise Unsuitable("has norms of different eps")
+    linears = [*projections, out]
+    nothing = torch.empty(0)
+    biases = [*(linear.bias for linear in linears), mlp.bias, mlp.down.bias]
+    any_bias = any(bias is not None for bias in biases)
+    weights = LayerWeights(
+        [norm.weight for norm in norms],
+        [*(linear.packed for linear in linears), mlp.pairs, mlp.down.packed],
+        [nothing if bias is None else bias for bias in biases] if any_bias else [],
+        attention.num_heads,
+        mlp.width,
+        mlp.activation,
+        norms[0].eps,
+        norms[0].offset,
+        attention.scaling,
+        attention.softcap,
+    )
+    indices: set[object] = {getattr(module, "layer_idx", None) for module in layer.modules()}
+    numbers = [index for index in indices if isinstance(index, int)]
+    if len(numbers) != 1:
+        raise Unsuitable(f"has {len(numbers)} numbers as layer_idx, want one")
+    keys, values = (
+        torch.empty(1, attention.num_kv_heads, 0, width)
+        for width in (attention.width, attention.value_width)
+    )
+    return LayerPlan(weights, numbers[0], keys, values)
+
+
+def _named(events: Sequence[_Event]) -> str:
+    return ", ".join(type(event).__name__.strip("_") for event in events) or "nothing"
+
+
+class FusedLayer:
+    """A layer's `forward`: one op for passes over slots, the layer's own forward for all others, with the same bits."""
+
+    def __init__(self, layer: nn.Module, plan: LayerPlan) -> None:
+        self.layer_idx = plan.layer_idx
+        self._own = layer.forward
+        self._plan: LayerPlan | None = plan
+        inside = [module for module in layer.modules() if module is not layer]
+        # What hooks are registered in. The op would pass them by.
+        self._hooks = [m._forward_hooks for m in inside] + [m._forward_pre_hooks for m in inside]
+
+    def retire(self) -> None:
+        """From now on the layer's own forward, whoever still calls this; lets go of the weights."""
+        self._plan = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer's own forward takes and returns."""
+        out = self.fused(args, kwargs)
+        return self._own(*args, **kwargs) if out is None else out
+
+    def fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The layer's output [B, Q, D], or None, with nothing done, for a call that only its own forward can serve."""
+        plan, cache = self._plan, kwargs.get("past_key_values")
+        slots = getattr(cache, "slots", None)
+        angles = kwargs.get("position_embeddings")
+        if plan is None or slots is None or len(args) > 1:
+            return None
+        if type(angles) is not tuple or len(angles) != 2:
+            return None
+        if any(self._hooks) or not (_KNOWN.issuperset(kwargs) or _says_nothing_else(kwargs)):
+            return None
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
+        if masks is None:
+            return None
+        keys, values = plan.keys_like, plan.values_like
+        if hidden.shape[0] > 1:
+            keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
+        places = slots(keys, values, plan.layer_idx)
+        return decoder_layer(hidden, *angles, weights=plan.weights, slots=places, masks=masks)
+
+
+def _says_nothing_else(kwargs: dict[str, Any]) -> bool:
+    others = (kwargs[name] for name in kwargs.keys() - _KNOWN)
+    return all(value is None or value is False for value in others)
+
+
+def _masks(mask: object, rows: int) -> Sequence[Tensor] | None:
+    """Per sequence a bool mask or an empty one; nothing where all are plain causal; None where the op takes no such mask."""
+    if mask is None:
+        return ()
+    if isinstance(mask, PackedMask):
+        return mask.masks if any(own.numel() for own in mask.masks) else ()
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4:
+        each: tuple[Tensor, ...] = torch.split(mask.expand(rows, -1, -1, -1), 1)
+        return each
+    return None

@@ -1,0 +1,83 @@
+"""Substituted forwards and how to take them back: one model's, while `apply` puts kernels under it."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shared.model.substitution.match import Substitute, Unsuitable
+
+
+class Substitutions:
+    """One call of `accelerate`: what it did, in numbers, and how to take every step back.
+
+    `left_alone` maps a module's name to why it kept its own forward; `consumed` are modules that need no substitute any more.
+    """
+
+    def __init__(self, model: PreTrainedModel, keep_weights: bool) -> None:
+        self.model = model
+        self.keep_weights = keep_weights
+        self.undo: list[Callable[[], object]] = []
+        self.left_alone: dict[str, str] = {}
+        self.consumed: set[nn.Module] = set()
+        self.found: dict[nn.Module, Substitute] = {}
+        self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0}
+        self.packed_bytes = self.freed_bytes = 0
+        owners: dict[int, int] = {}
+        for _, parameter in model.named_parameters(remove_duplicate=False):
+            pointer = parameter.untyped_storage().data_ptr()
+            owners[pointer] = owners.get(pointer, 0) + 1
+        self.shared_storages = {pointer for pointer, count in owners.items() if count > 1}
+
+    def attempt(
+        self, kind: str, name: str, module: nn.Module, propose: Callable[[], Substitute]
+    ) -> None:
+        """Puts what `propose` finds under `module`, or notes why it found nothing."""
+        try:
+            found = propose()
+        except Unsuitable as reason:
+            self.left_alone[name] = str(reason)
+            return
+        self.left_alone.pop(name, None)
+        module.forward = found.forward
+        self.undo.append(partial(_own_forward, module))
+        self.found[module] = found
+        self.counts[kind] += 1
+        self.consumed.add(module)
+        self.packed_bytes += sum(t.nbytes for t in found.packed)
+        if not self.keep_weights:
+            self.free(found)
+        for source in found.sources:
+            self.consumed.add(source)
+
+    def free(self, found: Substitute) -> None:
+        """Drops the weights that only the substituted modules own; a meta tensor keeps name, shape and dtype."""
+        freed: list[tuple[int, nn.Module, bool]] = []
+        for index, source in enumerate(found.sources):
+            weight = source.get_parameter("weight")
+            if weight.untyped_storage().data_ptr() in self.shared_storages:
+                continue
+            self.freed_bytes += weight.nbytes
+            freed.append((index, source, weight.requires_grad))
+            source.weight = nn.Parameter(
+                torch.empty_like(weight, device="meta"), requires_grad=False
+            )
+
+        def restore() -> None:
+            weights = found.unpack()
+            for index, source, requires_grad in freed:
+                source.weight = nn.Parameter(weights[index], requires_grad=requires_grad)
+
+        if freed:
+            self.undo.append(restore)
+
+    def step_back(self) -> None:
+        """Undoes everything, the last step first."""
+        while self.undo:
+            self.undo.pop()()
+
+
+def _own_forward(module: nn.Module) -> None:
+    vars(module).pop("forward", None)

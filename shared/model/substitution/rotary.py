@@ -1,0 +1,86 @@
+"""The rotary kernel under transformers' `apply_rotary_pos_emb`, which is a function of each modelling file.
+
+It is replaced in the file's module, hence for every model of the family in this process: only where the bits are the
+same, and only for calls that the kernel takes; all others go to the original. Reversible, and counted per user.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared import ops
+from shared.model.substitution.match import Unsuitable, probe_input
+
+FUNCTION = "apply_rotary_pos_emb"
+
+_Rotary = Callable[..., tuple[Tensor, Tensor]]
+_lock = threading.Lock()
+_users: dict[str, int] = {}
+_originals: dict[str, _Rotary] = {}
+
+
+def has_rotary(file: str) -> bool:
+    """Whether the Python module of that name defines the function."""
+    return hasattr(sys.modules.get(file), FUNCTION)
+
+
+def acquire(file: str) -> None:
+    """Puts the kernel under `file`'s function, or counts one more user of it. Raises `Unsuitable`."""
+    with _lock:
+        if file not in _originals:
+            original = getattr(sys.modules[file], FUNCTION)
+            _check_same_bits(original)
+            _originals[file] = original
+            setattr(sys.modules[file], FUNCTION, _with_kernel(original))
+        _users[file] = _users.get(file, 0) + 1
+
+
+def release(file: str) -> None:
+    """The reverse of `acquire`: the last user puts the original back."""
+    with _lock:
+        _users[file] -= 1
+        if _users[file] == 0:
+            setattr(sys.modules[file], FUNCTION, _originals.pop(file))
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    return (
+        q.device.type == "cpu"
+        and q.dtype == k.dtype == cos.dtype == torch.float32
+        and q.dim() == k.dim() == 4
+        and cos.dim() == 3
+        and cos.shape == sin.shape
+        and cos.shape[-1] == q.shape[-1] == k.shape[-1]
+        and cos.shape[1] == q.shape[2] == k.shape[2]
+        and q.stride(-1) == k.stride(-1) == 1
+        and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
+    )
+
+
+def _with_kernel(original: _Rotary) -> _Rotary:
+    op = torch.ops.neap.rotary.default
+
+    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if len(args) == 4 and not kwargs and _fits(*args):
+            rotated: tuple[Tensor, Tensor] = op(*args)
+            return rotated
+        return original(*args, **kwargs)
+
+    return apply_rotary_pos_emb
+
+
+def _check_same_bits(original: _Rotary) -> None:
+    for batch, heads, kv_heads, length, width in ((1, 4, 2, 1, 64), (2, 3, 3, 5, 12)):
+        q = probe_input(batch, length, heads, width).transpose(1, 2)
+        k = probe_input(batch, length, kv_heads, width).transpose(1, 2)
+        cos, sin = probe_input(2, batch, length, width).unbind()
+        try:
+            wanted = original(q, k, cos, sin)
+        except Exception as error:
+            raise Unsuitable(f"takes other arguments: {type(error).__name__}") from error
+        if not all(map(torch.equal, ops.rotary(q, k, cos, sin), wanted)):
+            raise Unsuitable("is not the half-rotation, bit for bit")

@@ -1,0 +1,121 @@
+"""Drafting side by side: what a sequence's rungs say does not depend on its company, and each asks its own ladder."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inference_service.engine.drafting.drafter import Drafter, draft_chains
+from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
+from inference_service.engine.request.sequence import Sequence
+from inference_service.engine.step import Decoder
+from shared.ladder.ladder import BoundLadder, Ladder
+from shared.ladder.policy import DepthPolicy
+from shared.ladder.rungs import Draft
+from shared.model.load import wrap_model
+from shared.model.runner import DepthRunner
+from tests.families import build_family
+from tests.random_ladder import random_ladder
+
+DEPTHS = (0, 2)
+COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
+
+
+class _Eager(ExitGains):
+    """Expects every exit to bring something, whatever it has brought."""
+
+    def expected(self, index: int, known: float) -> float:
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+def runner() -> DepthRunner:
+    torch.manual_seed(0)
+    return DepthRunner(wrap_model(build_family("llama"), accelerate=True))
+
+
+def members(
+    runner: DepthRunner, ladders: Rows[Ladder], policies: Rows[DepthPolicy]
+) -> list[tuple[Sequence, Drafter]]:
+    """Sequences that have read prompts of their own, each beside its ladder's drafter."""
+    decoder = Decoder(runner)
+    bound: dict[int, tuple[BoundLadder, Drafter]] = {}
+    found = []
+    for number, (ladder, policy) in enumerate(zip(ladders, policies, strict=True)):
+        if id(ladder) not in bound:
+            bound[id(ladder)] = (
+                ladder.bind(runner),
+                Drafter(runner, COSTS, _Eager((1.0,) * len(DEPTHS))),
+            )
+        own, drafter = bound[id(ladder)]
+        prompt = tuple(range(3 + number, 9 + 3 * number))
+        stopping = StoppingParams(max_tokens=20, ignore_eos=True)
+        request = GenerationRequest(prompt, stopping=stopping, policy=policy)
+        sequence = decoder.admit(request, own, drafter.served(request))
+        while not sequence.num_generated:
+            decoder.step([(sequence, drafter)], COSTS)
+        found.append((sequence, drafter))
+    return found
+
+
+def test_company_changes_no_draft(runner: DepthRunner) -> None:
+    first, second = (random_ladder(runner.loaded, seed) for seed in (1, 2))
+    exact = DepthPolicy("exact", max_drafts=3)
+    policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
+    batch = members(runner, [first, second, first, first], policies)
+    alone = [draft_chains([member], len(batch))[0].drafts for member in batch]
+    together = [chain.drafts for chain in draft_chains(batch, len(batch))]
+    assert together == alone
+    assert {len(drafts) for drafts in alone} == {3}
+    tokens = [tuple(draft.token for draft in drafts) for drafts in alone]
+    assert len(set(tokens)) == len(batch), "sequences that draft alike show nothing"
+    assert all(draft.depth == 2 for draft in alone[3])
+    assert {draft.depth for drafts in alone for draft in drafts} == set(DEPTHS)
+
+
+def test_each_exit_is_told_how_far_the_settled_state_is(
+    runner: DepthRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [member] = members(runner, [random_ladder(runner.loaded, 1)], [DepthPolicy("exact", max_drafts=3)])  # fmt: skip
+    asked: list[tuple[int, list[int]]] = []
+    ask = BoundLadder.ask
+
+    def noted(
+        self: BoundLadder, index: int, states: torch.Tensor, deep: torch.Tensor, offsets: Rows[int]
+    ) -> list[Draft]:
+        asked.append((index, list(offsets)))
+        assert torch.equal(deep[0], member[0].deep_state)
+        return ask(self, index, states, deep, offsets)
+
+    monkeypatch.setattr(BoundLadder, "ask", noted)
+    draft_chains([member], 1)
+    assert asked == [(index, [offset]) for offset in (1, 2, 3) for index in range(len(DEPTHS))]
+
+
+def test_one_exit_is_asked_once_for_all_that_want_it(
+    runner: DepthRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ladder = random_ladder(runner.loaded, 1)
+    batch = members(runner, [ladder] * 3, [DepthPolicy("exact", max_drafts=n) for n in (1, 2, 2)])
+    asked: list[int] = []
+    ask = BoundLadder.ask
+    monkeypatch.setattr(
+        BoundLadder, "ask", lambda self, *args: asked.append(len(args[3])) or ask(self, *args)
+    )
+    runner.counters.reset()
+    draft_chains(batch, 3)
+    assert asked == [3, 3, 2, 2]
+    assert runner.counters.per_layer[:2] == [2, 2], "one shallow pass a round"
+    assert sum(runner.counters.per_layer[2:]) == 0
+
+
+def test_an_exit_that_is_too_dear_is_not_asked(
+    runner: DepthRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ladder = random_ladder(runner.loaded, 1)
+    [(sequence, drafter)] = members(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
+    drafter.costs = replace(COSTS, exits=(ExitCost(1e-6, 1e-7), ExitCost(2.0, 0.1)))
+    [chain] = draft_chains([(sequence, drafter)], 1)
+    assert [draft.depth for draft in chain.drafts] == [0, 0]

@@ -1,0 +1,243 @@
+"""Shadow checks: right verdicts, in idle time only, bounded; and what follows from them."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from inference_service.engine.engine import Engine
+from inference_service.engine.quality import shadow as shadow_module
+from inference_service.engine.quality.shadow import ShadowCounts
+from inference_service.engine.request.request import Finished, GenerationRequest, StoppingParams
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import LoadedModel, wrap_model
+from shared.model.sampling import SamplingParams
+from tests.families import VOCABULARY_SIZE, build_family
+from tests.scripted_ladder import ScriptedLadder
+
+PROMPT = tuple(range(5, 25))
+NUM_NEW = 24
+RELAXED = DepthPolicy("relaxed", threshold=0.5)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return wrap_model(build_family("llama"))
+
+
+@pytest.fixture(scope="module")
+def answer(loaded: LoadedModel) -> list[int]:
+    with Engine(loaded) as engine:
+        return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
+
+
+def script(answer: list[int], wrong_at: int | None = None):
+    """Drafts the full model's tokens, sure of each, but for one."""
+
+    def draft(context: list[int]) -> tuple[int, float] | None:
+        at = len(context) - len(PROMPT)
+        if at >= len(answer):
+            return None
+        return (answer[at] + (at == wrong_at)) % VOCABULARY_SIZE, 0.9
+
+    return draft
+
+
+def request(**changes: object) -> GenerationRequest:
+    options = {
+        "prompt_ids": PROMPT,
+        "policy": RELAXED,
+        "router_version": 7,
+        "risk_bound": 0.05,
+        "stopping": StoppingParams(max_tokens=NUM_NEW, ignore_eos=True),
+    }
+    return GenerationRequest(**{**options, **changes})
+
+
+def run(engine: Engine, ladder: ScriptedLadder, **changes: object) -> list[int]:
+    events = list(engine.submit(request(**changes), ladder).events())
+    assert isinstance(events.pop(), Finished)
+    return [token.token_id for event in events for token in event.tokens]
+
+
+def checked(engine: Engine, number: int, stratum=(7, 0.05)) -> ShadowCounts:
+    give_up_at = time.monotonic() + 30
+    while engine.shadow.counts.get(stratum, ShadowCounts()).num_checked < number:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.005)
+    return engine.shadow.counts[stratum]
+
+
+@pytest.mark.parametrize("wrong_at", [None, 1, 12, 20])
+def test_a_generation_differs_where_one_token_does(loaded, answer, wrong_at) -> None:
+    with Engine(loaded, shadow_share=1.0) as engine:
+        tokens = run(engine, ScriptedLadder(script(answer, wrong_at)))
+        assert (tokens == answer) == (wrong_at is None)
+        assert checked(engine, 1) == ShadowCounts(1, int(wrong_at is not None), 0)
+
+
+def test_a_penalty_is_judged_by_the_same_penalty(loaded, answer) -> None:
+    sampling = SamplingParams(repetition_penalty=1.5)
+    with Engine(loaded, shadow_share=1.0) as engine:
+        run(engine, ScriptedLadder(lambda context: None), sampling=sampling)
+        assert checked(engine, 1).num_differing == 0
+        run(engine, ScriptedLadder(script(answer)), sampling=sampling)
+        assert checked(engine, 2).num_differing == 1
+
+
+@pytest.mark.parametrize(("limit", "differs"), [(None, True), (12, False), (13, True)])
+def test_a_bound_for_the_first_tokens_is_judged_by_those(loaded, answer, limit, differs) -> None:
+    with Engine(loaded, shadow_share=1.0) as engine:
+        wrong = ScriptedLadder(script(answer, wrong_at=12))
+        run(engine, wrong, risk_bound_tokens=limit)
+        assert checked(engine, 1).num_differing == differs
+
+
+def test_a_bound_says_nothing_of_what_follows_an_end(loaded, answer) -> None:
+    ends_early = replace(loaded, eos_token_ids=frozenset([answer[5]]))
+    with Engine(ends_early, shadow_share=1.0) as engine:
+        run(engine, ScriptedLadder(script(answer, wrong_at=12)), risk_bound_tokens=NUM_NEW)
+        assert checked(engine, 1).num_differing == 0
+
+
+def test_only_what_can_be_judged_is_sampled(loaded, answer) -> None:
+    with Engine(loaded, shadow_share=1.0) as engine:
+        ladder = ScriptedLadder(script(answer))
+        run(engine, ladder, policy=DepthPolicy("exact"))
+        run(engine, ladder, sampling=SamplingParams(temperature=1.0, seed=1))
+        run(engine, ladder)
+        checked(engine, 1)
+        assert engine.shadow.counts == {(7, 0.05): ShadowCounts(num_checked=1)}
+    with Engine(loaded, shadow_share=0.0) as engine:
+        run(engine, ladder)
+        assert engine.shadow.is_idle
+
+
+def test_a_version_that_breaks_its_bound_is_suspended_and_stays_so(loaded, answer, caplog) -> None:
+    wrong, right = ScriptedLadder(script(answer, 3)), ScriptedLadder(script(answer))
+    with Engine(loaded, shadow_share=1.0) as engine:
+        run(engine, wrong)
+        checked(engine, 1)
+        assert not engine.shadow.is_suspended(7), "one of one is no evidence"
+        for number in range(2, 6):
+            run(engine, wrong)
+            checked(engine, number)
+        assert engine.shadow.is_suspended(7)
+        assert not engine.shadow.is_suspended(8)
+        assert checked(engine, 5).lower_limit > 0.05
+        for number in range(6, 12):
+            run(engine, right)
+            checked(engine, number)
+        assert engine.shadow.is_suspended(7), "it does not come and go"
+        for number in range(1, 6):
+            run(engine, wrong, router_version=8, risk_bound=None)
+            checked(engine, number, (8, None))
+        assert not engine.shadow.is_suspended(8), "it was promised nothing"
+    assert sum("served as exact" in record.message for record in caplog.records) == 1
+
+
+def test_checks_wait_for_idle_time_and_go_on_after_it(loaded, answer, monkeypatch) -> None:
+    """While anybody's tokens are wanted no slice of a check runs; one that was begun stops between its slices."""
+    monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
+    with Engine(loaded, shadow_share=1.0) as engine:
+        slices: list[int] = []
+        live = threading.Event()
+        submitted = threading.Event()
+        original = engine.shadow.slice
+
+        def slice_(max_slots: int) -> None:
+            slices.append(engine.num_running + engine.num_waiting)
+            if len(slices) == 3:
+                live.set()
+                assert submitted.wait(30)
+            original(max_slots)
+
+        monkeypatch.setattr(engine.shadow, "slice", slice_)
+        run(engine, ScriptedLadder(script(answer)))
+        assert live.wait(30)
+        while_live: list[int] = []
+        ended = threading.Event()
+
+        def on_event(event: object) -> None:  # in the engine's thread, between its steps
+            if event is None:
+                ended.set()
+            else:
+                while_live.append(len(slices))
+
+        engine.submit(request(policy=DepthPolicy("full"), router_version=0), on_event=on_event)
+        submitted.set()
+        assert ended.wait(30)
+        assert set(while_live) == {3}, "the slice under way ended, and no other began"
+        checked(engine, 1)
+    assert len(slices) > 4
+    assert set(slices) == {0}
+
+
+def test_the_queue_is_bounded_and_what_is_dropped_is_counted(loaded, answer, monkeypatch) -> None:
+    monkeypatch.setattr(shadow_module, "MAX_WAITING", 2)
+    with Engine(loaded, shadow_share=1.0) as engine:
+        stopping = StoppingParams(max_tokens=100, ignore_eos=True)
+        long = engine.submit(request(policy=DepthPolicy("full"), stopping=stopping))
+        for _ in range(5):
+            run(engine, ScriptedLadder(script(answer)))
+        assert long.next_event(30) is not None
+        assert engine.num_running == 1, "it has been running all the while"
+        assert engine.shadow.counts == {(7, 0.05): ShadowCounts(num_dropped=3)}
+        list(long.events())
+        assert checked(engine, 2).num_dropped == 3
+
+
+def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) -> None:
+    """With room for one request only, a check under way begins anew rather than keep the request waiting."""
+    monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
+    with Engine(loaded) as engine:
+        bytes_per_slot = engine._admission.kv_token_bytes
+    slots = len(PROMPT) + NUM_NEW
+    with Engine(
+        loaded, shadow_share=1.0, kv_budget_bytes=slots * bytes_per_slot, prefix_cache_bytes=0
+    ) as engine:
+        started = threading.Event()
+        go = threading.Event()
+        original = engine.shadow.slice
+        held: list[int] = []
+
+        def slice_(max_slots: int) -> None:
+            if len(held) == 2:
+                started.set()
+                assert go.wait(30)
+            original(max_slots)
+            held.append(engine.shadow.num_tokens)
+
+        monkeypatch.setattr(engine.shadow, "slice", slice_)
+        run(engine, ScriptedLadder(script(answer)))
+        assert started.wait(30)
+        step = engine._decoder.step
+        holding: list[int] = []
+
+        def stepping(batch, costs):
+            holding.append(engine.shadow.num_tokens)
+            return step(batch, costs)
+
+        monkeypatch.setattr(engine._decoder, "step", stepping)
+        handle = engine.submit(request(policy=DepthPolicy("full"), router_version=0))
+        go.set()
+        list(handle.events())
+        checked(engine, 1)
+    assert held[1] == slots
+    assert set(holding) == {0}
+
+
+def test_a_check_that_fails_ends_no_engine(loaded, answer, monkeypatch) -> None:
+    def broken(check):
+        raise RuntimeError("device lost")
+
+    with Engine(loaded, shadow_share=1.0) as engine:
+        monkeypatch.setattr(engine.shadow, "_read", broken)
+        run(engine, ScriptedLadder(script(answer)))
+        give_up_at = time.monotonic() + 30
+        while not engine.shadow.counts or not engine.shadow.is_idle:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.005)
+        assert engine.shadow.counts == {(7, 0.05): ShadowCounts(num_dropped=1)}
+        run(engine, ScriptedLadder(script(answer)), policy=DepthPolicy("full"))

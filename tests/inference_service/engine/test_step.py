@@ -1,0 +1,279 @@
+"""Draft shallow, settle deep: what is verified, rolled back, final, counted."""
+
+import pytest
+import torch
+
+from inference_service.engine.drafting.drafter import Drafter
+from inference_service.engine.drafting.planner import ExitGains, PassCosts
+from inference_service.engine.engine import Engine
+from inference_service.engine.request.request import (
+    FinishReason,
+    GeneratedToken,
+    GenerationRequest,
+    TokenChunk,
+)
+from inference_service.engine.request.sequence import Sequence
+from inference_service.engine.step import Decoder
+from shared.ladder.policy import DepthPolicy
+from shared.model import distribution
+from shared.model.load import LoadedModel, wrap_model
+from shared.model.runner import DepthRunner
+from shared.model.sampling import SamplingParams
+from tests.device_waits import Reads
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.scripted_ladder import ScriptedLadder
+
+PROMPT = [5, 17, 3, 44, 8]
+NUM_NEW = 24
+COSTS = PassCosts((1.0, 1.1, 1.2, 1.3, 1.4))
+DRAFTING = DepthPolicy("exact", max_drafts=4)
+
+
+@pytest.fixture
+def loaded() -> LoadedModel:
+    return wrap_model(build_family("llama"))
+
+
+@pytest.fixture
+def answer(loaded: LoadedModel) -> list[int]:
+    with Engine(loaded) as engine:
+        return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
+
+
+def oracle(answer: list[int]):
+    return lambda context: [*answer, 0][min(len(context) - len(PROMPT), NUM_NEW)]
+
+
+def test_right_drafts_save_layer_executions(loaded: LoadedModel, answer: list[int]) -> None:
+    right = oracle(answer)
+    with Engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+        full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
+    assert exact.token_ids == full.token_ids
+    # The first token is the prompt's; then four drafts and the deep pass' own token at a time: 5+5+5+5 and a last 3.
+    assert exact.stats.num_deep_passes == 5
+    assert exact.stats.num_layer_executions == 5 * NUM_LAYERS
+    assert exact.stats.num_token_layers == 23 * NUM_LAYERS
+    assert full.stats.num_layer_executions == 23 * NUM_LAYERS
+    assert exact.stats.num_drafted == exact.stats.num_accepted == 18
+    assert exact.stats.exits == {"full": (NUM_LAYERS, 6), "suffix": (0, 18)}
+
+
+def test_wrong_drafts_change_nothing_but_the_counts(loaded: LoadedModel, answer: list[int]) -> None:
+    ladder = ScriptedLadder(lambda context: (len(context) % VOCABULARY_SIZE, 0.9))
+    with Engine(loaded, ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+    assert list(exact.token_ids) == answer
+    assert exact.stats.num_drafted > exact.stats.num_accepted
+
+
+def test_an_exit_sees_the_models_own_states(loaded: LoadedModel, answer: list[int]) -> None:
+    right = oracle(answer)
+    ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
+    with Engine(loaded, ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+        ids = torch.tensor([PROMPT + answer])
+        states = DepthRunner(loaded).capture(ids, [2, NUM_LAYERS])
+    assert list(exact.token_ids) == answer
+    assert exact.stats.exits["depth-2"][0] == 2
+    asked = ladder.seen_states
+    position = len(PROMPT)
+    matched = 0
+    for _, state, deep_state, offset in asked:
+        expected = states[2][0, position + offset - 1]
+        assert torch.allclose(expected, state, atol=1e-4)
+        # `offset` positions back stands the last settled token.
+        assert torch.allclose(states[NUM_LAYERS][0, position - 1], deep_state, atol=1e-4)
+        matched += 1
+        if offset == 4:
+            position += 5
+    assert matched == 18
+
+
+def test_rejected_drafts_leave_nothing_settled(
+    loaded: LoadedModel, answer: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rejection exits must see the last settled token's state, not that of the draft that was dropped."""
+    right = oracle(answer)
+    asked_after: list[int] = []
+    num_pending: list[int] = []
+    emit = Sequence.emit
+
+    def counted(sequence: Sequence, tokens: list[GeneratedToken]) -> list[TokenChunk]:
+        chunks = emit(sequence, tokens)
+        num_pending.append(len(sequence.tokens) - sequence.num_settled)
+        return chunks
+
+    def exits(context: list[int]) -> tuple[int, float]:
+        asked_after.append(len(context))
+        is_wrong = len(context) % 3 == 0
+        return ((right(context) + is_wrong) % VOCABULARY_SIZE, 0.9)
+
+    monkeypatch.setattr(Sequence, "emit", counted)
+    ladder = ScriptedLadder(exits=exits, depths=(2,))
+    with Engine(loaded, ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+        ids = torch.tensor([PROMPT + answer])
+        states = DepthRunner(loaded).capture(ids, [NUM_LAYERS])[NUM_LAYERS][0]
+    assert list(exact.token_ids) == answer
+    assert exact.stats.num_drafted > exact.stats.num_accepted > 0
+    assert set(num_pending) == {1}  # the last token chosen has been nowhere yet
+    for length, (_, _, deep_state, offset) in zip(asked_after, ladder.seen_states, strict=True):
+        assert torch.allclose(states[length - 1 - offset], deep_state, atol=1e-4)
+
+
+def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(
+    loaded: LoadedModel, answer: list[int]
+) -> None:
+    right = oracle(answer)
+    ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
+    with Engine(loaded, ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+    # Every token runs every layer exactly once: nothing shallow is repeated by the deep pass.
+    assert exact.stats.num_token_layers == 23 * NUM_LAYERS
+
+
+def test_relaxed_makes_sure_exits_final_and_completes_their_cache(
+    loaded: LoadedModel, answer: list[int]
+) -> None:
+    def table(context: list[int]) -> tuple[int, float] | None:
+        turn = (len(context) - len(PROMPT)) % 4
+        return (7, 0.9) if turn in (1, 2) else None
+
+    with Engine(loaded, ScriptedLadder(table)) as engine:
+        policy = DepthPolicy("relaxed", threshold=0.8)
+        relaxed = engine.generate(PROMPT, policy=policy, max_tokens=NUM_NEW)
+        strict = engine.generate(
+            PROMPT, policy=DepthPolicy("relaxed", threshold=0.95), max_tokens=NUM_NEW
+        )
+    assert list(strict.token_ids) == answer
+    tokens = list(relaxed.token_ids)
+    assert [tokens[i] for i in (1, 2, 5, 6, 9, 10)] == [7] * 6
+    # What the full model says after exactly these tokens, the final early ones included.
+    with torch.no_grad():
+        logits = loaded.model(torch.tensor([PROMPT + tokens])).logits[0]
+    for index, token in enumerate(tokens):
+        if relaxed.tokens[index].rung == "full":
+            assert token == int(logits[len(PROMPT) + index - 1].argmax())
+
+
+def test_layers_of_exits_count_where_no_deep_pass_follows(
+    loaded: LoadedModel, answer: list[int]
+) -> None:
+    right = oracle(answer)
+    ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
+    with Engine(loaded, ladder) as engine:
+        relaxed = engine.generate(
+            PROMPT,
+            policy=DepthPolicy("relaxed", threshold=0.8, max_drafts=3),
+            max_tokens=NUM_NEW,
+            stop_token_ids=frozenset([answer[2]]),
+        )
+    assert relaxed.finished.reason is FinishReason.STOP_TOKEN
+    assert relaxed.stats.num_deep_passes == 0
+    # Each exit that was asked took one token through two layers.
+    assert relaxed.stats.num_layer_executions == relaxed.stats.num_token_layers
+    assert relaxed.stats.num_layer_executions == 2 * len(ladder.seen_states) > 0
+
+
+def test_min_layers_keeps_shallow_rungs_out(loaded: LoadedModel, answer: list[int]) -> None:
+    right = oracle(answer)
+    ladder = ScriptedLadder(
+        lambda context: (3, 0.2), lambda context: (right(context), 0.9), depths=(0, 2)
+    )
+    with Engine(loaded, ladder) as engine:
+        result = engine.generate(
+            PROMPT, policy=DepthPolicy("exact", min_layers=1, max_drafts=3), max_tokens=NUM_NEW
+        )
+        none = engine.generate(
+            PROMPT, policy=DepthPolicy("exact", min_layers=3, max_drafts=3), max_tokens=NUM_NEW
+        )
+    assert set(result.stats.exits) == {"depth-2", "full"}
+    assert none.stats.num_drafted == 0
+    assert list(result.token_ids) == list(none.token_ids) == answer
+
+
+def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded: LoadedModel) -> None:
+    sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=11)
+    generator = torch.Generator().manual_seed(3)
+
+    def table(context: list[int]) -> tuple[int, float]:
+        return int(torch.randint(0, VOCABULARY_SIZE, (1,), generator=generator)), 0.9
+
+    with Engine(loaded, ScriptedLadder(table)) as engine:
+        full = engine.generate(PROMPT, policy="full", sampling=sampling, max_tokens=NUM_NEW)
+        right = {len(PROMPT) + i: t for i, t in enumerate(full.token_ids)}
+        engine_ladder = ScriptedLadder(
+            lambda c: (right.get(len(c), 0), 0.9) if len(c) % 3 else table(c)
+        )
+    with Engine(loaded, engine_ladder) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, sampling=sampling, max_tokens=NUM_NEW)
+    assert exact.token_ids == full.token_ids
+    assert exact.stats.num_accepted > 5
+
+
+def test_an_eos_among_accepted_drafts_ends_the_answer(loaded: LoadedModel) -> None:
+    with Engine(loaded) as engine:
+        answer = list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
+    loaded.model.generation_config.eos_token_id = [answer[3], 96]
+    stopping = wrap_model(loaded.model)
+    right = oracle(answer)
+    end = answer.index(answer[3])
+    with Engine(stopping, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
+        full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
+        ignored = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW, ignore_eos=True)
+        stopped = engine.generate(
+            PROMPT, policy="full", max_tokens=NUM_NEW, stop_token_ids=frozenset([answer[1]])
+        )
+    assert exact.finished.reason is FinishReason.EOS
+    assert list(exact.token_ids) == list(full.token_ids) == answer[: end + 1]
+    assert list(ignored.token_ids) == answer
+    assert stopped.finished.reason is FinishReason.STOP_TOKEN
+    assert list(stopped.token_ids) == answer[: answer.index(answer[1])]
+
+
+def test_logprobs_are_the_full_models(loaded: LoadedModel, answer: list[int]) -> None:
+    right = oracle(answer)
+    with Engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+        result = engine.generate(PROMPT, policy=DRAFTING, max_tokens=8, logprobs=3)
+    with torch.no_grad():
+        logits = loaded.model(torch.tensor([PROMPT + answer])).logits[0]
+    for index, token in enumerate(result.tokens):
+        expected = logits[len(PROMPT) + index - 1].log_softmax(-1)
+        assert token.logprob == pytest.approx(float(expected[token.token_id]), abs=1e-4)
+        assert [t for t, _ in token.alternatives] == expected.topk(3).indices.tolist()
+
+
+def test_a_step_of_mixed_requests_reads_the_device_once(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each reading is a wait."""
+    monkeypatch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
+    accelerated = wrap_model(build_family("llama"), accelerate=True)
+    decoder = Decoder(DepthRunner(accelerated))
+    assert decoder.runner.can_pack
+    drafter = Drafter(decoder.runner, COSTS, ExitGains(()))
+    ladder = ScriptedLadder(lambda context: (len(context) % 7, 0.9))
+    batch = []
+    for index, sampling in enumerate(
+        (
+            SamplingParams(),
+            SamplingParams(repetition_penalty=1.3),
+            SamplingParams(temperature=0.7, seed=1),
+            SamplingParams(temperature=0.9, top_k=30, top_p=0.8, min_p=0.1, seed=2),
+        )
+    ):
+        for logprobs in (None, 0, 4):
+            request = GenerationRequest(
+                tuple(PROMPT[: 1 + index]), sampling=sampling, policy=DRAFTING, logprobs=logprobs
+            )
+            sequence = decoder.admit(request, ladder, drafter.served(request))  # type: ignore[arg-type]
+            batch.append((sequence, drafter))
+    for is_decoding in (False, True):  # the prompts, then drafts
+        with Reads() as reads:
+            results = decoder.step(batch, COSTS)
+        assert all(results)
+        assert reads.found == ["tolist"]
+        drafted = sum(sequence.num_drafted for sequence, _ in batch)
+        assert (drafted > len(batch)) == is_decoding

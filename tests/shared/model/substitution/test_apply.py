@@ -1,0 +1,189 @@
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from shared.errors import UnsupportedModel
+from shared.model.cache import SlotCache
+from shared.model.substitution.apply import accelerate, restore
+from shared.ops.build import build
+from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
+
+# Families whose attention does not go through transformers' interface, and families with experts in one parameter:
+# those parts stay as they are, so the whole is not batch-invariant.
+OWN_ATTENTION = {"falcon", "falcon-alibi"}
+EXPERTS = {"mixtral"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    build()
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models this small lose by a second one
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.randint(2, VOCABULARY_SIZE, shape)
+
+
+def _generate(model: PreTrainedModel, ids: Tensor, seen: Tensor) -> Tensor:
+    return model.generate(
+        ids,
+        attention_mask=seen,
+        do_sample=False,
+        max_new_tokens=12,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generates_the_same_tokens_and_can_be_taken_back(family: str) -> None:
+    model = build_family(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    implementation = model.config._attn_implementation
+    ids, seen = _ids(3, 9), torch.ones(3, 9, dtype=torch.long)
+    seen[1, :3] = seen[2, :1] = 0
+    alone, padded = _generate(model, ids[:1], seen[:1]), _generate(model, ids, seen)
+
+    report = accelerate(model)
+    assert torch.equal(_generate(model, ids[:1], seen[:1]), alone)
+    assert torch.equal(_generate(model, ids, seen), padded)
+    assert list(model.state_dict()) == list(before)
+    assert report.attention == (family not in OWN_ATTENTION)
+    assert report.batch_invariant == (family not in OWN_ATTENTION | EXPERTS)
+    assert report.linears > 0
+    assert report.packed_bytes >= report.freed_bytes > 0
+
+    restore(model)
+    assert model.config._attn_implementation == implementation
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(_generate(model, ids, seen), padded)
+
+
+def test_counts_what_it_substitutes() -> None:
+    report = accelerate(build_family("llama"))
+    assert (report.linears, report.gated_mlps, report.norms) == (6 * 4 + 1, 6, 13)
+    assert report.rotary == ("transformers.models.llama.modeling_llama",)
+    assert report.left_alone == {}
+
+
+@pytest.mark.parametrize(
+    ("family", "gated", "norms"),
+    [("qwen3", 6, 25), ("gemma3-sliding", 6, 37), ("phi3", 6, 13), ("phi2", 0, 0), ("gpt2", 0, 0)],
+)
+def test_recognises_parts_by_what_they_compute(family: str, gated: int, norms: int) -> None:
+    report = accelerate(build_family(family))
+    assert (report.gated_mlps, report.norms) == (gated, norms)
+
+
+def test_names_what_it_leaves_alone() -> None:
+    mixtral = accelerate(build_family("mixtral")).left_alone
+    assert "experts" in mixtral["model.layers.0.mlp.experts"]
+    falcon = accelerate(build_family("falcon-alibi")).left_alone
+    assert "AttentionInterface" in falcon["attention"]
+    assert "other parameters" in falcon["transformer.ln_f"]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3-sliding", "opt"])
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_any_split_of_a_sequence_gives_the_same_bits(family: str, tokens: int) -> None:
+    model = build_family(family)
+    accelerate(model)
+    ids = _ids(1, 24)
+    whole = model(input_ids=ids, use_cache=False).logits
+    cache, parts = SlotCache(40), []
+    for start in range(0, 24, tokens):
+        cache.begin(start, tokens)
+        part = model(input_ids=ids[:, start : start + tokens], past_key_values=cache)
+        parts.append(part.logits)
+    assert torch.equal(torch.cat(parts, 1), whole)
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    model = build_family("llama")
+    accelerate(model)
+    ids = _ids(1, 30)
+    one = model(input_ids=ids).logits
+    torch.set_num_threads(2)
+    assert torch.equal(model(input_ids=ids).logits, one)
+
+
+def test_weights_are_freed_unless_shared_or_wanted() -> None:
+    tied = build_family("llama-tied")
+    accelerate(tied)
+    assert tied.model.layers[0].self_attn.q_proj.weight.is_meta
+    assert not tied.model.embed_tokens.weight.is_meta
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    kept = build_family("llama")
+    assert accelerate(kept, keep_weights=True).freed_bytes == 0
+    assert not any(parameter.is_meta for parameter in kept.parameters())
+
+
+def test_a_second_time_training_and_gradients_are_refused() -> None:
+    model = build_family("llama")
+    with pytest.raises(ValueError, match="eval"):
+        accelerate(model.train())
+    accelerate(model.eval())
+    with pytest.raises(ValueError, match="already"):
+        accelerate(model)
+    with (
+        torch.enable_grad(),
+        pytest.raises((RuntimeError, ValueError), match=r"no gradient|no_grad"),
+    ):
+        model(input_ids=_ids(1, 3))
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"torch.bfloat16 on cpu, want float32"):
+        accelerate(build_family("llama").bfloat16())
+
+
+def test_a_model_that_comes_out_different_is_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = build_family("llama"), _ids(1, 6)
+    before = model(input_ids=ids).logits
+    monkeypatch.setattr("shared.model.substitution.apply.MODEL_TOLERANCE", -1.0)
+    with pytest.raises(UnsupportedModel, match="differ by"):
+        accelerate(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_the_rotary_function_comes_back_with_the_last_user() -> None:
+    from transformers.models.mistral import modeling_mistral
+
+    gc.collect()  # models of other tests may still use it
+    original = modeling_mistral.apply_rotary_pos_emb
+    first, second = build_family("mistral"), build_family("mistral-sliding")
+    accelerate(first)
+    accelerate(second)
+    assert modeling_mistral.apply_rotary_pos_emb is not original
+    restore(first)
+    assert modeling_mistral.apply_rotary_pos_emb is not original
+    del second
+    gc.collect()
+    assert modeling_mistral.apply_rotary_pos_emb is original
+
+
+def test_a_growing_cache_gives_the_bits_of_a_preallocated_one() -> None:
+    model, ids = build_family("qwen3"), _ids(1, 12)
+    accelerate(model)
+    growing, slots = DynamicCache(), SlotCache(20)
+    for start in range(0, 12, 4):
+        slots.begin(start, 4)
+        inputs = {"input_ids": ids[:, start : start + 4]}
+        one = model(**inputs, past_key_values=growing).logits
+        assert torch.equal(model(**inputs, past_key_values=slots).logits, one)

@@ -1,0 +1,191 @@
+"""Which layers become one op, when that op runs, and that nothing but speed tells."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from shared.model.cache import SlotCache
+from shared.model.load import wrap_model
+from shared.model.packed import PackedCache, Segment
+from shared.model.runner import DepthRunner
+from shared.model.substitution import attention
+from shared.model.substitution.apply import accelerate, restore
+from shared.model.substitution.layer import FusedLayer
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+
+FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
+LEFT_ALONE = {
+    "gemma3-sliding": "after attention runs PackedLinear, RmsNorm, RmsNorm",
+    "mixtral": "after attention runs PackedLinear, RmsNorm, not",
+    "phi2": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
+    "opt": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
+}
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Per call of a fused layer, whether the op ran."""
+    calls: list[bool] = []
+    original = FusedLayer.fused
+
+    def noted(self: FusedLayer, *args: Any) -> Tensor | None:
+        out = original(self, *args)
+        calls.append(out is not None)
+        return out
+
+    monkeypatch.setattr(FusedLayer, "fused", noted)
+    return calls
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.randint(2, VOCABULARY_SIZE, shape)
+
+
+def _in_parts(model: PreTrainedModel, ids: Tensor, parts: list[int]) -> Tensor:
+    cache, logits, base = SlotCache(ids.shape[1]), [], 0
+    for count in parts:
+        cache.begin(base, count)
+        own = ids[:, base : base + count]
+        logits.append(model(input_ids=own, past_key_values=cache).logits)
+        base += count
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_layers_as_one_op_have_the_bits_of_their_modules(
+    family: str, fused_calls: list[bool]
+) -> None:
+    model = build_family(family)
+    assert accelerate(model).layers == NUM_LAYERS
+    fused_calls.clear()
+    for rows in (1, 2):
+        ids = _ids(rows, 20)
+        together = _in_parts(model, ids, [20])
+        assert torch.equal(_in_parts(model, ids, [7, 1, 9, 1, 2]), together)
+        assert fused_calls
+        assert all(fused_calls)
+        fused_calls.clear()
+        by_modules = model(input_ids=ids, past_key_values=DynamicCache()).logits
+        assert torch.equal(by_modules, together)
+        assert fused_calls == [False] * NUM_LAYERS
+        fused_calls.clear()
+
+
+def test_packed_sequences_run_as_one_op_with_the_bits_of_each_alone(
+    fused_calls: list[bool],
+) -> None:
+    model = build_family("mistral-sliding")
+    accelerate(model)
+    rows, held = [_ids(1, 12), _ids(1, 9)], (8, 6)
+    alone, segments = [], []
+    for ids, base in zip(rows, held, strict=True):
+        count = ids.shape[1] - base
+        alone.append(_in_parts(model, ids, [base, count])[:, base:])
+        cache = SlotCache(16)
+        cache.begin(0, base)
+        model(input_ids=ids[:, :base], past_key_values=cache)
+        segments.append(Segment(cache, base, count))
+    fused_calls.clear()
+    positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in segments])
+    out = model(
+        input_ids=torch.cat([row[:, base:] for row, base in zip(rows, held, strict=True)], 1),
+        position_ids=positions[None],
+        past_key_values=PackedCache(segments),
+    )
+    assert fused_calls == [True] * NUM_LAYERS
+    assert torch.equal(out.logits, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("family", LEFT_ALONE)
+def test_other_forms_keep_their_modules_and_say_why(family: str) -> None:
+    report = accelerate(build_family(family))
+    assert report.layers == 0
+    reasons = [why for why in report.left_alone.values() if why.startswith("not one op")]
+    assert len(reasons) == NUM_LAYERS
+    assert all(LEFT_ALONE[family] in why for why in reasons)
+
+
+def test_a_layer_that_only_looks_alike_keeps_its_modules() -> None:
+    model = build_family("llama")
+    layer = model.model.layers[2]
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * 1.0000001
+    report = accelerate(model)
+    assert report.layers == NUM_LAYERS - 1
+    assert report.left_alone == {"model.layers.2": "not one op: the op computes something else"}
+
+
+def test_other_scaling_is_seen_not_assumed() -> None:
+    model = build_family("llama")
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.7
+    assert accelerate(model).layers == NUM_LAYERS
+
+
+def test_what_the_op_cannot_do_is_left_to_the_modules(fused_calls: list[bool]) -> None:
+    model, ids = build_family("llama"), _ids(1, 4)
+    accelerate(model)
+    cache = SlotCache(4)
+    cache.begin(0, 4)
+    expected = model(input_ids=ids, past_key_values=cache)
+    fused_calls.clear()
+    for changes in (
+        {
+            "attention_mask": torch.zeros(1, 1, 4, 4).masked_fill(
+                ~torch.ones(4, 4).tril().bool(), -3e38
+            )
+        },
+        {"something": 1},
+    ):
+        cache.begin(0, 4)
+        out = model(input_ids=ids, past_key_values=cache, **changes)
+        assert torch.equal(out.logits, expected.logits)
+    seen: list[object] = []
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    cache.begin(0, 4)
+    model(input_ids=ids, past_key_values=cache)
+    hook.remove()
+    assert fused_calls == [False] * (2 * NUM_LAYERS + 1) + [True] * (NUM_LAYERS - 1)
+    assert seen == [1]
+
+
+def test_restored_layers_are_the_models_own_again_also_behind_gates() -> None:
+    model, ids = build_family("llama"), _ids(1, 5)
+    expected = model(input_ids=ids).logits
+    accelerate(model)
+    restore(model)
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+    assert torch.equal(model(input_ids=ids).logits, expected)
+
+    loaded = wrap_model(model, accelerate=True)
+    runner = DepthRunner(loaded)
+    cache = runner.new_cache(5)
+    runner.run(ids, cache, first=0, last=NUM_LAYERS, base=0)
+    restore(model)
+    state = runner.run(ids, cache, first=0, last=NUM_LAYERS, base=0)
+    assert torch.equal(runner.logits(state), expected)
+    assert runner.counters.layer_executions == 2 * NUM_LAYERS
+
+
+def test_watching_leaves_no_trace() -> None:
+    from transformers import AttentionInterface
+
+    model = build_family("llama")
+    accelerate(model)
+    assert AttentionInterface()[attention.NAME] is attention.attention
+    for layer in model.model.layers:
+        assert not layer._forward_hooks
+        assert not layer._forward_pre_hooks

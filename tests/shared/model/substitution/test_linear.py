@@ -1,0 +1,76 @@
+"""Which modules are found to be linear layers, norms and gated MLPs, and what takes their place."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shared.model.substitution.linear import gated_mlp, linear, rms_norm
+from shared.model.substitution.match import Unsuitable
+from shared.ops import reference
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class _Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.001
+
+
+class _CentredNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (8,), self.weight, None, self.eps)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(8, 12, bias=False), nn.Linear(12, 8)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) * self.act(self.b(x)))
+
+
+def test_eps_is_found_among_other_small_numbers() -> None:
+    norm = _CentredNorm()
+    norm.dropout, norm.eps = 1e-7, 1e-6
+    norm.forward = lambda x: reference.rms_norm(x, norm.weight, norm.eps)
+    x = torch.randn(2, 8) * 1e-2
+    torch.testing.assert_close(rms_norm(norm).forward(x), norm(x))
+
+
+def test_look_alikes_are_not_substituted() -> None:
+    with pytest.raises(Unsuitable, match="does more"):
+        linear(_Scaled(8, 4))
+    with pytest.raises(Unsuitable, match="not an RMS norm"):
+        rms_norm(_CentredNorm())
+    with pytest.raises(Unsuitable, match="is not down"):
+        gated_mlp(_Mlp(nn.ReLU()))
+    with pytest.raises(Unsuitable, match="float64"):
+        linear(nn.Linear(8, 4).double())
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(approximate="tanh")])
+def test_a_gated_mlp_is_found_whatever_its_layers_are_called(act: nn.Module) -> None:
+    module, x = _Mlp(act), torch.randn(5, 8)
+    found = gated_mlp(module)
+    torch.testing.assert_close(found.forward(x), module(x))
+    for source, weight in zip(found.sources, found.unpack(), strict=True):
+        assert torch.equal(source.get_parameter("weight"), weight)
+
+
+def test_hooks_on_a_layer_keep_it_from_being_fused() -> None:
+    module = _Mlp(nn.SiLU())
+    module.a.register_forward_hook(lambda *_: None)
+    with pytest.raises(Unsuitable, match="hooks"):
+        gated_mlp(module)

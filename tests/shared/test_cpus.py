@@ -1,0 +1,123 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shared.cpus import size_thread_pools, usable_cpus
+
+
+@pytest.fixture(autouse=True)
+def _sixteen_cpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """(files below the cgroup root, /proc/self/cgroup) -> what `usable_cpus` says there."""
+
+    def cpus(files, process, **options):
+        for name, text in files.items():
+            path = tmp_path / "cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        (tmp_path / "process").write_text(process)
+        root, processes = tmp_path / "cgroup", tmp_path / "process"
+        return usable_cpus(cgroup_root=root, process_cgroups=processes, **options)
+
+    return cpus
+
+
+V1 = "4:memory:/x\n3:cpu,cpuacct:{}\n2:cpuset:/\n"
+CASES = {
+    "v2 in its own namespace": ({"cpu.max": "250000 100000\n"}, "0::/\n", 3),
+    "v2 without a limit": ({"cpu.max": "max 100000\n"}, "0::/\n", 16),
+    "v2 limited above": (
+        {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "max 100000\n"},
+        "0::/a/b\n",
+        2,
+    ),
+    "v2 limited twice": (
+        {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "700000 100000\n"},
+        "0::/a/b\n",
+        2,
+    ),
+    "v2 with the machine's path": ({"cpu.max": "150000 100000\n"}, "0::/kubepods/pod1/c1\n", 2),
+    "v2 less than one": ({"cpu.max": "10000 100000\n"}, "0::/\n", 1),
+    "v2 more than allowed": ({"cpu.max": "6400000 100000\n"}, "0::/\n", 16),
+    "v2 damaged": ({"cpu.max": "nonsense\n"}, "0::/\n", 16),
+    "v1": (
+        {"cpu,cpuacct/cpu.cfs_quota_us": "400000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
+        V1.format("/"),
+        4,
+    ),
+    "v1 without a limit": (
+        {"cpu,cpuacct/cpu.cfs_quota_us": "-1\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
+        V1.format("/"),
+        16,
+    ),
+    "v1 with the machine's path, by its link": (
+        {"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        V1.format("/docker/abc"),
+        2,
+    ),
+    "v1 beside v2": (
+        {"cpu/cpu.cfs_quota_us": "500000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+        "1:cpu:/\n0::/\n",
+        5,
+    ),
+    "no cgroups": ({}, "", 16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_quota_of_the_container_counts(machine, name):
+    files, process, expected = CASES[name]
+    assert machine(files, process) == expected
+
+
+def test_a_setting_and_the_affinity_count(machine, monkeypatch):
+    files = {"cpu.max": "800000 100000\n"}
+    assert machine(files, "0::/\n", wanted=5) == 5
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7})
+    assert machine(files, "0::/\n") == 2
+
+
+def test_pools_are_sized_unless_the_environment_says_so(monkeypatch):
+    environment = {"OMP_NUM_THREADS": "7"}
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    size_thread_pools(environment)
+    assert list(environment) == ["OMP_NUM_THREADS"], "the whole machine is ours"
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
+    size_thread_pools(environment)
+    assert environment["OMP_NUM_THREADS"] == "7"
+    assert environment["RAYON_NUM_THREADS"] == str(usable_cpus())
+
+
+@pytest.mark.parametrize("module", ["inference_service", "calibrator_service"])
+def test_the_services_size_their_pools_before_torch_is_imported(module):
+    """Whoever imports torch first fails the program."""
+    program = f"""
+import os, runpy, sys
+os.cpu_count = lambda: 1000
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "numpy"):
+            print("sized" if "OMP_NUM_THREADS" in os.environ else "too early")
+            os._exit(0)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["{module}", "--listen", "nonsense", "--model", "m=/no/such"]
+runpy.run_module("{module}", run_name="__main__")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    # The calibration service itself needs neither; its jobs' processes do.
+    assert "too early" not in done.stdout
+    assert done.stdout.strip() == "sized" or module == "calibrator_service"

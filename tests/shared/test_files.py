@@ -1,0 +1,88 @@
+"""Files that are there whole or not at all."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.files import write_atomically, write_synced
+
+STEPS = ["write", "written", "synced", "renamed"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    return path
+
+
+def test_the_new_contents_take_the_place_of_the_old(path: Path) -> None:
+    assert path.read_bytes() == b"old"
+    write_atomically(path, b"new", drop_cached=True)
+    assert path.read_bytes() == b"new"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_contents_are_flushed_before_the_name_and_the_name_before_the_return(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted(descriptor: int) -> None:
+        kind = "folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file"  # noqa: PTH112
+        order.append(f"sync {kind}")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", lambda own, to: order.append("rename") or rename(own, to))
+    write_atomically(path, b"new")
+    assert order == ["sync file", "rename", "sync folder"]
+    write_synced(path, b"whole folder")
+    assert order[3:] == ["sync file"]
+
+
+@pytest.mark.parametrize("failing", STEPS[:3])
+def test_after_an_error_the_old_contents_stay_and_nothing_else(path: Path, failing: str) -> None:
+    def step(name: str) -> None:
+        if name == failing:
+            raise OSError(28, "no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_atomically(path, b"new", step=step)
+    assert path.read_bytes() == b"old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("failing", STEPS)
+def test_a_writer_that_is_killed_leaves_the_old_contents_or_the_new(
+    path: Path, failing: str
+) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from shared.files import write_atomically\n"
+        "kill = lambda name: os.kill(os.getpid(), 9) if name == sys.argv[2] else None\n"
+        "write_atomically(Path(sys.argv[1]), b'new' * 100_000, step=kill)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(path), failing], check=False)
+    assert killed.returncode == -9
+    expected = b"new" * 100_000 if failing == "renamed" else b"old"
+    assert path.read_bytes() == expected
+    write_atomically(path, b"newer")  # nothing left behind stands in the way
+    assert path.read_bytes() == b"newer"
+
+
+def test_another_writers_part_is_left_alone(path: Path) -> None:
+    part = path.with_name("part")
+    part.write_bytes(b"somebody's")
+    with pytest.raises(FileExistsError):
+        write_atomically(path, b"new", part=part)
+    assert part.read_bytes() == b"somebody's"
+    assert path.read_bytes() == b"old"
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_atomically(tmp_path / "none" / "file", b"new")
