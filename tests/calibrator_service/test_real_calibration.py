@@ -1,4 +1,4 @@
-"""The whole way with the real pipeline, on a tiny random model saved to disk."""
+"""Jobs that run the real pipeline, on a tiny random model saved to disk."""
 
 import json
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_killed_mid_job_resumes_and_publishes_a_ladder(
     assert made.manifest["model"]["num_layers"] == 6
 
 
-def test_a_request_without_bounds_gets_the_quick_budget(
+def test_a_request_without_limits_gets_the_quick_budget(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the proto to the manifest, as the job's process would; the preset is shortened for the test."""
@@ -92,7 +92,7 @@ def test_model_and_dataset_that_do_not_exist(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The hub is out of reach (offline mode): the job says so and learns from nothing else."""
+    """The Hub cannot be reached (offline mode): the job fails and uses no other text."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     service = start_service(
         *("--model", f"tiny={model_folder}", "--model", f"missing={tmp_path / 'nowhere'}"),
@@ -112,8 +112,10 @@ def test_model_and_dataset_that_do_not_exist(
     assert LocalRegistry(tmp_path / "registry").list_versions("tiny") == []
 
 
-def test_what_else_cannot_be_calibrated(model_folder: Path, tmp_path: Path) -> None:
-    """As the job's process would run it, without the process."""
+def test_unsupported_model_rung_too_deep_and_cancellation(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Runs the recipe in this process."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
 
     def run(source: Path, spec: CalibrationSpec, *, stop: bool = False) -> None:

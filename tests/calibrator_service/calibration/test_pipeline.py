@@ -38,7 +38,7 @@ def contents(ladder: Ladder, report: dict[str, Any]) -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _many_rows() -> Iterator[None]:
-    """The tiny model starts alike so often that most rows are known already."""
+    """The tiny model repeats its beginnings, so most rows are duplicates and many rows are needed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("calibrator_service.calibration.plan.rows_together", lambda _: 160)
         yield
@@ -96,7 +96,7 @@ def test_progress_moves_while_the_first_text_is_written(finished: Any) -> None:
     assert writing[-1] > 0.2
 
 
-def test_what_is_published_is_what_was_measured(finished: Any) -> None:
+def test_the_published_ladder_is_the_measured_one(finished: Any) -> None:
     result, _, _ = finished
     manifest, blobs = pack_ladder(result.ladder, result.report)
     again = unpack_ladder(manifest, blobs)
@@ -110,7 +110,7 @@ def test_what_is_published_is_what_was_measured(finished: Any) -> None:
 
 
 class Killed(BaseException):
-    """Stands for a process that dies: nothing may catch it."""
+    """Stands for the death of the process: no handler may catch it."""
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_a_killed_run_continues_to_the_same_ladder(
     assert contents(again.ladder, again.report) == contents(finished[0].ladder, finished[0].report)
 
 
-def test_states_made_anew_teach_what_states_kept_teach(
+def test_recomputed_states_give_the_same_ladder(
     base_model: LoadedModel, tmp_path: Path, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: only tokens are on disk."""
+    """As on a GPU, with tokens only on disk."""
     scale = Scale(rows=160, keeps_states=False)
     monkeypatch.setattr("calibrator_service.calibration.plan.scale_of", lambda _: scale)
     anew = calibrate(base_model, SPEC, work_dir=tmp_path)
@@ -174,7 +174,7 @@ def test_a_rung_at_the_last_layer_is_refused(base_model: LoadedModel) -> None:
         resolve(replace(SPEC, draft_vocabulary_size=33), base_model)
 
 
-def test_the_draft_vocabulary_holds_what_the_model_says_most(
+def test_the_draft_vocabulary_has_the_models_most_frequent_choices(
     finished: Any, base_model: LoadedModel, tmp_path: Path
 ) -> None:
     spec = replace(SPEC, draft_vocabulary_size=6, max_tokens=2000)
@@ -237,7 +237,7 @@ def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting: LoadedM
     assert "time budget" in caught.value.message
 
 
-def test_without_bounds_the_quick_budget_holds(counting: LoadedModel) -> None:
+def test_without_limits_the_quick_budget_applies(counting: LoadedModel) -> None:
     def bounds(spec: CalibrationSpec) -> tuple[float, float]:
         plan = resolve(spec, counting)
         return plan.max_tokens, plan.budget_s

@@ -1,4 +1,4 @@
-"""The arithmetic of certification: known values, the threshold before the first failure, and coverage where it is hardest."""
+"""The arithmetic of certification: known values, the last passing threshold, and coverage in the hardest case."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_binomial_against_known_values() -> None:
     assert binomial_cdf(11, 400, 0.05) == pytest.approx(exact, rel=1e-9)
 
 
-def test_what_passes_ends_before_the_first_failure() -> None:
+def test_thresholds_pass_up_to_the_first_failure() -> None:
     # P[Bin(100, 0.1) <= 3] is 0.0078, <= 4 is 0.0237, <= 6 is 0.117.
     assert last_passing(100, [0, 3, 4, 6], 0.1, 0.05) == 3
     assert last_passing(100, [0, 3, 4, 6], 0.1, 0.02) == 2
@@ -37,7 +37,7 @@ def test_what_passes_ends_before_the_first_failure() -> None:
 
 
 def test_bounds_are_those_of_the_last_passing_thresholds() -> None:
-    """Of 200 prompts 2 differ from 0.98 on and 60 from 0.8 on."""
+    """Of 200 prompts, 2 differ at thresholds up to 0.98 and 60 at thresholds up to 0.8."""
     certificate = certify([0.0] * 140 + [0.8] * 58 + [0.98] * 2)
     counts = dict(zip(THRESHOLDS, certificate.num_differing, strict=True))
     assert [counts[t] for t in (0.99, 0.98, 0.85, 0.8, 0.7)] == [0, 2, 2, 60, 60]
@@ -53,13 +53,13 @@ def test_bounds_are_those_of_the_last_passing_thresholds() -> None:
 
 
 @pytest.mark.parametrize("highest", [[], [0.0] * 3, [1.0] * 300])
-def test_no_bound_where_none_can_be_had(highest: list[float]) -> None:
-    """No prompts, too few, and a router that is wrong on all of them."""
+def test_no_bound_without_enough_evidence(highest: list[float]) -> None:
+    """No prompts, too few prompts, and a router that is wrong on every prompt."""
     assert certify(highest).bounds == ()
 
 
 @pytest.mark.parametrize("num_prompts", [30, 150])
-def test_joint_failure_is_what_draws_show(num_prompts: int) -> None:
+def test_joint_failure_equals_its_simulated_frequency(num_prompts: int) -> None:
     level = joint_level(num_prompts, DELTA)
     assert DELTA / len(EPSILONS) <= level < DELTA
     assert joint_failure(num_prompts, level) <= DELTA
@@ -72,7 +72,7 @@ def test_joint_failure_is_what_draws_show(num_prompts: int) -> None:
 
 
 def test_all_bounds_together_are_wrong_no_more_often_than_promised() -> None:
-    """The hardest router there is: at every threshold its risk is just beyond another epsilon of the grid."""
+    """The hardest router: at each threshold its risk is just above another epsilon of the grid."""
     risks = np.array([*EPSILONS, 0.6, 0.7]) + 1e-6
     rng, num_wrong, num_runs = np.random.default_rng(1), 0, 700
     for _ in range(num_runs):

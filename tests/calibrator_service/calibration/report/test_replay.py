@@ -39,7 +39,7 @@ def greedy(loaded: LoadedModel, prompt: Sequence[int] = PROMPT) -> TokenSequence
 def scripted(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, sequence: TokenSequence, script: Script
 ) -> float:
-    """What the replay finds where the tables' drafts are (right, probability) of (settled position, drafts before)."""
+    """The replay's result if the table drafts are those of `script`: (settled position, earlier drafts) -> (is right, probability)."""
 
     class Scripted:
         def __init__(self, _: Any, prompt: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ def test_every_position_after_the_first_token_counts_and_no_other(
         assert scripted(monkeypatch, counting, sequence, script) == expected
 
 
-def test_an_answer_that_the_model_does_not_give_differs_everywhere(counting: LoadedModel) -> None:
+def test_an_answer_that_is_not_the_models_differs_at_every_threshold(counting: LoadedModel) -> None:
     sequence = greedy(counting)
     other = (*sequence.tokens[:-1], sequence.tokens[-1] + 1)
     replayer = Replayer(Ladder(ModelIdentity.of(counting)), DepthRunner(counting))
@@ -118,7 +118,7 @@ def test_a_worker_chains_no_more_drafts_than_the_replay() -> None:
 
 
 def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
-    """Exits that say anything, and tables that know half of it, with routers that believe them much."""
+    """A ladder with untrained exits, tables of part of the text, and routers with high probabilities."""
     torch.manual_seed(seed)
     exits = []
     for depth in (0, 2):
@@ -143,7 +143,7 @@ def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
 
 
 def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) -> float:
-    """The same, chain after chain with the calls of the worker's drafter, exits one at a time."""
+    """The same result from the worker's drafter, one chain and one exit at a time."""
     runner = DepthRunner(loaded)
     bound = ladder.bind(runner)
     tokens, end = sequence.tokens, len(sequence.tokens)
@@ -168,9 +168,7 @@ def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) ->
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_replay_is_the_worker_gone_through_by_the_book(
-    counting: LoadedModel, seed: int
-) -> None:
+def test_the_replay_equals_a_worker_chain_by_chain(counting: LoadedModel, seed: int) -> None:
     ladder = random_ladder(counting, seed)
     sequences = [greedy(counting, (0, start)) for start in range(6, 12)]
     sequences.append(greedy(counting, tuple(range(5, 24))))

@@ -1,4 +1,4 @@
-"""What a calibration certifies: consistent with the engine, in the manifest, or not there and why."""
+"""The certified risk: consistent with the engine and published in the manifest, or absent with a reason."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ def result(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) ->
         return calibrate(base_model, SPEC, work_dir=tmp_path_factory.mktemp("risk"))
 
 
-def test_a_calibration_says_what_was_certified_and_on_what(result: CalibrationResult) -> None:
+def test_the_report_states_the_certified_risk_and_its_data(result: CalibrationResult) -> None:
     risk = result.report["risk"]
     assert risk["num_prompts"] == len(PROMPTS) // 5
     assert risk["max_new_tokens"] == NUM_NEW
@@ -73,10 +73,10 @@ def test_a_calibration_says_what_was_certified_and_on_what(result: CalibrationRe
         assert seen < bound.epsilon
 
 
-def test_where_the_engine_differs_the_replay_does(
+def test_every_difference_of_the_engine_is_found_by_the_replay(
     result: CalibrationResult, base_model: LoadedModel, tmp_path: Path
 ) -> None:
-    """New prompts, relaxed by the engine as it happens to plan it, at thresholds bold enough for it to go wrong."""
+    """The engine runs `relaxed` on new prompts, at thresholds so low that it makes errors."""
     config = SelfGenerationConfig(seed=99, max_new_tokens=NUM_NEW)
 
     def written() -> Any:

@@ -1,4 +1,4 @@
-"""Which sequence goes where, and what is captured of it."""
+"""Labels and captured states of sequences."""
 
 from pathlib import Path
 
@@ -31,8 +31,8 @@ def collector(loaded: LoadedModel, folder: Path, **options: float) -> Collector:
     return Collector(DepthRunner(loaded), [0, 2], folder, max_state_bytes=1 << 20, **options)  # type: ignore[arg-type]
 
 
-def test_choices_are_the_full_models(counting: LoadedModel, tmp_path: Path) -> None:
-    """Of an answer they are its own tokens; of given text they are computed, and are not the text."""
+def test_choices_are_those_of_the_full_model(counting: LoadedModel, tmp_path: Path) -> None:
+    """The choices of an answer are its tokens; those of given text are computed."""
     mine = collector(counting, tmp_path)
     own = answer(counting, [0, 7, 9], 12)
     assert mine.add("heads", own) == []
@@ -51,7 +51,7 @@ def test_choices_are_the_full_models(counting: LoadedModel, tmp_path: Path) -> N
 def test_choices_do_not_depend_on_whether_states_are_kept(
     counting: LoadedModel, tmp_path: Path
 ) -> None:
-    """Beyond the disk's share nothing is passed through the model: an answer is its own label."""
+    """Beyond the limit on disk, answers do not go through the model: their tokens are the labels."""
     own = answer(counting, [0, 7, 9], 12)
     keeping, tables_only = (
         Collector(DepthRunner(counting), depths, tmp_path, max_state_bytes=1 << 20)
@@ -99,7 +99,7 @@ def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path)
     assert at == len(chunk)
 
 
-def test_a_chunk_that_is_there_is_not_captured_again(
+def test_a_stored_chunk_is_not_captured_again(
     counting: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = collector(counting, tmp_path)
@@ -126,7 +126,7 @@ def test_states_on_disk_are_bounded(counting: LoadedModel, tmp_path: Path) -> No
 
 
 def test_cosine_label_compares_normed_with_normed(counting: LoadedModel, tmp_path: Path) -> None:
-    """TIDE's mistake was the raw state against the normed one."""
+    """TIDE compares the raw state with the normed one by mistake."""
     runner = DepthRunner(counting)
     captured = runner.capture(torch.tensor([TEXT.tokens]), [2, 3])
     state, deep = captured[2][0], captured[3][0]

@@ -28,7 +28,7 @@ def test_greedy_rows_equal_generate(counting: LoadedModel) -> None:
     assert together == [alone(counting, prompt, 20) for prompt in PROMPTS]
 
 
-def test_rows_that_stop_are_dropped_and_change_nothing(counting: LoadedModel) -> None:
+def test_dropping_ended_rows_does_not_change_the_others(counting: LoadedModel) -> None:
     free = decode_batch(counting, PROMPTS, DecodeParams(20))
     stop = free[2][3]
     stopped = decode_batch(counting, PROMPTS, DecodeParams(20, frozenset({stop})))
@@ -55,7 +55,7 @@ def test_a_small_nucleus_is_greedy(counting: LoadedModel) -> None:
     assert sampled == decode_batch(counting, PROMPTS, DecodeParams(10))
 
 
-def test_cancel_and_lateness(counting: LoadedModel) -> None:
+def test_cancelled_and_late_decoding(counting: LoadedModel) -> None:
     with pytest.raises(Cancelled):
         decode_batch(counting, PROMPTS, DecodeParams(10), should_stop=lambda: True)
     late = decode_batch(counting, PROMPTS, DecodeParams(10), is_late=lambda: True)

@@ -1,4 +1,4 @@
-"""Files as documents: what a document is, and what is said of a line that cannot be used."""
+"""Documents of text files, and errors of lines that cannot be used."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_large_file_comes_in_pieces_cut_between_words(
     assert found[0].endswith("\n")
 
 
-def test_jsonl_is_a_document_per_line_and_reads_no_more_than_the_field(tmp_path: Path) -> None:
+def test_jsonl_has_a_document_per_line_and_only_its_field_is_read(tmp_path: Path) -> None:
     big = b"1" * 10_000
     lines = [
         b'\xef\xbb\xbf{"body": "one\\u2028\\u0000 more"}\r\n',
@@ -74,7 +74,9 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("what", BAD_LINES)
-def test_a_bad_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_an_error_names_the_bad_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1 << 18)
     content, reason = BAD_LINES[what]
     path = written(tmp_path, "a.jsonl", b'{"text": "good"}\n\n' + content + b"\n")
@@ -86,7 +88,7 @@ def test_a_bad_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wh
     assert "a.jsonl, line 3" in caught.value.message
 
 
-def test_a_text_file_that_is_no_utf8(tmp_path: Path) -> None:
+def test_a_text_file_that_is_not_utf8(tmp_path: Path) -> None:
     path = written(tmp_path, "a.txt", b"good\n" * 100_000 + b"b\xe4d\n")
     with pytest.raises(InvalidInput, match=r"a\.txt, line 100001 is not UTF-8") as caught:
         list(*text_documents(path))

@@ -1,4 +1,4 @@
-"""Hub datasets: read through the Hub and from nowhere else, against a Hub on loopback."""
+"""Hub datasets are read through the Hub only. The tests use a Hub on loopback."""
 
 import gzip
 import json
@@ -36,7 +36,7 @@ def card(*configs: dict[str, Any]) -> bytes:
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder the reader works in, which holds what it must not read."""
+    """The reader's working folder, with files that it must not read."""
     folder = tmp_path_factory.mktemp("disk")
     (folder / "owner" / "plain").mkdir(parents=True)
     (folder / "owner" / "local").mkdir()
@@ -136,18 +136,18 @@ def answers(served: Hub, disk: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", SOURCES)
-def test_what_is_read(answers: dict[str, Any], what: str) -> None:
+def test_texts_or_reason(answers: dict[str, Any], what: str) -> None:
     expected, answer = SOURCES[what][1], answers[what]
     assert (answer if isinstance(expected, list) else answer["reason"]) == expected
 
 
-def test_the_token_goes_only_where_the_operator_named_the_dataset(
+def test_the_token_is_sent_only_for_datasets_allowed_by_name(
     answers: dict[str, Any], served: Hub
 ) -> None:
     assert answers["allowed by name"] == ["one", "two"]
     assert served.tokens == {("owner/named", "Bearer hf_of_the_operator")}
 
 
-def test_no_hub(disk: Path) -> None:
+def test_an_unreachable_hub_is_unavailable(disk: Path) -> None:
     (answer,) = read([{"name": "owner/plain"}], disk, "http://127.0.0.1:9")
     assert (answer["error"], answer["reason"]) == ("Unavailable", "DATASET_UNAVAILABLE")

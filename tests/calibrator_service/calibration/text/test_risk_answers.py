@@ -52,8 +52,8 @@ def test_answers_are_greedy_and_whole(
         assert sequence.num_answer_tokens == 20 or sequence.tokens[-1] in loaded.eos_token_ids
 
 
-def test_loops_are_gone_through_to_their_end(counting: LoadedModel, tmp_path: Path) -> None:
-    """What is learnt from ends where it repeats itself; what is judged may not: a worker goes on."""
+def test_loops_do_not_end_an_answer(counting: LoadedModel, tmp_path: Path) -> None:
+    """Training text ends at a loop. Answers of the risk split must not, because a worker continues."""
     config = SelfGenerationConfig(max_new_tokens=60, rows=24, prompts=tuple(WORDS))
     (learnt,) = SelfGenerator(counting, config, tmp_path).shards()
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +67,7 @@ def test_loops_are_gone_through_to_their_end(counting: LoadedModel, tmp_path: Pa
     assert max(sequence.num_answer_tokens for sequence in judged) == longest
 
 
-def test_no_prompt_of_another_split_is_in_it(counting: LoadedModel, tmp_path: Path) -> None:
+def test_prompts_of_other_splits_are_left_out(counting: LoadedModel, tmp_path: Path) -> None:
     everything = answers(counting, tmp_path / "all")
     splitter = Splitter()
     for sequence in everything[::3]:
@@ -78,10 +78,10 @@ def test_no_prompt_of_another_split_is_in_it(counting: LoadedModel, tmp_path: Pa
     assert rest
 
 
-def test_a_batch_that_is_late_is_dropped_whole(
+def test_a_late_batch_is_dropped_as_a_whole(
     counting: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A half answer would pass for one without a difference."""
+    """An incomplete answer would count as one without a difference."""
     now, real = [0.0], risk_answers.decode_batch
 
     def slow(*arguments, **options):  # type: ignore[no-untyped-def]
@@ -97,7 +97,7 @@ def test_a_batch_that_is_late_is_dropped_whole(
     assert late.answers(Limits(24, 8, 3.0), never) == []
 
 
-def test_it_is_the_same_again_and_can_be_cancelled(counting: LoadedModel, tmp_path: Path) -> None:
+def test_answers_are_repeatable_and_can_be_cancelled(counting: LoadedModel, tmp_path: Path) -> None:
     with pytest.raises(Cancelled):
         RiskAnswerGenerator(counting, CONFIG, tmp_path, lambda _: False).answers(
             ENDLESS, lambda: True

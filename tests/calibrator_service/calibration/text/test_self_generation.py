@@ -1,4 +1,4 @@
-"""Self-generated text: greedy answers to prompts of the right form, in shards that are found again."""
+"""Self-generated text: greedy answers to well-formed prompts, in shards that a later run reuses."""
 
 import itertools
 import random
@@ -59,13 +59,15 @@ def test_magpie_prompts_are_written_by_the_model(counting: LoadedModel, tmp_path
     assert len(set(prompts)) == len(prompts) > 1
 
 
-def test_without_a_template_it_starts_by_itself(base_model: LoadedModel, tmp_path: Path) -> None:
+def test_without_a_chat_template_the_model_samples_the_beginning(
+    base_model: LoadedModel, tmp_path: Path
+) -> None:
     sequences = first(base_model, tmp_path, 1)[0]
     assert all(s.tokens[0] == 0 and is_greedy(base_model, s) for s in sequences)
     assert len({s.tokens for s in sequences}) > 1
 
 
-def test_prompts_of_a_base_model_begin_as_a_worker_reads_them(
+def test_prompts_of_a_base_model_get_the_workers_special_tokens(
     base_model: LoadedModel, tmp_path: Path
 ) -> None:
     tokenizer = make_tokenizer(chat=False)
@@ -93,7 +95,7 @@ def test_given_prompts_are_answered_once_each(counting: LoadedModel, tmp_path: P
     assert asked == {tuple(PromptFormat(counting).encode_user(p)) for p in prompts}
 
 
-def test_shards_are_found_again(
+def test_shards_are_reused(
     counting: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = first(counting, tmp_path / "a", 3)
@@ -107,7 +109,7 @@ def test_shards_are_found_again(
     assert first(counting, tmp_path / "a", 3) == written
 
 
-def test_another_seed_model_or_length_is_another_text(
+def test_another_seed_or_length_gives_another_text(
     counting: LoadedModel, base_model: LoadedModel, tmp_path: Path
 ) -> None:
     paths = {
@@ -122,9 +124,7 @@ def test_another_seed_model_or_length_is_another_text(
     )
 
 
-def test_once_late_no_task_about_the_passages_is_begun(
-    counting: LoadedModel, tmp_path: Path
-) -> None:
+def test_once_late_no_task_about_passages_is_started(counting: LoadedModel, tmp_path: Path) -> None:
     generator = SelfGenerator(counting, CONFIG, tmp_path)
     steps: list[int] = []
     num_seed_steps = 0
@@ -140,7 +140,7 @@ def test_once_late_no_task_about_the_passages_is_begun(
     assert 1 <= len(shards[1]) <= CONFIG.rows // 2
 
 
-def test_what_is_late_is_not_kept(counting: LoadedModel, tmp_path: Path) -> None:
+def test_a_late_shard_is_not_kept(counting: LoadedModel, tmp_path: Path) -> None:
     clock = itertools.count()
     shards = list(SelfGenerator(counting, CONFIG, tmp_path).shards(is_late=lambda: next(clock) > 3))
     assert len(shards) == 1

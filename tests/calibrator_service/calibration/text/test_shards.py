@@ -1,4 +1,4 @@
-"""What a calibration writes: whole or not at all, and a full disk is said to be one."""
+"""Files are written whole or not at all, and a full disk is reported as such."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ def test_a_shard_is_read_back(tmp_path: Path) -> None:
 
 
 def test_really_full_file_system(tmp_path: Path) -> None:
-    """The old file stays, no half of the new one does, and what fits can still be written."""
+    """The old file stays, no part of the new one remains, and smaller files can still be written."""
     said = run_on_small_disk(tmp_path, "512k", sys.executable, "-c", FILL, tmp_path)
     assert json.loads(said) == ["DISK_FULL", {"errno": "ENOSPC"}, ["a"], True]
 
@@ -52,7 +52,7 @@ def test_really_full_file_system(tmp_path: Path) -> None:
         (errno.EIO, grpc.StatusCode.UNAVAILABLE),
     ],
 )
-def test_what_the_disk_refuses_has_a_status_of_its_own(
+def test_disk_errors_have_statuses_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: grpc.StatusCode
 ) -> None:
     def refuse(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""Given text: read as it is, or refused with the reason."""
+"""Given text is read unchanged or refused with a reason."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,9 @@ from shared.errors import InvalidInput, NeapError, NotFound
 from shared.model.load import LoadedModel
 
 
-def test_text_is_packed_with_documents_apart(counting: LoadedModel, tmp_path: Path) -> None:
+def test_text_is_packed_with_a_separator_between_documents(
+    counting: LoadedModel, tmp_path: Path
+) -> None:
     path = tmp_path / "a.jsonl"
     texts = ["w0 w1 w2", " ", "w3 " * 300]
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -23,8 +25,8 @@ def test_text_is_packed_with_documents_apart(counting: LoadedModel, tmp_path: Pa
     assert sum(len(s.tokens) for s in sequences) == 3 + 1 + 300 + 1
 
 
-def test_lines_of_a_text_file_are_no_documents(counting: LoadedModel, tmp_path: Path) -> None:
-    """No end of sequence behind a line that was wrapped, nor behind a paragraph: only behind the file."""
+def test_a_text_file_is_one_document(counting: LoadedModel, tmp_path: Path) -> None:
+    """An end-of-sequence token follows the file, not a line or a paragraph."""
     path = tmp_path / "a.txt"
     path.write_text("w0 w1\nw2\n\n" + "w3 " * 20 + "\n")
     (sequence,) = text_sequences(counting, TextFile(str(path)))

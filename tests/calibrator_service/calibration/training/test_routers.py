@@ -1,4 +1,4 @@
-"""Training the routers, and the figures they are judged by."""
+"""Training and metrics of the routers."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from shared.errors import Cancelled
 
 
 def samples(count: int, seed: int = 0) -> RouterSamples:
-    """Right with a chance that a direction of the state decides, whatever its length."""
+    """Samples whose probability of agreement depends on the direction of the state and not on its length."""
     generator = torch.Generator().manual_seed(seed)
     direction = torch.randn(16, generator=generator)
     chance = torch.sigmoid(3 * direction[0])
@@ -37,8 +37,8 @@ def test_a_router_learns_and_is_calibrated() -> None:
     assert figures["router_precision"] > 0.7
 
 
-def test_an_overfitted_router_is_calibrated_on_what_it_did_not_see() -> None:
-    """Labels at chance: whatever it memorised, its probabilities must say so."""
+def test_an_overfitted_router_is_calibrated_on_held_out_samples() -> None:
+    """With random labels the probabilities must be calibrated, whatever the router has memorised."""
     generator = torch.Generator().manual_seed(0)
     noise = RouterSamples(
         torch.randn(600, 16, generator=generator).half(),
@@ -61,12 +61,12 @@ def test_training_is_repeatable_and_can_be_cancelled() -> None:
         train_router(part, 8, seed=3, should_stop=lambda: True)
 
 
-def test_nothing_to_learn_from() -> None:
+def test_a_router_without_samples() -> None:
     router = train_router(samples(0), 8, seed=0)
     assert 0 < float(router(torch.randn(16), torch.zeros(3))) < 1
 
 
-def test_figures_by_hand() -> None:
+def test_metrics_against_values_computed_by_hand() -> None:
     probability = np.array([0.9, 0.8, 0.8, 0.3, 0.1])
     agreed = np.array([True, True, False, True, False])
     # Pairs of right and wrong: (.9,.8) (.9,.1) (.8,.8)=half (.8,.1) (.3,.8)=0 (.3,.1)
