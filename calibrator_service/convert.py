@@ -9,8 +9,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from neap.calibration.v1 import calibration_pb2
 from neap.router.v1 import router_pb2
 
+from calibrator_service.calibration.spec import (
+    CalibrationSpec,
+    HubDataset,
+    SelfGenerated,
+    Source,
+    TextFile,
+)
 from calibrator_service.job import Job, JobState, unreadable
-from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, Source, TextFile
 from shared.errors import Corrupt, InvalidInput
 from shared.plain_text import check_plain_text
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
@@ -37,7 +43,7 @@ log = structlog.get_logger("neap.calibration")
 
 def spec_from_proto(
     spec: calibration_pb2.CalibrationSpec, *, max_time_budget_s: float = MAX_DURATION_S
-) -> JobSpec:
+) -> CalibrationSpec:
     """Without aliases, which are the job's. Raises InvalidInput."""
     for name, known in (("label", _LABELS), ("head_form", _HEAD_FORMS)):
         if getattr(spec, name) not in known:
@@ -46,7 +52,7 @@ def spec_from_proto(
                 reason="BAD_SPEC",
                 metadata={"field": f"spec.{name}"},
             )
-    # What is absent is left to the defaults of JobSpec.
+    # What is absent is left to the defaults of CalibrationSpec.
     chosen: dict[str, Any] = {}
     if (head_form := _HEAD_FORMS[spec.head_form]) is not None:
         chosen["head_form"] = head_form
@@ -60,7 +66,7 @@ def spec_from_proto(
         chosen["time_budget_s"] = seconds_of(
             spec.time_budget, "spec.time_budget", at_most_s=max_time_budget_s, reason="BAD_SPEC"
         )
-    return JobSpec(
+    return CalibrationSpec(
         model_id=spec.model_id,
         source=_source(spec),
         max_tokens=spec.max_tokens,
@@ -112,7 +118,7 @@ def _check_source(reason: str, **texts: str) -> None:
         )
 
 
-def spec_to_proto(spec: JobSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
+def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
     """With defaults filled in."""
     message = calibration_pb2.CalibrationSpec(
         model_id=spec.model_id,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from sqlite3 import Row
 
-from calibrator_service.job_spec import JobSpec
+from calibrator_service.calibration.spec import CalibrationSpec
 from shared.errors import Corrupt
 
 JOBS_SCHEMA_VERSION = 1
@@ -80,9 +80,9 @@ class Job:
             raise unreadable(self, "its state is not one this build knows") from error
 
     @property
-    def spec(self) -> JobSpec:
+    def spec(self) -> CalibrationSpec:
         try:
-            return JobSpec.from_json(self.spec_text)
+            return CalibrationSpec.from_json(self.spec_text)
         except Corrupt as error:
             raise unreadable(self, error.message) from error
 

@@ -13,14 +13,15 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import TypeVar
 
+from calibrator_service.calibration.progress import Phase
+from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.job import JOBS_SCHEMA, JOBS_SCHEMA_VERSION, Job, JobState, job_of
-from calibrator_service.job_spec import JobSpec
 from shared.errors import AlreadyExists, Cancelled, Conflict, Exhausted, NotFound
 from shared.sqlite import Database
 
 APPLICATION_ID = 0x6E65616A
 MAX_RESUMES = 3
-PUBLISHING = "publishing"
+PUBLISHING: Phase = "publishing"
 _LARGEST_INTEGER = 2**63 - 1
 _QUEUE_RETRY_S = 30.0
 
@@ -57,7 +58,7 @@ class JobStore:
     def create(
         self,
         request_id: str,
-        spec: JobSpec,
+        spec: CalibrationSpec,
         aliases: Sequence[str],
         *,
         max_queued: int,

@@ -1,13 +1,11 @@
 """Exit heads: predict the full model's next token from the state at depth d."""
 
-from typing import Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-HeadForm = Literal["affine", "gated"]
-HEAD_FORMS: tuple[HeadForm, ...] = get_args(HeadForm)
+from shared.ladder.forms import HeadForm
+
 # Distances to the last settled token that a head distinguishes; longer ones count as the longest.
 NUM_OFFSETS = 4
 EPSILON = 1e-6

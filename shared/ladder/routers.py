@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared.ladder.forms import DEFAULT_ROUTER_WIDTH
 from shared.ladder.heads import unit
 
-DEFAULT_WIDTH = 128
 # Inputs beside the adapted state: see `scalar_features`.
 NUM_SCALARS = 3
 # Bounds of every probability a router returns.
@@ -31,7 +31,7 @@ class DepthRouter(nn.Module):
     The router normalises its input itself, so training and serving run the same forward.
     """
 
-    def __init__(self, head_width: int, width: int = DEFAULT_WIDTH) -> None:
+    def __init__(self, head_width: int, width: int = DEFAULT_ROUTER_WIDTH) -> None:
         super().__init__()
         self.hidden = nn.Linear(head_width, width)
         self.scalars = nn.Linear(NUM_SCALARS, width, bias=False)

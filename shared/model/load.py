@@ -2,7 +2,7 @@
 
 import struct
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from transformers import (
 
 from shared.errors import NotFound, UnsupportedModel
 from shared.model.fingerprint import fingerprint
-from shared.model.gguf import read_once
 from shared.model.own_thread import in_own_thread
 from shared.model.probe import ModelParts, probe
 
@@ -126,7 +125,7 @@ def _load_model(
         dtype_choice = dtype
     try:
         weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
-        with read_once() if "gguf_file" in where else nullcontext():
+        with _reading(is_gguf="gguf_file" in where):
             model = AutoModelForCausalLM.from_pretrained(**where, **weights, dtype=dtype_choice)
             tokenizer = AutoTokenizer.from_pretrained(**where)
     except OSError as error:
@@ -178,6 +177,15 @@ def wrap_model(
         context_length=min(context_length or limit, limit),
         eos_token_ids=_eos_token_ids(model),
     )
+
+
+def _reading(*, is_gguf: bool) -> AbstractContextManager[None]:
+    if not is_gguf:
+        return nullcontext()
+    # Imported here: most processes read no such file.
+    from shared.model.gguf import read_once
+
+    return read_once()
 
 
 def _size_mb(path: Path) -> float | None:

@@ -74,6 +74,8 @@ class PagedRunner(DepthRunner):
             self._recorder = recorder
             if not self._agrees(probe, chosen, "recorded passes"):
                 self._recorder = NoRecorder()
+                self._use(chosen)  # drops what was recorded
+                recorder.close()
         if not self.records:
             self._use(chosen)
         self.counters.reset()

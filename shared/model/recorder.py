@@ -1,6 +1,7 @@
 """Recording a pass once and running it again without its Python."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -19,6 +20,9 @@ class Recorder(Protocol):
         `work` reads and writes tensors that stay, and returns nothing; it must not wait for the device.
         """
 
+    def close(self) -> None:
+        """Gives back the memory that recordings shared. All of them must have been dropped; nothing is recorded afterwards."""
+
 
 class NoRecorder:
     """Every replay is the work itself."""
@@ -27,6 +31,9 @@ class NoRecorder:
 
     def record(self, work: Work) -> Work:
         return work
+
+    def close(self) -> None:
+        pass
 
 
 class CudaRecorder:
@@ -48,12 +55,34 @@ class CudaRecorder:
                 work()  # libraries make their handles, compiled layers compile: neither may happen while a graph is captured
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile, for a router say. Where capturing fails, torch leaves its stream the current one.
-            with (
-                torch.cuda.stream(current),
-                torch.cuda.graph(
-                    graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
-                ),
-            ):
-                work()
+            try:
+                # Other threads may use the device meanwhile, for a router say. Where capturing fails, torch leaves its stream the
+                # current one.
+                with (
+                    torch.cuda.stream(current),
+                    torch.cuda.graph(
+                        graph,
+                        pool=self._memory,
+                        stream=self._stream,
+                        capture_error_mode="thread_local",
+                    ),
+                ):
+                    work()
+            except BaseException:
+                self._abandon()
+                raise
         return graph.replay  # which holds the graph
+
+    def close(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+
+    def _abandon(self) -> None:
+        """After a capture that failed. Where it cannot be ended, torch neither stops allocating for it nor counts its graph out, and
+        the pool would never be freed."""
+        device = torch.cuda.current_device()
+        with suppress(
+            RuntimeError
+        ):  # the capture was ended and only the work failed: nothing is left to do
+            torch._C._cuda_endAllocateToPool(device, self._memory)
+            torch._C._cuda_releasePool(device, self._memory)

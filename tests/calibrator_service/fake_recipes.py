@@ -10,7 +10,8 @@ import signal
 import time
 from pathlib import Path
 
-from calibrator_service.job_spec import Progress, SelfGenerated
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import SelfGenerated
 from calibrator_service.recipe import Product, Task
 from shared.errors import Cancelled, Exhausted, NotFound, UnsupportedModel
 from shared.registry import blobs

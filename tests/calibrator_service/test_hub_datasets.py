@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from datasets import packaged_modules
 
+from calibrator_service.calibration.spec import CalibrationSpec, HubDataset
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
 from calibrator_service.job import JobState
-from calibrator_service.job_spec import HubDataset, JobSpec
 from calibrator_service.jobs import JobStore
 from calibrator_service.process_config import JobFolder, ModelOptions, ProcessConfig
 from calibrator_service.worker_process import run_job
@@ -78,7 +78,13 @@ def test_a_job_checks_again(
     """It may have been created by an older version or under other settings."""
     folder = JobFolder(tmp_path)
     store = JobStore(folder.store)
-    job = store.create("one", JobSpec("tiny", HubDataset(name)), ("latest",), max_queued=1)
+    job = store.create(
+        "one",
+        CalibrationSpec("tiny", HubDataset(name)),
+        ("latest",),
+        max_queued=1,
+        answer=lambda job: job,
+    )
     assert store.claim() is not None
     config = ProcessConfig(
         folder=str(tmp_path),

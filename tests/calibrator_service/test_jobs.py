@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, SelfGenerated, TextFile
 from calibrator_service.job import Job, JobState
-from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, TextFile
 from calibrator_service.jobs import MAX_RESUMES, JobStore
 from shared.errors import Cancelled, Conflict, Corrupt
 from tests.calibrator_service.conftest import rewrite
 
-SPEC = JobSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
+SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> JobStore:
     return JobStore(tmp_path / "jobs.db")
 
 
-def create(store: JobStore, request_id: str = "one", spec: JobSpec = SPEC) -> Job:
+def create(store: JobStore, request_id: str = "one", spec: CalibrationSpec = SPEC) -> Job:
     return store.create(request_id, spec, ["latest"], max_queued=99, answer=lambda job: job)
 
 
@@ -31,7 +31,9 @@ def started(store: JobStore) -> str:
 
 @pytest.mark.parametrize("source", [SPEC.source, TextFile("a", "b"), HubDataset("a", "b")])
 def test_specs_survive_the_store(store: JobStore, source: SelfGenerated) -> None:
-    spec = JobSpec("tiny", source, time_budget_s=1.5, rung_depths=(1, 2), head_form="affine")
+    spec = CalibrationSpec(
+        "tiny", source, time_budget_s=1.5, rung_depths=(1, 2), head_form="affine"
+    )
     assert create(store, spec=spec).spec == spec
 
 

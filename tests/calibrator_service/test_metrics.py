@@ -10,7 +10,7 @@ import pytest
 from neap.calibration.v1 import calibration_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 
-from calibrator_service.job_spec import JobSpec, SelfGenerated
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
@@ -18,7 +18,7 @@ from shared.errors import Exhausted
 from tests.calibrator_service.conftest import Service
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-SPEC = JobSpec("tiny", SelfGenerated())
+SPEC = CalibrationSpec("tiny", SelfGenerated())
 Samples = dict[tuple[str, ...], float]
 
 

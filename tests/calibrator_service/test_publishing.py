@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from calibrator_service import publishing
-from calibrator_service.job_spec import JobSpec, SelfGenerated
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.jobs import JobStore
 from calibrator_service.process_config import ModelOptions, ProcessConfig
 from calibrator_service.recipe import Product
@@ -17,7 +17,7 @@ from shared.registry.factory import open_registry
 from tests.registry_servers import shared_url
 from tests.servers import RedisServer, S3Server
 
-SPEC = JobSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
+SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
 PRODUCT = Product({"a": 1}, {"x": b"weights"})
 
 

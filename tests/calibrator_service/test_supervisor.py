@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from calibrator_service import supervisor as module
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.job import Job, JobState
-from calibrator_service.job_spec import JobSpec, SelfGenerated
 from calibrator_service.jobs import MAX_RESUMES
 from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.errors import Exhausted
 from tests.calibrator_service.conftest import wait_until
 
-SPEC = JobSpec("tiny", SelfGenerated())
+SPEC = CalibrationSpec("tiny", SelfGenerated())
 
 
 def supervisor_of(folder: Path, recipe: str = "fake_recipes:run") -> Supervisor:
@@ -31,7 +31,7 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 
 def create(supervisor: Supervisor, *prompts: str) -> Job:
-    spec = JobSpec("tiny", SelfGenerated(prompts))
+    spec = CalibrationSpec("tiny", SelfGenerated(prompts))
     return supervisor.store.create("one", spec, [], max_queued=9, answer=lambda job: job)
 
 

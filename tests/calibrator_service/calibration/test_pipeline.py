@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from calibrator_service.calibration import fit, material
 from calibrator_service.calibration.pipeline import calibrate
-from calibrator_service.calibration.presets import (
+from calibrator_service.calibration.plan import (
     QUICK_BUDGET_S,
     THOROUGH_TOKENS,
     Scale,
@@ -19,12 +18,10 @@ from calibrator_service.calibration.presets import (
     resolve,
     thorough,
 )
-from calibrator_service.calibration.spec import (
-    CalibrationSpec,
-    Progress,
-    SelfGenerated,
-    TextFile,
-)
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated, TextFile
+from calibrator_service.calibration.text import stream
+from calibrator_service.calibration.training import heads
 from shared.errors import Cancelled, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
 from shared.ladder.ladder import Ladder
@@ -43,7 +40,7 @@ def contents(ladder: Ladder, report: dict[str, Any]) -> tuple[Any, Any]:
 def _many_rows() -> Iterator[None]:
     """The tiny model starts alike so often that most rows are known already."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("calibrator_service.calibration.presets.rows_together", lambda _: 160)
+        patch.setattr("calibrator_service.calibration.plan.rows_together", lambda _: 160)
         yield
 
 
@@ -137,7 +134,7 @@ def test_states_made_anew_teach_what_states_kept_teach(
 ) -> None:
     """As on a GPU: only tokens are on disk."""
     scale = Scale(rows=160, keeps_states=False)
-    monkeypatch.setattr("calibrator_service.calibration.presets.scale_of", lambda _: scale)
+    monkeypatch.setattr("calibrator_service.calibration.plan.scale_of", lambda _: scale)
     anew = calibrate(base_model, SPEC, work_dir=tmp_path)
     assert contents(anew.ladder, anew.report) == contents(finished[0].ladder, finished[0].report)
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.safetensors")}
@@ -149,7 +146,7 @@ def test_a_finished_run_is_not_trained_again(
     base_model: LoadedModel, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result, _, folder = finished
-    monkeypatch.setattr(fit, "train_heads", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(heads, "train_heads", lambda *_, **__: pytest.fail("trained again"))
     again = calibrate(base_model, SPEC, work_dir=folder)
     assert contents(again.ladder, again.report) == contents(result.ladder, result.report)
 
@@ -212,7 +209,7 @@ def test_given_text_and_the_cosine_label(base_model: LoadedModel, tmp_path: Path
 def test_a_model_that_repeats_itself_ends(
     counting: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(material, "MAX_STALE_SEQUENCES", 100)
+    monkeypatch.setattr(stream, "MAX_STALE_SEQUENCES", 100)
     spec = replace(SPEC, source=SelfGenerated(prompts=("w1 w2",) * 1000), max_tokens=5000)
     with pytest.raises(InvalidInput) as caught:
         calibrate(counting, spec)

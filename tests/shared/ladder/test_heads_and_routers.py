@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shared.ladder.forms import HEAD_FORMS, HeadForm
 from shared.ladder.head_rows import gather_rows, projection
-from shared.ladder.heads import HEAD_FORMS, NUM_OFFSETS, ExitHead, HeadForm
+from shared.ladder.heads import NUM_OFFSETS, ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 
 ZERO = torch.tensor(0)

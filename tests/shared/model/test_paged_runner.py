@@ -13,7 +13,7 @@ from shared.model.recorder import NoRecorder
 from shared.model.substitution import paged_attention
 from tests.families import VOCABULARY_SIZE
 from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
-from tests.recorders import TracingRecorder
+from tests.recorders import NotRecordable, TracingRecorder
 
 TOLERANCE = 1e-4
 # Experts are multiplied group by group, and what a group holds depends on all tokens of a pass.
@@ -214,3 +214,22 @@ def test_unrecorded_passes_are_the_recorded_ones(llama: PagedRunner) -> None:
         r.run(ids, r.new_cache(20), first=0, last=r.num_layers, base=0) for r in (llama, plain)
     ]
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("num_good", [0, 2])
+def test_recording_that_fails_half_way_leaves_nothing_recorded(llama, num_good: int) -> None:
+    class Failing(TracingRecorder):
+        def record(self, work):
+            if self.num_recorded == num_good:
+                raise NotRecordable("the driver is out of memory")
+            return super().record(work)
+
+    recorder = Failing()
+    runner = PagedRunner(llama.loaded, kv_budget_bytes=1 << 20, recorder=recorder)
+    assert not runner.records
+    assert recorder.is_closed
+    ids = random_ids(5)
+    states, own = (
+        r.run(ids, r.new_cache(20), first=0, last=r.num_layers, base=0) for r in (runner, llama)
+    )
+    torch.testing.assert_close(states, own, rtol=1e-4, atol=1e-4)

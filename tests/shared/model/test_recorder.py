@@ -104,6 +104,9 @@ class FakeCuda:
         return nullcontext()
 
     def graph_pool_handle(self) -> int:
+        return 7
+
+    def current_device(self) -> int:
         return 0
 
     def current_stream(self) -> object:
@@ -132,6 +135,28 @@ def test_a_recording_that_fails_leaves_the_current_stream(monkeypatch: pytest.Mo
     with pytest.raises(RuntimeError, match="capturing has failed"):
         recorder.record(lambda: None)
     assert cuda.current is engines
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_capture_that_fails_gives_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Where torch could not end the capture, it goes on allocating for it until it is told not to."""
+    calls: list[tuple[str, int, object]] = []
+
+    def end(device: int, pool: object) -> None:
+        calls.append(("end", device, pool))
+        if ended:
+            raise RuntimeError("not currently recording to the pool")
+
+    monkeypatch.setattr(torch, "cuda", FakeCuda())
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(
+        torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args))
+    )
+    with pytest.raises(RuntimeError, match="capturing has failed"):
+        CudaRecorder(torch.device("cpu")).record(lambda: None)
+    assert calls == [("end", 0, 7), ("release", 0, 7)][: 1 if ended else 2]
 
 
 def test_inputs_are_padded_and_leave_nothing_of_the_pass_before() -> None:
