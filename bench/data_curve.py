@@ -14,8 +14,8 @@ from calibrator_service.calibration.material import Material
 from calibrator_service.calibration.report import held_out_report
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import CalibrationSpec, Progress
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
 
 TOKENS_PER_PASS = "rung0.tokens_per_pass_5"
 
@@ -54,7 +54,7 @@ def data_curve(
 
     No risk of `relaxed` is certified. Raises as `calibrate`.
     """
-    runner = DepthRunner(loaded)
+    runner = ContiguousRunner(loaded)
 
     def gathered(tokens: int) -> tuple[Run, Material]:
         amount = replace(spec, max_tokens=tokens)

@@ -1,4 +1,4 @@
-"""Runners over pages, as on a GPU, on a CPU."""
+"""Runners over blocks, as on a GPU, on a CPU."""
 
 import torch
 

@@ -30,7 +30,7 @@ from calibrator_service.calibration.state_chunk import (
 )
 from shared.ladder.heads import NUM_OFFSETS, unit
 from shared.ladder.successors import Array
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 # Tokens of one forward pass, padding included, and positions of one chunk.
 PASS_TOKENS = 2048
@@ -55,7 +55,7 @@ class Collector:
 
     def __init__(
         self,
-        runner: DepthRunner,
+        runner: Runner,
         depths: Sequence[int],
         folder: Path,
         *,

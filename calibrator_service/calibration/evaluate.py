@@ -16,7 +16,7 @@ from shared.ladder.head_rows import projection
 from shared.ladder.ladder import Ladder, SequenceDrafter
 from shared.ladder.ladder import suffix_evidence as judge_suffix
 from shared.ladder.rungs import SUCCESSOR, SUFFIX
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 CONFIDENT = 0.5
 # Bounds of rung 0's drafts per deep pass that the report simulates.
@@ -156,7 +156,7 @@ def _is_own_text(sequence: LabelledSequence) -> bool:
 
 def exit_figures(
     ladder: Ladder,
-    runner: DepthRunner,
+    runner: Runner,
     chunks: Sequence[Path],
     rows: Tensor,
     bias: Tensor | None,

@@ -5,17 +5,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calibrator_service.calibration.spec import Label
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 
 @torch.inference_mode()
-def greedy_choices(runner: DepthRunner, deep: Tensor, chunk: int = 512) -> Tensor:
+def greedy_choices(runner: Runner, deep: Tensor, chunk: int = 512) -> Tensor:
     """Deep states [N, D] -> the full model's greedy choices [N] int64."""
     return torch.cat([runner.logits(part).argmax(-1) for part in deep.split(chunk)])
 
 
 @torch.inference_mode()
-def cosine_converged(runner: DepthRunner, state: Tensor, deep: Tensor, threshold: float) -> Tensor:
+def cosine_converged(runner: Runner, state: Tensor, deep: Tensor, threshold: float) -> Tensor:
     """TIDE's label, like with like: cosine of the *normed* state [N, D] and the *normed* deep state > threshold -> bool [N]."""
     own, final = runner.normed(state).float(), runner.normed(deep).float()
     return F.cosine_similarity(own, final, dim=-1) > threshold

@@ -19,7 +19,7 @@ from calibrator_service.calibration.splits import SPLITS, Split, Splitter
 from calibrator_service.calibration.state_chunk import StateChunk
 from shared.errors import InvalidInput
 from shared.ladder.successor_builder import SuccessorBuilder
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 # Tokens of the routers and report splits each that rung 0 is judged on; they are held in memory.
 MAX_JUDGED_TOKENS = 100_000
@@ -37,7 +37,7 @@ class Material:
     text, and `risk_prompts` are those of the given prompts that are no part of it.
     """
 
-    def __init__(self, run: Run, runner: DepthRunner) -> None:
+    def __init__(self, run: Run, runner: Runner) -> None:
         self._run = run
         self._collector = Collector(
             runner,

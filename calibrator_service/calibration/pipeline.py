@@ -15,9 +15,9 @@ from calibrator_service.calibration.report import held_out_report
 from calibrator_service.calibration.risk_split import RiskSplit
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import CalibrationResult, CalibrationSpec, Progress
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread
-from shared.model.runner import DepthRunner
 
 
 def calibrate(
@@ -47,7 +47,7 @@ def calibrate(
 def run_phases(run: Run) -> CalibrationResult:
     """One after the other, in the thread that called: its OpenMP pool ends with it. Raises as `calibrate`."""
     run.tell("loading", 0.0)
-    runner = DepthRunner(run.loaded)
+    runner = ContiguousRunner(run.loaded)
     material = Material(run, runner)
     risk = RiskSplit(run, material)
 

@@ -12,11 +12,11 @@ from calibrator_service.calibration.material import Material
 from calibrator_service.calibration.run import Run
 from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import exit_name
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 
 def held_out_report(
-    run: Run, runner: DepthRunner, material: Material, vocabulary: DraftVocabulary, ladder: Ladder
+    run: Run, runner: Runner, material: Material, vocabulary: DraftVocabulary, ladder: Ladder
 ) -> dict[str, Any]:
     """Figures per rung ("rungs") and of the whole, JSON-able. Raises `Cancelled`."""
     held_out = material.judged["report"]

@@ -17,7 +17,7 @@ from calibrator_service.calibration.shards import TokenSequence
 from calibrator_service.calibration.tables import MAX_CHAIN
 from shared.ladder.ladder import Ladder
 from shared.ladder.risk import LOSS
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 # Tokens written per prompt, in answers' lengths: some prompts are written, too.
 TOKENS_PER_PROMPT = 1.15
@@ -72,7 +72,7 @@ class RiskSplit:
         count = min(int(fitting) if written else rows // 2, RISK_PROMPTS)
         return Limits(count, rows, PATIENCE * seconds)
 
-    def certified(self, ladder: Ladder, runner: DepthRunner) -> dict[str, Any]:
+    def certified(self, ladder: Ladder, runner: Runner) -> dict[str, Any]:
         """The manifest's "risk" (see `shared.ladder.risk`), or, without bounds, why there is none: "reason". Raises `Cancelled`."""
         answers = self._answers
         highest = Replayer(ladder, runner).highest_differing(

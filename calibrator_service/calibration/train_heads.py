@@ -35,33 +35,33 @@ class TrainParams:
 
 @dataclass(frozen=True)
 class Batch:
-    """state per depth [B, D], deep [B, D], offset [B] int64, choices [B] int64 (draft vocabulary indices or -1)."""
+    """state per depth [B, D], deep [B, D], ago [B] int64, choices [B] int64 (draft vocabulary indices or -1)."""
 
     states: dict[int, Tensor]
     deep: Tensor
-    offset: Tensor
+    ago: Tensor
     choices: Tensor
 
 
 def gather_batch(
-    chunk: StateChunk, index: Tensor, offset: Tensor, lookup: Tensor, device: torch.device
+    chunk: StateChunk, index: Tensor, ago: Tensor, lookup: Tensor, device: torch.device
 ) -> Batch:
-    """The positions `index` of a chunk, their deep state `offset` + 1 tokens old, or as old as the sequence allows.
+    """The positions `index` of a chunk, their deep state `ago` + 1 positions back, or as old as the sequence allows.
 
-    chunk and lookup: on `device`; index and offset: anywhere.
+    chunk and lookup: on `device`; index and ago: anywhere.
     """
-    index, offset = index.to(device), offset.to(device)
-    offset = torch.minimum(offset, chunk.room[index] - 1)
+    index, ago = index.to(device), ago.to(device)
+    ago = torch.minimum(ago, chunk.room[index] - 1)
     rows = chunk.rows[index]
     return Batch(
         states={depth: state[rows].float() for depth, state in chunk.states.items()},
-        deep=chunk.deep[rows - 1 - offset].float(),
-        offset=offset,
+        deep=chunk.deep[rows - 1 - ago].float(),
+        ago=ago,
         choices=lookup[chunk.choices[index]],
     )
 
 
-def draw_offsets(size: int, generator: torch.Generator) -> Tensor:
+def draw_ago(size: int, generator: torch.Generator) -> Tensor:
     weights = torch.tensor(OFFSET_WEIGHTS[:NUM_OFFSETS])
     return torch.multinomial(weights, size, replacement=True, generator=generator)
 
@@ -114,7 +114,7 @@ def train_heads(
         total = rows.new_zeros(())
         with torch.enable_grad(), _fast_products():
             for depth, head in heads.items():
-                adapted = head(batch.states[depth], batch.deep, batch.offset)
+                adapted = head(batch.states[depth], batch.deep, batch.ago)
                 loss = F.cross_entropy(
                     F.linear(adapted, rows, bias), batch.choices, ignore_index=-1
                 )
@@ -158,5 +158,5 @@ def _epochs(
             batches = shuffled.split(params.batch_size)
             for number, index in enumerate(batches):
                 share = (epoch + (place + number / len(batches)) / len(chunks)) / params.epochs
-                offsets = draw_offsets(len(index), generator)
-                yield share, gather_batch(chunk, index, offsets, lookup, device)
+                ago = draw_ago(len(index), generator)
+                yield share, gather_batch(chunk, index, ago, lookup, device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from calibrator_service.calibration.labels import agreement
 from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.state_chunk import StateChunk, read_chunk
-from calibrator_service.calibration.train_heads import draw_offsets, gather_batch
+from calibrator_service.calibration.train_heads import draw_ago, gather_batch
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
 from shared.ladder.heads import ExitHead
@@ -51,18 +51,18 @@ def exit_samples(
     device: torch.device,
     read: Callable[[Path], StateChunk] = read_chunk,
 ) -> RouterSamples:
-    """Runs one exit as it will be served over the positions of `chunks`, MAX_SAMPLES at most, with offsets drawn as in training."""
+    """Runs one exit as it will be served over the positions of `chunks`, MAX_SAMPLES at most, with ago drawn as in training."""
     adapted, scalars, labels = [], [], []
     num_samples = 0
     generator = torch.Generator().manual_seed(seed % 2**63)
     lookup = lookup.to(device)
     for path in chunks:
         chunk = read(path).to(device)
-        offsets = draw_offsets(max(len(chunk), 1), generator)
+        ago = draw_ago(max(len(chunk), 1), generator)
         size = min(len(chunk), MAX_SAMPLES - num_samples)
         for index in torch.arange(size).split(PASS_SIZE):
-            batch = gather_batch(chunk, index, offsets[index], lookup, device)
-            state = head(batch.states[depth], batch.deep, batch.offset)
+            batch = gather_batch(chunk, index, ago[index], lookup, device)
+            state = head(batch.states[depth], batch.deep, batch.ago)
             logits = project(state)
             converged = chunk.converged.get(depth)
             reached = (
@@ -71,7 +71,7 @@ def exit_samples(
                 else converged.cpu()[index]
             )
             adapted.append(state.half().cpu())
-            scalars.append(scalar_features(logits, batch.offset).cpu())
+            scalars.append(scalar_features(logits, batch.ago).cpu())
             labels.append(agreement(label, logits.argmax(-1).cpu(), batch.choices.cpu(), reached))
         num_samples += size
         if num_samples >= MAX_SAMPLES:

@@ -139,10 +139,10 @@ def packed_slot_attention(
 ) -> Tensor:
     """Several sequences in one row: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv] contiguous.
 
-    Segment s holds the next `counts[s]` tokens, at positions from `bases[s]` on. Its keys and values are first written to
+    RaggedSequence s holds the next `counts[s]` tokens, at positions from `bases[s]` on. Its keys and values are first written to
     those slots of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv], then its queries attend over slots
     [0, bases[s] + counts[s]): causally where `masks[s]` is empty, else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]]
-    bool is True. The same bits as `slot_attention` per segment.
+    bool is True. The same bits as `slot_attention` per sequence.
     """
     load()
     refuse_gradient(q, k, v)

@@ -32,7 +32,7 @@ class LayerWeights:
     softcap: float | None = None
 
 
-class Slots(NamedTuple):
+class LayerKV(NamedTuple):
     """Where one layer's new keys and values belong: per sequence its stores [1, Hkv, S, Dh], first position and count."""
 
     keys: list[Tensor]
@@ -46,7 +46,7 @@ def decoder_layer(
     cos: Tensor,
     sin: Tensor,
     weights: LayerWeights,
-    slots: Slots,
+    slots: LayerKV,
     masks: Sequence[Tensor] = (),
 ) -> Tensor:
     """h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B, Q, D] -> [B, Q, D].

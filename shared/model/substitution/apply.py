@@ -69,11 +69,11 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
             )
     run = Substitutions(model, keep_weights)
     with torch.no_grad():
-        expected = _probe(model)
+        expected = _padded_logits(model)
         try:
             _substitute_modules(run)
             files = tuple(_substitute_rotary(run))
-            error = relative_error(_probe(model), expected)
+            error = relative_error(_padded_logits(model), expected)
             attends = _substitute_attention(run, expected)
             layers = substitute_layers(run, _random_ids(model, 1, 9)) if attends else 0
             invariant = error <= MODEL_TOLERANCE and _is_batch_invariant(model)
@@ -157,7 +157,7 @@ def _substitute_attention(run: Substitutions, expected: Tensor) -> bool:
     model.set_attn_implementation(attention.NAME)
     reason = None
     try:
-        error = relative_error(_probe(model), expected)
+        error = relative_error(_padded_logits(model), expected)
         if error > MODEL_TOLERANCE:
             reason = f"logits differ by {error:.1e} (relative)"
     except NotImplementedError as refusal:
@@ -175,7 +175,7 @@ def _random_ids(model: PreTrainedModel, *shape: int) -> Tensor:
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
-def _probe(model: PreTrainedModel) -> Tensor:
+def _padded_logits(model: PreTrainedModel) -> Tensor:
     """Logits [2, 7, V] of two random rows, the second left-padded, the last three tokens over a cache."""
     ids = _random_ids(model, 2, 7)
     seen = torch.ones_like(ids)

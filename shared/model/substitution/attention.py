@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from shared import ops
-from shared.model.substitution.packing import PackedMask, PackedOffset, PackedStates, Span
+from shared.model.substitution.ragged import RaggedMask, RaggedOffset, RaggedStates, Span
 
 NAME = "neap"
 
@@ -32,14 +32,14 @@ def attention_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
-) -> Tensor | PackedMask | None:
+) -> Tensor | RaggedMask | None:
     """The mask of one pass: bool [B, 1, Q, S], or None where it is plain causal with the queries at the end.
 
-    Of a packed pass (`packing`) a `PackedMask`. Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
+    Of a packed pass (`packing`) a `RaggedMask`. Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
     on shorter views, so those pass as plain too.
     """
-    if isinstance(q_offset, PackedOffset):
-        return _packed_mask(
+    if isinstance(q_offset, RaggedOffset):
+        return _ragged_mask(
             q_offset.spans,
             mask_function=mask_function,
             local_size=local_size,
@@ -72,15 +72,15 @@ def attention_mask(
     return mask
 
 
-def _packed_mask(spans: Sequence[Span], **kwargs: Any) -> PackedMask:
+def _ragged_mask(spans: Sequence[Span], **kwargs: Any) -> RaggedMask:
     nothing = torch.empty(0, dtype=torch.bool)
     masks = []
     for span in spans:
         end = span.base + span.num_tokens
         mask = attention_mask(1, span.num_tokens, end, q_offset=span.base, **kwargs)
-        assert not isinstance(mask, PackedMask)
+        assert not isinstance(mask, RaggedMask)
         masks.append(nothing if mask is None else mask)
-    return PackedMask(tuple(masks))
+    return RaggedMask(tuple(masks))
 
 
 def _nothing_hidden(padding: Tensor, kv_length: int) -> bool:
@@ -111,9 +111,9 @@ def refuse_unserved(name: str, dropout: float, kwargs: Mapping[str, Any]) -> Non
 def attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | PackedStates,
-    value: Tensor | PackedStates,
-    attention_mask: Tensor | PackedMask | None,
+    key: Tensor | RaggedStates,
+    value: Tensor | RaggedStates,
+    attention_mask: Tensor | RaggedMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -125,11 +125,11 @@ def attention(
     Raises `NotImplementedError` for attention sinks, biases, dropout and requests for the weights.
     """
     refuse_unserved(NAME, dropout, kwargs)
-    if isinstance(key, PackedStates) or isinstance(value, PackedStates):
-        assert isinstance(key, PackedStates)
-        assert isinstance(value, PackedStates)
-        return _packed_attention(query, key, value, attention_mask, scaling, softcap), None
-    assert not isinstance(attention_mask, PackedMask)
+    if isinstance(key, RaggedStates) or isinstance(value, RaggedStates):
+        assert isinstance(key, RaggedStates)
+        assert isinstance(value, RaggedStates)
+        return _ragged_attention(query, key, value, attention_mask, scaling, softcap), None
+    assert not isinstance(attention_mask, RaggedMask)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     else:
@@ -145,15 +145,15 @@ def _rows_together(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _packed_attention(
+def _ragged_attention(
     query: Tensor,
-    key: PackedStates,
-    value: PackedStates,
-    mask: Tensor | PackedMask | None,
+    key: RaggedStates,
+    value: RaggedStates,
+    mask: Tensor | RaggedMask | None,
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    if not isinstance(mask, PackedMask):
+    if not isinstance(mask, RaggedMask):
         raise NotImplementedError("attention 'neap' was given another mask than its own")
     return ops.packed_slot_attention(
         query,

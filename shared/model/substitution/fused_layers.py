@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shared.errors import UnsupportedModel
-from shared.model.cache import SlotCache
-from shared.model.probe import find_layers
+from shared.model.cache import ContiguousCache
+from shared.model.parts import find_layers
 from shared.model.substitution.layer import Call, FusedLayer, plan, watch
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.reversible import Substitutions
@@ -59,14 +59,14 @@ def _calls(run: Substitutions, layers: list[nn.Module], ids: Tensor) -> dict[nn.
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        _pass(run, SlotCache(ids.shape[1]), ids, 0)
+        _pass(run, ContiguousCache(ids.shape[1]), ids, 0)
     finally:
         for hook in hooks:
             hook.remove()
     return calls
 
 
-def _pass(run: Substitutions, cache: SlotCache, ids: Tensor, base: int) -> None:
+def _pass(run: Substitutions, cache: ContiguousCache, ids: Tensor, base: int) -> None:
     cache.begin(base, ids.shape[1])
     run.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
 
@@ -76,7 +76,7 @@ def _refuted(
 ) -> dict[nn.Module, str]:
     """Runs the model with each candidate beside its layer, over a cache of its own. Returns those that differ, and how."""
     refuted: dict[nn.Module, str] = {}
-    cache, twin = SlotCache(sum(PASSES)), SlotCache(sum(PASSES))
+    cache, twin = ContiguousCache(sum(PASSES)), ContiguousCache(sum(PASSES))
 
     def compare(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Any) -> None:
         try:

@@ -20,7 +20,7 @@ from shared.model.substitution.match import (
     Substitute,
     Unsuitable,
 )
-from shared.model.substitution.packing import PackedMask
+from shared.model.substitution.ragged import RaggedMask
 from shared.ops.layer import LayerWeights, decoder_layer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -175,7 +175,7 @@ class FusedLayer:
     def fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's output [B, Q, D], or None, with nothing done, for a call that only its own forward can serve."""
         plan, cache = self._plan, kwargs.get("past_key_values")
-        slots = getattr(cache, "slots", None)
+        slots = getattr(cache, "layer_kv", None)
         angles = kwargs.get("position_embeddings")
         if plan is None or slots is None or len(args) > 1:
             return None
@@ -203,7 +203,7 @@ def _masks(mask: object, rows: int) -> Sequence[Tensor] | None:
     """Per sequence a bool mask or an empty one; nothing where all are plain causal; None where the op takes no such mask."""
     if mask is None:
         return ()
-    if isinstance(mask, PackedMask):
+    if isinstance(mask, RaggedMask):
         return mask.masks if any(own.numel() for own in mask.masks) else ()
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4:
         each: tuple[Tensor, ...] = torch.split(mask.expand(rows, -1, -1, -1), 1)

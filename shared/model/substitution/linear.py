@@ -21,11 +21,11 @@ from shared.model.substitution.match import (
     Substitute,
     Unsuitable,
     agrees,
-    probe_input,
+    random_input,
 )
 from shared.ops import reference
 
-PROBE_ROWS = 3
+INPUT_ROWS = 3
 
 
 def _bias(module: nn.Module) -> Tensor | None:
@@ -51,7 +51,7 @@ def linear(module: nn.Module, *, transposed: bool = False) -> Substitute:
     def forward(x: Tensor) -> Tensor:
         return ops.packed_linear(x, packed, out_features, bias)
 
-    if not agrees(forward, module, probe_input(PROBE_ROWS, weight.shape[1])):
+    if not agrees(forward, module, random_input(INPUT_ROWS, weight.shape[1])):
         raise Unsuitable("does more than x @ weight.T + bias")
 
     def unpack() -> list[Tensor]:
@@ -70,14 +70,14 @@ def rms_norm(module: nn.Module) -> Substitute:
     if len(parameters) != 1 or weight is None or weight.dim() != 1 or weight.dtype != torch.float32:
         raise Unsuitable("has other parameters than one float32 vector")
     frozen = weight.detach()
-    x = probe_input(PROBE_ROWS, 2, frozen.shape[0])
+    x = random_input(INPUT_ROWS, 2, frozen.shape[0])
     # Small input shows eps, a shift shows whether the mean is taken off.
-    probes = (x, x * 1e-3, x + 1)
+    inputs = (x, x * 1e-3, x + 1)
     epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
     for eps in sorted(epsilons):
         for offset in (0.0, 1.0):
             forward = partial(ops.rms_norm, weight=frozen, eps=eps, weight_offset=offset)
-            if agrees(forward, module, *probes):
+            if agrees(forward, module, *inputs):
                 return Substitute(forward, RmsNorm(frozen, eps, offset))
     raise Unsuitable("is not an RMS norm")
 
@@ -133,8 +133,8 @@ def gated_mlp(module: nn.Module) -> Substitute:
         raise Unsuitable("has hooks on its layers, which a fused kernel would pass by")
     for layer in linears:
         _packable(layer.weight)
-    probe = probe_input(PROBE_ROWS, linears[0].in_features)
-    found = next((g for g in _gates(linears) if agrees(g.plain, module, probe)), None)
+    x = random_input(INPUT_ROWS, linears[0].in_features)
+    found = next((g for g in _gates(linears) if agrees(g.plain, module, x)), None)
     if found is None:
         raise Unsuitable("is not down(activation(gate(x)) * up(x))")
     width, hidden = found.down.shape[1], found.down.shape[0]
@@ -155,7 +155,7 @@ def gated_mlp(module: nn.Module) -> Substitute:
         first = halves if len(layers) == 3 else [torch.cat(halves)]
         return [*first, reference.unpack_linear(down, hidden)]
 
-    if not agrees(forward, module, probe):
+    if not agrees(forward, module, x):
         raise Unsuitable("its fused form differs by more than the tolerance")
     recipe = GatedMlp(pairs, width, activation, bias, PackedLinear(down, hidden, down_bias))
     return Substitute(forward, recipe, (pairs, down), layers, unpack)

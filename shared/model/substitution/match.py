@@ -56,7 +56,7 @@ class Substitute:
     unpack: Callable[[], list[Tensor]] = list  # their weights again, in the same order
 
 
-def probe_input(*shape: int) -> Tensor:
+def random_input(*shape: int) -> Tensor:
     """Normal random numbers from a generator of their own: the caller's random state stays."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
@@ -71,15 +71,15 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / scale)
 
 
-def agrees(actual: Forward, expected: Forward, *probes: Tensor) -> bool:
-    """Whether both give the same, within TOLERANCE, for each probe. Raises `Unsuitable` where `expected` gives no tensor."""
-    for probe in probes:
+def agrees(actual: Forward, expected: Forward, *inputs: Tensor) -> bool:
+    """Whether both give the same, within TOLERANCE, for each x. Raises `Unsuitable` where `expected` gives no tensor."""
+    for x in inputs:
         try:
-            wanted: Any = expected(probe)
+            wanted: Any = expected(x)
         except Exception as error:
             raise Unsuitable(f"does not run on a random tensor: {type(error).__name__}") from error
         if not isinstance(wanted, Tensor):
             raise Unsuitable("does not return a tensor")
-        if relative_error(actual(probe), wanted) > TOLERANCE:
+        if relative_error(actual(x), wanted) > TOLERANCE:
             return False
     return True

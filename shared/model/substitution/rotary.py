@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shared import ops
-from shared.model.substitution.match import Unsuitable, probe_input
+from shared.model.substitution.match import Unsuitable, random_input
 
 FUNCTION = "apply_rotary_pos_emb"
 
@@ -75,9 +75,9 @@ def _with_kernel(original: _Rotary) -> _Rotary:
 
 def _check_same_bits(original: _Rotary) -> None:
     for batch, heads, kv_heads, length, width in ((1, 4, 2, 1, 64), (2, 3, 3, 5, 12)):
-        q = probe_input(batch, length, heads, width).transpose(1, 2)
-        k = probe_input(batch, length, kv_heads, width).transpose(1, 2)
-        cos, sin = probe_input(2, batch, length, width).unbind()
+        q = random_input(batch, length, heads, width).transpose(1, 2)
+        k = random_input(batch, length, kv_heads, width).transpose(1, 2)
+        cos, sin = random_input(2, batch, length, width).unbind()
         try:
             wanted = original(q, k, cos, sin)
         except Exception as error:

@@ -14,8 +14,8 @@ from calibrator_service.calibration.state_chunk import read_chunk
 from calibrator_service.calibration.train_heads import gather_batch, vocabulary_lookup
 from shared.errors import Corrupt
 from shared.ladder.heads import NUM_OFFSETS, unit
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
 
 TEXT = TokenSequence(tuple(range(5, 15)), 10)
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def answer(loaded: LoadedModel, prompt: list[int], count: int) -> TokenSequence:
 
 
 def collector(loaded: LoadedModel, folder: Path, **options: float) -> Collector:
-    return Collector(DepthRunner(loaded), [0, 2], folder, max_state_bytes=1 << 20, **options)  # type: ignore[arg-type]
+    return Collector(ContiguousRunner(loaded), [0, 2], folder, max_state_bytes=1 << 20, **options)  # type: ignore[arg-type]
 
 
 def test_splits_are_disjoint_and_all_there() -> None:
@@ -66,7 +66,7 @@ def test_choices_do_not_depend_on_whether_states_are_kept(
     """Beyond the disk's share nothing is passed through the model: an answer is its own label."""
     own = answer(counting, [0, 7, 9], 12)
     keeping, tables_only = (
-        Collector(DepthRunner(counting), depths, tmp_path, max_state_bytes=1 << 20)
+        Collector(ContiguousRunner(counting), depths, tmp_path, max_state_bytes=1 << 20)
         for depths in ([0, 2], [])
     )
     for mine in (keeping, tables_only):
@@ -87,16 +87,16 @@ def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path)
     labelled = mine.finish("heads")
     (path,) = mine.chunks("heads")
     chunk = read_chunk(path)
-    runner = DepthRunner(counting)
+    runner = ContiguousRunner(counting)
     lookup = vocabulary_lookup(torch.arange(32), 32)
     at = 0
     for sequence in labelled:
         captured = runner.capture(torch.from_numpy(sequence.tokens)[None], [0, 2, 3])
         for position in range(max(sequence.first, 1), len(sequence.tokens)):
-            for offset in range(NUM_OFFSETS + 1):
-                batch = gather_batch(chunk, torch.tensor([at]), torch.tensor([offset]), lookup, CPU)
-                used = int(batch.offset)
-                assert used == min(offset, int(chunk.room[at]) - 1) <= position - 1
+            for ago in range(NUM_OFFSETS + 1):
+                batch = gather_batch(chunk, torch.tensor([at]), torch.tensor([ago]), lookup, CPU)
+                used = int(batch.ago)
+                assert used == min(ago, int(chunk.room[at]) - 1) <= position - 1
                 for depth in (0, 2):
                     torch.testing.assert_close(
                         batch.states[depth][0],
@@ -119,7 +119,7 @@ def test_a_chunk_that_is_there_is_not_captured_again(
     first.add("report", TEXT)
     (expected,) = first.finish("report")
     second = collector(counting, tmp_path)
-    monkeypatch.setattr(DepthRunner, "capture", lambda *_, **__: pytest.fail("captured again"))
+    monkeypatch.setattr(ContiguousRunner, "capture", lambda *_, **__: pytest.fail("captured again"))
     second.add("report", TEXT)
     (found,) = second.finish("report")
     assert found.choices.tolist() == expected.choices.tolist()
@@ -131,7 +131,11 @@ def test_a_chunk_that_is_there_is_not_captured_again(
 
 def test_states_on_disk_are_bounded(counting: LoadedModel, tmp_path: Path) -> None:
     mine = Collector(
-        DepthRunner(counting), [0], tmp_path, max_state_bytes=2 * 32 * 2 * 25, chunk_positions=10
+        ContiguousRunner(counting),
+        [0],
+        tmp_path,
+        max_state_bytes=2 * 32 * 2 * 25,
+        chunk_positions=10,
     )
     labelled = [mine.add("heads", TokenSequence((*TEXT.tokens[1:], i), 10)) for i in range(8)]
     assert all(len(part) == 1 for part in labelled)
@@ -140,7 +144,7 @@ def test_states_on_disk_are_bounded(counting: LoadedModel, tmp_path: Path) -> No
 
 def test_cosine_label_compares_normed_with_normed(counting: LoadedModel, tmp_path: Path) -> None:
     """TIDE's mistake was the raw state against the normed one."""
-    runner = DepthRunner(counting)
+    runner = ContiguousRunner(counting)
     captured = runner.capture(torch.tensor([TEXT.tokens]), [2, 3])
     state, deep = captured[2][0], captured[3][0]
     norm = counting.parts.final_norm

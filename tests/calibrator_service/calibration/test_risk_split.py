@@ -18,9 +18,9 @@ from inference_service.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread
-from shared.model.runner import DepthRunner
 
 NUM_NEW = 24
 PROMPTS = tuple(f"w{first} w{second}" for first in range(24) for second in range(24))
@@ -72,7 +72,7 @@ def test_where_the_engine_differs_the_replay_does(
     def written() -> Any:
         generator = HeldOutGenerator(base_model, config, tmp_path, lambda _: False)
         answers = generator.answers(Limits(40, 40, 60.0), lambda: False)
-        replayer = Replayer(result.ladder, DepthRunner(base_model))
+        replayer = Replayer(result.ladder, ContiguousRunner(base_model))
         return answers, replayer.highest_differing(answers, 0.3)
 
     answers, highest = in_own_thread(written)
@@ -107,7 +107,7 @@ def test_nothing_is_certified_from_nothing(
 ) -> None:
     risk = split(base_model, **material)
     risk.gather()
-    record = risk.certified(result.ladder, in_own_thread(DepthRunner, base_model))
+    record = risk.certified(result.ladder, in_own_thread(ContiguousRunner, base_model))
     assert (record["num_prompts"], record["bounds"], record["reason"]) == (0, [], reason)
     manifest, _ = pack_ladder(result.ladder, {**result.report, "risk": record})
     assert PublishedRisk.of(manifest) is None
@@ -123,5 +123,5 @@ def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(
     monkeypatch.setattr(risk, "_answers", [None])
     monkeypatch.setattr(f"{module}.Replayer.highest_differing", lambda *_, **__: [1.0])
     monkeypatch.setattr(f"{module}._digest", lambda answers: "")
-    record = risk.certified(result.ladder, in_own_thread(DepthRunner, base_model))
+    record = risk.certified(result.ladder, in_own_thread(ContiguousRunner, base_model))
     assert record["reason"] == "NO_THRESHOLD_PASSED"

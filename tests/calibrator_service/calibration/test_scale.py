@@ -21,9 +21,9 @@ from calibrator_service.calibration.train_heads import (
     vocabulary_lookup,
 )
 from shared.ladder.heads import ExitHead
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import HostSyncs
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -64,7 +64,7 @@ def test_more_text_is_seen_less_often_and_a_gpu_takes_more_of_it_at_once() -> No
 @pytest.fixture
 def collector(counting: LoadedModel, tmp_path: Path) -> Collector:
     mine = Collector(
-        DepthRunner(counting), [0, 2], tmp_path, max_state_bytes=0, keeps_states=False, pass_tokens=64
+        ContiguousRunner(counting), [0, 2], tmp_path, max_state_bytes=0, keeps_states=False, pass_tokens=64
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     for length in (9, 30, 14, 25):
@@ -79,7 +79,9 @@ def test_what_is_made_anew_is_what_would_have_been_kept(
 ) -> None:
     """In passes of other sizes, too."""
     (path,) = collector.chunks("heads")
-    keeping = Collector(DepthRunner(counting), [0, 2], tmp_path / "kept", max_state_bytes=1 << 20)
+    keeping = Collector(
+        ContiguousRunner(counting), [0, 2], tmp_path / "kept", max_state_bytes=1 << 20
+    )
     generator = torch.Generator().manual_seed(0)
     for length in (9, 30, 14, 25):
         tokens = torch.randint(5, 29, (length,), generator=generator).tolist()

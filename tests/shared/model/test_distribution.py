@@ -82,7 +82,7 @@ def alone(logits: Tensor, trials: list[Trial]) -> list[Tensor]:
 def as_on_a_gpu() -> Iterator[None]:
     """What is read there is waited for, and sums come out otherwise for every number of rows."""
     with pytest.MonkeyPatch.context() as patch, OrdersOfSums():
-        patch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
+        patch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
         yield
 
 

@@ -1,4 +1,4 @@
-"""Passes over pages, recorded, compute what the model itself computes: for every family, alone and in company."""
+"""Passes over blocks, recorded, compute what the model itself computes: for every family, alone and in company."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from transformers import masking_utils
 
 from shared.errors import UnsupportedModel
 from shared.model import paged_check
-from shared.model.packed import Segment
 from shared.model.paged_runner import BUCKETS, PagedRunner
+from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder
 from shared.model.substitution import paged_attention
 from tests.families import VOCABULARY_SIZE
@@ -83,10 +83,10 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(
         ],
         1,
     )
-    segments = [Segment(c, h, n) for c, h, n in zip(together, held, new, strict=True)]
+    sequences = [RaggedSequence(c, h, n) for c, h, n in zip(together, held, new, strict=True)]
     fresh = torch.cat([tokens[:, h:] for tokens, h in zip(ids, held, strict=True)], 1)
-    shallow = runner.run_packed(fresh, segments, first=0, last=SPLIT)
-    deep = runner.run_packed(fresh, segments, first=SPLIT, last=depth, hidden=shallow)
+    shallow = runner.run_ragged(fresh, sequences, first=0, last=SPLIT)
+    deep = runner.run_ragged(fresh, sequences, first=SPLIT, last=depth, hidden=shallow)
     if request.node.callspec.params["runner"] in INEXACT:
         assert distance(deep, expected) < TOLERANCE
         return
@@ -99,10 +99,10 @@ def test_a_pass_after_a_larger_one_writes_only_its_own_positions(llama: PagedRun
     ids, other = random_ids(14), random_ids(2)
     caches = [llama.new_cache(16), llama.new_cache(16)]
     llama.run(ids, caches[0], first=0, last=llama.num_layers, base=0)
-    held = [store[list(caches[0].pages)].clone() for store in llama.pool.keys]
+    held = [store[list(caches[0].blocks)].clone() for store in llama.pool.keys]
     llama.run(other, caches[1], first=0, last=llama.num_layers, base=0)
     for store, before in zip(llama.pool.keys, held, strict=True):
-        assert torch.equal(store[list(caches[0].pages)], before)
+        assert torch.equal(store[list(caches[0].blocks)], before)
 
 
 def test_passes_beyond_the_largest_bucket_go_piece_by_piece() -> None:
@@ -110,8 +110,8 @@ def test_passes_beyond_the_largest_bucket_go_piece_by_piece() -> None:
     lengths = (100, 90, 125)
     ids = [random_ids(length) for length in lengths]
     assert sum(lengths) > BUCKETS[-1]
-    segments = [Segment(runner.new_cache(length), 0, length) for length in lengths]
-    states = runner.run_packed(torch.cat(ids, 1), segments, first=0, last=runner.num_layers)
+    sequences = [RaggedSequence(runner.new_cache(length), 0, length) for length in lengths]
+    states = runner.run_ragged(torch.cat(ids, 1), sequences, first=0, last=runner.num_layers)
     counted = runner.counters.layer_executions, runner.counters.token_layers
     expected = torch.cat([own_logits(runner, tokens) for tokens in ids], 1)
     assert distance(runner.logits(states), expected) < TOLERANCE
@@ -186,7 +186,9 @@ def test_a_window_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_states_are_refused(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(
-        paged_attention.PagedMask, "at", lambda mask, layer: paged_attention.PagedMask(6, layer)
+        paged_attention.PagedMask,
+        "for_layer",
+        lambda mask, layer: paged_attention.PagedMask(6, layer),
     )
     with pytest.raises(UnsupportedModel, match="states differ"):
         make_runner(load_family("mistral-sliding", dtype))

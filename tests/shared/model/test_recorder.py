@@ -138,6 +138,6 @@ def test_inputs_are_padded_and_leave_nothing_of_the_pass_before() -> None:
     tokens = TokenBuffer(4, torch.device("cpu"))
     assert tokens.positions.tolist() == [-1] * 4
     tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], [1, 1, 2])
-    assert tokens.packed.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0]]
+    assert tokens.stacked.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0]]
     tokens.fill(torch.tensor([3]), [2], [5])
-    assert tokens.packed.tolist() == [[3, 0, 0, 0], [2, -1, -1, -1], [5, 0, 0, 0]]
+    assert tokens.stacked.tolist() == [[3, 0, 0, 0], [2, -1, -1, -1], [5, 0, 0, 0]]

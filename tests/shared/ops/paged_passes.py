@@ -56,7 +56,7 @@ def drawn_pass(
     transposed: bool = False,
     **options: float,
 ) -> Pass:
-    """Per row its number of tokens and how many positions stand before them; then `padding` tokens. Slots past the end hold NaN."""
+    """Per row its number of tokens and how many positions stand before them; then `padding` tokens. LayerKV past the end hold NaN."""
     (group, kv_heads), (width, value_width) = heads, widths
     needed = [(count + length + slots - 1) // slots for count, length in zip(counts, lengths, strict=True)]  # fmt: skip
     num_pages = sum(needed) + 2

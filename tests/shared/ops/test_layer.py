@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared import ops
 from shared.ops import reference
-from shared.ops.layer import LayerWeights, Slots, decoder_layer
+from shared.ops.layer import LayerKV, LayerWeights, decoder_layer
 
 DRAWN = settings(
     max_examples=25,
@@ -71,11 +71,11 @@ def _weights(p: dict) -> LayerWeights:
     )
 
 
-def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, Slots, list[Tensor]]:
+def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
     bases, counts, masked = (list(column) for column in zip(*p["spans"], strict=True))
     tokens, kv = sum(counts), p["kv_heads"]
     sizes = [base + count + 3 for base, count in zip(bases, counts, strict=True)]
-    slots = Slots(
+    slots = LayerKV(
         [torch.randn(1, kv, size, p["head"]) for size in sizes],
         [torch.randn(1, kv, size, p["value_head"]) for size in sizes],
         *(bases, counts),
@@ -88,12 +88,12 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, Slots, list[Tensor]]:
     return torch.randn(1, tokens, p["width"]), cos, sin, slots, masks
 
 
-def _copy(slots: Slots) -> Slots:
+def _copy(slots: LayerKV) -> LayerKV:
     keys, values = ([t.clone() for t in stores] for stores in slots[:2])
-    return Slots(keys, values, slots.bases, slots.counts)
+    return LayerKV(keys, values, slots.bases, slots.counts)
 
 
-def _flat(weights: LayerWeights, slots: Slots, masks: list[Tensor]) -> tuple:
+def _flat(weights: LayerWeights, slots: LayerKV, masks: list[Tensor]) -> tuple:
     w = weights
     return (
         *(w.norms, w.packed, w.biases, *slots, masks, w.num_heads, w.intermediate),
@@ -102,7 +102,7 @@ def _flat(weights: LayerWeights, slots: Slots, masks: list[Tensor]) -> tuple:
 
 
 def _step_by_step(
-    x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, slots: Slots, masks: list[Tensor]
+    x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, slots: LayerKV, masks: list[Tensor]
 ) -> Tensor:
     """The reference's own steps, with the single ops in place of PyTorch."""
     names = ("packed_linear", "packed_gated_linear", "rms_norm", "rotary", "packed_slot_attention")
@@ -138,7 +138,7 @@ def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
     for index, (base, count, _) in enumerate(p["spans"]):
         for step in range(count):
             own = slice(token, token + 1)
-            places = Slots(
+            places = LayerKV(
                 [alone_slots.keys[index]], [alone_slots.values[index]], [base + step], [1]
             )
             alone = decoder_layer(x[:, own], cos[:, own], sin[:, own], weights, places)
@@ -168,10 +168,10 @@ def test_rows_of_a_batch_share_positions_or_have_their_own() -> None:
     x, (cos, sin) = torch.randn(2, 3, 12), torch.randn(2, 2, 3, 8).unbind()
     stores = [torch.zeros(1, 2, 7, 8) for _ in range(4)]
     for angles in ((cos, sin), (cos[:1], sin[:1])):
-        out = decoder_layer(x, *angles, weights, Slots(stores[:2], stores[2:], [4, 1], [3, 3]))
+        out = decoder_layer(x, *angles, weights, LayerKV(stores[:2], stores[2:], [4, 1], [3, 3]))
         for row, base in enumerate((4, 1)):
             own = [angle[row : row + 1] if len(angle) > 1 else angle for angle in angles]
-            places = Slots(stores[row : row + 1], stores[2 + row : 3 + row], [base], [3])
+            places = LayerKV(stores[row : row + 1], stores[2 + row : 3 + row], [base], [3])
             assert torch.equal(decoder_layer(x[row : row + 1], *own, weights, places)[0], out[row])
 
 

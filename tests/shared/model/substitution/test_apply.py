@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from shared.errors import UnsupportedModel
-from shared.model.cache import SlotCache
+from shared.model.cache import ContiguousCache
 from shared.model.substitution.apply import accelerate, restore
 from shared.ops.build import build
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
@@ -103,7 +103,7 @@ def test_any_split_of_a_sequence_gives_the_same_bits(family: str, tokens: int) -
     accelerate(model)
     ids = _ids(1, 24)
     whole = model(input_ids=ids, use_cache=False).logits
-    cache, parts = SlotCache(40), []
+    cache, parts = ContiguousCache(40), []
     for start in range(0, 24, tokens):
         cache.begin(start, tokens)
         part = model(input_ids=ids[:, start : start + tokens], past_key_values=cache)
@@ -181,7 +181,7 @@ def test_the_rotary_function_comes_back_with_the_last_user() -> None:
 def test_a_growing_cache_gives_the_bits_of_a_preallocated_one() -> None:
     model, ids = build_family("qwen3"), _ids(1, 12)
     accelerate(model)
-    growing, slots = DynamicCache(), SlotCache(20)
+    growing, slots = DynamicCache(), ContiguousCache(20)
     for start in range(0, 12, 4):
         slots.begin(start, 4)
         inputs = {"input_ids": ids[:, start : start + 4]}
