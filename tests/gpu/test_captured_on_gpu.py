@@ -1,4 +1,4 @@
-"""On a GPU: CUDA graphs over blocks give what the model's own forward gives, and exact is full."""
+"""On a GPU: CUDA graphs over paged KV give what the model's own forward gives, and exact is full."""
 
 import pytest
 import torch

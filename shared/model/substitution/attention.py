@@ -1,6 +1,6 @@
 """`slot_attention` as an attention implementation of Hugging Face transformers, under the name "neap".
 
-Works with any cache whose `update` returns views [B, Hkv, S, D] of what the layer may see, preallocated or not.
+Works with every cache whose `update` returns [B, Hkv, S, D], the keys or values that the layer may see: preallocated or growing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from shared.model.substitution.ragged import RaggedMask, RaggedOffset, RaggedSta
 
 NAME = "neap"
 
-# What would change the result and is not implemented. A value other than None is refused.
+# Arguments that would change the result and are not implemented. A value other than None is refused.
 _REFUSED = ("s_aux", "position_bias", "head_mask", "cache")
 
 
@@ -33,10 +33,10 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | RaggedMask | None:
-    """The mask of one pass: bool [B, 1, Q, S], or None where it is plain causal with the queries at the end.
+    """The mask of one pass: bool [B, 1, Q, S], or None if it is causal with the queries at the end. A `RaggedMask` for a ragged batch.
 
-    Of a packed pass (`packing`) a `RaggedMask`. Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
-    on shorter views, so those pass as plain too.
+    Transformers calls this once per pass and kind of layer. A window or chunk of `local_size` keys has no effect on fewer keys, so such a
+    mask counts as causal, too.
     """
     if isinstance(q_offset, RaggedOffset):
         return _ragged_mask(
@@ -49,7 +49,7 @@ def attention_mask(
     plain = (
         allow_is_causal_skip
         and kv_offset == 0
-        # A tensor belongs to a static cache.
+        # It is a tensor if the cache is a static one of transformers.
         and type(q_offset) is int
         and q_offset + q_length == kv_length
         and (local_size is None or kv_length < local_size)
@@ -88,17 +88,22 @@ def _nothing_hidden(padding: Tensor, kv_length: int) -> bool:
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """A 4-D mask of the caller's own may be additive: 0 and the dtype's minimum are as good as a bool."""
+    """Converts an additive mask of zeros and the dtype's minimum to bool. Callers of a model may pass such 4-D masks.
+
+    Raises `NotImplementedError` for other numbers.
+    """
     if mask.dtype == torch.bool:
         return mask
     visible = mask == 0
     if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        raise NotImplementedError("attention 'neap' takes masks that show or hide, not biases")
+        raise NotImplementedError(
+            "attention 'neap' supports masks that show or hide a position, but not biases"
+        )
     return visible
 
 
 def refuse_unserved(name: str, dropout: float, kwargs: Mapping[str, Any]) -> None:
-    """Raises `NotImplementedError` for what an attention of ours, `name`, was asked and does not compute."""
+    """Raises `NotImplementedError` if attention `name` is asked for something that it does not compute."""
     refused = [asked for asked in _REFUSED if kwargs.get(asked) is not None]
     if dropout:
         refused.append("dropout")
@@ -120,7 +125,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, Hq, Q, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] -> ([B, Q, Hq, Dv], no weights).
+    """query [B, Hq, Q, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] -> ([B, Q, Hq, Dv], None).
 
     Raises `NotImplementedError` for attention sinks, biases, dropout and requests for the weights.
     """
@@ -134,14 +139,14 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     else:
         causal, attention_mask = False, _as_bool(attention_mask)
-    key, value = _rows_together(key), _rows_together(value)
+    key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
     out = ops.slot_attention(
         query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap
     )
     return out, None
 
 
-def _rows_together(states: Tensor) -> Tensor:
+def _with_contiguous_rows(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
@@ -154,11 +159,11 @@ def _ragged_attention(
     softcap: float | None,
 ) -> Tensor:
     if not isinstance(mask, RaggedMask):
-        raise NotImplementedError("attention 'neap' was given another mask than its own")
+        raise NotImplementedError("attention 'neap' needs a mask that it made itself")
     return ops.packed_slot_attention(
         query,
-        _rows_together(key.fresh),
-        _rows_together(value.fresh),
+        _with_contiguous_rows(key.fresh),
+        _with_contiguous_rows(value.fresh),
         key.stores,
         value.stores,
         [span.base for span in key.spans],
@@ -171,13 +176,13 @@ def _ragged_attention(
 
 @contextmanager
 def observed(see: Callable[..., None]) -> Iterator[None]:
-    """Within, every attention of a model that uses ours is first told to `see`, with the arguments of `attention`."""
+    """Within it, each call of our attention first calls `see` with the same arguments."""
 
-    def told(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def observing(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         see(*args, **kwargs)
         return attention(*args, **kwargs)
 
-    AttentionInterface.register(NAME, told)
+    AttentionInterface.register(NAME, observing)
     try:
         yield
     finally:
@@ -185,6 +190,6 @@ def observed(see: Callable[..., None]) -> Iterator[None]:
 
 
 def register() -> None:
-    """Makes "neap" known to transformers. Changes no model by itself."""
+    """Registers "neap" with transformers. Changes no model by itself."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)

@@ -1,7 +1,7 @@
-"""The rotary kernel under transformers' `apply_rotary_pos_emb`, which is a function of each modelling file.
+"""Replaces transformers' `apply_rotary_pos_emb`, a function of each modelling file, by the rotary kernel.
 
-It is replaced in the file's module, hence for every model of the family in this process: only where the bits are the
-same, and only for calls that the kernel takes; all others go to the original. Reversible, and counted per user.
+The function is replaced in the file's module, so for every model of the family in this process. It is replaced only if the kernel gives
+the same bits. Calls that the kernel does not support go to the original. Users are counted; the last one puts the original back.
 """
 
 import sys
@@ -29,7 +29,7 @@ def has_rotary(file: str) -> bool:
 
 
 def acquire(file: str) -> None:
-    """Puts the kernel under `file`'s function, or counts one more user of it. Raises `Unsuitable`."""
+    """Replaces the function in `file`, or counts one more user. Raises `Unsuitable` if the kernel does not give the same bits."""
     with _lock:
         if file not in _originals:
             original = getattr(sys.modules[file], FUNCTION)
@@ -40,7 +40,7 @@ def acquire(file: str) -> None:
 
 
 def release(file: str) -> None:
-    """The reverse of `acquire`: the last user puts the original back."""
+    """Undoes one `acquire`. The last one puts the original back."""
     with _lock:
         _users[file] -= 1
         if _users[file] == 0:

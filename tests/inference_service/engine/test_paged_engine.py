@@ -1,4 +1,4 @@
-"""The engine on blocks and recorded passes, as on a GPU: the same answers as ever, and every block back in the end."""
+"""The engine on paged KV and recorded passes, as on a GPU: the same answers as ever, and every block back in the end."""
 
 import gc
 import random
@@ -41,7 +41,7 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Answers of the engine as it is without blocks. One engine at a time: it owns the model."""
+    """Answers of the engine as it is without paged KV. One engine at a time: it owns the model."""
     with Engine(loaded) as plain:
         return {
             prompt: plain.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids

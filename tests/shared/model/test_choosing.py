@@ -1,4 +1,4 @@
-"""What the full model chooses: drawn from the distribution, the same together and alone, and without a wait."""
+"""The full model's choices follow the distribution, are the same for a row alone and in a batch, and do not wait for the device."""
 
 import math
 from collections import Counter
@@ -118,7 +118,7 @@ def test_a_row_of_nans_is_some_token_and_harms_nobody(
 
 
 def mixed() -> tuple[Tensor, list[Trial]]:
-    """Logits [16, 12] of every kind of request, two of each."""
+    """Logits [16, 12] for two requests of every kind."""
     kinds = [
         SamplingParams(),
         SamplingParams(repetition_penalty=1.3),

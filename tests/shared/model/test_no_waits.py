@@ -1,4 +1,4 @@
-"""A pass waits for nothing: asked of a device whose tensors hold no numbers, where whoever reads one fails."""
+"""A paged pass does not wait for the device. Tested on the meta device, where tensors hold no numbers and reading one fails."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ NUM_TOKENS = 16
 
 @pytest.mark.parametrize("family", PAGED)
 def test_no_pass_reads_a_number_or_moves_one(family: str) -> None:
-    # As on a GPU; experts are multiplied in it only.
+    # The dtype of GPUs. In others, experts take another path.
     loaded = load_family(family, torch.bfloat16)
     gates = Gates(loaded.model, loaded.parts.layers)
     loaded.model.to(META)

@@ -1,4 +1,4 @@
-"""Blocks are taken and given back whole, and rows of the table follow who is used."""
+"""Caches take and return whole blocks, and block tables go to the caches in use."""
 
 import gc
 import threading
@@ -17,11 +17,11 @@ def make_pool(num_blocks: int = 8, context_length: int = 100) -> BlockPool:
     return BlockPool(SHAPES, num_blocks, context_length, torch.device("cpu"))
 
 
-def row(pool: BlockPool, cache: paged_kv.PagedCache) -> list[int]:
+def block_table(pool: BlockPool, cache: paged_kv.PagedCache) -> list[int]:
     return pool.block_tables[pool.table_of(cache)][: len(cache.blocks)].tolist()
 
 
-def test_a_cache_takes_whole_pages_and_gives_them_back_however_it_ends() -> None:
+def test_a_cache_takes_whole_blocks_and_returns_them_however_it_ends() -> None:
     pool = make_pool()
     first, second = pool.new_cache(BLOCK_TOKENS + 1), pool.new_cache(1)
     assert (first.capacity, second.capacity) == (2 * BLOCK_TOKENS, BLOCK_TOKENS)
@@ -30,7 +30,7 @@ def test_a_cache_takes_whole_pages_and_gives_them_back_however_it_ends() -> None
     first.close()
     first.close()
     assert pool.num_free == 7
-    second.circle = second  # found by the collector, not by counting references
+    second.circle = second  # freed by the garbage collector, not by its reference count
     del second
     gc.collect()
     assert pool.num_free == 8
@@ -55,22 +55,24 @@ def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
     assert kept.kv_bytes == 2 * BLOCK_TOKENS * 4 * (2 * 4 + 2 * 6 + 8 + 8)
 
 
-def test_rows_go_to_those_in_use_and_list_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_tables_go_to_caches_in_use_and_list_their_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(paged_kv, "NUM_BLOCK_TABLES", 2)
     pool = make_pool()
     caches = [pool.new_cache(size) for size in (20, 40, 5)]
     for cache in (*caches, *caches[::-1]):
-        assert row(pool, cache) == list(cache.blocks)
+        assert block_table(pool, cache) == list(cache.blocks)
     first, second = pool.table_of(caches[0]), pool.table_of(caches[1])
     assert first != second
     pool.table_of(caches[0])
-    assert pool.table_of(caches[2]) == second  # the one unused for longest gave way
+    assert pool.table_of(caches[2]) == second  # the least recently used one was taken
     assert pool.table_of(caches[0]) == first
     del cache
-    caches.pop(0)  # its row is free, so the other keeps its own
+    caches.pop(0)  # its block table is free, so the other cache keeps its own
     assert pool.table_of(caches[0]) == first
     assert pool.table_of(caches[1]) == second
-    assert row(pool, caches[0]) == list(caches[0].blocks)
+    assert block_table(pool, caches[0]) == list(caches[0].blocks)
 
 
 def test_copies_are_of_the_positions_asked_for_and_no_more() -> None:
@@ -83,9 +85,9 @@ def test_copies_are_of_the_positions_asked_for_and_no_more() -> None:
     reader.copy(donor, 10, 37)
     for store, before in zip((*pool.keys, *pool.values), held, strict=True):
         for position in range(40):
-            block, slot = divmod(position, BLOCK_TOKENS)
+            index, place = divmod(position, BLOCK_TOKENS)
             source = donor if 10 <= position < 37 else reader
-            expected = before[source.blocks[block], :, slot]
-            assert torch.equal(store[reader.blocks[block], :, slot], expected)
+            expected = before[source.blocks[index], :, place]
+            assert torch.equal(store[reader.blocks[index], :, place], expected)
         others = [block for block in range(pool.num_blocks) if block not in reader.blocks]
         assert torch.equal(store[others], before[others])

@@ -1,4 +1,4 @@
-"""Passes over blocks, recorded, compute what the model itself computes: for every family, alone and in company."""
+"""Recorded passes over paged KV compute what the model itself computes, for every family, alone and in ragged batches."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
 from tests.recorders import TracingRecorder
 
 TOLERANCE = 1e-4
-# Experts are multiplied group by group, and what a group holds depends on all tokens of a pass.
+# Experts are multiplied group by group, and the tokens in a group depend on all tokens of the pass.
 INEXACT = {"mixtral"}
 SPLIT = 2
 
@@ -47,7 +47,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def test_pieces_splits_and_rollback_give_the_models_own_logits(runner: PagedRunner) -> None:
-    """Past every window of the families, in pieces of many sizes, each first read wrongly."""
+    """A sequence longer than every window, in pieces of many sizes. Each piece is first run with wrong tokens and rolled back."""
     ids = random_ids(60)
     expected = own_logits(runner, ids)
     cache, depth = runner.new_cache(60), runner.num_layers
@@ -95,7 +95,7 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(
 
 
 def test_a_pass_after_a_larger_one_writes_only_its_own_positions(llama: PagedRunner) -> None:
-    """Padding of a bucket must not repeat what the pass before it held there."""
+    """The padding of a bucket must not write the tokens of the pass before it."""
     ids, other = random_ids(14), random_ids(2)
     caches = [llama.new_cache(16), llama.new_cache(16)]
     llama.run(ids, caches[0], first=0, last=llama.num_layers, base=0)
@@ -106,7 +106,7 @@ def test_a_pass_after_a_larger_one_writes_only_its_own_positions(llama: PagedRun
 
 
 def test_passes_beyond_the_largest_bucket_go_piece_by_piece() -> None:
-    runner = make_runner(load_family("opt"))  # its positions and its embedding are no plain rows
+    runner = make_runner(load_family("opt"))  # state at depth 0 is more than a row of the embedding
     lengths = (100, 90, 125)
     ids = [random_ids(length) for length in lengths]
     assert sum(lengths) > BUCKETS[-1]
@@ -169,7 +169,7 @@ def test_attention_that_cannot_be_reached_is_refused(family: str) -> None:
 
 
 def test_a_window_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks look like windows by their size, and agree with them as long as nothing is longer."""
+    """Chunks and windows have a size each, and give the same mask for sequences that are not longer."""
     loaded = load_family("mistral-sliding")
     loaded.model.config.sliding_window = 400
     monkeypatch.setattr(paged_check, "LONGEST", 32)

@@ -1,4 +1,4 @@
-"""Several sequences in one pass compute what each computes alone."""
+"""Sequences in a ragged batch get the results that each gets alone."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 
 # Falcon does not use transformers' AttentionInterface.
 ONE_BY_ONE = {"falcon", "falcon-alibi"}
-# Experts are multiplied by torch, whose sums depend on how many tokens meet.
+# Experts are multiplied by torch, whose sums depend on the number of tokens.
 INEXACT = {"mixtral"}
 SPLIT = 2
 
@@ -28,14 +28,16 @@ def random_ids(length: int) -> Tensor:
     return torch.randint(2, VOCABULARY_SIZE, (1, length))
 
 
-def test_every_family_that_can_packs(request: pytest.FixtureRequest, runner: Runner) -> None:
+def test_ragged_batches_work_for_every_other_family(
+    request: pytest.FixtureRequest, runner: Runner
+) -> None:
     name = request.node.callspec.params["runner"]
     assert runner.supports_ragged == (name not in ONE_BY_ONE)
     assert runner.counters.layer_executions == 0
 
 
 def test_company_changes_nothing(request: pytest.FixtureRequest, runner: Runner) -> None:
-    """Sequences of different lengths, beyond any window, split by depth, with a pass rolled back."""
+    """Sequences of different lengths, longer than any window, split by depth, with a pass rolled back."""
     if not runner.supports_ragged:
         pytest.skip("goes one by one")
     held, new = (17, 1, 9), (1, 6, 3)
@@ -55,7 +57,9 @@ def test_company_changes_nothing(request: pytest.FixtureRequest, runner: Runner)
     )
     sequences = [RaggedSequence(c, h, n) for c, h, n in zip(caches, held, new, strict=True)]
     wrong = torch.cat([random_ids(n) for n in new], 1)
-    runner.run_ragged(wrong, sequences, first=0, last=depth)  # rolled back by stating the base anew
+    runner.run_ragged(
+        wrong, sequences, first=0, last=depth
+    )  # rolled back by the next pass, which has the same base
     together = torch.cat([tokens[:, h:] for tokens, h in zip(ids, held, strict=True)], 1)
     shallow = runner.run_ragged(together, sequences, first=0, last=SPLIT)
     deep = runner.run_ragged(together, sequences, first=SPLIT, last=depth, hidden=shallow)

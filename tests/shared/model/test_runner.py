@@ -93,7 +93,7 @@ def test_capture_returns_the_state_at_each_depth(runner: Runner) -> None:
 def test_counters_count_what_the_layers_really_ran(llama: Runner) -> None:
     calls: list[int] = []
     for index, layer in enumerate(llama.loaded.parts.layers):
-        # The layer's own __call__ also happens at a closed gate; its attention only runs when the gate is open.
+        # A closed gate also calls the layer's __call__. Its attention runs only if the gate is open.
         layer.self_attn.register_forward_hook(lambda *_, index=index: calls.append(index))
     cache = llama.new_cache(16)
     ids = random_ids(7)

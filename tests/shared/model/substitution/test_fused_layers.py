@@ -1,4 +1,4 @@
-"""Which layers become one op, when that op runs, and that nothing but speed tells."""
+"""Which layers become one op, when the op runs, and that its results are those of the modules."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def _inference() -> Iterator[None]:
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Per call of a fused layer, whether the op ran."""
+    """For each call of a fused layer, whether the op ran."""
     calls: list[bool] = []
     original = FusedLayer.fused
 
@@ -84,7 +84,7 @@ def test_layers_as_one_op_have_the_bits_of_their_modules(
         fused_calls.clear()
 
 
-def test_packed_sequences_run_as_one_op_with_the_bits_of_each_alone(
+def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(
     fused_calls: list[bool],
 ) -> None:
     model = build_family("mistral-sliding")
