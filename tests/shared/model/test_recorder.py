@@ -1,4 +1,4 @@
-"""The tests' recorder must fail on what a CUDA graph would get wrong, and host waits must be found, on a device there is not, too."""
+"""The tests' recorder fails where a CUDA graph would be wrong, and waits for the device are found, even without the device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -93,7 +93,7 @@ def test_waits_are_found_on_a_cpu(work: Callable[[Tensor], object]) -> None:
 
 
 class FakeCuda:
-    """What `CudaRecorder` uses of torch.cuda; `graph` ends as torch's does where capturing fails."""
+    """The parts of torch.cuda that `CudaRecorder` uses. `graph` ends as torch's does when a capture fails."""
 
     CUDAGraph = Stream = MagicMock
 
@@ -163,6 +163,6 @@ def test_inputs_are_padded_and_leave_nothing_of_the_pass_before() -> None:
     tokens = TokenBuffer(4, torch.device("cpu"))
     assert tokens.positions.tolist() == [-1] * 4
     tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], [1, 1, 2])
-    assert tokens.packed.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0]]
+    assert tokens.stacked.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0]]
     tokens.fill(torch.tensor([3]), [2], [5])
-    assert tokens.packed.tolist() == [[3, 0, 0, 0], [2, -1, -1, -1], [5, 0, 0, 0]]
+    assert tokens.stacked.tolist() == [[3, 0, 0, 0], [2, -1, -1, -1], [5, 0, 0, 0]]

@@ -17,8 +17,8 @@ from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
 from shared.ladder.policy import DepthPolicy
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, wrap_model
-from shared.model.runner import DepthRunner
 from tests.families import build_family
 from tests.scripted_ladder import ScriptedLadder
 
@@ -154,7 +154,7 @@ def test_bound_ladders_stay_few_on_an_idle_engine(loaded) -> None:
             assert len(engine._ladders) <= 2
 
 
-class SlowlyPrepared(DepthRunner):
+class SlowlyPrepared(ContiguousRunner):
     """Preparing passes between the depths of a ladder takes `num_slices` slices; `on_slice` is called before each."""
 
     num_slices = 5
