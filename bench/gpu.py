@@ -139,7 +139,7 @@ def compare(imposed: Imposed, batches: list[int], rounds: int) -> list[Rates]:
     depths = tuple(layer_exit.depth for layer_exit in imposed.ladder.exits)
     with Engine(imposed.loaded, imposed.ladder, max_running=most, max_queue=most) as engine:
         engine.warm_up()
-        print(f"passes {_described_passes(engine._decoder.runner)}", file=sys.stderr, flush=True)
+        print(f"passes {_described_passes(engine.runner)}", file=sys.stderr, flush=True)
         for batch in batches:
             rates: dict[str, list[float]] = {"full": [], "exact": []}
             per_pass, identical = [], True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from inference_service.engine.background import BackgroundTasks
-from inference_service.engine.drafting.costs import measure_deep, measure_wide
+from inference_service.engine.drafting.costs import CostMeter
 from inference_service.engine.drafting.ladder_cache import LadderCache
 from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.failure import failure_of
@@ -48,6 +48,7 @@ class EngineLoop:
         *,
         ladder: Ladder | None,
         on_failure: Callable[[], object],
+        cost_meter: CostMeter,
     ) -> None:
         self.lock = threading.Lock()
         self.scheduler = scheduler
@@ -61,6 +62,7 @@ class EngineLoop:
         self._admission, self._ladders = admission, ladders
         self._ladders.in_use = lambda: {id(job.ladder) for job in scheduler.running}
         self._on_failure = on_failure
+        self._cost_meter = cost_meter
         self._is_stopping = False
         # Whoever changes something that the thread waits for puts None. Unlike a condition, a finaliser may use it.
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -127,9 +129,8 @@ class EngineLoop:
         """Records passes where the runner does so, measures what passes cost, and binds the engine's own ladder."""
         runner = self._decoder.runner
         self._finish_slices(runner.prepare(()))
-        deep = measure_deep(runner, between=self._check_stop)
-        wide = measure_wide(runner, deep, between=self._check_stop)
-        self.costs = self._admission.costs = PassCosts(deep, wide=wide)
+        costs = self._cost_meter.measure_passes(runner, between=self._check_stop)
+        self.costs = self._admission.costs = costs
         if ladder is None:
             return
         try:

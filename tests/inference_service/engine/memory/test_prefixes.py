@@ -18,6 +18,8 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.cache import SlotCache
 from shared.model.load import LoadedModel, wrap_model
 from tests.families import build_family
+from tests.fixed_costs import fixed_cost_engine
+from tests.hooked_runner import HookedRunner
 
 LENGTH = 3 * MIN_SHARED
 STEM = tuple(range(2, 2 + LENGTH))
@@ -139,7 +141,7 @@ def run(engine: Engine, prompt: tuple[int, ...], max_tokens: int = 6) -> tuple[l
 
 def count_prompt_layers(engine: Engine, prompt: tuple[int, ...]) -> tuple[int, Finished]:
     """Layer executions in tokens of a request that generates one token."""
-    counters = engine._decoder.runner.counters
+    counters = engine.runner.counters
     counters.reset()
     _, finished = run(engine, prompt, max_tokens=1)
     return counters.token_layers, finished
@@ -147,10 +149,10 @@ def count_prompt_layers(engine: Engine, prompt: tuple[int, ...]) -> tuple[int, F
 
 def test_a_second_request_reads_only_what_is_new(loaded):
     prompts = [(*STEM, 91, 92, 93), (*STEM, 94)]
-    with Engine(loaded, prefix_cache_bytes=0) as engine:
+    with fixed_cost_engine(loaded, prefix_cache_bytes=0) as engine:
         expected = [run(engine, prompt)[0] for prompt in prompts]
         assert run(engine, prompts[1])[1].num_cached_tokens == 0
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         first, second = (run(engine, prompt) for prompt in prompts)
         assert [first[0], second[0]] == expected
         assert (first[1].num_cached_tokens, second[1].num_cached_tokens) == (0, LENGTH)
@@ -160,7 +162,7 @@ def test_a_second_request_reads_only_what_is_new(loaded):
 
 
 def test_a_conversation_goes_on_from_its_own_answer(loaded):
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         tokens, _ = run(engine, STEM, max_tokens=6)
         _, finished = run(engine, (*STEM, *tokens, 91, 92))
         # The answer's last token was chosen, and never read.
@@ -170,7 +172,7 @@ def test_a_conversation_goes_on_from_its_own_answer(loaded):
 def test_requests_at_once_read_their_common_beginning_once(loaded):
     stopping = StoppingParams(max_tokens=3, ignore_eos=True)
     long_stem = STEM * 2
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         requests = [
             GenerationRequest((*long_stem, 91 + i), stopping=stopping, policy=DepthPolicy("full"))
             for i in range(6)
@@ -184,32 +186,30 @@ def test_requests_at_once_read_their_common_beginning_once(loaded):
 def test_nothing_is_shared_where_that_is_turned_off(loaded):
     stopping = StoppingParams(max_tokens=3, ignore_eos=True)
     request = GenerationRequest((*STEM, 91), stopping=stopping, policy=DepthPolicy("full"))
-    with Engine(loaded, prefix_cache_bytes=0) as engine:
+    with fixed_cost_engine(loaded, prefix_cache_bytes=0) as engine:
         handles = [engine.submit(request) for _ in range(3)]
         finished = [list(handle.events())[-1] for handle in handles]
     assert [e.num_cached_tokens for e in finished if isinstance(e, Finished)] == [0, 0, 0]
 
 
 def test_what_is_kept_makes_room_for_what_runs(loaded):
-    with Engine(loaded) as probe:
-        slot = probe._admission.kv_token_bytes
-    budget = (LENGTH + 6 + 10) * slot
-    with Engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget) as engine:
+    with fixed_cost_engine(loaded) as probe:
+        budget = (LENGTH + 6 + 10) * probe.kv_token_bytes
+    with fixed_cost_engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget) as engine:
         run(engine, STEM)
-        assert engine._decoder.prefixes.num_tokens == LENGTH + 6
+        assert engine.num_cached_tokens == LENGTH + 6
         run(engine, tuple(range(60, 60 + 30)))  # fits only once the first is let go
-        assert engine._decoder.prefixes.match_length(STEM) == 0
-        assert engine._decoder.prefixes.num_tokens <= LENGTH + 16
+        assert engine.num_cached_tokens == 30 + 6
+        assert run(engine, STEM)[1].num_cached_tokens == 0
 
 
-def test_a_failed_step_leaves_nothing_behind(loaded, monkeypatch):
-    with Engine(loaded) as engine:
-        engine.warm_up()
-        monkeypatch.setattr(engine._decoder, "step", _raise)
+def test_a_failed_step_leaves_nothing_behind(loaded):
+    def fail_once(*_: object) -> None:
+        del engine.runner.before["logits"]
+        raise RuntimeError("a kernel broke")
+
+    with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
+        engine.runner.before["logits"] = fail_once
         with pytest.raises(Exception, match="failed inside"):
             run(engine, STEM)
-        assert engine._decoder.prefixes.num_tokens == 0
-
-
-def _raise(*_: object) -> None:
-    raise RuntimeError("a kernel broke")
+        assert engine.num_cached_tokens == 0
