@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus. The names follow vLLM's where they mean the same; docs/metrics.md explains each."""
+"""The worker's Prometheus metrics. Names follow vLLM's if they mean the same. docs/metrics.md explains each."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
@@ -21,12 +21,12 @@ from shared.model.load import LoadedModel
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
 REQUEST_BOUNDS_S = (0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
 
-# The time each counter was made would double the number of series, and nothing here reads it.
+# Creation times of counters would double the number of series, and nothing here uses them.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class ObservedEngine(Protocol):
-    """What is read of an engine when somebody asks. From any thread."""
+    """The figures of an engine that a scrape reads, from any thread."""
 
     @property
     def loaded(self) -> LoadedModel: ...
@@ -45,8 +45,8 @@ class ObservedEngine(Protocol):
 class WorkerMetrics:
     """One registry with the metrics of calls, engines and this process.
 
-    Label values are few by construction: models this worker serves ("" for any other), rungs (at most one per layer and three),
-    router versions that are loaded, reasons that stand in the source.
+    Labels have few values: models that this worker serves ("" for any other), rungs (at most one per layer and three more), router
+    versions that are loaded, and reasons that are constants in the source.
     """
 
     def __init__(self) -> None:
@@ -113,12 +113,12 @@ class WorkerMetrics:
     def add_engine(
         self, engine: ObservedEngine, *, versions: Callable[[], Collection[int]] = tuple
     ) -> None:
-        """Report `engine` from now on, under its model's id; `versions`: the router versions to report on. From any thread."""
+        """Reports `engine` from now on, under its model's id. `versions` returns the router versions to report. Any thread may call it."""
         self._engines.engines.append((engine, versions))
 
 
 class _EngineCollector(Collector):
-    """Reads the engines' own counters when asked, so that counting costs their threads no lock."""
+    """Reads the engines' counters at each scrape, so that counting needs no lock in their threads."""
 
     def __init__(self) -> None:
         self.engines: list[tuple[ObservedEngine, Callable[[], Collection[int]]]] = []
@@ -219,7 +219,7 @@ def _read(engine: ObservedEngine, families: Mapping[str, Metric]) -> None:
 
 
 def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
-    """Cumulative, as (upper bound, count). Copied first, so that no bucket seems to hold fewer than the one below."""
+    """Cumulative buckets as (upper bound, count). The counts are copied first, so that the buckets never decrease."""
     counts, total = list(distribution.counts), 0
     buckets: list[tuple[str, float]] = []
     for bound, count in zip((*map(str, distribution.bounds), "+Inf"), counts, strict=True):

@@ -1,4 +1,4 @@
-"""Figures per router version, so that a canary can be judged from data. Only versions that are loaded have series."""
+"""Metrics per router version, for comparing a canary with the version in use. Only loaded versions have series."""
 
 from collections.abc import Collection, Mapping
 
@@ -33,7 +33,7 @@ _GAUGES = (
 
 
 def version_families() -> dict[str, Metric]:
-    """By name without the prefix `neap_router_`, empty."""
+    """Empty metric families, by name without the prefix `neap_router_`."""
     families: dict[str, Metric] = {}
     for name, labels, text in _COUNTERS:
         families[name] = CounterMetricFamily(f"neap_router_{name}", text, labels=labels)
@@ -49,7 +49,7 @@ def read_versions(
     versions: Collection[int],
     families: Mapping[str, Metric],
 ) -> None:
-    """Adds the samples of those of `versions` that something is known of. The engine may count meanwhile."""
+    """Adds samples for the `versions` that have counts. The engine may change its counts meanwhile."""
 
     def put(name: str, value: float, *labels: object) -> None:
         family = families[name]

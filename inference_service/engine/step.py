@@ -110,8 +110,8 @@ class Decoder:
         reading = [sequence for sequence, _ in batch if not sequence.num_generated]
         # Sequences for which the engine may choose whether to draft. The choice changes the speed, never the output.
         num_adaptive = sum(sequence.may_skip_drafting for sequence, _ in decoding)
-        adaptive_key = (num_adaptive, len(decoding))
-        drafts = num_adaptive == 0 or self._adaptive.choose(adaptive_key)
+        shape = (num_adaptive, len(decoding))
+        drafts = num_adaptive == 0 or self._adaptive.choose(shape)
 
         prefills = self._prefill(reading, running, is_decoding=bool(decoding))
         drafted = self._draft(decoding, drafts=drafts)
@@ -124,7 +124,7 @@ class Decoder:
         if num_adaptive and not prefills:
             num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
             seconds = time.perf_counter() - start_s
-            self._adaptive.record(adaptive_key, drafts, num_tokens, seconds)
+            self._adaptive.record(shape, drafts, num_tokens, seconds)
         return results
 
     # Prefill.
