@@ -4,7 +4,7 @@ A thread that runs PyTorch while the interpreter is finalised is ended inside C+
 stopped and joined before that: by an `atexit` callback, which runs once the main thread has ended, however it ended, and once all
 threads that are not daemons have ended. Until then these may use their engines.
 
-After a fork the child has the engines but not their threads; there they are marked as ended, so that nobody waits for them.
+After a fork the child has the engines but not their threads; there they are marked as ended, so that nothing waits for them.
 """
 
 import atexit

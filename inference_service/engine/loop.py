@@ -34,7 +34,7 @@ class _Stopped(Exception):
 class EngineLoop:
     """Starts its thread when it is created. `lock` guards `scheduler`, `background` and `ended`.
 
-    `ladder` is bound before the loop is ready. The thread calls `on_failure` if it ends because of an error. It ends when
+    `cost_meter` measures the costs of passes before the loop is ready. `ladder` is bound before the loop is ready. The thread calls `on_failure` if it ends because of an error. It ends when
     `request_stop` has been called, and no later than the interpreter.
     """
 
@@ -54,7 +54,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.background = BackgroundTasks()
         self.costs: PassCosts | None = None
-        # Why no request runs any more.
+        # The error of all later requests, once the thread has ended.
         self.ended: NeapError | None = None
         self.is_ready = threading.Event()
         self.ladder_failure: NeapError | None = None
@@ -64,7 +64,7 @@ class EngineLoop:
         self._on_failure = on_failure
         self._cost_meter = cost_meter
         self._is_stopping = False
-        # Whoever changes something that the thread waits for puts None. Unlike a condition, a finaliser may use it.
+        # An entry wakes the thread. A queue, because finalisers may put entries, while a condition's lock could deadlock them.
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, args=(ladder,), name="neap-engine", daemon=True
@@ -126,7 +126,7 @@ class EngineLoop:
             self._on_failure()
 
     def _make_ready(self, ladder: Ladder | None) -> None:
-        """Records passes where the runner does so, measures what passes cost, and binds the engine's own ladder."""
+        """Records passes if the runner does so, measures the costs of passes, and binds the engine's own ladder."""
         runner = self._decoder.runner
         self._finish_slices(runner.prepare(()))
         costs = self._cost_meter.measure_passes(runner, between=self._check_stop)

@@ -210,7 +210,7 @@ class Shadow:
             self._suspended |= {version}
             logger.error(
                 "relaxed output of router version %d differs from the full model's on %d of %d prompts, more than the %g that"
-                " its bound allows: it is served as exact until this worker starts anew",
+                " its bound allows: it is served as exact until this worker restarts",
                 version,
                 counts.num_differing,
                 counts.num_checked,

@@ -1,4 +1,4 @@
-"""The engine's thread: turns, queue, cancel, pause, deadline, shutdown."""
+"""The engine's thread: shared steps, queue, cancel, pause, deadline, shutdown."""
 
 import threading
 import time
@@ -223,7 +223,7 @@ def test_no_more_run_at_once_than_asked(loaded: LoadedModel) -> None:
     assert max(running for running, _ in seen) == 2
 
 
-def test_a_failure_of_the_engine_itself_is_told(loaded: LoadedModel) -> None:
+def test_a_failure_of_the_engine_itself_is_reported(loaded: LoadedModel) -> None:
     told = threading.Event()
     engine = fixed_cost_engine(loaded, on_failure=told.set, runner_of=HookedRunner)
 
@@ -241,7 +241,7 @@ def test_a_failure_of_the_engine_itself_is_told(loaded: LoadedModel) -> None:
         assert refused.value.reason == "ENGINE_FAILED"
 
 
-def test_what_cannot_work_is_refused_before_it_is_queued(loaded: LoadedModel) -> None:
+def test_invalid_requests_are_refused_before_they_are_queued(loaded: LoadedModel) -> None:
     context = loaded.context_length
     other = ScriptedLadder(fingerprint="sha256:other")
     with fixed_cost_engine(loaded) as engine:
@@ -273,7 +273,7 @@ def test_the_whole_context_can_be_filled(loaded: LoadedModel) -> None:
     assert list(exact.token_ids) == right
 
 
-def test_closing_ends_what_is_queued_and_refuses_what_comes(loaded: LoadedModel) -> None:
+def test_closing_ends_queued_requests_and_refuses_new_ones(loaded: LoadedModel) -> None:
     engine = fixed_cost_engine(loaded)
     handle = engine.submit(request(120))
     handle.pause()

@@ -1,4 +1,4 @@
-"""What fails for one request ends that request alone; what fails for a shared pass ends those that shared it; the engine lives on."""
+"""A failure of one request's work ends that request alone, one of a shared pass ends those that shared it, and the engine goes on."""
 
 import threading
 from collections.abc import Callable
@@ -51,12 +51,12 @@ NEIGHBOURS_LADDER = ScriptedLadder(lambda context: (context[-2], 0.9))
 
 
 def said(event: TokenChunk) -> list[Any]:
-    """All of its tokens but how deep they were drafted, which depends on the time that steps take."""
+    """Its tokens without their exits, which depend on the time that steps take."""
     return [(token.token_id, token.logprob, token.alternatives) for token in event.tokens]
 
 
 def collected(handle) -> tuple[list[Any], list[Any]]:
-    """(tokens, all else) of a handle's events, until the end."""
+    """(tokens, all other events) of a handle, until the end."""
     tokens: list[Any] = []
     others: list[Any] = []
     while (event := handle.next_event(30)) is not None:
@@ -69,13 +69,13 @@ def collected(handle) -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    """One that takes several sequences in one pass."""
+    """A model that takes several sequences in one pass."""
     return wrap_model(build_model(), build_tokenizer(), model_id="tiny", accelerate=True)
 
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[Any]:
-    """What each neighbour is answered, and the victim if nothing fails, one after another."""
+    """The answers to each neighbour and to the victim without a failure, run one after another."""
     with fixed_cost_engine(loaded) as engine:
         return [
             collected(engine.submit(asked, NEIGHBOURS_LADDER))[0]  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def alone(loaded: LoadedModel) -> list[Any]:
 
 @dataclass
 class Case:
-    """`broken` prepares the failure and gives the victim's request and what else it is submitted with."""
+    """`broken` prepares the failure and returns the victim's request and further arguments of `submit`."""
 
     broken: Callable[[Any, Engine, list[Any]], tuple[GenerationRequest, dict[str, Any]]]
     kind: type[BaseException] = NeapError
@@ -253,7 +253,7 @@ def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error) ->
 def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
     loaded, alone, monkeypatch
 ) -> None:
-    """In one step: the first finishes, the second fails while its last text is made."""
+    """In one step the first finishes and the second fails while its last text is decoded."""
     made: list[Any] = []
     step = threading.Event()
 
@@ -336,7 +336,7 @@ def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part) -> None:
         check_nothing_is_left(engine)
 
 
-def test_an_engine_whose_model_runs_nothing_any_more_says_so(loaded) -> None:
+def test_an_engine_ends_if_its_model_cannot_run_any_more(loaded) -> None:
     told = threading.Event()
     with fixed_cost_engine(loaded, on_failure=told.set, runner_of=HookedRunner) as engine:
         engine.warm_up()

@@ -1,4 +1,4 @@
-"""The engine on pages and recorded passes, as on a GPU: the same answers as ever, and every page back in the end."""
+"""The engine with paged KV and recorded passes, as on a GPU: the same answers, and all pages are returned in the end."""
 
 import gc
 import random
@@ -44,7 +44,7 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Answers of the engine as it is without pages. One engine at a time: it owns the model."""
+    """Answers of the engine without pages. Only one engine at a time may use the model."""
     with fixed_cost_engine(loaded) as plain:
         return {
             prompt: plain.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids
@@ -185,7 +185,7 @@ def test_a_request_counts_by_whole_pages(engine: Engine) -> None:
     assert len(all_tokens(handle)) == 41
 
 
-def test_a_check_in_idle_time_takes_pages_from_what_is_kept(loaded: LoadedModel) -> None:
+def test_a_shadow_check_takes_pages_from_kept_caches(loaded: LoadedModel) -> None:
     runner = make_runner(loaded, 4 * make_runner(loaded).pool.page_bytes)
     prefixes = Prefixes(4 * PAGE_SLOTS)
     for start in (0, 1):  # kept, and all there is but the reserve
@@ -207,10 +207,10 @@ def test_a_check_in_idle_time_takes_pages_from_what_is_kept(loaded: LoadedModel)
     assert (counts.num_checked, counts.num_dropped) == (1, 0)
 
 
-def test_exact_is_full_whatever_random_exits_say(
+def test_exact_is_full_with_random_exits(
     own: dict[tuple[int, ...], tuple[int, ...]], engine: Engine
 ) -> None:
-    """A ladder's own exits, asked over recorded passes."""
+    """A ladder's own exits with recorded passes."""
     ladder = random_ladder(engine.loaded, 4, (0, 2, 3), agreement=1.0)
     for prompt, answer in own.items():
         events = list(engine.submit(request(prompt, EXACT), ladder).events())
@@ -220,7 +220,7 @@ def test_exact_is_full_whatever_random_exits_say(
         assert events[-1].depth.num_drafted > 0
 
 
-def test_right_drafts_are_accepted_in_company() -> None:
+def test_right_drafts_are_accepted_in_shared_passes() -> None:
     imposed = impose(SHAPES["tiny"], (2,), 0.9, accelerate=False)
     with fixed_cost_engine(
         imposed.loaded, imposed.ladder, kv_budget_bytes=1 << 21, runner_of=make_runner

@@ -1,4 +1,4 @@
-"""What the engine counts of requests whose numbers are known."""
+"""The engine's counts, for requests with known figures."""
 
 import time
 from types import SimpleNamespace
@@ -88,7 +88,7 @@ def test_rejected_exits_are_layers_in_excess(loaded: LoadedModel, answer: list[i
     assert counted.num_layer_executions == plain + counted.num_layer_executions_extra
 
 
-def test_what_another_prompt_left_is_counted_as_cached(loaded: LoadedModel) -> None:
+def test_tokens_copied_from_another_request_are_counted_as_cached(loaded: LoadedModel) -> None:
     prompt = [number % VOCABULARY_SIZE for number in range(40)]
     with fixed_cost_engine(loaded, kv_budget_bytes=1 << 24) as engine:
         engine.generate(prompt, policy="full", max_tokens=2)

@@ -1,4 +1,4 @@
-"""Draft shallow, settle deep: what is verified, rolled back, final, counted."""
+"""Decode steps: verification, rejection, final drafts and counts."""
 
 import pytest
 import torch
@@ -250,7 +250,7 @@ def test_logprobs_are_the_full_models(loaded: LoadedModel, answer: list[int]) ->
 def test_a_step_of_mixed_requests_reads_the_device_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each reading is a wait."""
+    """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each read waits."""
     monkeypatch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
     accelerated = wrap_model(build_family("llama"), accelerate=True)
     decoder = Decoder(DepthRunner(accelerated))

@@ -1,4 +1,4 @@
-"""New ladders are bound and tested between the steps of what runs."""
+"""New ladders are bound and tested between the steps of running requests."""
 
 import threading
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def exits(token: int = 3, probability: float = 0.5) -> ScriptedLadder:
     return ScriptedLadder(exits=lambda context: (token, probability), depths=(0, 1))
 
 
-def test_what_was_prepared_is_bound_once_and_measured_once_per_layout(loaded, monkeypatch) -> None:
+def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatch) -> None:
     costs = MeasuredExits()
     first, second = exits(), exits()
     with fixed_cost_engine(loaded, cost_meter=costs) as engine:
@@ -112,7 +112,9 @@ def test_streams_go_on_while_a_ladder_is_prepared(loaded) -> None:
         ScriptedLadder(table=lambda context: {}["a bug"]),
     ],
 )
-def test_what_does_not_work_is_refused_and_harms_nobody(loaded, ladder) -> None:
+def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(
+    loaded, ladder
+) -> None:
     with measuring_engine(loaded) as engine:
         handle = engine.submit(request())
         with pytest.raises(Corrupt) as raised:

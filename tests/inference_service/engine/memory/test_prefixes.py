@@ -1,4 +1,4 @@
-"""What prompts that start alike share, and what is let go when room is wanted."""
+"""The prefix cache: what is copied between requests, and what is dropped when memory is needed."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ class _Sequence:
 
 
 def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _Sequence:
-    """With one slot per token, keys `fill` and values -`fill` where settled."""
+    """With a cache of one position per token. Settled positions have keys `fill` and values -`fill`."""
     cache = SlotCache(len(tokens))
     states = torch.full((1, 1, 1, 2), fill)
     keys, values = cache.stores(states, states, 0)
@@ -44,7 +44,7 @@ def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _
     return _Sequence(tokens, num_settled, cache, num_prompt_tokens=len(tokens))
 
 
-def test_keys_and_values_of_the_common_beginning_are_copied_and_no_more():
+def test_only_keys_and_values_of_the_common_prefix_are_copied():
     prefixes = Prefixes(1000)
     prefixes.insert(sequence([*STEM, 900, 901], num_settled=LENGTH + 1, fill=3.0))
     reader = sequence([*STEM[:20], 700, 701, 702])
@@ -55,7 +55,7 @@ def test_keys_and_values_of_the_common_beginning_are_copied_and_no_more():
     assert (reader.cache.keys[0][0, 0, 20:] == 0).all()
 
 
-def test_the_last_token_of_a_prompt_is_always_read():
+def test_the_last_token_of_a_prompt_is_always_computed():
     prefixes = Prefixes(1000)
     prefixes.insert(sequence([*STEM, 900], num_settled=LENGTH + 1, fill=3.0))
     reader = sequence(list(STEM))
@@ -63,7 +63,7 @@ def test_the_last_token_of_a_prompt_is_always_read():
     assert reader.num_settled == LENGTH - 1
 
 
-def test_a_running_sequence_lends_only_what_it_has_settled():
+def test_only_settled_tokens_are_copied_from_a_running_sequence():
     prefixes = Prefixes(1)
     donor = sequence([*STEM, 900], num_settled=MIN_SHARED + 4, fill=1.0)
     reader = sequence([*STEM, 800])
@@ -77,7 +77,7 @@ def test_a_running_sequence_lends_only_what_it_has_settled():
     assert reader.num_settled == reader.num_cached == LENGTH
 
 
-def test_the_longest_beginning_wins_and_counts_as_used():
+def test_the_longest_prefix_is_copied_and_counts_as_used():
     prefixes = Prefixes(2 * LENGTH)
     short = sequence([*STEM[:20], *range(500, 500 + LENGTH - 20)], num_settled=LENGTH, fill=1.0)
     other = sequence(list(range(600, 600 + LENGTH)), num_settled=LENGTH, fill=2.0)
@@ -91,7 +91,7 @@ def test_the_longest_beginning_wins_and_counts_as_used():
     assert prefixes.match_length(other.tokens) == 0
 
 
-def test_slots_are_bounded_and_given_up_on_demand():
+def test_kept_tokens_are_bounded_and_dropped_on_demand():
     prefixes = Prefixes(2 * LENGTH)
     for start in range(0, 500, 100):
         prefixes.insert(sequence(list(range(start, start + LENGTH)), num_settled=LENGTH))
@@ -105,7 +105,7 @@ def test_slots_are_bounded_and_given_up_on_demand():
     assert prefixes.num_tokens == 0
 
 
-def test_what_is_known_already_is_not_kept_twice():
+def test_redundant_caches_are_not_kept():
     prefixes = Prefixes(1000)
     prefixes.insert(sequence(list(STEM), num_settled=20))
     prefixes.insert(sequence(list(STEM), num_settled=LENGTH))
@@ -147,7 +147,7 @@ def count_prompt_layers(engine: Engine, prompt: tuple[int, ...]) -> tuple[int, F
     return counters.token_layers, finished
 
 
-def test_a_second_request_reads_only_what_is_new(loaded):
+def test_a_second_request_computes_only_its_new_tokens(loaded):
     prompts = [(*STEM, 91, 92, 93), (*STEM, 94)]
     with fixed_cost_engine(loaded, prefix_cache_bytes=0) as engine:
         expected = [run(engine, prompt)[0] for prompt in prompts]
@@ -161,7 +161,7 @@ def test_a_second_request_reads_only_what_is_new(loaded):
         assert finished.num_cached_tokens == LENGTH
 
 
-def test_a_conversation_goes_on_from_its_own_answer(loaded):
+def test_a_conversation_reuses_the_cache_of_its_own_answer(loaded):
     with fixed_cost_engine(loaded) as engine:
         tokens, _ = run(engine, STEM, max_tokens=6)
         _, finished = run(engine, (*STEM, *tokens, 91, 92))
@@ -169,7 +169,7 @@ def test_a_conversation_goes_on_from_its_own_answer(loaded):
         assert finished.num_cached_tokens == LENGTH + 5
 
 
-def test_requests_at_once_read_their_common_beginning_once(loaded):
+def test_concurrent_requests_compute_their_common_prefix_once(loaded):
     stopping = StoppingParams(max_tokens=3, ignore_eos=True)
     long_stem = STEM * 2
     with fixed_cost_engine(loaded) as engine:
@@ -192,7 +192,7 @@ def test_nothing_is_shared_where_that_is_turned_off(loaded):
     assert [e.num_cached_tokens for e in finished if isinstance(e, Finished)] == [0, 0, 0]
 
 
-def test_what_is_kept_makes_room_for_what_runs(loaded):
+def test_kept_caches_make_room_for_running_requests(loaded):
     with fixed_cost_engine(loaded) as probe:
         budget = (LENGTH + 6 + 10) * probe.kv_token_bytes
     with fixed_cost_engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget) as engine:

@@ -1,4 +1,4 @@
-"""Shadow checks: right verdicts, in idle time only, bounded; and what follows from them."""
+"""Shadow checks: their verdicts, their bounds in time and memory, and the suspension of a version."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ def answer(loaded: LoadedModel) -> list[int]:
 
 
 def script(answer: list[int], wrong_at: int | None = None):
-    """Drafts the full model's tokens, sure of each, but for one."""
+    """Drafts the full model's tokens with high probability, except for a wrong one at `wrong_at`."""
 
     def draft(context: list[int]) -> tuple[int, float] | None:
         at = len(context) - len(PROMPT)
@@ -80,7 +80,7 @@ def test_a_generation_differs_where_one_token_does(loaded, answer, wrong_at) -> 
         assert checked(engine, 1) == ShadowCounts(1, int(wrong_at is not None), 0)
 
 
-def test_a_penalty_is_judged_by_the_same_penalty(loaded, answer) -> None:
+def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer) -> None:
     sampling = SamplingParams(repetition_penalty=1.5)
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         run(engine, ScriptedLadder(lambda context: None), sampling=sampling)
@@ -90,21 +90,23 @@ def test_a_penalty_is_judged_by_the_same_penalty(loaded, answer) -> None:
 
 
 @pytest.mark.parametrize(("limit", "differs"), [(None, True), (12, False), (13, True)])
-def test_a_bound_for_the_first_tokens_is_judged_by_those(loaded, answer, limit, differs) -> None:
+def test_only_the_tokens_for_which_the_bound_holds_are_checked(
+    loaded, answer, limit, differs
+) -> None:
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         wrong = ScriptedLadder(script(answer, wrong_at=12))
         run(engine, wrong, risk_bound_tokens=limit)
         assert checked(engine, 1).num_differing == differs
 
 
-def test_a_bound_says_nothing_of_what_follows_an_end(loaded, answer) -> None:
+def test_tokens_after_an_end_of_sequence_are_not_checked(loaded, answer) -> None:
     ends_early = replace(loaded, eos_token_ids=frozenset([answer[5]]))
     with fixed_cost_engine(ends_early, shadow_share=1.0) as engine:
         run(engine, ScriptedLadder(script(answer, wrong_at=12)), risk_bound_tokens=NUM_NEW)
         assert checked(engine, 1).num_differing == 0
 
 
-def test_only_what_can_be_judged_is_sampled(loaded, answer) -> None:
+def test_only_greedy_relaxed_answers_are_sampled(loaded, answer) -> None:
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         ladder = ScriptedLadder(script(answer))
         run(engine, ladder, policy=DepthPolicy("exact"))
@@ -186,7 +188,7 @@ def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch) -
     assert set(slices) == {0}
 
 
-def test_the_queue_is_bounded_and_what_is_dropped_is_counted(loaded, answer, monkeypatch) -> None:
+def test_the_queue_is_bounded_and_dropped_checks_are_counted(loaded, answer, monkeypatch) -> None:
     monkeypatch.setattr(shadow_module, "MAX_WAITING", 2)
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         stopping = StoppingParams(max_tokens=100, ignore_eos=True)
@@ -201,7 +203,7 @@ def test_the_queue_is_bounded_and_what_is_dropped_is_counted(loaded, answer, mon
 
 
 def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) -> None:
-    """With room for one request only, a check under way begins anew rather than keep the request waiting."""
+    """With room for one request only, the current check is restarted later, so that the request need not wait."""
     monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
     with fixed_cost_engine(loaded) as engine:
         token_bytes = engine.kv_token_bytes
