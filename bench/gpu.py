@@ -137,7 +137,7 @@ def compare(imposed: Imposed, batches: list[int], rounds: int) -> list[Rates]:
     depths = tuple(layer_exit.depth for layer_exit in imposed.ladder.exits)
     with Engine(imposed.loaded, imposed.ladder, max_running=most, max_queue=most) as engine:
         engine.warm_up()
-        print(f"passes {engine._decoder.runner.description}", file=sys.stderr, flush=True)
+        print(f"passes {engine.runner.description}", file=sys.stderr, flush=True)
         for batch in batches:
             rates: dict[str, list[float]] = {"full": [], "exact": []}
             per_pass, identical = [], True

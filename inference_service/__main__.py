@@ -41,12 +41,12 @@ from shared.rpc.trace_export import traces_exported
 
 log = structlog.get_logger("neap.worker")
 
-# What a setting of three values says.
+# Settings with three values, as arguments of `make_runner`.
 SWITCH = {"auto": None, "on": True, "off": False}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM. Returns the process' exit status: 0, or 2 when it cannot start as it was told to."""
+    """Serves until SIGTERM. Returns the process' exit status: 0, or 2 if it cannot start with these settings."""
     configure_logging()
     try:
         settings = settings_from_command_line(WorkerSettings, "python -m inference_service", argv)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(settings: WorkerSettings) -> int:
-    """Answer health checks at once, load and warm up, serve, drain. Raises NeapError when it cannot start."""
+    """Answers health checks at once, loads and warms up the models, serves, and drains. Raises NeapError if it cannot start."""
     if not settings.models:
         raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
     num_threads = settings.threads or min(torch.get_num_threads(), usable_cpus())
@@ -115,7 +115,7 @@ async def serve(settings: WorkerSettings) -> int:
 
     async def prepare() -> None:
         for source in settings.models:
-            # A worker whose engine has died is of no use: it drains, ends, and is started anew.
+            # If an engine fails, the worker drains and exits, so that it is restarted.
             engine = await asyncio.to_thread(_load_engine, source, settings, stop_soon)
             engines.append(engine)
             changed = partial(_refresh_soon, loop, routers, engine.loaded)
@@ -130,7 +130,7 @@ async def serve(settings: WorkerSettings) -> int:
     with metrics_served(settings.metrics_listen, metrics.registry):
         ready = await server.run(prepare)
     if not ready:
-        # A thread is deep inside loading weights; there is nothing to finish or to save.
+        # A thread may still be loading weights. There is nothing to finish or to save.
         log.info("stopped before it was ready")
         sys.stderr.flush()
         os._exit(0)
@@ -146,8 +146,8 @@ async def serve(settings: WorkerSettings) -> int:
 def _refresh_soon(
     loop: asyncio.AbstractEventLoop, routers: RouterStore, loaded: LoadedModel
 ) -> None:
-    """From a watch's thread."""
-    with suppress(RuntimeError):  # the loop is gone: the worker is ending
+    """Schedules a refresh of the routers. A watch's thread calls it."""
+    with suppress(RuntimeError):  # the loop is closed: the worker is stopping
         asyncio.run_coroutine_threadsafe(routers.refresh(loaded), loop)
 
 

@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus about calls that were opened and whose request has not come."""
+"""Prometheus metrics of calls that are open and whose request message has not arrived."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from shared.rpc.client_waits import ClientWaits
 
 
 class ClientWaitsCollector(Collector):
-    """Reads the server's own counters when asked."""
+    """Reads the server's counters at each scrape."""
 
     def __init__(self, waits: ClientWaits) -> None:
         self._waits = waits

@@ -1,4 +1,4 @@
-"""Between the protos of neap.inference.v1 and the engine's dataclasses. The only place that reads a GenerateRequest."""
+"""Converts between the protos of neap.inference.v1 and the engine's dataclasses."""
 
 import math
 import secrets
@@ -37,11 +37,11 @@ def to_generation_request(
     request_id: str,
     deadline_s: float = math.inf,
 ) -> GenerationRequest:
-    """Validated and tokenised; blocks for as long as tokenising takes. An absent seed is chosen here.
+    """Validates and tokenises a request. Blocks while it tokenises. If the seed is absent, a random one is chosen.
 
     `deadline_s` in `time.monotonic()` seconds. Raises InvalidInput and PromptTooLong.
     """
-    # What is cheap to refuse is refused before the prompt is tokenised.
+    # The cheap checks come before the prompt is tokenised.
     sampling = to_sampling(request.sampling)
     stopping = to_stopping(request.stopping, loaded.vocabulary_size)
     policy = to_policy(request.depth)
@@ -61,7 +61,9 @@ def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prom
     if kind == "text":
         return request.text
     if kind == "token_ids":
-        if len(request.token_ids.ids) >= context_length:  # before millions become Python integers
+        if (
+            len(request.token_ids.ids) >= context_length
+        ):  # before millions of ids become Python integers
             raise PromptTooLong(
                 f"the prompt has {len(request.token_ids.ids)} tokens; {request.model_id} holds "
                 f"{context_length}, prompt and completion together",
@@ -80,7 +82,7 @@ def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prom
 
 
 def to_sampling(sampling: inference_pb2.Sampling) -> SamplingParams:
-    """Absent fields switch their filter off. Raises InvalidInput."""
+    """An absent field switches its filter off. Raises InvalidInput."""
     if sampling.HasField("top_k") and sampling.top_k == 0:
         raise InvalidInput("top_k is 0; it must be at least 1, or absent")
     return SamplingParams(
@@ -111,7 +113,7 @@ def to_stopping(stopping: inference_pb2.Stopping, vocabulary_size: int) -> Stopp
 
 
 def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:
-    """No policy given: exact. Raises InvalidInput."""
+    """The default policy is exact. Raises InvalidInput."""
     kind = depth.WhichOneof("policy")
     if kind == "full":
         return DepthPolicy("full", min_layers=depth.min_layers)
@@ -125,7 +127,7 @@ def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:
 
 
 def to_router_choice(selector: inference_pb2.RouterSelector) -> RouterChoice:
-    """Nothing selected: the default router. Raises InvalidInput."""
+    """An empty selector chooses the default router. Raises InvalidInput."""
     kind = selector.WhichOneof("selector")
     if kind == "version":
         return RouterChoice(version=selector.version)
@@ -135,7 +137,7 @@ def to_router_choice(selector: inference_pb2.RouterSelector) -> RouterChoice:
 
 
 def from_event(event: GenerationEvent) -> inference_pb2.GenerateResponse:
-    """The response that carries an event."""
+    """Converts an event to the response that carries it."""
     if isinstance(event, Finished):
         return inference_pb2.GenerateResponse(finished=_finished(event))
     chunk = inference_pb2.TokenChunk(text=event.text, tokens=map(_token, event.tokens))

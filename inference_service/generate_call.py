@@ -1,4 +1,4 @@
-"""One Generate call as those who run the worker see it: its metrics, its line in the log, its spans."""
+"""Observes one Generate call: its metrics, its log line, its spans."""
 
 import math
 import time
@@ -13,9 +13,9 @@ from shared.rpc.tracing import record_span
 
 
 class GenerateCall:
-    """Entered when the call arrives, told what happens, and left when it ends, in one task of the event loop.
+    """A context manager around one call, in one task of the event loop. Its methods report the call's progress.
 
-    Every call counts once: as a success, a rejection (the engine never had it) or a failure.
+    Every call counts once: as a success, a rejection (the engine did not accept it) or a failure.
     """
 
     def __init__(self, metrics: WorkerMetrics) -> None:
@@ -23,7 +23,7 @@ class GenerateCall:
         self._arrived_s = time.monotonic()
         self._deadline_s = math.inf
         self._model_id = (
-            ""  # stays so for models that are not served: a label must not be a stranger's text
+            ""  # empty for models that are not served: clients must not choose the text of a label
         )
         self._handle: GenerationHandle | None = None
         self._first_token_s: float | None = None
@@ -34,23 +34,23 @@ class GenerateCall:
         return self
 
     def found(self, model_id: str, deadline_s: float) -> None:
-        """The call is for a model that is served here. `deadline_s` in `time.monotonic()` seconds."""
+        """The call names a model that is served here. `deadline_s` in `time.monotonic()` seconds."""
         self._model_id, self._deadline_s = model_id, deadline_s
-        annotate_call(model_id=model_id, router_version=0)  # until `routed`: none is needed
+        annotate_call(model_id=model_id, router_version=0)  # 0 means no router
 
     def routed(self, version: int, *, by_default: bool) -> None:
-        """It uses this router; `by_default`: the caller named none."""
+        """The call uses this router version. `by_default`: the caller named none."""
         if by_default:
             self._metrics.router_version.labels(self._model_id).set(version)
         annotate_call(router_version=version)
 
     def accepted(self, handle: GenerationHandle) -> None:
-        """The engine has it."""
+        """The engine has accepted the request."""
         self._handle = handle
         annotate_call(prompt_tokens=len(handle.request.prompt_ids))
 
     def event(self, event: GenerationEvent) -> None:
-        """`event` goes to the client next."""
+        """`event` is about to be written to the client."""
         if isinstance(event, Finished):
             self._finished = event
             return
@@ -76,22 +76,24 @@ class GenerateCall:
         elif self._handle is None and isinstance(error, NeapError):
             self._metrics.requests_rejected.labels(self._model_id, error.reason).inc()
         else:
-            self._metrics.request_failures.labels(self._model_id, self._why(error, now)).inc()
+            self._metrics.request_failures.labels(
+                self._model_id, self._failure_reason(error, now)
+            ).inc()
         if self._handle is not None:
             done = self._finished
             annotate_call(generated_tokens=done.num_completion_tokens if done else self._num_tokens)
             self._record_phases(self._handle, now)
 
-    def _why(self, error: BaseException | None, now: float) -> str:
+    def _failure_reason(self, error: BaseException | None, now: float) -> str:
         if isinstance(error, NeapError):
             return error.reason
         if isinstance(error, CLIENT_GONE):
-            # Both arrive so.
+            # A passed deadline and a cancellation raise the same exception.
             return "DEADLINE_EXCEEDED" if now >= self._deadline_s else "CANCELLED"
         return "INTERNAL"
 
     def _record_phases(self, handle: GenerationHandle, now: float) -> None:
-        """Spans of the phases the request came to; the last of them ends with the call."""
+        """Records a span for each phase that the request reached. The last one ends with the call."""
         started_s = handle.started_s
         record_span("queue", handle.submitted_s, now if started_s is None else started_s)
         if started_s is None:

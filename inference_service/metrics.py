@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus. The names follow vLLM's where they mean the same; docs/metrics.md explains each."""
+"""The worker's Prometheus metrics. Names follow vLLM's if they mean the same. docs/metrics.md explains each."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
@@ -21,12 +21,12 @@ from shared.model.load import LoadedModel
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
 REQUEST_BOUNDS_S = (0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
 
-# The time each counter was made would double the number of series, and nothing here reads it.
+# Creation times of counters would double the number of series, and nothing here uses them.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class ObservedEngine(Protocol):
-    """What is read of an engine when somebody asks. From any thread."""
+    """The figures of an engine that a scrape reads, from any thread."""
 
     @property
     def loaded(self) -> LoadedModel: ...
@@ -45,8 +45,8 @@ class ObservedEngine(Protocol):
 class WorkerMetrics:
     """One registry with the metrics of calls, engines and this process.
 
-    Label values are few by construction: models this worker serves ("" for any other), rungs (at most one per layer and three),
-    router versions that are loaded, reasons that stand in the source.
+    Labels have few values: models that this worker serves ("" for any other), rungs (at most one per layer and three more), router
+    versions that are loaded, and reasons that are constants in the source.
     """
 
     def __init__(self) -> None:
@@ -72,13 +72,13 @@ class WorkerMetrics:
         )
         self.request_success = Counter(
             "neap_request_success",
-            "Generate calls answered to their end, by why the answer ended.",
+            "Generate calls that got a whole answer, by the reason why it ended.",
             ["model_id", "finished_reason"],
             registry=self.registry,
         )
         self.requests_rejected = Counter(
             "neap_requests_rejected",
-            "Generate calls refused before the engine had taken them, by the reason in their ErrorInfo.",
+            "Generate calls refused before the engine accepted them, by the reason in their ErrorInfo.",
             ["model_id", "reason"],
             registry=self.registry,
         )
@@ -90,22 +90,22 @@ class WorkerMetrics:
         )
         self.router_version = Gauge(
             "neap_router_version",
-            "Router version that the latest request which named none was given.",
+            "Router version of the latest request that named none.",
             ["model_id"],
             registry=self.registry,
         )
 
         self.stale_resolutions = Counter(
             "neap_stale_router_resolutions",
-            "Requests given the router their alias named before the registry stopped to answer.",
+            "Requests served by their alias' last known version because the registry did not answer.",
             ["model_id"],
             registry=self.registry,
         )
 
         self.router_fallbacks = Counter(
             "neap_router_fallbacks",
-            "Requests given what their alias served before, or not given its canary, because that version was not ready, by what "
-            "was wanted and why.",
+            "Requests served by their alias' previous version, or not by its canary, because the wanted version was not ready, by "
+            "kind (alias or canary) and reason.",
             ["model_id", "wanted", "reason"],
             registry=self.registry,
         )
@@ -113,12 +113,12 @@ class WorkerMetrics:
     def add_engine(
         self, engine: ObservedEngine, *, versions: Callable[[], Collection[int]] = tuple
     ) -> None:
-        """Report `engine` from now on, under its model's id; `versions`: the router versions to report on. From any thread."""
+        """Reports `engine` from now on, under its model's id. `versions` returns the router versions to report. Any thread may call it."""
         self._engines.engines.append((engine, versions))
 
 
 class _EngineCollector(Collector):
-    """Reads the engines' own counters when asked, so that counting costs their threads no lock."""
+    """Reads the engines' counters at each scrape, so that counting needs no lock in their threads."""
 
     def __init__(self) -> None:
         self.engines: list[tuple[ObservedEngine, Callable[[], Collection[int]]]] = []
@@ -145,20 +145,20 @@ def _families() -> dict[str, Metric]:
         families[name] = HistogramMetricFamily(f"neap_{name}", text, labels=["model_id"])
 
     families: dict[str, Metric] = {}
-    gauge("num_requests_running", "Requests the engine has taken up, paused ones included.")
+    gauge("num_requests_running", "Requests that run in the engine, paused ones included.")
     gauge("num_requests_waiting", "Requests that wait for the engine.")
     gauge(
         "kv_cache_usage_ratio",
-        "Share of the KV budget set aside for running requests: their prompts and longest answers.",
+        "Share of the KV budget reserved for running requests: their prompts and longest possible answers.",
     )
-    counter("prompt_tokens", "Tokens of the prompts read to their end.")
+    counter("prompt_tokens", "Tokens of the prompts whose prefill is complete.")
     counter(
         "prompt_tokens_cached",
-        "Of these, the ones whose keys and values came from a prompt that starts alike.",
+        "Of these, the ones whose keys and values were copied from a request with the same prefix.",
     )
     counter("generation_tokens", "Tokens generated, end tokens and those of failed calls included.")
     counter("drafted_tokens", "Drafts that were verified or final at once, by rung.", "rung")
-    counter("accepted_tokens", "Drafts that became final, by rung.", "rung")
+    counter("accepted_tokens", "Drafts that were accepted, by rung.", "rung")
     counter("exits", 'Tokens delivered by the rung they left at; "full": the full model.', "rung")
     counter(
         "layer_executions",
@@ -166,17 +166,17 @@ def _families() -> dict[str, Metric]:
     )
     counter(
         "layer_executions_saved",
-        "What requests' steps took less than the full depth for each token they brought.",
+        "Layer executions that steps needed less than the full depth for each of their tokens.",
     )
     counter(
         "layer_executions_extra",
-        "What requests' steps took more than that: shallow drafts that the full model rejected.",
+        "Layer executions that steps needed more than that, because the full model rejected drafts.",
     )
     histogram("request_queue_time_seconds", "From submission to the engine's first step for it.")
     histogram(
         "inter_token_latency_seconds",
-        "Time since a request's previous step that brought tokens, divided by this step's tokens and counted once for each of "
-        "them; not the first. Includes time in which its client did not read.",
+        "Time since a request's previous step with tokens, divided by this step's tokens and counted once for each of them. Without "
+        "the first token. Includes time in which the client did not read.",
     )
     histogram("engine_step_duration_seconds", "One step of all requests that are not paused.")
     histogram("engine_step_batch_size", "Requests that shared a step.")
@@ -219,7 +219,7 @@ def _read(engine: ObservedEngine, families: Mapping[str, Metric]) -> None:
 
 
 def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
-    """Cumulative, as (upper bound, count). Copied first, so that no bucket seems to hold fewer than the one below."""
+    """Cumulative buckets as (upper bound, count). The counts are copied first, so that the buckets never decrease."""
     counts, total = list(distribution.counts), 0
     buckets: list[tuple[str, float]] = []
     for bound, count in zip((*map(str, distribution.bounds), "+Inf"), counts, strict=True):

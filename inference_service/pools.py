@@ -1,18 +1,18 @@
-"""The worker's pools of threads. Each purpose has its own, so that a registry that hangs stalls nothing else."""
+"""The worker's thread pools. Each purpose has its own pool, so that a registry that hangs delays nothing else."""
 
 from shared.blocking import BlockingPool
 from shared.cpus import usable_cpus
 
-# Resolving one alias is one short question; a registry that hangs answers with an error after seconds.
+# Resolving an alias is one short query. If the registry hangs, the query fails after seconds.
 NUM_REGISTRY_THREADS = 4
 MAX_PENDING_RESOLUTIONS = 64
 NUM_PREPARATION_THREADS = 4
 
 
 class Pools:
-    """`requests`: CPU work of requests, which admission bounds already. `known_aliases` and `new_aliases`: questions to the registry
-    about aliases that were resolved before and that were not. `fetches`: routers from the registry. `preparations`: making
-    routers ready in an engine."""
+    """`requests`: CPU work of requests, whose number admission bounds. `known_aliases` and `new_aliases`: registry queries for aliases
+    that were resolved before and for new ones. `fetches`: downloads of routers. `preparations`: binding and testing routers in
+    an engine."""
 
     def __init__(self) -> None:
         self.requests = BlockingPool(max(2, usable_cpus()), 4096, name="neap-requests")
@@ -22,7 +22,7 @@ class Pools:
         self.preparations = BlockingPool(NUM_PREPARATION_THREADS, 256, name="neap-preparations")
 
     def close(self) -> None:
-        """Does not wait: a call to the registry may hang."""
+        """Does not wait for running work, because a call to the registry may hang."""
         for pool in vars(self).values():
             pool.close(wait=False)
 

@@ -1,4 +1,4 @@
-"""A bounded mapping that forgets what was not used for longest."""
+"""A bounded mapping in LRU order."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """Keeps the `capacity` entries that were set or read last."""
+    """Keeps the `capacity` most recently used entries."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -18,14 +18,14 @@ class Recent(Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """Counts as a use."""
+        """The value, or None. Counts as a use."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
         return self._entries[key]
 
     def peek(self, key: K) -> V | None:
-        """Counts as none."""
+        """The value, or None. Does not count as a use."""
         return self._entries.get(key)
 
     def set(self, key: K, value: V) -> None:

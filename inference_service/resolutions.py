@@ -1,4 +1,4 @@
-"""Which version an alias names, also while the registry does not answer: then what it said last."""
+"""Resolves aliases to versions. While the registry does not answer, the last answer is used."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from shared.blocking import BlockingPool
 from shared.errors import Exhausted, Unavailable
 from shared.registry.base import AliasTarget
 
-# How long a request whose alias is known waits for a registry that may hang, and how often one that failed is asked again.
+# How long a request with a known alias waits for the registry, and how long after a failure the registry is asked again.
 PATIENCE_S = 1.0
 ASK_AGAIN_S = 2.0
 _LOG_INTERVAL_S = 10.0
@@ -26,21 +26,22 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Resolution:
-    """`seen_at_s`: when the registry said so, on the monotonic clock."""
+    """`seen_at_s`: when the registry was asked, in `time.monotonic()` seconds."""
 
     target: AliasTarget
     seen_at_s: float
 
 
 class Resolutions:
-    """Asks `resolve(model_id, alias)` for every request, in threads. Belongs to one event loop.
+    """Calls `resolve(model_id, alias)` for every request, in a thread. Belongs to one event loop.
 
-    Questions about aliases that were never resolved have a pool of their own, `new_aliases`: clients can name any number of them,
-    and must not hold up the others. Those who ask there and go away take their question back.
+    Aliases that were never resolved have a pool of their own, `new_aliases`: clients can name any number of them, and these must not
+    delay other requests. A cancelled call withdraws its query from that pool.
 
-    Where that raises Unavailable, or takes longer than `patience_s`, and the alias was resolved before, the last answer holds:
-    counted in `num_stale`, told to `on_stale` with the model's id, logged with its age. Every other error is raised, NotFound above
-    all. While the registry is known not to answer, requests with a known alias do not wait for it; it is asked again beside them.
+    If `resolve` raises Unavailable, or takes longer than `patience_s`, and the alias was resolved before, the last answer is used. It
+    is counted in `num_stale`, logged with its age, and `on_stale` is called with the model's id. Every other error is raised, in
+    particular NotFound. After such a failure requests with a known alias do not wait for the registry. It is asked again in the
+    background every `ask_again_s`.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class Resolutions:
         self._logged_at_s = float("-inf")
 
     def knows(self, model_id: str, alias: str) -> bool:
-        """Whether an answer is kept, so that `resolve` waits for `patience_s` at most."""
+        """Whether an earlier answer is kept. Then `resolve` waits for `patience_s` at most."""
         return self._known.get((model_id, alias)) is not None
 
     async def resolve(self, model_id: str, alias: str) -> Resolution:
-        """Raises what the registry raises; Unavailable only when nothing was kept for the alias, and Exhausted (TOO_MANY_CALLS)."""
+        """Raises the registry's errors, Unavailable only if no answer is kept for the alias, and Exhausted (TOO_MANY_CALLS)."""
         key = (model_id, alias)
         known = self._known.get(key)
         if known is None:
@@ -87,7 +88,7 @@ class Resolutions:
             return self._stale(key, known)
 
     def keep(self, model_id: str, alias: str, resolution: Resolution) -> None:
-        """It could be loaded, so it is what to serve when the registry is away."""
+        """Keeps an answer whose version could be loaded, for use while the registry does not answer."""
         self._known.set((model_id, alias), resolution)
 
     def _stale(self, key: Key, known: Resolution) -> Resolution:
@@ -118,7 +119,7 @@ class Resolutions:
     def _settle(self, task: asyncio.Task[Resolution]) -> None:
         if task.cancelled():
             return
-        # Any other error is an answer, too. Asking for it also marks it as seen when every caller has gone.
+        # Any other error is an answer, too. Reading the exception also marks it as retrieved if no caller waits for it any more.
         error = task.exception()
         if isinstance(error, Exhausted):
             return  # the registry was not asked

@@ -1,4 +1,4 @@
-"""Published ladders in memory: each fetched once, checked, made ready beside those that serve, and kept by use."""
+"""Loads published ladders: fetches, checks and prepares each one once, and keeps the most recently used."""
 
 import asyncio
 import random
@@ -19,11 +19,11 @@ from shared.ladder.risk import PublishedRisk
 from shared.model.load import LoadedModel
 from shared.registry.base import PublishedVersion, Registry
 
-# How long a load in the background that failed is not tried again, times 0.5 to 1.5: what does not answer may do so soon, what
-# is broken must be mended by somebody.
+# Pause after a background load has failed, times 0.5 to 1.5. A registry that does not answer may do so soon; a broken artefact
+# has to be replaced first.
 RETRY_AWAY_S = 2.0
 RETRY_BROKEN_S = 10.0
-# Versions whose failure is remembered: clients can name any number of them.
+# Versions whose failure is remembered. Clients can name any number of versions.
 MAX_FAILURES = 128
 LOG_INTERVAL_S = 10.0
 
@@ -36,7 +36,7 @@ log = structlog.get_logger("neap.routers")
 
 @dataclass(frozen=True)
 class LoadedRouter:
-    """A published ladder in memory, checked against its model. `risk` None: nothing is promised of the policy relaxed."""
+    """A published ladder in memory, checked against its model. `risk` None: it has no published bound for policy relaxed."""
 
     model_id: str
     version: int
@@ -53,10 +53,10 @@ class _Failure:
 
 
 class RouterLoader:
-    """Keeps the `capacity` routers last used. Belongs to one event loop; blocking work runs in `pools`.
+    """Keeps the `capacity` most recently used routers. Belongs to one event loop. Blocking work runs in `pools`.
 
-    What `is_kept(model_id, version)` says goes last of these. `read_blob` must check digests. A router counts as loaded once `prepare` of its model, where one was given, has returned for
-    it. An evicted ladder lives on in the requests that use it.
+    Routers for which `is_kept(model_id, version)` is true are evicted last. `read_blob` must check digests. A router counts as loaded
+    once its model's `prepare` has returned, if there is one. An evicted ladder stays alive while requests use it.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class RouterLoader:
         self._failures: Recent[tuple[str, int], _Failure] = Recent(MAX_FAILURES)
 
     def prepare_with(self, model_id: str, prepare: Prepare) -> None:
-        """`prepare(ladder)` is called, in a thread, before a router of this model counts as loaded. May raise NeapError."""
+        """Calls `prepare(ladder)`, in a thread, before a router of this model counts as loaded. It may raise NeapError."""
         self._prepare[model_id] = prepare
 
     def loaded(self, model_id: str) -> list[LoadedRouter]:
-        """Those of one model, by version. From any thread."""
+        """The loaded routers of one model, by version. Any thread may call it."""
         mine = [router for router in list(self._loaded.values()) if router.model_id == model_id]
         return sorted(mine, key=lambda router: router.version)
 
     def find(self, model_id: str, version: int) -> LoadedRouter | None:
-        """Where it is loaded; counts as a use."""
+        """The router if it is loaded, else None. Counts as a use."""
         router = self._loaded.get((model_id, version))
         if router is not None:
             self._loaded.move_to_end((model_id, version))
@@ -101,17 +101,18 @@ class RouterLoader:
     async def get(
         self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None
     ) -> LoadedRouter:
-        """Loaded now if it was not; failures are not remembered here. Raises NotFound, RouterMismatch, Corrupt, Unavailable."""
+        """Loads the router unless it is loaded. Tries even if an earlier load failed. Raises NotFound, RouterMismatch, Corrupt,
+        Unavailable."""
         router = self.find(loaded.model_id, version)
         if router is not None:
             return router
-        # One caller that goes away must not end the load for the others.
+        # A caller that is cancelled must not cancel the load for the others.
         return await asyncio.shield(self._load(loaded, version, published))
 
     def get_soon(
         self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None
     ) -> LoadedRouter | str:
-        """The router, or why it is not there: LOADING, from now on in the background, or the reason it could not be loaded."""
+        """The router, or why it is not loaded: LOADING (it is loaded in the background now) or the reason of the last failure."""
         router = self.find(loaded.model_id, version)
         if router is not None:
             return router
@@ -180,7 +181,7 @@ class RouterLoader:
 
     def _settle(self, key: tuple[str, int], task: asyncio.Task[LoadedRouter]) -> None:
         del self._loading[key]
-        # Asking for the exception also marks it as seen when every caller has gone.
+        # Reading the exception also marks it as retrieved if no caller waits for it any more.
         if task.cancelled():
             return
         error = task.exception()
@@ -197,14 +198,14 @@ class RouterLoader:
             del self._loaded[self._least_needed()]
 
     def _least_needed(self) -> tuple[str, int]:
-        """Of all but the newest, which somebody is about to use: the first in the order of use that is not to be kept."""
+        """The least recently used router that is not to be kept. Never the newest one, which a request is about to use."""
         *older, newest = self._loaded
         return next(
             (key for key in older if not self._is_kept(*key)), older[0] if older else newest
         )
 
     def _log_failure(self, key: tuple[str, int], error: BaseException, reason: str) -> None:
-        """One line per reason and interval. A version that does not exist is its caller's error, and in the call's own line."""
+        """Logs one line per reason and interval. A version that does not exist is the caller's error, which the call's log line has."""
         if isinstance(error, NotFound):
             return
         now_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Figures per router version, so that a canary can be judged from data. Only versions that are loaded have series."""
+"""Metrics per router version, for comparing a canary with the version in use. Only loaded versions have series."""
 
 from collections.abc import Collection, Mapping
 
@@ -12,28 +12,28 @@ _VERSION = ["model_id", "router_version"]
 _RUNG = [*_VERSION, "rung"]
 _STRATUM = [*_VERSION, "bound"]
 _COUNTERS = (
-    ("requests", _VERSION, "Requests that came to their first token, by router version."),
+    ("requests", _VERSION, "Requests with at least one token, by router version."),
     ("generation_tokens", _VERSION, "Tokens generated, by router version."),
     ("drafted_tokens", _RUNG, "Drafts verified or final at once, by router version and rung."),
-    ("accepted_tokens", _RUNG, "Drafts that became final, by router version and rung."),
-    ("exits", _RUNG, "Tokens by the rung they left at, by router version."),
+    ("accepted_tokens", _RUNG, "Drafts that were accepted, by router version and rung."),
+    ("exits", _RUNG, "Tokens by the rung of their exit, by router version."),
     ("layer_executions", _VERSION, "Decoder layers run while decoding, by router version."),
-    ("layer_executions_saved", _VERSION, "Of the full depth, what requests' steps did not take."),
-    ("layer_executions_extra", _VERSION, "What requests' steps took beyond the full depth."),
+    ("layer_executions_saved", _VERSION, "Layer executions less than the full depth."),
+    ("layer_executions_extra", _VERSION, "Layer executions beyond the full depth."),
     ("shadow_checks", _STRATUM, "Relaxed answers compared with the full model's, by bound."),
     ("shadow_disagreements", _STRATUM, "Of these, the ones that differ in some token."),
-    ("shadow_dropped", _STRATUM, "Relaxed answers sampled for a check that never came."),
+    ("shadow_dropped", _STRATUM, "Relaxed answers sampled but not checked."),
     ("relaxed_served_exact", _VERSION, "Requests for relaxed that were served as exact."),
 )
 _GAUGES = (
     ("shadow_disagreement_ratio", _STRATUM, "Share of the checked answers that differ."),
-    ("shadow_disagreement_lower_limit", _STRATUM, "That share is at least this, at all times."),
-    ("relaxed_suspended", _VERSION, "1: relaxed is served as exact, for it broke its bound."),
+    ("shadow_disagreement_lower_limit", _STRATUM, "Lower confidence limit of that share."),
+    ("relaxed_suspended", _VERSION, "1: relaxed is served as exact: it exceeded its bound."),
 )
 
 
 def version_families() -> dict[str, Metric]:
-    """By name without the prefix `neap_router_`, empty."""
+    """Empty metric families, by name without the prefix `neap_router_`."""
     families: dict[str, Metric] = {}
     for name, labels, text in _COUNTERS:
         families[name] = CounterMetricFamily(f"neap_router_{name}", text, labels=labels)
@@ -49,7 +49,7 @@ def read_versions(
     versions: Collection[int],
     families: Mapping[str, Metric],
 ) -> None:
-    """Adds the samples of those of `versions` that something is known of. The engine may count meanwhile."""
+    """Adds samples for the `versions` that have counts. The engine may change its counts meanwhile."""
 
     def put(name: str, value: float, *labels: object) -> None:
         family = families[name]

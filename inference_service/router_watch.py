@@ -1,4 +1,4 @@
-"""Tells a worker that a router was published or an alias moved, so that ladders are made ready before somebody asks for them."""
+"""Notices published routers and moved aliases, so that ladders are prepared before a request needs them."""
 
 import random
 import threading
@@ -10,20 +10,20 @@ import structlog
 from shared.errors import NeapError
 from shared.registry.base import Registry
 
-# How long one look at the stream waits; a registry that answers is asked again at once, one that does not after a pause.
+# How long one read of the event stream waits. After an answer the next read follows at once, after an error it follows a pause.
 WATCH_S = 1.0
 PAUSE_S = 2.0
-# Beside the stream, should it miss anything. Times 0.5 to 1.5, so that workers started together do not poll together.
+# Interval of the polls that complement the stream. Times 0.5 to 1.5, so that workers started together do not poll together.
 POLL_S = 30.0
 
 log = structlog.get_logger("neap.routers")
 
 
 class RouterWatch:
-    """A thread that follows one model's events from the newest at its start, and calls `on_change` after some have come and every
-    `poll_s` anyway. While the registry is away it asks again from the last event it has seen, so that none is missed.
+    """A thread that follows one model's events, starting after the newest one. It calls `on_change` after new events and every `poll_s`.
 
-    Requests do not depend on it: they resolve their alias themselves.
+    After an outage of the registry it continues after the last event that it has read, so that it misses none. Requests do not
+    depend on it, because they resolve their alias themselves.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RouterWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """It ends after the look at the stream that is under way. Does not wait for that: a registry may hang."""
+        """Ends the thread after its current read of the stream. Does not wait for it, because the registry may hang."""
         self._stopping.set()
 
     def _run(self) -> None:
@@ -54,7 +54,7 @@ class RouterWatch:
         poll_at_s = time.monotonic() + self._jittered(self._poll_s)
         while not self._stopping.is_set():
             try:
-                has_changed = self._look()
+                has_changed = self._read_events()
                 if is_away:
                     log.info("routers are watched again", model_id=self._model_id)
                 is_away = False
@@ -70,8 +70,8 @@ class RouterWatch:
                 self._on_change()
                 poll_at_s = time.monotonic() + self._jittered(self._poll_s)
 
-    def _look(self) -> bool:
-        """Whether something has happened since the last look."""
+    def _read_events(self) -> bool:
+        """Whether there are events since the last read."""
         if self._last_event is None:
             self._last_event = self._registry.last_event(self._model_id)
         seen = self._last_event

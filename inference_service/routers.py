@@ -1,4 +1,4 @@
-"""From what a request says about its router to a ladder in memory."""
+"""Chooses the loaded ladder for a request's router selector."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +23,9 @@ from shared.registry.split import takes_canary
 __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
 
 DEFAULT_ALIAS = "latest"
-# What a fallback was wanted for.
+# The kinds of fallbacks that `on_fallback` reports.
 ALIAS, CANARY = "alias", "canary"
-# Requests that may wait at once for the registry: those that name what is not known here.
+# Requests that may wait for the registry at once, because their alias or version is not known here.
 MAX_WAITING = 32
 
 
@@ -44,16 +44,17 @@ class RouterChoice:
 
 
 class RouterStore:
-    """Chooses among published ladders and keeps the `capacity` last used. Belongs to one event loop; blocking work runs in `pools`.
+    """Chooses among published ladders and keeps the `capacity` most recently used. Belongs to one event loop. Blocking work runs in
+    `pools`.
 
-    Of the ladders it keeps, those that the default alias serves are given up last. An evicted one lives on in the requests that
-    use it. `max_waiting`: requests that may wait at once for an alias that was never resolved or a version that is not loaded;
-    more are refused with Exhausted (ROUTER_LOOKUPS_BUSY).
+    The version that the default alias serves is evicted last. An evicted ladder stays alive while requests use it. At most
+    `max_waiting` requests may wait at once for an alias that was never resolved or a version that is not loaded; more are refused
+    with Exhausted (ROUTER_LOOKUPS_BUSY).
 
-    An alias that has moved serves what it served until the new version is ready beside it; a canary's share gets the alias' own
-    version until the candidate is. `on_fallback` is called for each such request with the model's id, "alias" or "canary", and
-    why: LOADING, or the reason the version could not be loaded. `on_stale` is called with the model's id for each request
-    served by what an alias named before the registry went away.
+    After an alias has moved, it serves its previous version until the new one is loaded. A canary's requests get the alias' own
+    version until the canary is loaded. For each such request `on_fallback` is called with the model's id, "alias" or "canary", and
+    the reason: LOADING, or why the version could not be loaded. `on_stale` is called with the model's id for each request that is
+    served by an alias' last known version while the registry does not answer.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class RouterStore:
         self._default_alias = default_alias
         self._on_fallback = on_fallback
         self._num_waiting, self._max_waiting = 0, max_waiting
-        # The version that each alias served last; the loader has it, or has given it up.
+        # The version that each alias served last. The loader may have evicted it.
         self._serving: Recent[tuple[str, str], int] = Recent(MAX_KNOWN)
 
     def prepare_with(self, model_id: str, prepare: Prepare) -> None:
@@ -94,16 +95,16 @@ class RouterStore:
         self._loader.prepare_with(model_id, prepare)
 
     def loaded(self, model_id: str) -> list[LoadedRouter]:
-        """Those of one model, by version. From any thread."""
+        """The loaded routers of one model, by version. Any thread may call it."""
         return self._loader.loaded(model_id)
 
     async def select(
         self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = ""
     ) -> LoadedRouter:
-        """The chosen router, loaded, its digests checked. `request_id` decides whether it is the alias' canary.
+        """The chosen router, loaded, with its digests checked. `request_id` decides whether it is the alias' canary.
 
-        A version is immutable, so one that is loaded needs no look at the registry. An alias is resolved for every request;
-        while the registry or its store is away, the version it named last serves on (`on_stale`).
+        A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every request. While the
+        registry or its store does not answer, the alias' last known version is used (`on_stale`).
         Raises NotFound (version or alias), PreconditionFailed (ROUTER_REQUIRED: no choice was made and none is published),
         RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be), Exhausted (ROUTER_LOOKUPS_BUSY).
         """
@@ -120,29 +121,29 @@ class RouterStore:
         return await self._own(loaded, alias, resolution)
 
     async def refresh(self, loaded: LoadedModel) -> None:
-        """Begin to load what the aliases that were asked for name now, canaries included. Never raises NeapError: the next
-        request that needs the registry says what is wrong with it."""
+        """Begins to load the versions that the aliases in use name now, canaries included. Never raises NeapError: the next request
+        that needs the registry reports its error."""
         mine = [
             (key, version)
             for key, version in self._serving.newest_first()
             if key[0] == loaded.model_id
         ]
-        # Loading more than are kept would only push out what was loaded before.
+        # Loading more than `capacity` would only evict what was loaded before.
         for (model_id, alias), version in mine[: self._capacity]:
             try:
-                # Not as a request would: nobody is served by an old answer here.
+                # Not through `Resolutions`: a kept answer is of no use here.
                 target = await self._pools.fetches.call(self._registry.target, model_id, alias)
             except NeapError:
                 continue
             published, canary = target.published, target.canary
-            # What has not moved and was given up is loaded when it is asked for.
+            # A version that has not moved and was evicted is loaded when a request needs it.
             if published.version != version:
                 self._loader.get_soon(loaded, published.version, published)
             if canary is not None:
                 self._loader.get_soon(loaded, canary.version)
 
     async def _own(self, loaded: LoadedModel, alias: str, resolution: Resolution) -> LoadedRouter:
-        """The alias' own version, or what it served before while that is not ready."""
+        """The alias' own version, or the one that it served before while that is not loaded."""
         published = resolution.target.published
         key = (loaded.model_id, alias)
         served = self._serving.get(key)

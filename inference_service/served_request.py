@@ -1,4 +1,4 @@
-"""What becomes of a request once its router is known."""
+"""Completes a request once its router is known."""
 
 from dataclasses import replace
 
@@ -15,10 +15,10 @@ def with_router(
     shadow: Shadow,
     default_bound: float | None = None,
 ) -> GenerationRequest:
-    """The request as it will run: counted under the router's version, and a relaxed one with the bound it is held to.
+    """The request with its router's version and, for policy relaxed, with the bound that shadow checks hold the router to.
 
-    That is the published one for its threshold, none for a request that no published one covers, and `default_bound` where the
-    router publishes none. Relaxed becomes exact for a version that `shadow` has suspended.
+    The bound is the published one for the request's threshold, None if the published ones do not cover the request, and
+    `default_bound` if the router publishes none. If `shadow` has suspended the version, relaxed becomes exact.
     """
     policy = request.policy
     bound: float | None = None
@@ -41,7 +41,8 @@ def with_router(
 
 
 def published_bound(request: GenerationRequest, risk: PublishedRisk | None) -> float | None:
-    """What is certified of this request; None: it is not relaxed, bolder than anything certified, or not plainly greedy."""
+    """The published bound for this request. None if it is not relaxed, its threshold is below all published ones, it samples, or it has
+    a repetition penalty."""
     sampling = request.sampling
     if risk is None or request.policy.name != "relaxed":
         return None

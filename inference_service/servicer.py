@@ -1,4 +1,4 @@
-"""neap.inference.v1 over the engine."""
+"""The servicer of neap.inference.v1."""
 
 import math
 import time
@@ -29,7 +29,7 @@ SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"
 
 @dataclass
 class _Served:
-    """`active`: calls being prepared, waiting or running, by client."""
+    """A served model. `active`: number of calls that are being prepared, wait or run, by client."""
 
     engine: Engine
     max_active: int
@@ -38,7 +38,7 @@ class _Served:
 
     @contextmanager
     def admitted(self, client: str) -> Iterator[None]:
-        """Refuses before any work is done. Only on the event loop's thread."""
+        """Counts a call as active. Raises Exhausted if there are too many. Only on the event loop's thread."""
         if self.active.total() >= self.max_active:
             self._refuse(f"{self.active.total()} requests are waiting or running", "QUEUE_FULL")
         own = self.active[client]
@@ -64,9 +64,9 @@ class _Served:
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Belongs to one event loop. UNAVAILABLE (reason NOT_READY) until `set_ready`.
 
-    `stall_timeout_s`: how long a client may not read before its call is ended with RESOURCE_EXHAUSTED (SLOW_READER).
-    `pools`: those of `routers`, so that a process has each of them once.
-    `relaxed_bound`: what shadow checks hold routers to that publish no bound for the policy relaxed; None: they are only counted.
+    `stall_timeout_s`: a client that reads nothing for so long has its call ended with RESOURCE_EXHAUSTED (SLOW_READER).
+    `pools`: the same as those of `routers`, so that a process has each pool once.
+    `relaxed_bound`: bound for shadow checks of routers that publish none for policy relaxed. None: these are only counted.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def add_model(
         self, engine: Engine, *, max_active: int = 80, max_active_per_client: int | None = None
     ) -> None:
-        """Serve `engine` under its model's id. `max_active` bounds the calls being prepared, waiting and running.
+        """Serves `engine` under its model's id. `max_active` bounds the calls that are being prepared, wait or run.
 
-        A client is a caller by name or, where nobody vouches for names, an address: then set `max_active_per_client` only where
-        clients do not share a proxy.
+        A client is an authenticated caller's name or, without authentication, an address. In the second case set
+        `max_active_per_client` only if clients do not share a proxy.
         """
         self._served[engine.loaded.model_id] = _Served(engine, max_active, max_active_per_client)
         self._routers.prepare_with(engine.loaded.model_id, engine.prepare)
@@ -107,7 +107,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> None:
-        """Responses are written rather than yielded, so that a write nobody reads can be given up."""
+        """Writes responses instead of yielding them, so that a write that the client does not read can time out."""
         with GenerateCall(self._metrics) as call:
             deadline_s = _deadline_s(context)
             served = self._find(request.model_id)
@@ -152,7 +152,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 call.event(event)
                 await write_response(context, from_event(event), self._stall_timeout_s)
         finally:
-            # Cancellation and deadline both arrive as CancelledError, wherever this waits.
+            # Cancellation and deadline both raise CancelledError in any of the awaits above.
             stream.close()
 
     async def GetModel(  # noqa: N802

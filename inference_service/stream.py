@@ -1,4 +1,4 @@
-"""One generation's events, from the engine's thread to the event loop, bounded."""
+"""A bounded queue of one generation's events, from the engine's thread to the event loop."""
 
 import asyncio
 import threading
@@ -10,7 +10,7 @@ from shared.errors import NeapError
 
 
 class Pausable(Protocol):
-    """What the stream needs of a GenerationHandle. All thread-safe and idempotent."""
+    """The part of a GenerationHandle that the stream uses. All methods are thread-safe and idempotent."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -18,10 +18,10 @@ class Pausable(Protocol):
 
 
 class EventStream:
-    """`push` is the engine's callback; `next` belongs to the event loop that made the stream.
+    """`push` is the engine's callback. Only the event loop that created the stream may call `next`.
 
-    At `capacity` waiting events the sequence is paused, and resumed when half are gone, so that a client that does not read
-    holds up nobody else and costs a bounded number of events. `close` cancels the sequence, also one that is attached later.
+    The request is paused when `capacity` events wait, and resumed when half of them are read. So a client that does not read delays
+    no other client, and its events take bounded memory. `close` cancels the request, even if it is attached later.
     """
 
     def __init__(self, *, capacity: int = 32) -> None:
@@ -35,7 +35,7 @@ class EventStream:
         self._closed = False
 
     def attach(self, handle: Pausable) -> None:
-        """The sequence these events come from; events may have arrived before."""
+        """Sets the handle of the request. Events may have arrived before."""
         with self._lock:
             self._handle = handle
             self._pause_if_full()
@@ -44,7 +44,7 @@ class EventStream:
             handle.cancel()
 
     def push(self, event: GenerationEvent | NeapError | None) -> None:
-        """An event, an error that ends the stream, or None: ended. Never waits for the reader; from any thread."""
+        """Adds an event, an error that ends the stream, or None at the end. Never waits for the reader. Any thread may call it."""
         with self._lock:
             if self._closed:
                 return
@@ -53,16 +53,16 @@ class EventStream:
         try:
             self._loop.call_soon_threadsafe(self._arrived.set)
         except RuntimeError:
-            self.close()  # the loop is gone, and with it everybody who might read
+            self.close()  # the loop is closed, so nothing can read the events
 
     def _pause_if_full(self) -> None:
-        # Under the lock, as resuming is: a pause that overtakes a resume would last for ever.
+        # Under the lock, like resuming. Otherwise a pause could follow a later resume and never end.
         if self._handle is not None and not self._paused and len(self._events) >= self._capacity:
             self._paused = True
             self._handle.pause()
 
     async def next(self) -> GenerationEvent | None:
-        """The next event, or None at the end. Raises the NeapError the engine reported."""
+        """Returns the next event, or None at the end. Raises the NeapError that the engine reported."""
         while True:
             with self._lock:
                 if self._events:
@@ -79,7 +79,7 @@ class EventStream:
         return event
 
     def close(self) -> None:
-        """Nobody reads any more. Idempotent."""
+        """Drops all events and cancels the request. Idempotent."""
         with self._lock:
             self._closed = True
             self._events.clear()

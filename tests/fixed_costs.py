@@ -1,28 +1,35 @@
-"""Costs that do not depend on how fast this machine is today."""
+"""Engines whose planner does not depend on how fast this machine is."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
-import pytest
-
-from inference_service.engine import loop
-from inference_service.engine.drafting import ladder_cache
-from inference_service.engine.drafting.planner import ExitCost
-from shared.ladder.ladder import BoundLadder
+from inference_service.engine.drafting.costs import CostMeter
+from inference_service.engine.drafting.planner import ExitCost, PassCosts
+from inference_service.engine.engine import Engine
+from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.rungs import Draft
+from shared.model.load import LoadedModel
 from shared.model.runner import Runner
 
 
-def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here drafting always pays."""
-    monkeypatch.setattr(
-        loop, "measure_deep", lambda runner, **_: tuple(1.0 + 0.001 * n for n in range(9))
-    )
-    monkeypatch.setattr(loop, "measure_wide", lambda runner, deep, **_: ())
-    monkeypatch.setattr(ladder_cache, "exit_timings", _exit_timings)
+class FixedCosts(CostMeter):
+    """Measures nothing. With these costs drafting always pays."""
+
+    def __init__(self, wide: tuple[tuple[int, float], ...] = ()) -> None:
+        self._wide = wide
+
+    def measure_passes(
+        self, runner: Runner, *, between: Callable[[], None] = lambda: None
+    ) -> PassCosts:
+        return PassCosts(tuple(1.0 + 0.001 * n for n in range(9)), wide=self._wide)
+
+    def measure_exits(
+        self, runner: Runner, ladder: BoundLadder
+    ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+        yield from ()
+        return (ExitCost(0.001, 0.0001),) * len(ladder.depths)
 
 
-def _exit_timings(
-    runner: Runner, ladder: BoundLadder
-) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
-    yield from ()
-    return (ExitCost(0.001, 0.0001),) * len(ladder.depths)
+def fixed_cost_engine(loaded: LoadedModel, ladder: Ladder | Any = None, **options: Any) -> Engine:
+    """An engine with `FixedCosts`, unless `cost_meter` is given."""
+    return Engine(loaded, ladder, **{"cost_meter": FixedCosts(), **options})

@@ -9,7 +9,7 @@ from shared.errors import NeapError
 
 logger = logging.getLogger(__name__)
 
-# While requests run, one slice follows every so many steps. It takes about as long as a step and delays each stream by one token.
+# While requests run, one slice runs after every n-th step. It takes about as long as a step and delays each stream by one token.
 STEPS_PER_SLICE = 4
 
 Slices = Generator[None, None, None]

@@ -1,9 +1,10 @@
-"""The engine: what callers see of the thread that owns the model. Requests join and leave between its steps."""
+"""The engine: the public interface to the thread that owns the model. Requests join and leave between its steps."""
 
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from inference_service.engine.drafting.costs import CostMeter
 from inference_service.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from inference_service.engine.failure import failure_of
 from inference_service.engine.loop import EngineLoop
@@ -32,26 +33,37 @@ from shared.model.runner import Runner
 from shared.model.runners import make_runner
 from shared.model.sampling import SamplingParams
 
-# Unless told otherwise, requests that are stepped together, each with its own KV cache; more wait.
+# Default number of requests that share each step.
 MAX_RUNNING = 16
-# Of the budget for keys and values, what ended requests may keep for later ones that start alike.
+# Default share of the KV budget that is kept for reuse by later requests with the same prefix.
 PREFIX_SHARE = 0.25
 
 
 class Engine:
-    """Generates for one model. All methods are thread-safe; up to `max_running` requests share each step, taken in the order they came.
+    """Generates for one model. All methods are thread-safe. Requests are admitted in the order in which they were submitted.
 
-    `ladder` is used for requests that bring none of their own. `kv_budget_bytes` bounds the keys and values of all running
-    requests together; None: half of what is free. A request takes its share, its prompt and its longest answer, before it
-    starts, and waits until there is room. `prefix_cache_bytes` of that budget, None: a quarter, keep what ended requests
-    have computed for others that start alike, as long as nobody needs the room; 0: nothing is shared. `max_queue` bounds the
-    requests that wait, `max_queue_tokens` their prompts. `max_ladders` are kept bound beside those that running requests use.
-    `shadow_share` of the answers by policy relaxed are checked in idle time: see `Shadow`. `on_failure` is called by the engine's
-    thread should it ever end by itself; every later request is refused with `Unavailable` (reason ENGINE_FAILED). `runner_of` makes
-    what runs the model, given its bytes for keys and values.
+    A request is admitted when the keys and values of its prompt and its longest possible answer fit into the KV budget.
 
-    An engine that is dropped ends like one that is closed, once its last request has ended and no handle of one is left. All
-    end when the interpreter exits: what still runs then ends with `Unavailable`. A forked child cannot use its parent's engines.
+    Args:
+        loaded: the model. At most one engine may use it at a time.
+        ladder: used for requests that are submitted without a ladder.
+        max_running: requests that share each step. Paused requests do not count.
+        max_queue: requests that may wait.
+        max_queue_tokens: prompt tokens that waiting requests may have together.
+        max_ladders: ladders that are kept bound. Those of running requests are kept in any case.
+        kv_budget_bytes: bytes of keys and values that all running requests share. None: half of the free memory.
+        prefix_cache_bytes: the part of this budget that may hold the KV caches of ended requests for reuse by later requests with
+            the same prefix, while running requests do not need it. None: a quarter. 0: no prefix is shared.
+        shadow_share: share of the answers of policy relaxed, in [0, 1], that are checked while the engine is idle: see `Shadow`.
+        on_failure: called by the engine's thread if an error ends it. Later requests are refused with `Unavailable` (reason
+            ENGINE_FAILED).
+        runner_of: makes the runner of the model from the model and `kv_budget_bytes`.
+        cost_meter: measures the costs of passes and exits. The planner drafts by them.
+
+    `statistics` and `shadow` hold the engine's counts. Any thread may read them.
+
+    An engine that is dropped without `close` stops once its last request has ended and no handle refers to it. All engines stop
+    when the interpreter exits; requests that still run then end with `Unavailable`. A forked child cannot use its parent's engines.
     """
 
     def __init__(
@@ -68,11 +80,13 @@ class Engine:
         shadow_share: float = 0.0,
         on_failure: Callable[[], object] = lambda: None,
         runner_of: Callable[[LoadedModel, int], Runner] = make_runner,
+        cost_meter: CostMeter | None = None,
     ) -> None:
         if ladder is not None:
             ladder.check_model(loaded)
         self.loaded = loaded
         self._ladder = ladder
+        cost_meter = cost_meter or CostMeter()
         if kv_budget_bytes is None:
             kv_budget_bytes = default_budget(loaded.device)
         runner = in_own_thread(runner_of, loaded, kv_budget_bytes)
@@ -84,7 +98,7 @@ class Engine:
         self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes))
         self.statistics = self._decoder.statistics
         self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
-        self._ladders = LadderCache(runner, max_ladders)
+        self._ladders = LadderCache(runner, max_ladders, cost_meter)
         self._loop = EngineLoop(
             self._decoder,
             self.shadow,
@@ -97,8 +111,34 @@ class Engine:
             ),
             ladder=ladder,
             on_failure=on_failure,
+            cost_meter=cost_meter,
         )
         weakref.finalize(self, self._loop.request_stop).atexit = False
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the model's layers. Only the engine's thread may run passes; any thread may read the runner's figures."""
+        return self._decoder.runner
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, over all layers."""
+        return self._admission.kv_token_bytes
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        """Bytes of keys and values that all running requests share."""
+        return self._admission.kv_budget_bytes
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the KV budget that are taken by caches of ended requests, which are kept for reuse."""
+        return self._decoder.prefixes.num_tokens
+
+    @property
+    def num_bound_ladders(self) -> int:
+        """Ladders that are bound to the model."""
+        return len(self._ladders)
 
     @property
     def num_waiting(self) -> int:
@@ -115,9 +155,9 @@ class Engine:
             return self._loop.scheduler.num_kv_tokens / max(self._admission.kv_budget_tokens, 1)
 
     def warm_up(self) -> None:
-        """Returns once the passes' costs are measured; the first request would otherwise wait for that.
+        """Waits until the costs of passes are measured and the engine's own ladder is bound. Otherwise the first request waits for that.
 
-        Raises what kept the engine's own ladder from being bound, and `Unavailable` where the engine has ended before.
+        Raises the error for which the ladder could not be bound, and `Unavailable` if the engine has ended.
         """
         self._wait_until_ready()
         if self._loop.ladder_failure is not None:
@@ -129,9 +169,9 @@ class Engine:
             raise failure_of(self._loop.why_closed())
 
     def prepare(self, ladder: Ladder) -> None:
-        """Binds and tests a ladder beside those in use, between the steps of what runs; then its first request need not wait.
+        """Binds and tests a ladder between the steps of running requests, so that the ladder's first request need not wait for that.
 
-        Blocks until that is done. Raises `RouterMismatch`, `Corrupt` (reason SELF_TEST_FAILED), `Unavailable` once closed.
+        Blocks until it is done. Raises `RouterMismatch`, `Corrupt` (reason SELF_TEST_FAILED), `Unavailable` once closed.
         """
         ladder.check_model(self.loaded)
         self._wait_until_ready()
@@ -150,7 +190,7 @@ class Engine:
         *,
         on_event: OnEvent | None = None,
     ) -> GenerationHandle:
-        """Queues a request after checking it against the model.
+        """Checks a request and queues it. `on_event` receives its events on the engine's thread; without it they come through the handle.
 
         Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
         `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
@@ -197,7 +237,7 @@ class Engine:
         raise Unavailable("the generation ended without a result")
 
     def close(self) -> None:
-        """Stops after the current step; what is queued or running ends with `Unavailable`. Idempotent."""
+        """Stops after the current step. Queued and running requests end with `Unavailable`. Idempotent."""
         self._loop.request_stop()
         self._loop.join()
 
@@ -218,5 +258,5 @@ class Engine:
         return max(prefixes.match_length(prompt), *others, 0)
 
     def _wake(self) -> None:
-        """Handles hold this method, so an engine lives as long as they do."""
+        """Handles refer to this method, so an engine lives at least as long as they do."""
         self._loop.wake()

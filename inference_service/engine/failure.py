@@ -1,4 +1,4 @@
-"""What fails for one request, and what its caller is told."""
+"""Failures of single requests, and the errors that their callers get."""
 
 import copy
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Failing(Protocol):
-    """A sequence: `failure` is None until something fails for it; from then on it takes part in nothing."""
+    """A sequence. `failure` is None until its work fails; a failed sequence takes part in no further step."""
 
     failure: NeapError | None
 
@@ -27,7 +27,7 @@ class Failing(Protocol):
 
 
 def failure_of(error: BaseException) -> NeapError:
-    """What a caller is told of `error`: a new error without a traceback, because the traceback's frames hold caches."""
+    """The error that a caller gets for `error`: a new one without a traceback, because the traceback's frames hold caches."""
     if isinstance(error, NeapError):
         return copy.copy(error)
     if is_out_of_memory(error):
@@ -40,7 +40,7 @@ def failure_of(error: BaseException) -> NeapError:
 
 
 def attempt(sequence: Failing, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """`work(*args, **kwargs)`, which concerns `sequence` alone; where it raises, the sequence fails and the result is None."""
+    """Calls `work(*args, **kwargs)`, which must concern `sequence` alone. If it raises, the sequence fails and the result is None."""
     try:
         return work(*args, **kwargs)
     except Exception as error:
@@ -49,7 +49,7 @@ def attempt(sequence: Failing, work: Callable[P, T], *args: P.args, **kwargs: P.
 
 
 def fail_all(sequences: Iterable[Failing], error: Exception, what: str) -> None:
-    """Ends all that shared the work that raised `error`. Logs `what` with the error's traceback. Call it while handling `error`."""
+    """Fails all sequences that shared the work that raised `error`. Logs `what` with the traceback. Call it while handling `error`."""
     failed = list(sequences)
     names = ", ".join(sequence.request.request_id or "-" for sequence in failed)
     logger.error("%s: %s", what, names, exc_info=error)

@@ -4,8 +4,8 @@ A thread that runs PyTorch while the interpreter is finalised is ended inside C+
 stopped and joined before that: by an `atexit` callback, which runs once the main thread has ended, however it ended, and once all
 threads that are not daemons have ended. Until then these may use their engines.
 
-A fork waits until no engine is inside a step: the child of a process whose other threads run PyTorch can hang. The child has the
-engines but not their threads; there they are marked as ended, so that nobody waits for them.
+A fork waits until no engine is inside a step, because the child can hang if another thread of its parent runs PyTorch during the
+fork. The child has the engines but not their threads. There they are marked as ended, so that nothing waits for them.
 """
 
 import atexit

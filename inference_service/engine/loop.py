@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from inference_service.engine.background import BackgroundTasks
-from inference_service.engine.drafting.costs import measure_deep, measure_wide
+from inference_service.engine.drafting.costs import CostMeter
 from inference_service.engine.drafting.ladder_cache import LadderCache
 from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.failure import failure_of
@@ -34,7 +34,7 @@ class _Stopped(Exception):
 class EngineLoop:
     """Starts its thread when it is created. `lock` guards `scheduler`, `background` and `ended`.
 
-    `ladder` is bound before the loop is ready. The thread calls `on_failure` if it ends because of an error. It ends when
+    `cost_meter` measures the costs of passes before the loop is ready. `ladder` is bound before the loop is ready. The thread calls `on_failure` if it ends because of an error. It ends when
     `request_stop` has been called, and no later than the interpreter.
     """
 
@@ -48,12 +48,13 @@ class EngineLoop:
         *,
         ladder: Ladder | None,
         on_failure: Callable[[], object],
+        cost_meter: CostMeter,
     ) -> None:
         self.lock = threading.Lock()
         self.scheduler = scheduler
         self.background = BackgroundTasks()
         self.costs: PassCosts | None = None
-        # Why no request runs any more.
+        # The error of all later requests, once the thread has ended.
         self.ended: NeapError | None = None
         self.is_ready = threading.Event()
         self.ladder_failure: NeapError | None = None
@@ -61,12 +62,13 @@ class EngineLoop:
         self._admission, self._ladders = admission, ladders
         self._ladders.in_use = lambda: {id(job.ladder) for job in scheduler.running}
         self._on_failure = on_failure
+        self._cost_meter = cost_meter
         self._is_stopping = False
         # The thread holds `_working` while it works. A fork takes it, and clears `_may_work` first so that it gets it.
         self._working = threading.Lock()
         self._may_work = threading.Event()
         self._may_work.set()
-        # Whoever changes something that the thread waits for puts None. Unlike a condition, a finaliser may use it.
+        # An entry wakes the thread. A queue, because finalisers may put entries, while a condition's lock could deadlock them.
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, args=(ladder,), name="neap-engine", daemon=True
@@ -143,12 +145,11 @@ class EngineLoop:
             self._on_failure()
 
     def _make_ready(self, ladder: Ladder | None) -> None:
-        """Records passes where the runner does so, measures what passes cost, and binds the engine's own ladder."""
+        """Records passes if the runner does so, measures the costs of passes, and binds the engine's own ladder."""
         runner = self._decoder.runner
         self._finish_slices(runner.prepare(()))
-        deep = measure_deep(runner, between=self._check_stop)
-        wide = measure_wide(runner, deep, between=self._check_stop)
-        self.costs = self._admission.costs = PassCosts(deep, wide=wide)
+        costs = self._cost_meter.measure_passes(runner, between=self._check_stop)
+        self.costs = self._admission.costs = costs
         if ladder is None:
             return
         try:

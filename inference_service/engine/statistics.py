@@ -1,4 +1,4 @@
-"""What the engine counts. Its thread alone writes, without locks; any thread may read, and may see a step half counted."""
+"""The engine's counts. Only its thread writes them, without locks. Any thread may read them and may see a step partly counted."""
 
 import time
 from bisect import bisect_left
@@ -31,13 +31,14 @@ TOKEN_BOUNDS_S = (
     5.0,
 )
 STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
-# More than a worker keeps loaded; counts of a version that comes back go on.
+# More versions than a worker keeps loaded, so that the counts of a version that is loaded again continue.
 MAX_VERSIONS = 64
 BATCH_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 
 class Distribution:
-    """How many values fell up to each of `bounds` (ascending, inclusive), and beyond the last; and their sum."""
+    """A histogram. `counts[i]` values were in (bounds[i - 1], bounds[i]]; the last count is of values above all bounds. `sum` is of all
+    values. `bounds` ascend."""
 
     def __init__(self, bounds: Iterable[float]) -> None:
         self.bounds = tuple(bounds)
@@ -50,7 +51,7 @@ class Distribution:
 
 
 class Progress(NamedTuple):
-    """How far a sequence has been counted. `delivered_s` in `time.monotonic()` seconds."""
+    """What of a sequence has been counted already. `delivered_s`: time of its last tokens, in `time.monotonic()` seconds."""
 
     num_generated: int = 0
     num_layer_executions: int = 0
@@ -58,17 +59,18 @@ class Progress(NamedTuple):
 
 
 class DepthCounts:
-    """What depth execution did for some requests, whether they finished or not.
+    """Counts of depth execution over some requests, finished or not.
 
-    Layer executions are those of decoding: one call of one decoder layer for a request, for however many of its tokens; a pass
-    that several requests share counts for each of them. Plain decoding takes `num_layers` per token. What a request's step takes
-    less than that for the tokens it brings is saved; what it takes more (drafts that a layer exit made and the deep pass
-    rejected) is extra: executions = num_layers * tokens - saved + extra. The first token is the prompt's pass and in none of them.
+    A layer execution is one call of one decoder layer for one request while decoding, with any number of its tokens. A pass that
+    several requests share counts for each of them. Decoding without drafts takes `num_layers` executions per token. If a step of a
+    request takes fewer for the tokens that it gives, the difference is saved; if it takes more (because the deep pass rejected
+    drafts of layer exits), the difference is extra: executions = num_layers * tokens - saved + extra. The first token of a request
+    comes from the prompt's pass and is in none of these figures.
     """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
-        self.num_requests = 0  # that came to their first token
+        self.num_requests = 0  # with at least one token
         self.num_generated_tokens = 0
         self.num_layer_executions = 0
         self.num_layer_executions_saved = 0
@@ -78,20 +80,20 @@ class DepthCounts:
         self.exits: Counter[str] = Counter()
 
     def count_drafts(self, drafts: Rows[Draft], num_accepted: int) -> None:
-        """Drafts of one chain, in order, of which the first `num_accepted` became final."""
+        """Counts the drafts of one chain, in order. The first `num_accepted` of them became final."""
         for index, draft in enumerate(drafts):
             self.drafted[draft.rung] += 1
             self.accepted[draft.rung] += index < num_accepted
 
     def count_tokens(self, num_tokens: int, chunks: Rows[TokenChunk]) -> None:
-        """What one request got from one step."""
+        """Counts the tokens of one request from one step."""
         self.num_generated_tokens += num_tokens
         for chunk in chunks:
             for token in chunk.tokens:
                 self.exits[token.rung] += 1
 
     def count_layers(self, num_executions: int, num_tokens: int) -> None:
-        """What a step that was not its first took for a request."""
+        """Counts the layer executions of one request in a step that was not its first."""
         saved = self._num_layers * num_tokens - num_executions
         self.num_layer_executions += num_executions
         self.num_layer_executions_saved += max(saved, 0)
@@ -99,8 +101,8 @@ class DepthCounts:
 
 
 class EngineStatistics(DepthCounts):
-    """Since the engine was made, over all requests; `by_version`: the same of each router version, for the last MAX_VERSIONS that
-    were used. Requests without a router are version 0 and not among them."""
+    """Counts over all requests since the engine was created. `by_version` has them per router version, for the MAX_VERSIONS versions
+    used last. Requests without a router have version 0 and are not in `by_version`."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
@@ -131,14 +133,14 @@ class EngineStatistics(DepthCounts):
     def record_step(
         self, seconds: float, sequences: Rows["Sequence"], results: Rows[Rows[TokenChunk]]
     ) -> None:
-        """One step that took `seconds` for `sequences`, and what each of them got from it."""
+        """Counts a step of `sequences` that took `seconds`. `results` are the chunks that each of them got."""
         now = time.monotonic()
         self.step_s.record(seconds)
         self.step_sequences.record(len(sequences))
         for sequence, chunks in zip(sequences, results, strict=True):
             seen = sequence.counted
             num_tokens = sequence.num_generated - seen.num_generated
-            if sequence.failure is not None:  # what it was handed before it failed
+            if sequence.failure is not None:  # only what it was given before it failed
                 num_tokens = sum(len(chunk.tokens) for chunk in chunks)
             if not num_tokens:  # a piece of a prompt
                 continue

@@ -39,7 +39,7 @@ class _Part:
     """One sequence's part in a step.
 
     `chain`: the tokens that go through the deep pass. `num_logits`: how many of their states, from the last, need logits; 0 for a
-    piece of a prompt that is not the last piece. `chunks`: what became final in this step.
+    piece of a prompt that is not the last piece. `chunks`: the tokens that became final in this step.
     """
 
     sequence: Sequence
@@ -80,7 +80,7 @@ class Decoder:
         return Sequence(request, loaded, ladder, cache, capacity - len(request.prompt_ids), served)
 
     def step(self, batch: Rows[Member], costs: PassCosts) -> list[list[TokenChunk]]:
-        """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns what became final, per sequence.
+        """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.
 
         One deep pass serves all sequences if the model supports ragged batches; otherwise each has its own. A sequence that fails
         has a `failure` afterwards: alone if the work was its own, with all that shared a pass if the pass failed. The tokens of the
@@ -110,8 +110,8 @@ class Decoder:
         reading = [sequence for sequence, _ in batch if not sequence.num_generated]
         # Sequences for which the engine may choose whether to draft. The choice changes the speed, never the output.
         num_adaptive = sum(sequence.may_skip_drafting for sequence, _ in decoding)
-        adaptive_key = (num_adaptive, len(decoding))
-        drafts = num_adaptive == 0 or self._adaptive.choose(adaptive_key)
+        shape = (num_adaptive, len(decoding))
+        drafts = num_adaptive == 0 or self._adaptive.choose(shape)
 
         prefills = self._prefill(reading, running, is_decoding=bool(decoding))
         drafted = self._draft(decoding, drafts=drafts)
@@ -124,7 +124,7 @@ class Decoder:
         if num_adaptive and not prefills:
             num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
             seconds = time.perf_counter() - start_s
-            self._adaptive.record(adaptive_key, drafts, num_tokens, seconds)
+            self._adaptive.record(shape, drafts, num_tokens, seconds)
         return results
 
     # Prefill.

@@ -1,4 +1,4 @@
-"""Which drafts the full model confirms."""
+"""Verifies drafts: which of them the full model confirms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from shared.model.sampling import Trial
 
 @dataclass(frozen=True)
 class Verdict:
-    """`tokens`: the drafts that were confirmed, and what the full model chooses after them. `logprobs`: theirs, if wanted."""
+    """`tokens`: the confirmed drafts and the token that the full model chooses after them. `logprobs`: of these tokens, if asked for."""
 
     tokens: list[int]
     logprobs: list[Logprobs] | None = None
@@ -24,10 +24,10 @@ class Verdict:
 def verify(
     logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None] = ()
 ) -> list[Verdict]:
-    """What becomes of each trial. logits [T, V] float32: their rows, in turn.
+    """The verdict on each trial. logits [T, V] float32: the rows of all trials, trial after trial.
 
-    `num_alternatives` per trial: None, or left out altogether, is no log-probabilities. The host waits for the device once,
-    whatever is asked.
+    `num_alternatives` has one entry per trial; None means no log-probabilities. If it is empty, no trial gets any. The host waits
+    for the device once.
     """
     wanted = num_alternatives or [None] * len(trials)
     choices, scores = computed(logits, trials, wanted)
@@ -46,10 +46,11 @@ def verify(
 def computed(
     logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Per trial its choices [n] int64 and their log-probabilities [n, 1 + 2 * alternatives], [0, 1] where it wants none; of none
-    where nobody does.
+    """Per trial its choices [n] int64, and its log-probabilities [n, 1 + 2 * alternatives], [0, 1] if it asks for none. The second list
+    is empty if no trial asks for any.
 
-    What `verify` reads, on the logits' device; nothing waits for that.
+    The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on devices that
+    are read without a synchronisation.
     """
     choices = choose(logits, trials)
     if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count

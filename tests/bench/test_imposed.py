@@ -7,7 +7,7 @@ from bench.imposed import SHAPES, Imposed, impose
 from inference_service.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
-from tests.fixed_costs import fix_costs
+from tests.fixed_costs import fixed_cost_engine
 
 DEPTH, SHARE = 2, 0.8
 
@@ -36,13 +36,10 @@ def test_the_exit_is_right_at_the_share_asked_for(imposed: Imposed) -> None:
     assert drafts[0].probability == pytest.approx(SHARE, abs=1e-3)
 
 
-def test_exact_answers_as_full_and_drafts_by_the_exit(
-    imposed: Imposed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Fixed costs make the planner draft, whatever passes cost on this machine.
-    fix_costs(monkeypatch)
+def test_exact_answers_as_full_and_drafts_by_the_exit(imposed: Imposed) -> None:
     prompt = imposed.prompt(100, 5)
-    with Engine(imposed.loaded, imposed.ladder) as engine:
+    # Fixed costs make the planner draft, whatever passes cost on this machine.
+    with fixed_cost_engine(imposed.loaded, imposed.ladder) as engine:
         full = engine.generate(prompt, policy="full", max_tokens=120)
         exact = engine.generate(prompt, policy=DepthPolicy("exact", max_drafts=3), max_tokens=120)
     assert exact.token_ids == full.token_ids

@@ -11,7 +11,7 @@ from shared.model.ragged import RaggedSequence
 from shared.model.recorder import CudaRecorder
 from shared.model.substitution.compiled import LayerCompiler
 from tests.families import VOCABULARY_SIZE, build_family
-from tests.fixed_costs import fix_costs
+from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
@@ -84,7 +84,7 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded: LoadedModel) -
 
 def test_exact_is_full_alone_and_in_company(loaded: LoadedModel) -> None:
     with Engine(loaded, kv_budget_bytes=1 << 24) as engine:
-        assert isinstance(engine._decoder.runner, PagedRunner)
+        assert isinstance(engine.runner, PagedRunner)
         full = {
             prompt: engine.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids
             for prompt in PROMPTS
@@ -107,13 +107,10 @@ def test_exact_is_full_alone_and_in_company(loaded: LoadedModel) -> None:
             assert exact.stats.num_accepted > 0
 
 
-def test_exact_is_full_whatever_random_exits_say(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_is_full_whatever_random_exits_say(loaded: LoadedModel) -> None:
     """A ladder's own heads and routers, asked over recorded passes."""
-    fix_costs(monkeypatch)
     ladder = random_ladder(loaded, 3, (0, 2, 3), agreement=1.0)
-    with Engine(loaded, ladder, kv_budget_bytes=1 << 24) as engine:
+    with fixed_cost_engine(loaded, ladder, kv_budget_bytes=1 << 24) as engine:
         for prompt in PROMPTS:
             full = engine.generate(prompt, policy="full", max_tokens=NUM_NEW)
             policy = DepthPolicy("exact", max_drafts=3)

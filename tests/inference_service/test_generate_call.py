@@ -1,4 +1,4 @@
-"""What one Generate call leaves behind, over real gRPC: counts, a log line, spans."""
+"""The counts, the log line and the spans of one Generate call over real gRPC."""
 
 import json
 import time
@@ -76,7 +76,7 @@ def _request(max_tokens=6, **changes):
 
 
 def _ended(metrics):
-    """{(kind, model, reason): calls}."""
+    """{(kind, model, reason): number of calls}."""
     found = {}
     for kind in ("request_success", "requests_rejected", "request_failures"):
         for family in getattr(metrics, kind).collect():

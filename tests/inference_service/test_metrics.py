@@ -18,7 +18,7 @@ def _parsed(metrics):
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def test_what_is_exported_parses_and_says_what_it_is():
+def test_the_export_parses_and_declares_its_types():
     families = _parsed(busy_metrics())
     for name in exported():
         assert families[name.removesuffix("_total")].documentation

@@ -1,4 +1,4 @@
-"""A registry that hangs holds up those who need it, and nobody else."""
+"""A registry that hangs delays only the requests that need it."""
 
 import threading
 import time
@@ -67,7 +67,7 @@ def request(policy="exact", **router):
     )
 
 
-def test_a_registry_that_hangs_holds_up_nobody_who_does_not_need_it(worker):
+def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
     with grpc.insecure_channel(worker.target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 

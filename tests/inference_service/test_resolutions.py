@@ -1,4 +1,4 @@
-"""Serving goes on while the registry is away, and only then."""
+"""While the registry is away, the last answers are used; its other errors are raised."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ from tests.worker import build_ladder, serving
 
 
 class Flaky:
-    """A registry that can be away, hang, or deny that there is anything."""
+    """A registry that can be away, hang, or raise NotFound."""
 
     def __init__(self, registry) -> None:
         self.registry = registry
@@ -63,7 +63,7 @@ def publish(loaded, registry):
 
 @pytest.fixture
 def stale():
-    """The model of each request that was served by what an alias named before."""
+    """The model of each request that was served by a kept answer."""
     return []
 
 
@@ -74,7 +74,7 @@ def store(registry, loaded, stale):
     )
 
 
-async def test_what_an_alias_named_last_serves_while_the_registry_is_away(
+async def test_the_last_answer_is_used_while_the_registry_is_away(
     registry, store, loaded, publish, stale
 ):
     publish("first")
@@ -91,7 +91,7 @@ async def test_what_an_alias_named_last_serves_while_the_registry_is_away(
         await store.select(loaded, RouterChoice(alias="stable"))
 
 
-async def test_the_registry_is_asked_again_and_heard(registry, store, loaded, publish):
+async def test_the_registry_is_asked_again_and_its_answer_used(registry, store, loaded, publish):
     store._resolutions._ask_again_s = 0.05
     publish("first")
     await store.select(loaded, RouterChoice())
@@ -106,7 +106,7 @@ async def test_the_registry_is_asked_again_and_heard(registry, store, loaded, pu
 
 
 @pytest.mark.parametrize("error", [NotFound("gone"), PreconditionFailed("newer")])
-async def test_no_other_error_is_papered_over(registry, store, loaded, publish, stale, error):
+async def test_every_other_error_is_raised(registry, store, loaded, publish, stale, error):
     publish("first")
     await store.select(loaded, RouterChoice(alias="latest"))
     registry.error = error
@@ -127,7 +127,7 @@ async def test_a_registry_that_hangs_costs_one_wait(registry, store, loaded, pub
     registry.go.set()
 
 
-async def test_an_alias_that_moved_to_what_cannot_be_fetched(
+async def test_an_alias_that_moved_to_a_version_that_cannot_be_fetched(
     registry, loaded, publish, monkeypatch
 ):
     monkeypatch.setattr(router_loader, "RETRY_AWAY_S", 0.02)

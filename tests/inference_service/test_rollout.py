@@ -1,4 +1,4 @@
-"""A rollout as clients of a worker and whoever reads its metrics see it."""
+"""A rollout as seen by a worker's clients and in its metrics."""
 
 import time
 from contextlib import closing
@@ -30,7 +30,7 @@ RISK = {
 
 
 class Scripted(ScriptedLadder):
-    """Drafts one token for ever, sure of it: what relaxed answers with it is wrong."""
+    """Always drafts the same token with high probability, so that relaxed answers are wrong."""
 
     rung_names = ("suffix",)
 
@@ -63,7 +63,7 @@ def rollout(tmp_path, loaded):
 
 
 def ask(client, policy="exact", request_id=None, version=None):
-    """Started of one request, answered to its end."""
+    """The Started event of one request that is read to its end."""
     depth = pb.DepthPolicy(exact=pb.Exact())
     if policy == "relaxed":
         depth = pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9))

@@ -1,4 +1,4 @@
-"""Workers hear of publications and moves, also of those they missed."""
+"""A watch reports publications and alias moves, also those during an outage of the registry."""
 
 import itertools
 import threading
@@ -13,7 +13,7 @@ from shared.registry.factory import open_registry
 
 
 class Watched:
-    """A registry that can be away, and what its events were asked for."""
+    """A registry that can be away. Keeps the arguments of its `events` calls."""
 
     def __init__(self, registry) -> None:
         self.registry = registry
@@ -65,7 +65,7 @@ def soon(condition):
         time.sleep(0.01)
 
 
-def test_only_what_happens_from_its_start_on(registry, watch):
+def test_events_before_its_start_are_ignored(registry, watch):
     publish(registry, 1)
     changed = threading.Semaphore(0)
     watch(changed.release)
@@ -78,7 +78,7 @@ def test_only_what_happens_from_its_start_on(registry, watch):
     assert registry.asked == sorted(registry.asked)
 
 
-def test_what_happened_while_the_registry_was_away_is_not_missed(registry, watch):
+def test_events_during_an_outage_are_not_missed(registry, watch):
     publish(registry, 1)
     changed = threading.Semaphore(0)
     watch(changed.release)

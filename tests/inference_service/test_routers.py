@@ -26,7 +26,7 @@ def registry(tmp_path):
 
 
 class Unpacker:
-    """Counts, and can be held up."""
+    """Counts its calls, and can be blocked."""
 
     def __init__(self, loaded) -> None:
         self.loaded = loaded
@@ -74,14 +74,14 @@ async def test_no_choice_means_latest(registry, loaded, publish, unpack):
 
 
 async def served(store, loaded, version, choice=None, **options):
-    """Returns once requests are given `version`."""
+    """Returns once requests get `version`."""
     give_up_at = time.monotonic() + 10
     while (await store.select(loaded, choice or RouterChoice(), **options)).version != version:
         assert time.monotonic() < give_up_at
         await asyncio.sleep(0.01)
 
 
-async def test_an_alias_that_moves_serves_what_it_served_until_the_new_one_is_ready(
+async def test_an_alias_that_moves_serves_its_old_version_until_the_new_one_is_ready(
     registry, loaded, publish, unpack
 ):
     fallbacks = []
@@ -186,7 +186,7 @@ async def test_a_broken_canary_fails_no_request(
     assert set(fallbacks) <= {("tiny", "canary", "LOADING"), ("tiny", "canary", reason)}
 
 
-async def test_damage_to_what_an_alias_names_stops_nobody_who_has_it(
+async def test_a_loaded_router_is_served_although_its_artefact_is_damaged(
     registry, loaded, publish, unpack
 ):
     digest = publish("first").manifest_digest
@@ -202,7 +202,7 @@ async def test_damage_to_what_an_alias_names_stops_nobody_who_has_it(
     await served(store, loaded, 2)
 
 
-async def test_refreshing_loads_before_anybody_asks(registry, loaded, publish, unpack):
+async def test_refreshing_loads_before_a_request_asks(registry, loaded, publish, unpack):
     store = RouterStore(registry, unpack=unpack)
     publish("first")
     await store.select(loaded, RouterChoice())
@@ -220,7 +220,9 @@ async def test_refreshing_loads_before_anybody_asks(registry, loaded, publish, u
     assert fallbacks == []
 
 
-async def test_what_is_too_large_is_not_even_read(registry, loaded, publish, unpack, monkeypatch):
+async def test_an_artefact_that_is_too_large_is_not_read(
+    registry, loaded, publish, unpack, monkeypatch
+):
     monkeypatch.setattr(router_loader, "MAX_BLOB_BYTES", 10)
     publish("first")
     read = []
@@ -314,7 +316,7 @@ async def test_aliases_hold_no_more_routers_than_are_kept(registry, loaded, publ
     assert (await store.select(loaded, RouterChoice(alias="a2"))).version == 3
 
 
-async def test_refreshing_does_not_reload_what_was_given_up(registry, loaded, publish, unpack):
+async def test_refreshing_does_not_reload_evicted_routers(registry, loaded, publish, unpack):
     store = RouterStore(registry, capacity=2, unpack=unpack)
     for number in range(5):
         publish(f"v{number}", aliases=(f"a{number}",))
@@ -336,7 +338,9 @@ async def test_versions_that_clients_make_up_leave_nothing_behind(registry, load
     assert len(store._loader._failures) <= router_loader.MAX_FAILURES
 
 
-async def test_what_cannot_be_loaded_is_logged_once_in_a_while(registry, loaded, publish, unpack):
+async def test_a_router_that_cannot_be_loaded_is_logged_at_intervals(
+    registry, loaded, publish, unpack
+):
     publish("other", fingerprint="sha256:" + "0" * 64)
     store = RouterStore(registry, unpack=unpack)
     with structlog.testing.capture_logs() as logs:

@@ -1,4 +1,4 @@
-"""The service as a stranger's client sees it: descriptors, models, readiness, request ids."""
+"""The service as a client sees it: descriptors, models, readiness, request ids."""
 
 import grpc
 import pytest

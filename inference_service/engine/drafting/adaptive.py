@@ -1,26 +1,27 @@
-"""Whether drafting pays at all, learnt from what steps really yield.
+"""Adaptive drafting: measures whether steps with drafts give more tokens per second than plain decoding.
 
-The planner weighs drafts by costs measured at start-up, and looking drafts up takes time of its own. Where many sequences share a
-pass, little is to be won and both errors may cost more than the drafts bring; then plain decoding is the better step.
+The planner weighs drafts by costs that were measured at start-up, and looking up drafts takes time that it does not count. If many
+sequences share a pass, drafts save little, and these two errors can exceed the saving. Plain decoding is then faster.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-# Steps that an average looks back over.
+# Steps over which the exponential averages extend.
 WINDOW_STEPS = 64.0
-# Steps of each kind before the two are compared.
+# Steps of each kind that are measured before the two kinds are compared.
 MIN_STEPS = 8
-# The other kind is tried again every so many steps: often where the two are close, seldom where it clearly loses.
+# The slower kind is tried again every n-th step: often if the two rates are close, seldom if it is clearly slower.
 CLOSE_EVERY, CLEAR_EVERY = 16, 64
 CLEAR_RATIO = 0.93
 
-Company = tuple[int, int]
+# (sequences for which the engine may choose whether to draft, sequences that decode in the step).
+BatchShape = tuple[int, int]
 
 
 @dataclass
-class _Yield:
-    """Tokens and seconds of one kind of step, older ones counting less."""
+class _Throughput:
+    """Tokens and seconds of one kind of step. Older steps weigh less."""
 
     num_steps: float = 0.0
     tokens: float = 0.0
@@ -39,45 +40,44 @@ class _Yield:
 
 @dataclass
 class _Comparison:
-    drafting: _Yield = field(default_factory=_Yield)
-    plain: _Yield = field(default_factory=_Yield)
+    drafting: _Throughput = field(default_factory=_Throughput)
+    plain: _Throughput = field(default_factory=_Throughput)
     num_chosen: int = 0
 
 
-def _kind(company: Company) -> Company:
-    """Companies that are nearly as large learn together: sequences come and go within a few steps."""
+def _bucket(shape: BatchShape) -> BatchShape:
+    """Batches of nearly the same size share their measurements, because sequences come and go within a few steps."""
 
-    def about(count: int) -> int:
+    def rounded_up(count: int) -> int:
         step = max((1 << (count - 1).bit_length()) >> 2, 1) if count else 1
         return -(-count // step) * step
 
-    num_open, num_decoding = company
-    return about(num_open), about(num_decoding)
+    num_adaptive, num_decoding = shape
+    return rounded_up(num_adaptive), rounded_up(num_decoding)
 
 
 class AdaptiveDrafting:
-    """Chooses between drafting and plain decoding, apart for each kind of company: about (sequences that leave the choice,
-    sequences)."""
+    """Chooses between drafting and plain decoding, separately for each rounded `BatchShape`."""
 
     def __init__(self) -> None:
-        self._comparisons: defaultdict[Company, _Comparison] = defaultdict(_Comparison)
+        self._comparisons: defaultdict[BatchShape, _Comparison] = defaultdict(_Comparison)
 
-    def choose(self, company: Company) -> bool:
-        """Whether this step is to draft."""
-        known = self._comparisons[_kind(company)]
+    def choose(self, shape: BatchShape) -> bool:
+        """Whether the next step of such a batch drafts."""
+        known = self._comparisons[_bucket(shape)]
         known.num_chosen += 1
         drafting, plain = known.drafting, known.plain
         if drafting.num_steps < MIN_STEPS:
             return True
         if plain.num_steps < MIN_STEPS:
-            # In turns, as the moment may be a slow one for both.
+            # Alternately, so that a slow moment of the machine affects both kinds.
             return known.num_chosen % 2 != 0
         better = drafting.rate >= plain.rate
         low, high = sorted((drafting.rate, plain.rate))
         every = CLEAR_EVERY if low < CLEAR_RATIO * high else CLOSE_EVERY
         return better if known.num_chosen % every else not better
 
-    def record(self, company: Company, drafted: bool, tokens: int, seconds: float) -> None:
-        """What such a step has yielded. Only of steps that read no prompt."""
-        known = self._comparisons[_kind(company)]
+    def record(self, shape: BatchShape, drafted: bool, tokens: int, seconds: float) -> None:
+        """Records the tokens and the duration of a step. Call it only for steps that prefill no prompt."""
+        known = self._comparisons[_bucket(shape)]
         (known.drafting if drafted else known.plain).record(tokens, seconds)

@@ -1,4 +1,4 @@
-"""The tokens that a deep pass settles together, and how deep each of them has been."""
+"""The tokens of one sequence that share a deep pass, and the depth that each of them has reached."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,18 +14,17 @@ from shared.model.runner import Runner
 
 @dataclass
 class Chain:
-    """Tokens of one sequence from position `base` on: its last final token and what was drafted after it, or a piece of its
-    prompt.
+    """Tokens of one sequence from position `base` on: its last final token and the drafts after it, or a piece of its prompt.
 
-    The first `num_final` drafts are final already (policy relaxed). `reached[i]` is the depth that the chain's i-th token has been
-    to, `states[i]` [D] its state there, None at depth 0. The counts are of what ran for these tokens.
+    The first `num_final` drafts are final already (policy relaxed). The chain's i-th token has been through `reached[i]` layers;
+    `states[i]` [D] is its state there, None at depth 0. The counts are of the layers that ran for these tokens.
     """
 
     base: int
     tokens: list[int]
     cache: KVCache
     drafts: list[Draft] = field(default_factory=list)
-    # As trusted for this request; 1 for what is final.
+    # Adjusted for this request; 1 for drafts that are final.
     probabilities: list[float] = field(default_factory=list)
     num_final: int = 0
     reached: list[int] = field(default_factory=list)
@@ -44,41 +43,39 @@ class Chain:
         self.states.append(None)
 
     def truncate(self, num_drafts: int) -> None:
-        """Forgets drafts; their shallow keys and values are overwritten by whatever comes to stand there."""
+        """Keeps the first `num_drafts` drafts. The keys and values of the others are overwritten by later tokens at their positions."""
         del self.drafts[num_drafts:], self.probabilities[num_drafts:]
         del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
         del self.states[num_drafts + 1 :]
 
-    def below(self, depth: int, end: int) -> tuple[slice, int]:
-        """(tokens, first): those before the `end`-th that have not been to `depth` yet; all of them have been to `first`.
+    def below(self, depth: int) -> tuple[slice, int]:
+        """(tokens, first): the tokens that have not reached `depth`. All of them have reached depth `first`.
 
-        Drafting takes later tokens no deeper than earlier ones, and all that go deeper go together, hence one group.
+        They are one group, because drafting takes later tokens no deeper than earlier ones and takes tokens deeper together.
         """
-        start = next((i for i, d in enumerate(self.reached[:end]) if d < depth), end)
+        end = len(self.tokens)
+        start = next((i for i, d in enumerate(self.reached) if d < depth), end)
         firsts = set(self.reached[start:end])
         assert len(firsts) <= 1
         return slice(start, end), firsts.pop() if firsts else depth
 
 
-# A chain and which of its tokens.
+# A chain and a range of its tokens.
 _Part = tuple[Chain, slice]
 
 
-def bring_to(
-    depth: int, chains: Sequence[Chain], runner: Runner, *, but_last: bool = False
-) -> Tensor | None:
-    """Takes every token that has not been to `depth` there, but the chains' last ones if so asked; chains of several sequences only
-    where the runner can pack.
+def bring_to(depth: int, chains: Sequence[Chain], runner: Runner) -> Tensor | None:
+    """Takes all tokens that have not reached `depth` there. There may be several chains only if the runner can pack.
 
-    Tokens at different depths first go to the deepest of these, so each layer runs once for all. Returns the states [T, D] that the
-    last pass gave, token after token; None if nothing had to run.
+    Tokens at different depths are first brought to the deepest of these depths, so that each layer runs once for all of them.
+    Returns the states [T, D] of the last pass, token after token; None if nothing had to run.
     """
     states = None
     depths = {d for chain in chains for d in chain.reached if 0 < d < depth}
     for last in (*sorted(depths), depth):
         by_first: dict[int, list[_Part]] = {}
         for chain in chains:
-            part, first = chain.below(last, len(chain.tokens) - but_last)
+            part, first = chain.below(last)
             if first < last:
                 by_first.setdefault(first, []).append((chain, part))
         for first, parts in by_first.items():
@@ -87,9 +84,9 @@ def bring_to(
 
 
 def settle(chains: Sequence[Chain], runner: Runner) -> Tensor:
-    """Takes all tokens through the remaining layers: their states at depth L [T, D], chain after chain.
+    """Takes all tokens through the remaining layers. Returns their states at depth L [T, D], chain after chain.
 
-    None has been there, and all have been brought to where the deepest has: so the last pass is one of all.
+    No token may have reached depth L before. `bring_to` first brings all to the depth of the deepest, so the last pass has all of them.
     """
     states = bring_to(runner.num_layers, chains, runner)
     assert states is not None

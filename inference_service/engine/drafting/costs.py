@@ -1,4 +1,4 @@
-"""Measuring what passes cost on this device, once, at start-up."""
+"""Measures the costs of passes and exits on this device."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from inference_service.engine.drafting.planner import ExitCost
+from inference_service.engine.drafting.planner import ExitCost, PassCosts
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.model.cache import KVCache
@@ -16,11 +16,29 @@ from shared.model.runner import Runner
 MAX_PASS_TOKENS = 9
 CONTEXT_TOKENS = 128
 REPEATS = 8
-# Passes of many sequences.
+# Sizes of the passes that many sequences share.
 WIDE_PASS_TOKENS = (16, 32, 64)
 WIDE_REPEATS = 3
-# Tokens that an exit's cost in company is measured with.
-EXIT_COMPANY = 8
+# Tokens of the shared pass with which an exit's cost per further token is measured.
+EXIT_TOKENS = 8
+
+
+class CostMeter:
+    """Measures the costs that the planner weighs. A subclass may return costs that are known already."""
+
+    def measure_passes(
+        self, runner: Runner, *, between: Callable[[], None] = lambda: None
+    ) -> PassCosts:
+        """The costs of passes, without those of exits. Calls `between` before each pass; an exception that it raises ends
+        the measurement."""
+        deep = measure_deep(runner, between=between)
+        return PassCosts(deep, wide=measure_wide(runner, deep, between=between))
+
+    def measure_exits(
+        self, runner: Runner, ladder: BoundLadder
+    ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+        """The costs of a ladder's layer exits. See `exit_timings`."""
+        return exit_timings(runner, ladder)
 
 
 def measure_deep(
@@ -28,7 +46,7 @@ def measure_deep(
 ) -> tuple[float, ...]:
     """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head, smoothed: see `smoothed`.
 
-    `between` is called before each pass; what it raises ends the measurement.
+    Calls `between` before each pass; an exception that it raises ends the measurement.
     """
     context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
     widest = min(MAX_PASS_TOKENS, runner.loaded.context_length - context)
@@ -41,7 +59,7 @@ def measure_deep(
         state = runner.run(ids[:, :width], cache, first=0, last=runner.num_layers, base=context)
         runner.logits(state[0]).argmax(-1).tolist()
 
-    # Interleaved, so that a slow moment of the machine does not fall on one width.
+    # Interleaved, so that a slow moment of the machine does not affect one width only.
     rounds = [
         [_seconds(lambda width=width: deep_pass(width)) for width in range(1, widest + 1)]  # type: ignore[misc]
         for _ in range(REPEATS + 1)
@@ -53,7 +71,10 @@ def measure_deep(
 def measure_wide(
     runner: Runner, deep: tuple[float, ...], *, between: Callable[[], None] = lambda: None
 ) -> tuple[tuple[int, float], ...]:
-    """(tokens, seconds) of wider passes than `deep` has, never falling; () where the context is too short. `between` as there."""
+    """(tokens, seconds) of passes over more tokens than `deep` has. The seconds never fall. () if the context is too short.
+
+    `between` as in `measure_deep`.
+    """
     points: list[tuple[int, float]] = []
     least = deep[-1]
     for width in WIDE_PASS_TOKENS:
@@ -74,10 +95,11 @@ def measure_wide(
 
 
 def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Measured seconds of passes over 1, 2, .. tokens -> a straight line from two tokens on, never falling.
+    """Fits a line that never falls to the measured seconds of passes over 2, 3, .. tokens.
 
-    Noise of a few percent would make single drafts look free or dear. A pass over one token keeps its own figure where that is
-    lower: libraries switch from a matrix-vector to a matrix-matrix product there, which may cost half a pass.
+    Noise of a few percent would make single drafts look free or expensive. The pass over one token keeps its own figure if that is
+    lower than the line: from two tokens on libraries use a matrix-matrix instead of a matrix-vector product, which may cost half a
+    pass.
     """
     if len(seconds) < 3:
         return tuple(max(seconds[: index + 1]) for index in range(len(seconds)))
@@ -91,21 +113,21 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
 def exit_timings(
     runner: Runner, ladder: BoundLadder
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
-    """What taking tokens from the embedding to each layer exit and through its head and router costs; yields what each timed exit
-    said, so that other work may come between.
+    """Measures the costs of taking tokens from the embedding to each layer exit and through its head and router.
 
-    Before each a deep pass drives heads and tables out of the caches, as it does while serving: warm, they seem half as dear.
+    Yields the drafts after each measurement, so that the engine can step requests in between. A deep pass before each measurement
+    evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem half as expensive.
     """
     loaded = runner.loaded
     context = min(CONTEXT_TOKENS, loaded.context_length - 1)
-    company = min(EXIT_COMPANY, loaded.context_length - context)
-    cache = runner.new_cache(context + company)
-    tokens = torch.ones(1, company, dtype=torch.long, device=loaded.device)
+    num_together = min(EXIT_TOKENS, loaded.context_length - context)
+    cache = runner.new_cache(context + num_together)
+    tokens = torch.ones(1, num_together, dtype=torch.long, device=loaded.device)
     deep_states = torch.randn(
-        company, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype
+        num_together, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype
     )
 
-    def leave(index: int, depth: int, count: int) -> list[Draft]:
+    def ask_exit(index: int, depth: int, count: int) -> list[Draft]:
         own = tokens[:, :count]
         if depth:
             states = runner.run(own, cache, first=0, last=depth, base=context)
@@ -116,18 +138,18 @@ def exit_timings(
     one = tokens[:, :1]
     costs: list[ExitCost] = []
     for index, depth in enumerate(ladder.depths):
-        seconds: dict[int, list[float]] = {1: [], company: []}
+        seconds: dict[int, list[float]] = {1: [], num_together: []}
         for _ in range(REPEATS + 1):
             for count, taken in seconds.items():
                 state = runner.run(one, cache, first=0, last=runner.num_layers, base=context)
-                # Read back, or on a GPU the exit would be charged with the pass that still runs.
+                # The read waits for the pass. Otherwise the exit's time on a GPU would include the rest of the pass.
                 runner.logits(state[0]).argmax(-1).tolist()
                 start = time.perf_counter()
-                drafts = leave(index, depth, count)
+                drafts = ask_exit(index, depth, count)
                 taken.append(time.perf_counter() - start)
                 yield drafts
-        alone_s, together_s = (statistics.median(seconds[n][1:]) for n in (1, company))
-        each_more_s = max(together_s - alone_s, 0.0) / max(company - 1, 1)
+        alone_s, together_s = (statistics.median(seconds[n][1:]) for n in (1, num_together))
+        each_more_s = max(together_s - alone_s, 0.0) / max(num_together - 1, 1)
         costs.append(ExitCost(alone_s, each_more_s))
     return tuple(costs)
 

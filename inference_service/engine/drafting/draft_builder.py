@@ -1,4 +1,4 @@
-"""A chain of drafts while it grows, draft by draft."""
+"""Builds one sequence's chain of drafts, one draft at a time."""
 
 from collections.abc import Sequence as Rows
 
@@ -17,15 +17,15 @@ from inference_service.engine.request.sequence import Sequence
 from shared.errors import Corrupt
 from shared.ladder.rungs import Draft
 
-# Belief in what a deep pass yields of a sequence that has had none, and its weight in passes.
+# Tokens per deep pass that are assumed for a sequence without deep passes, and the weight of this assumption in passes.
 USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
 
 class DraftBuilder:
-    """A sequence's last final token and what is drafted after it, draft by draft; how many of them to settle is the planner's choice.
+    """Builds a chain: a sequence's last final token and the drafts after it. The planner later chooses how many of them to verify.
 
-    `best` is the most probable next token so far, `known` its probability as trusted for this request; `survival` is how
-    likely all drafts of the chain are right.
+    `best` is the most probable draft so far for the next position. `best_probability` is its probability, adjusted by what this
+    request's drafts have shown (see `Reliability`). `survival` is the probability that all drafts of the chain are right.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class DraftBuilder:
         self.min_layers = policy.min_layers
         self.survival = 1.0
         self.best: Draft | None = None
-        self.known = 0.0
-        # One token of the answer comes from the deep pass itself.
+        self.best_probability = 0.0
+        # The deep pass itself gives one token of the answer.
         self._room = min(sequence.num_left - 1, costs.max_drafts)
         if policy.max_drafts:
             self._room = min(self._room, policy.max_drafts)
@@ -48,38 +48,38 @@ class DraftBuilder:
             or (not drafts and sequence.may_skip_drafting)
         ):
             self._room = 0
-        # A fixed number is what the caller asked for, worth it or not.
-        self._least = MIN_SURVIVAL
+        # If the caller asked for a fixed number of drafts, they are made whether they pay or not.
+        self._least_survival = MIN_SURVIVAL
         if self._room > 0 and not policy.max_drafts:
-            self._least = least_survival(costs, num_sequences)
+            self._least_survival = least_survival(costs, num_sequences)
 
     @property
     def wants_more(self) -> bool:
-        return len(self.chain.drafts) < self._room and self.survival >= self._least
+        """Whether another draft may be worth its place in the deep pass."""
+        return len(self.chain.drafts) < self._room and self.survival >= self._least_survival
 
     @property
     def tokens_per_pass(self) -> float:
-        """What a deep pass has yielded of this sequence, starting from a belief."""
+        """Mean tokens that a deep pass has given for this sequence, starting from USUAL_TOKENS_PER_PASS."""
         passes = self.sequence.num_deep_passes
         tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
         return tokens / (PASS_WEIGHT + passes)
 
     @property
     def deep_state(self) -> Tensor:
+        """State at depth L [D] of the last token that has been through every layer."""
         state = self.sequence.deep_state
         assert state is not None
         return state
 
-    def gain_s(
-        self, index: int, known: float, num_sequences: int, costs: PassCosts, gains: ExitGains
-    ) -> float:
-        """What asking exit `index` for the next draft is expected to save, if its token is `known` so well: see `exit_gain_s`."""
-        gain = gains.expected(index, known)
+    def gain_s(self, index: int, num_sequences: int, costs: PassCosts, gains: ExitGains) -> float:
+        """Seconds that asking exit `index` for the next draft is expected to save: see `exit_gain_s`."""
+        gain = gains.expected(index, self.best_probability)
         return exit_gain_s(self.survival, gain, costs, num_sequences, self.tokens_per_pass)
 
     def look_up(self) -> None:
-        """What rung 0 says comes next; no layer runs."""
-        self.best, self.known = None, 0.0
+        """Begins the next position with the draft of rung 0, if it has one. Runs no layer."""
+        self.best, self.best_probability = None, 0.0
         assert self.sequence.drafter is not None
         if self.min_layers == 0:
             draft = self.sequence.drafter.table_draft([draft.token for draft in self.chain.drafts])
@@ -87,9 +87,10 @@ class DraftBuilder:
                 self.consider(draft)
 
     def consider(self, draft: Draft) -> float:
-        """Takes the draft if it is more probable than the best so far; its probability as trusted for this request.
+        """Makes the draft the best one if it is more probable than the best so far. Returns its adjusted probability.
 
-        Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) for no token of the model: a pass over it would fail for all that share it.
+        Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if the draft is not a token of the model. A pass over such a token would fail for
+        all sequences that share it.
         """
         if not 0 <= draft.token < self.sequence.vocabulary_size:
             raise Corrupt(
@@ -97,16 +98,16 @@ class DraftBuilder:
                 reason="DRAFT_OUT_OF_RANGE",
             )
         probability = self.sequence.reliability.adjusted(draft)
-        if probability > self.known:
-            self.best, self.known = draft, probability
+        if probability > self.best_probability:
+            self.best, self.best_probability = draft, probability
         return probability
 
     def extend(self) -> bool:
-        """Appends the best draft; False if there is none."""
+        """Appends the best draft to the chain. Returns False if there is none."""
         draft, policy, chain = self.best, self.sequence.request.policy, self.chain
         if draft is None:
             return False
-        probability = self.known
+        probability = self.best_probability
         all_final = chain.num_final == len(chain.drafts)
         if policy.name == "relaxed" and all_final and draft.probability >= policy.threshold:
             chain.num_final += 1
@@ -117,14 +118,14 @@ class DraftBuilder:
 
 
 def worth_taking(
-    growing: Rows[DraftBuilder],
+    builders: Rows[DraftBuilder],
     index: int,
     depth: int,
     num_sequences: int,
     costs: PassCosts,
     gains: ExitGains,
 ) -> list[DraftBuilder]:
-    """The chains whose last tokens are worth taking to exit `index` at `depth`, together."""
-    able = [one for one in growing if depth >= one.min_layers]
-    gains_s = [one.gain_s(index, one.known, num_sequences, costs, gains) for one in able]
-    return [able[place] for place in worth_asking(gains_s, costs.exits[index])]
+    """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass."""
+    allowed = [builder for builder in builders if depth >= builder.min_layers]
+    gains_s = [builder.gain_s(index, num_sequences, costs, gains) for builder in allowed]
+    return [allowed[place] for place in worth_asking(gains_s, costs.exits[index])]

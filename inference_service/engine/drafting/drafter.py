@@ -1,4 +1,4 @@
-"""The shallow half of a step: tokens that leave early, for all sequences of a batch side by side."""
+"""The drafting half of a step: drafts the next tokens of all sequences of a batch at once."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
@@ -23,25 +23,26 @@ from shared.model.runner import Runner
 
 
 class Drafter:
-    """Asks a ladder's rungs for one model."""
+    """Asks the layer exits of one bound ladder for drafts. `costs` include those of the exits; `gains` learns what asking brings."""
 
     def __init__(self, runner: Runner, costs: PassCosts, gains: ExitGains) -> None:
         self.costs = costs
         self._runner = runner
         self._gains = gains
-        # Sampled tokens agree with greedy drafts less often, so they must not spoil what greedy requests teach.
+        # Sampled tokens agree with drafts less often than greedy ones, so the two kinds of requests are recorded separately.
         self._served = {is_greedy: Reliability(SERVED_WEIGHT) for is_greedy in (True, False)}
 
     def served(self, request: GenerationRequest) -> Reliability:
-        """How the ladder's drafts have fared in requests like this one."""
+        """How reliable the ladder's drafts were in earlier requests of this kind (greedy or sampled)."""
         return self._served[request.sampling.is_greedy]
 
     def ask_exits(
-        self, ladder: BoundLadder, growing: Rows[DraftBuilder], num_sequences: int
+        self, ladder: BoundLadder, builders: Rows[DraftBuilder], num_sequences: int
     ) -> None:
-        """Takes the chains' last tokens to the layer exits that are worth it, shallowest first; those at one exit go together."""
+        """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens share a
+        pass."""
         for index, depth in enumerate(ladder.depths):
-            asked = worth_taking(growing, index, depth, num_sequences, self.costs, self._gains)
+            asked = worth_taking(builders, index, depth, num_sequences, self.costs, self._gains)
             if not asked:
                 continue
             states = last_states_at(depth, [one.chain for one in asked], self._runner)
@@ -49,20 +50,21 @@ class Drafter:
             distances = [len(one.chain.tokens) for one in asked]
             drafts = ladder.ask(index, states, deep_states, distances)
             for one, draft in zip(asked, drafts, strict=True):
-                known = one.known
+                before = one.best_probability
                 probability = attempt(one.sequence, one.consider, draft)
                 if probability is not None:
-                    self._gains.record(index, known, probability)
+                    self._gains.record(index, before, probability)
 
 
 def draft_chains(
     members: Iterable[tuple[Sequence, Drafter]], num_sequences: int, *, drafts: bool = True
 ) -> list[Chain]:
-    """Each member's last final token and all drafts worth a thought. `num_sequences` will share the deep pass.
+    """Each member's chain: its last final token and its drafts. `num_sequences` sequences will share the deep pass.
 
-    In rounds of one draft each, so that all that want the same exit share one shallow pass, one launch and one read-back.
-    Without `drafts` only requests draft that do not leave the choice. Several members only where the runner can pack. Sequences
-    that fail have a `failure` afterwards: one alone, or all that shared the exits that failed.
+    Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one launch and
+    one read-back. If `drafts` is false, only requests draft for which the engine may not choose (see `may_skip_drafting`). There
+    may be several members only if the runner can pack. A sequence that fails has a `failure` afterwards: alone if the work was its
+    own, with all that shared an exit if the exit failed.
     """
     growing = [
         (DraftBuilder(sequence, drafter.costs, num_sequences, drafts=drafts), drafter)
@@ -88,7 +90,7 @@ def draft_chains(
 def _by_ladder(
     going: Rows[tuple[DraftBuilder, Drafter]],
 ) -> Iterable[tuple[Drafter, BoundLadder, list[DraftBuilder]]]:
-    """Versions of a router may run side by side."""
+    """Groups the chains by ladder, because several versions of a router may serve at once."""
 
     def key(member: tuple[DraftBuilder, Drafter]) -> tuple[int, int]:
         return id(member[1]), id(member[0].sequence.ladder)
@@ -102,7 +104,7 @@ def _by_ladder(
 
 
 def last_states_at(depth: int, chains: Rows[Chain], runner: Runner) -> Tensor:
-    """States at `depth` [N, D] of the chains' last tokens. Exits are asked shallowest first, so none is deeper already."""
+    """States at `depth` [N, D] of the chains' last tokens. None of them may have been deeper: exits are asked shallowest first."""
     if depth == 0:
         return runner.embed_tokens(
             [chain.tokens[-1] for chain in chains],

@@ -1,46 +1,52 @@
-"""Ladders bound to the model in memory, each with its drafter."""
+"""Ladders that are bound to the model in memory, each with its drafter."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator
 from dataclasses import replace
 
 from inference_service.engine.background import Slices
-from inference_service.engine.drafting.costs import exit_timings
+from inference_service.engine.drafting.costs import CostMeter
 from inference_service.engine.drafting.drafter import Drafter
 from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassCosts
 from inference_service.engine.quality.self_test import check_draft, self_test
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.model.runner import Runner
 
-# Unless told otherwise, ladders kept bound beside those in use.
+# Default number of ladders that are kept bound.
 MAX_BOUND_LADDERS = 4
-# Layouts of ladders whose exits' costs are remembered.
+# Layouts of ladders for which the measured costs of exits are kept.
 MAX_LAYOUTS = 64
 
 Binding = tuple[BoundLadder | None, Drafter]
 
 
 class LadderCache:
-    """The engine's thread alone. `costs` of passes must be measured before anything is bound.
+    """Used by the engine's thread only. The costs of passes must be measured before a ladder is bound.
 
-    Of the ladders not `in_use`, whose id() it tells, the least recently used are dropped as soon as more than `max_ladders` are
-    bound.
+    `in_use` returns the id() of every ladder that a running request uses. If more than `max_ladders` are bound, the least recently
+    used of the others are dropped. `cost_meter` measures the costs of a ladder's exits.
     """
 
-    def __init__(self, runner: Runner, max_ladders: int = MAX_BOUND_LADDERS) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        max_ladders: int = MAX_BOUND_LADDERS,
+        cost_meter: CostMeter | None = None,
+    ) -> None:
         self.in_use: Callable[[], Collection[int]] = lambda: ()
         self._runner = runner
         self._max_ladders = max_ladders
+        self._cost_meter = cost_meter or CostMeter()
         self._bound: OrderedDict[int, tuple[Ladder, Binding]] = OrderedDict()
-        # Of exits, by the ladder's layout: versions of a router rarely differ in it, and measuring takes many passes.
+        # By the ladder's layout: versions of a router rarely differ in it, and measuring takes many passes.
         self._exit_costs: OrderedDict[object, tuple[ExitCost, ...]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Ladders that are bound."""
+        """Number of bound ladders."""
         return len(self._bound)
 
     def find(self, ladder: Ladder | None, costs: PassCosts) -> Binding | None:
-        """None where the ladder is not bound. Without a ladder nothing needs to be."""
+        """The ladder's binding, or None if it is not bound. Without a ladder: a drafter that never drafts."""
         if ladder is None:
             return None, Drafter(self._runner, costs, ExitGains(()))
         found = self._bound.get(id(ladder))
@@ -50,10 +56,10 @@ class LadderCache:
         return found[1]
 
     def prepare(self, ladder: Ladder, costs: PassCosts, *, self_tests: bool = True) -> Slices:
-        """Binds the ladder, unless it is, and tests it, in slices, none longer than the binding itself, a pass or two, or recording
-        one.
+        """Binds and tests the ladder, in slices. Does nothing if it is bound already.
 
-        Raises RouterMismatch, Corrupt (SELF_TEST_FAILED).
+        A slice takes as long as the binding itself, one or two passes, or the recording of a pass. Raises `RouterMismatch` and
+        `Corrupt` (reason SELF_TEST_FAILED).
         """
         if id(ladder) in self._bound:
             return
@@ -66,12 +72,12 @@ class LadderCache:
         if self_tests:
             yield from self_test(self._runner, bound, replace(costs, exits=exits))
         drafter = Drafter(self._runner, replace(costs, exits=exits), ExitGains(bound.agreements))
-        # Room first, so that there are never more than there may be. The ladder stays referenced as long as its id is a key.
+        # Others are dropped first, so that there are never too many. The ladder is referenced as long as its id() is a key.
         self._drop_beyond(self._max_ladders - 1)
         self._bound[id(ladder)] = (ladder, (bound, drafter))
 
     def fit(self) -> None:
-        """Drops what requests that have ended used, where that is too much."""
+        """Drops ladders that are no longer in use, if too many are bound."""
         self._drop_beyond(self._max_ladders)
 
     def _drop_beyond(self, count: int) -> None:
@@ -83,7 +89,7 @@ class LadderCache:
             del self._bound[key]
 
     def _measured(self, bound: BoundLadder) -> Generator[None, None, tuple[ExitCost, ...]]:
-        timings = exit_timings(self._runner, bound)
+        timings = self._cost_meter.measure_exits(self._runner, bound)
         while True:
             try:
                 drafts = next(timings)

@@ -1,9 +1,9 @@
 """How many tokens each sequence drafts before a deep pass, and when a layer exit is worth its time.
 
 A deep pass over the last tokens of B sequences and k drafts yields B + (expected accepted drafts) tokens. With calibrated
-probabilities p_1, p_2, .. the i-th draft of a sequence survives with p_1 * .. * p_i, and costs are measured on the device, so the
-engine picks what maximises expected tokens per second; no draft at all is one of the choices. The more sequences share a pass, the
-more a draft must promise, and a full batch decodes plainly.
+probabilities p_1, p_2, .. the i-th draft of a sequence survives with probability p_1 * .. * p_i. Costs are measured on the device.
+The planner picks the numbers of drafts with the most expected tokens per second; zero drafts is one of the choices. The more
+sequences share a pass, the more probable a draft must be to pay, and a full batch decodes without drafts.
 """
 
 from bisect import bisect_left
@@ -13,17 +13,19 @@ from heapq import heappop, heappush
 
 from shared.ladder.rungs import Draft
 
-# Drafts less likely than this to survive are not worth looking up.
+# Drafts with a lower probability of survival are not looked up.
 MIN_SURVIVAL = 0.02
-# Weight, in expected acceptances, of the belief that a rung fares in a request as it does elsewhere, and elsewhere as calibrated.
+# Weights of the priors, in expected acceptances: that a rung is as reliable in a request as in earlier requests, and in these as
+# calibrated.
 REQUEST_WEIGHT, SERVED_WEIGHT = 6.0, 24.0
-# What was served long ago counts less and less.
+# Expected acceptances after which the sums are halved, so that older requests weigh less.
 SERVED_WINDOW = 1000.0
 
 
 @dataclass(frozen=True)
 class ExitCost:
-    """Seconds, measured, of taking tokens to a layer exit and through its head and router: one alone, and each that comes along."""
+    """Measured seconds of taking tokens to a layer exit and through its head and router: `alone_s` for one token, `each_more_s` for
+    each further token of the same pass."""
 
     alone_s: float
     each_more_s: float
@@ -34,8 +36,11 @@ class ExitCost:
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Seconds, measured: `deep[n - 1]` of a pass over n tokens through all layers and the head, `wide` of passes over more, as
-    (tokens, seconds), ascending; `exits` of the ladder's layer exits."""
+    """Measured costs in seconds.
+
+    `deep[n - 1]` is the duration of a pass over n tokens through all layers and the head. `wide` has (tokens, seconds) of passes over
+    more tokens, ascending. `exits` are the costs of the ladder's layer exits.
+    """
 
     deep: tuple[float, ...]
     exits: tuple[ExitCost, ...] = ()
@@ -43,11 +48,11 @@ class PassCosts:
 
     @property
     def max_drafts(self) -> int:
-        """Of one sequence."""
+        """The most drafts of one sequence in a pass."""
         return len(self.deep) - 1
 
     def of_pass(self, num_tokens: int) -> float:
-        """Seconds of a pass over so many tokens: between and beyond what was measured, a straight line."""
+        """Seconds of a pass over `num_tokens` tokens. Interpolated linearly between the measured sizes, and extrapolated beyond them."""
         if num_tokens <= len(self.deep):
             return self.deep[num_tokens - 1]
         points = [(1, self.deep[0]), (len(self.deep), self.deep[-1]), *self.wide]
@@ -59,10 +64,11 @@ class PassCosts:
 
 
 def least_survival(costs: PassCosts, num_sequences: int) -> float:
-    """How likely a draft must be to survive, for it to be worth its place in the pass of so many sequences.
+    """The least probability of survival with which a draft pays for its place in a pass that `num_sequences` sequences share.
 
-    With E tokens expected from a pass of c seconds, a draft that makes it d seconds longer must promise E d / c, and E is at
-    least one per sequence. The cheaper of one draft and many sets the bar: a step in the costs may be worth crossing.
+    If a pass of c seconds gives E expected tokens, a draft that makes it d seconds longer must add at least E d / c expected tokens,
+    and E is at least one per sequence. The growth d is the smaller of that of one draft and the mean of many, because costs may
+    rise in steps.
     """
     cost = costs.of_pass(num_sequences)
     growth = min(
@@ -73,10 +79,10 @@ def least_survival(costs: PassCosts, num_sequences: int) -> float:
 
 
 class Reliability:
-    """How the drafts of each rung fare against their probabilities; scales those to come.
+    """Compares the accepted drafts of each rung with their probabilities, and scales the probabilities of later drafts by the ratio.
 
-    A router is calibrated over the texts it was shown; what is served may be easier, harder, or sampled at a temperature.
-    With `parent`, that is the belief held before anything is recorded here.
+    A router is calibrated on certain texts. Served texts may be easier, harder, or sampled at a temperature. `parent` gives the prior;
+    without it the prior is a factor of 1. `weight` is the weight of the prior in expected acceptances.
     """
 
     def __init__(self, weight: float, parent: "Reliability | None" = None) -> None:
@@ -85,15 +91,18 @@ class Reliability:
         self._sums: dict[str, tuple[float, float]] = {}  # rung -> expected, accepted
 
     def factor(self, rung: str) -> float:
+        """Estimated ratio of accepted drafts to the sum of their probabilities."""
         prior = self._parent.factor(rung) if self._parent else 1.0
         expected, accepted = self._sums.get(rung, (0.0, 0.0))
         return (self._weight * prior + accepted) / (self._weight + expected)
 
     def adjusted(self, draft: Draft) -> float:
+        """The draft's probability times the factor of its rung, below 1."""
         return min(draft.probability * self.factor(draft.rung), 0.999)
 
     def record(self, drafts: Sequence[Draft], num_accepted: int) -> None:
-        """Of a chain verified in order, drafts after the first rejected one were never tested."""
+        """Records a verified chain of which the first `num_accepted` drafts were accepted. Drafts after the first rejected one were not
+        tested and do not count."""
         for index, draft in enumerate(drafts[: num_accepted + 1]):
             expected, accepted = self._sums.get(draft.rung, (0.0, 0.0))
             expected += draft.probability
@@ -112,16 +121,16 @@ def best_lengths(
     least: Sequence[int] = (),
     num_other_tokens: int = 0,
 ) -> list[int]:
-    """How many of each chain's drafts to verify: together the counts with the most expected tokens per second.
+    """How many drafts of each chain to verify, so that the pass gives the most expected tokens per second.
 
-    `chains[i]` are the probabilities of sequence i's drafts, each given that those before it are right. `least[i]` of them come
-    along in any case; `num_other_tokens` (pieces of prompts) are in the pass, too.
+    `chains[i]` are the probabilities of sequence i's drafts, each given that the drafts before it are right. The first `least[i]` of
+    them are verified in any case. `num_other_tokens` further tokens (pieces of prompts) are in the same pass.
     """
     if not chains:
         return []
     lengths = list(least) or [0] * len(chains)
     expected, num_tokens = float(len(chains)), len(chains) + num_other_tokens
-    # Within a chain survival only falls, so taking the likeliest draft of all keeps chains whole.
+    # Survival falls along a chain, so taking the most probable remaining draft never skips one.
     candidates: list[tuple[float, int]] = []
     survival = [1.0] * len(chains)
     for index, probabilities in enumerate(chains):
@@ -146,11 +155,11 @@ def best_lengths(
 
 
 class ExitGains:
-    """What asking each layer exit has brought, by how sure the best rung before it was.
+    """The mean gain in probability from asking each layer exit, by the probability of the best draft before it was asked.
 
-    An exit agrees less often where the tables are unsure, too, so its overall agreement promises too much. What an exit's
-    probability exceeds the known one by, both corrected by `Reliability`, is a sample of its worth. Starts from the held-out
-    agreement; lives as long as the ladder is bound.
+    An exit agrees with the full model less often where the tables are unsure, so its overall agreement overestimates its gain. The
+    gain of one question is the exit's probability minus the best one before, or 0 if that is negative, both adjusted by
+    `Reliability`. The prior comes from the held-out `agreements`. The counts last as long as the ladder is bound.
     """
 
     NUM_BINS = 5
@@ -164,28 +173,28 @@ class ExitGains:
         ]
         self._counts = [[self.PRIOR_WEIGHT] * self.NUM_BINS for _ in agreements]
 
-    def expected(self, index: int, known: float) -> float:
-        """How much more probable the `index`-th exit's token will be than `known`; 0 if it will not be."""
-        found = self._bin(known)
+    def expected(self, index: int, before: float) -> float:
+        """Expected gain of asking the `index`-th exit if the best draft so far has the probability `before`."""
+        found = self._bin(before)
         return self._gains[index][found] / self._counts[index][found]
 
-    def record(self, index: int, known: float, probability: float) -> None:
-        found = self._bin(known)
-        self._gains[index][found] += max(probability - known, 0.0)
+    def record(self, index: int, before: float, probability: float) -> None:
+        """Records that the `index`-th exit gave a draft of `probability`."""
+        found = self._bin(before)
+        self._gains[index][found] += max(probability - before, 0.0)
         self._counts[index][found] += 1.0
 
-    def _bin(self, known: float) -> int:
-        return min(int(known * self.NUM_BINS), self.NUM_BINS - 1)
+    def _bin(self, probability: float) -> int:
+        return min(int(probability * self.NUM_BINS), self.NUM_BINS - 1)
 
 
 def exit_gain_s(
     survival: float, gain: float, costs: PassCosts, num_sequences: int, tokens_per_pass: float = 1.0
 ) -> float:
-    """Seconds that asking a layer exit for one sequence's next draft is expected to save, what asking takes left aside.
+    """Seconds that asking a layer exit for one sequence's next draft is expected to save. The cost of asking is not subtracted.
 
-    `gain` is by how much it is expected to raise the draft's probability. A draft accepted in place of none saves what a token
-    takes, which is the sequence's share of a deep pass over the `tokens_per_pass` that it yields anyway, less what the pass grows
-    by one token.
+    `gain` is the expected increase of the draft's probability. One more accepted draft saves the time of one token: the sequence's
+    share of a deep pass divided by its `tokens_per_pass`, minus the growth of the pass by one token.
     """
     cost = costs.of_pass(num_sequences)
     growth = costs.of_pass(num_sequences + 1) - cost
@@ -193,9 +202,9 @@ def exit_gain_s(
 
 
 def worth_asking(gains_s: Sequence[float], cost: ExitCost) -> list[int]:
-    """Which sequences to take to a layer exit together, by what each expects to gain: those whose sum exceeds the cost by most.
+    """Indices of the sequences to take to a layer exit in one pass: the set whose expected gains exceed the cost by most.
 
-    Together a token costs less than alone, so sequences may be worth asking that would not be by themselves.
+    A token costs less in a shared pass than alone, so a sequence may be worth asking only together with others.
     """
     ordered = sorted(range(len(gains_s)), key=lambda index: -gains_s[index])
     best, best_s, sum_s = 0, 0.0, 0.0

@@ -32,7 +32,7 @@ def default_budget(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of `device`: that of a GPU, or the smaller of what this machine and its container have left."""
+    """Free memory of `device`: that of a GPU, or the smaller of the free memory of this machine and of its container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(min(_machine_bytes(), _container_bytes()))

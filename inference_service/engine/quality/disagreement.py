@@ -1,7 +1,7 @@
-"""Is a rate above its bound? A test that may be asked after every observation, for as long as one likes.
+"""A sequential test of whether a rate is above its bound. It is valid after every observation, however many there are.
 
-Fixed-sample tests are not for this: looked at after each check, a binomial test at 1 % alarms sooner or later for any router that
-is just within its bound. Here the evidence against "the rate is at most b" after k of n checks that differed is
+Fixed-sample tests are not: a binomial test at 1 % that is repeated after each check rejects, sooner or later, any router that is
+just within its bound. Here the evidence against "the rate is at most b" after k of n checks that differed is
 
     E = mean over p of  (p/b)^k ((1-p)/(1-b))^(n-k),    p on a grid in (b, 1),
 
@@ -12,7 +12,7 @@ safe anytime-valid inference"). Small p on the grid find small excesses late, la
 
 import math
 
-# Probability that a version within its bound is ever taken for one beyond it, per worker.
+# Probability that a version within its bound is ever found to exceed it, per worker.
 ALPHA = 0.01
 _GRID = 24
 _BISECTIONS = 30
@@ -32,12 +32,12 @@ def log_evidence(num_checked: int, num_differing: int, bound: float) -> float:
 
 
 def exceeds(num_checked: int, num_differing: int, bound: float) -> bool:
-    """Whether the rate is above `bound`, with confidence 1 - ALPHA over all times this is asked."""
+    """Whether the rate is above `bound`, with confidence 1 - ALPHA over all calls together."""
     return log_evidence(num_checked, num_differing, bound) >= -math.log(ALPHA)
 
 
 def lower_limit(num_checked: int, num_differing: int) -> float:
-    """The rate is at least this, with the same confidence: the largest bound that is exceeded; 0 where none is."""
+    """Lower confidence limit of the rate: the largest bound that `exceeds` finds exceeded; 0 if there is none."""
     low, high = 0.0, num_differing / max(num_checked, 1)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

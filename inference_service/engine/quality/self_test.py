@@ -1,4 +1,4 @@
-"""A few tokens through a new ladder before it serves anybody: what fails later fails in a pass that requests share."""
+"""Decodes a few tokens with a new ladder before it serves requests. A failure while serving could fail a pass that requests share."""
 
 import math
 
@@ -17,21 +17,21 @@ PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS = 16, 4, 3
 
 
 def check_draft(draft: Draft, vocabulary_size: int) -> None:
-    """Raises Corrupt (SELF_TEST_FAILED) for no token of the model, or no probability."""
+    """Raises `Corrupt` (reason SELF_TEST_FAILED) if the draft is not a token of the model or its probability is not in [0, 1]."""
     if not (0 <= draft.token < vocabulary_size and 0.0 <= draft.probability <= 1.0):
         probability = "NaN" if math.isnan(draft.probability) else f"{draft.probability:g}"
         raise _failed(f"rung {draft.rung} gave token {draft.token} the probability {probability}")
 
 
 def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
-    """Decodes by the policy exact, drafting wherever it can; one step per slice. Counted nowhere.
+    """Decodes by the policy exact and drafts at every step. One step per slice. The engine's statistics do not count it.
 
-    Raises Corrupt (SELF_TEST_FAILED).
+    Raises `Corrupt` (reason SELF_TEST_FAILED).
     """
     loaded = runner.loaded
     num_prompt = min(PROMPT_TOKENS, loaded.context_length // 2)
     num_new = min(NEW_TOKENS, loaded.context_length - num_prompt)
-    # Twice the same tokens, so that the suffix lookup has something to find.
+    # The same tokens twice, so that the suffix lookup finds a match.
     half = [1 + number % (loaded.vocabulary_size - 1) for number in range((num_prompt + 1) // 2)]
     request = GenerationRequest(
         prompt_ids=tuple((half + half)[:num_prompt]),

@@ -1,8 +1,8 @@
-"""Shadow verification: a share of what `relaxed` answered is read again through all layers, when the engine has nothing else to do.
+"""Shadow checks: while the engine is idle, a sample of the answers of policy relaxed is verified by the full model.
 
-One pass over prompt and answer gives the full model's choice at every position. If all of them are what was answered, the full
-model would have answered the same; if one differs, it would have gone another way from there. So one differing token is a
-generation that differs, which is the loss that a router's bound is published for.
+One pass over prompt and answer gives the full model's choice at every position. If all choices equal the answer, the full model
+would have given the same answer. If one differs, the full model's answer would have differed from there on. So a generation differs
+if any of its tokens does. A router's published bound limits the share of such generations.
 """
 
 import logging
@@ -24,16 +24,19 @@ from shared.model.sampling import SamplingParams, Trial
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 32
-# Tokens per slice: a request that arrives meanwhile waits for no longer than about a step.
+# Tokens per slice. A request that arrives during a slice waits for about a step at most.
 SLICE_TOKENS = 16
 
-# Router version, and the share that is allowed to differ (None: nobody has said).
+# (router version, share of generations that may differ, or None if there is no bound).
 Stratum = tuple[int, float | None]
 
 
 @dataclass
 class ShadowCounts:
-    """Generations of one stratum. `num_dropped`: sampled, but too many were waiting, or it was too long for the memory there is."""
+    """Generations of one stratum.
+
+    `num_dropped`: sampled but not checked, because too many were waiting, there was not enough memory, or the check failed.
+    """
 
     num_checked: int = 0
     num_differing: int = 0
@@ -41,13 +44,13 @@ class ShadowCounts:
 
     @property
     def lower_limit(self) -> float:
-        """The share that differs is at least this: see `disagreement`."""
+        """Lower confidence limit of the share that differs: see `disagreement`."""
         return lower_limit(self.num_checked, self.num_differing)
 
 
 @dataclass
 class _Check:
-    """`tokens`: prompt and answer; `num_settled` of them are in `cache`. A `Reader` for `Prefixes.match`."""
+    """A check that has begun. `tokens` are prompt and answer; `cache` holds the first `num_settled`. A `Reader` for `Prefixes.match`."""
 
     tokens: Rows[int]
     num_prompt_tokens: int
@@ -59,11 +62,13 @@ class _Check:
 
 
 class Shadow:
-    """The engine's thread alone, but for reading what is counted, `is_suspended` and `served_exact`. `share` in [0, 1]: 0 is off.
+    """Samples a `share` in [0, 1] of the relaxed answers and checks them; 0 switches checks off.
 
-    Once a version's generations differ more often than their bound allows, with the confidence of `disagreement`, it is suspended
-    for `relaxed`, for as long as this engine lives: what is wrong with a router does not mend itself, and evidence that comes only
-    while it serves could only bring it back to fail again.
+    Used by the engine's thread only, except for `is_suspended`, `served_exact` and reading the counts.
+
+    If a version's generations differ more often than their bound allows, with the confidence of `disagreement`, the version is
+    suspended for policy relaxed as long as this engine lives. The suspension is not lifted: a wrong router does not improve by itself,
+    and new evidence would need requests that it serves, and would fail again.
     """
 
     def __init__(
@@ -90,19 +95,22 @@ class Shadow:
 
     @property
     def num_tokens(self) -> int:
-        """Positions that the check under way holds keys and values for."""
+        """Positions of keys and values that the current check holds."""
         return 0 if self._check is None else self._check.cache.capacity
 
     def is_suspended(self, version: int) -> bool:
-        """Whether `relaxed` must be served as `exact`. From any thread."""
+        """Whether this version's requests for relaxed must be served as exact. Any thread may call it."""
         return version in self._suspended
 
     def served_exact(self, version: int) -> None:
-        """Count a request that was. One thread of the caller's choice."""
+        """Counts a request for relaxed that was served as exact. Always call it from the same thread."""
         self.num_served_exact[version] = self.num_served_exact.get(version, 0) + 1
 
     def offer(self, sequence: Sequence, max_tokens: int) -> None:
-        """A generation that has ended; `max_tokens`: positions there is memory for. Takes a share of those it can judge: greedy ones."""
+        """Samples a finished generation for a check. Only greedy generations of policy relaxed can be checked.
+
+        A generation of more than `max_tokens` positions is dropped, because there is no memory for its check.
+        """
         request = sequence.request
         if not self._share or request.policy.name != "relaxed" or not request.sampling.is_greedy:
             return
@@ -111,10 +119,10 @@ class Shadow:
         if len(self._waiting) >= MAX_WAITING or len(sequence.tokens) > max_tokens:
             self._counts((request.router_version, request.risk_bound)).num_dropped += 1
             return
-        self._waiting.append((self._judged(sequence), request))
+        self._waiting.append((self._bounded_tokens(sequence), request))
 
-    def _judged(self, sequence: Sequence) -> tuple[int, ...]:
-        """Prompt and answer, as far as the bound speaks of it."""
+    def _bounded_tokens(self, sequence: Sequence) -> tuple[int, ...]:
+        """The prompt, and the part of the answer for which the bound holds."""
         limit = sequence.request.risk_bound_tokens
         if limit is None:
             return tuple(sequence.tokens)
@@ -125,12 +133,13 @@ class Shadow:
         return (*sequence.tokens[:prompt], *answer[:size])
 
     def make_room(self, num_tokens: int) -> None:
-        """Requests need the memory: a check that holds more positions begins anew some other time."""
+        """Frees the current check's memory if it holds more than `num_tokens` positions. The check starts again later."""
         if self.num_tokens > num_tokens:
-            self._check = None  # its request is still the first of the queue
+            self._check = None  # it is still the first of the queue
 
     def slice(self, max_tokens: int) -> None:
-        """A few tokens of the check under way, or of the next; one that does not fit `max_tokens` positions now is dropped."""
+        """Verifies the next few tokens of the current check, or starts the next one. A check of more than `max_tokens` positions is
+        dropped."""
         try:
             check = self._check or self._begin(max_tokens)
             if check is None:
@@ -150,7 +159,7 @@ class Shadow:
         if len(tokens) > max_tokens:
             self._drop()
             return None
-        # What is kept for later makes room for this, too.
+        # Caches that are kept for reuse give way to the check.
         self._prefixes.fit(max_tokens - in_whole_blocks(len(tokens), self._runner.block_tokens))
         check = self._check = _Check(
             tokens,
@@ -163,15 +172,15 @@ class Shadow:
         return check
 
     def _drop(self) -> None:
-        """Gives up the check under way, or the next."""
+        """Gives up the current check, or the next one if none has begun."""
         _, request = self._waiting.popleft()
         self._check = None
         self._counts((request.router_version, request.risk_bound)).num_dropped += 1
 
     def _read(self, check: _Check) -> bool:
-        """The next tokens through all layers; whether a token after one of them is not the full model's choice."""
+        """Takes the next tokens through all layers. Returns whether a token of the answer differs from the full model's choice."""
         start = check.num_settled
-        # The last token is judged by the one before it, and followed by nothing.
+        # The last token is verified by the state of the one before it, so it need not run.
         piece = list(check.tokens[start : min(start + SLICE_TOKENS, len(check.tokens) - 1)])
         runner = self._runner
         ids = runner.ids(piece)
@@ -181,11 +190,11 @@ class Shadow:
         if skipped >= len(piece):
             return False
         logits = self._runner.logits(states[skipped:])
-        at = start + skipped + 1
-        judged = list(check.tokens[at : start + len(piece) + 1])
-        # As drafts they are all tested but the last, which is compared with what is chosen after them.
-        [verdict] = verify(logits, [Trial(check.sampling, check.tokens[:at], judged[:-1])])
-        return verdict.tokens != judged
+        first = start + skipped + 1
+        answered = list(check.tokens[first : start + len(piece) + 1])
+        # All but the last are verified as drafts; the last is compared with the token that is chosen after them.
+        [verdict] = verify(logits, [Trial(check.sampling, check.tokens[:first], answered[:-1])])
+        return verdict.tokens != answered
 
     def _conclude(self, stratum: Stratum, differs: bool) -> None:
         counts = self._counts(stratum)
@@ -201,7 +210,7 @@ class Shadow:
             self._suspended |= {version}
             logger.error(
                 "relaxed output of router version %d differs from the full model's on %d of %d prompts, more than the %g that"
-                " its bound allows: it is served as exact until this worker starts anew",
+                " its bound allows: it is served as exact until this worker restarts",
                 version,
                 counts.num_differing,
                 counts.num_checked,

@@ -1,4 +1,4 @@
-"""One request as its caller sees it."""
+"""The caller's handle of a request."""
 
 import queue
 import threading
@@ -14,14 +14,14 @@ OnEvent = Callable[[EngineEvent], None]
 
 
 class GenerationHandle:
-    """Thread-safe. Events come either to `on_event`, called by the engine's thread, or through `events()`."""
+    """Thread-safe. Events go to `on_event`, which the engine's thread calls, or, without it, to `events()` and `next_event`."""
 
     def __init__(
         self, request: GenerationRequest, wake: Callable[[], None], on_event: OnEvent | None
     ) -> None:
         self.request = request
         self.submitted_s = time.monotonic()
-        # When the engine took it up; None while it waits.
+        # When the engine started it, in `time.monotonic()` seconds; None while it waits.
         self.started_s: float | None = None
         self._wake = wake
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
@@ -38,12 +38,12 @@ class GenerationHandle:
         return self._paused.is_set()
 
     def cancel(self) -> None:
-        """Frees the slot within one step. Idempotent, and harmless once the generation has ended."""
+        """Ends the request within one step. Idempotent. Does nothing once the generation has ended."""
         self._cancelled.set()
         self._wake()
 
     def pause(self) -> None:
-        """No further step for this request until `resume`; its place and its cache stay."""
+        """Stops stepping this request until `resume`. It keeps its KV cache."""
         self._paused.set()
 
     def resume(self) -> None:
@@ -51,7 +51,8 @@ class GenerationHandle:
         self._wake()
 
     def events(self) -> Iterator[GenerationEvent]:
-        """Blocks for each event; the last is `Finished`. Raises `NeapError`. Leaving early cancels the generation."""
+        """Blocks for each event. The last one is `Finished`. Raises the `NeapError` that ends the request. Closing the iterator early
+        cancels the generation."""
         try:
             while (event := self._events.get()) is not None:
                 if isinstance(event, NeapError):
@@ -63,12 +64,12 @@ class GenerationHandle:
             self.cancel()
 
     def next_event(self, timeout_s: float) -> EngineEvent:
-        """The next event, None at the end. Raises `DeadlineExceeded` if none came in time."""
+        """Returns the next event, None at the end. Raises `DeadlineExceeded` if none arrives within `timeout_s`."""
         try:
             return self._events.get(timeout=timeout_s)
         except queue.Empty:
             raise DeadlineExceeded(f"no event within {timeout_s} s") from None
 
     def deliver(self, event: EngineEvent) -> None:
-        """For the engine's thread alone."""
+        """Hands an event to the caller. Only the engine's thread calls it."""
         self._deliver(event)

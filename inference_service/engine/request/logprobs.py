@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, computed where the logits are and read with all else that a step reads."""
+"""Log-probabilities of chosen tokens. They are computed on the logits' device and read together with the step's other results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of one token, under the full model alone: no penalty, no temperature. `alternatives`: (token id, value), the largest first."""
+    """Of one token, under the full model without penalty or temperature. `alternatives`: (token id, value), largest value first."""
 
     value: float
     alternatives: tuple[tuple[int, float], ...]
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_alternatives: int) -> Tensor:
-    """logits [n, V] float32, tokens [n] int64 -> [n, 1 + 2 * num_alternatives] float64, rows as `unpacked` takes them."""
+    """logits [n, V] float32, tokens [n] int64 -> [n, 1 + 2 * num_alternatives] float64. `unpacked` reads a row."""
     values = logits.log_softmax(-1)
     parts = [values.gather(1, tokens[:, None])]
     if num_alternatives:
@@ -26,7 +26,7 @@ def logprobs(logits: Tensor, tokens: Tensor, num_alternatives: int) -> Tensor:
 
 
 def unpacked(numbers: Sequence[float]) -> Logprobs:
-    """A row of what `logprobs` gives."""
+    """The log-probabilities in a row that `logprobs` returned."""
     half = len(numbers) // 2
     values, tokens = numbers[1 : 1 + half], numbers[1 + half :]
     return Logprobs(numbers[0], tuple(zip(map(int, tokens), values, strict=True)))

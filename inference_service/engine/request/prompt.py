@@ -1,4 +1,4 @@
-"""From what a client sends to the token ids the model reads."""
+"""Converts a client's prompt to token ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from shared.errors import InvalidInput, PromptTooLong
 from shared.model.load import LoadedModel
 
 ROLES = ("system", "user", "assistant")
-# No tokenizer in use turns this many characters into one token, so a longer text cannot fit and need not be tokenised.
+# No known tokenizer encodes more characters in one token, so a longer text cannot fit and is refused without being tokenised.
 MAX_CHARACTERS_PER_TOKEN = 64
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -31,7 +31,7 @@ def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
 
 
 def check_prompt_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
-    """Raises `InvalidInput` or `PromptTooLong` for ids this model cannot continue."""
+    """Raises `InvalidInput` or `PromptTooLong` for token ids that this model cannot continue."""
     if not ids:
         raise InvalidInput("the prompt has no tokens", reason="EMPTY_PROMPT")
     if len(ids) >= loaded.context_length:
@@ -70,7 +70,7 @@ def _encode_chat(loaded: LoadedModel, messages: Sequence[Mapping[str, str]]) -> 
             tokenize=True,
             return_dict=True,
         )
-    except Exception as error:  # templates are programs of their own and raise what they like
+    except Exception as error:  # a template is a program of its own and may raise anything
         raise InvalidInput(
             "the model's chat template refuses these messages", reason="CHAT_TEMPLATE_REFUSED"
         ) from error

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers with. Nothing here knows gRPC."""
+"""The engine's requests and results. Independent of gRPC."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ DEFAULT_MAX_TOKENS = 256
 
 @dataclass(frozen=True)
 class StoppingParams:
-    """`max_tokens` None: DEFAULT_MAX_TOKENS, or what the context leaves if that is less."""
+    """When a generation ends. `max_tokens` None: DEFAULT_MAX_TOKENS, or the room that the context leaves if that is less."""
 
     max_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
@@ -43,9 +43,9 @@ class StoppingParams:
 class GenerationRequest:
     """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds.
 
-    `router_version` (0: none) is what its figures are counted under. `risk_bound`: the share of prompts, in (0, 1), on which its
-    router may differ from the full model under the policy relaxed; None: nobody has said. `risk_bound_tokens`: of the answer,
-    up to its first end of sequence; None: all of it.
+    Statistics count it under `router_version` (0: no router). `risk_bound`: the share of prompts, in (0, 1), on which its router may
+    differ from the full model under policy relaxed; None: there is no bound. `risk_bound_tokens`: the bound holds for so many
+    tokens of the answer, up to its first end-of-sequence token; None: for all of them.
     """
 
     prompt_ids: tuple[int, ...]
@@ -89,7 +89,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """`exit_depth` is L and `rung` "full" where the full model chose it. `alternatives` are (token id, log-probability)."""
+    """`exit_depth` is L and `rung` is "full" if the full model chose the token. `alternatives` are (token id, log-probability)."""
 
     token_id: int
     exit_depth: int
@@ -100,7 +100,7 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Final tokens and the text they complete; `text` never splits a UTF-8 character and may lag behind `tokens`."""
+    """Final tokens and the text that they complete. `text` never splits a UTF-8 character and may lag behind `tokens`."""
 
     text: str
     tokens: tuple[GeneratedToken, ...]
@@ -108,9 +108,9 @@ class TokenChunk:
 
 @dataclass(frozen=True)
 class DepthStatistics:
-    """What depth execution did while decoding (the prompt's passes are not counted).
+    """Counts of one request's decoding. The prompt's passes are not counted.
 
-    A layer execution is one call of one decoder layer, for however many tokens; `num_token_layers` sums the tokens over them.
+    A layer execution is one call of one decoder layer with any number of tokens; `num_token_layers` is the sum of their tokens.
     `exits` maps a rung's name to (depth, tokens).
     """
 
@@ -127,7 +127,7 @@ class DepthStatistics:
         return self.num_layer_executions / max(self.num_tokens, 1)
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """A summary of a few lines for people to read."""
         lines = [
             f"{self.num_tokens} tokens, {self.num_deep_passes} deep passes, "
             f"{self.mean_layers_per_token:.1f} layer executions per token",
@@ -142,9 +142,9 @@ class DepthStatistics:
 
 @dataclass(frozen=True)
 class Finished:
-    """Closes a generation. `text` is what was held back for a stop string that never came. Times in seconds.
+    """The last event of a generation. `text` was held back because it might have become a stop string. Times in seconds.
 
-    `num_cached_tokens`: of the prompt, those whose keys and values another request had left.
+    `num_cached_tokens`: prompt tokens whose keys and values were copied from another request.
     """
 
     reason: FinishReason
@@ -161,7 +161,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Generation:
-    """A whole answer. `stats.summary()` says what depth execution did."""
+    """A whole answer. `stats.summary()` describes its depth execution."""
 
     text: str
     tokens: tuple[GeneratedToken, ...]

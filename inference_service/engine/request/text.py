@@ -1,22 +1,22 @@
-"""Token ids to text, a piece at a time: whole characters only, and nothing of a stop string."""
+"""Converts token ids to text incrementally. Returns whole characters only, and no part of a stop string."""
 
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-# A character has at most four bytes: tokens that are still no text after this many more are broken for good.
+# A character has at most four bytes, so tokens that are no valid text after this many more tokens never will be.
 MAX_INCOMPLETE_TOKENS = 8
 
 
 class Detokenizer:
-    """Incremental decoding of one sequence. Without a tokenizer every text is empty."""
+    """Decodes one sequence incrementally. Without a tokenizer every text is empty."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        # Ids before `_read` have been returned as text; decoding starts at `_start`, a little before, because some
-        # tokenizers place spaces by looking at the token in front.
+        # Ids before `_read` have been returned as text. Decoding starts a little before, at `_start`, because some tokenizers
+        # place spaces by the preceding token.
         self._start = 0
         self._read = 0
 
@@ -32,13 +32,13 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left at the end; broken bytes become U+FFFD."""
+        """The rest of the text, at the end. Invalid bytes become U+FFFD."""
         text = self._new_text()
         self._advance()
         return text
 
     def _give_up(self) -> str:
-        """Broken bytes as they are, but for the last few tokens, which may be the start of a character."""
+        """Text with its invalid bytes as U+FFFD, without the last few tokens, which may be the start of a character."""
         before = self._decode(self._ids[self._start : self._read])
         end = len(self._ids) - 3
         text = self._decode(self._ids[self._start : end])[len(before) :]
@@ -63,20 +63,20 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the first of some strings in a growing text and holds back what may yet become one."""
+    """Finds the first stop string in a growing text. Holds back text that may be the start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that may be shown, the stop string that was found or None)."""
+        """Adds text. Returns (text that may be shown, the stop string that was found or None)."""
         self._held += text
         found = [(self._held.find(stop), stop) for stop in self._stops]
-        matches = [(at, stop) for at, stop in found if at >= 0]
+        matches = [(start, stop) for start, stop in found if start >= 0]
         if matches:
-            at, stop = min(matches, key=lambda match: (match[0], len(match[1])))
-            shown, self._held = self._held[:at], ""
+            start, stop = min(matches, key=lambda match: (match[0], len(match[1])))
+            shown, self._held = self._held[:start], ""
             return shown, stop
         keep = max(
             (
@@ -92,6 +92,6 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
-        """The text held back for a stop string that never came."""
+        """The text that is still held back, at the end."""
         held, self._held = self._held, ""
         return held

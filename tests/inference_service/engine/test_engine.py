@@ -1,12 +1,11 @@
-"""The engine's thread: turns, queue, cancel, pause, deadline, shutdown."""
+"""The engine's thread: shared steps, queue, cancel, pause, deadline, shutdown."""
 
 import threading
 import time
+from typing import NoReturn
 
 import pytest
 
-from inference_service.engine import loop
-from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import (
     Finished,
     GenerationRequest,
@@ -27,10 +26,13 @@ from shared.errors import (
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.fixed_costs import FixedCosts, fixed_cost_engine
+from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
 
 PROMPT = (5, 17, 3, 44, 8)
 FULL = DepthPolicy("full")
+KV_TOKEN_BYTES = NUM_LAYERS * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def request(max_tokens: int = 8, **changes: object) -> GenerationRequest:
 
 def test_requests_take_turns_and_each_gets_its_own_answer(loaded: LoadedModel) -> None:
     prompts = [PROMPT[i:] + PROMPT[:i] for i in range(5)] * 2
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         alone = [engine.generate(p, policy="full", max_tokens=12).token_ids for p in prompts]
         handles = [engine.submit(request(12, prompt_ids=p)) for p in prompts]
         together = [
@@ -72,7 +74,7 @@ def test_a_long_request_does_not_keep_a_later_short_one_waiting(loaded: LoadedMo
 
         return on_event
 
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         engine.submit(request(100), on_event=watch("long"))
         engine.submit(request(5), on_event=watch("short"))
         for _ in range(2):
@@ -82,16 +84,11 @@ def test_a_long_request_does_not_keep_a_later_short_one_waiting(loaded: LoadedMo
 
 def test_cancel_frees_the_slot_within_one_step(loaded: LoadedModel) -> None:
     steps_after_cancel: list[int] = []
-    with Engine(loaded) as engine:
-        decoder_step = engine._decoder.step
-
-        def step(sequence, drafter):
-            if handle.is_cancelled:
-                steps_after_cancel.append(1)
-            return decoder_step(sequence, drafter)
-
-        engine._decoder.step = step  # type: ignore[method-assign]
+    with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
         handle = engine.submit(request(110))
+        engine.runner.before["run"] = lambda *_: (
+            handle.is_cancelled and steps_after_cancel.append(1)
+        )
         assert isinstance(handle.next_event(30), TokenChunk)
         handle.cancel()
         events = []
@@ -104,7 +101,7 @@ def test_cancel_frees_the_slot_within_one_step(loaded: LoadedModel) -> None:
 
 
 def test_leaving_the_events_early_cancels(loaded: LoadedModel) -> None:
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         handle = engine.submit(request(110))
         events = handle.events()
         next(events)
@@ -113,7 +110,7 @@ def test_leaving_the_events_early_cancels(loaded: LoadedModel) -> None:
 
 
 def test_a_paused_request_stands_still_and_others_go_on(loaded: LoadedModel) -> None:
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         handle = engine.submit(request(100))
         handle.next_event(30)
         handle.pause()
@@ -129,7 +126,7 @@ def test_a_paused_request_stands_still_and_others_go_on(loaded: LoadedModel) -> 
 
 
 def test_the_deadline_ends_a_request_even_while_it_is_paused(loaded: LoadedModel) -> None:
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         engine.warm_up()
         handle = engine.submit(request(100, deadline_s=time.monotonic() + 0.5))
         handle.pause()
@@ -140,15 +137,9 @@ def test_the_deadline_ends_a_request_even_while_it_is_paused(loaded: LoadedModel
 
 
 def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
-    with Engine(loaded, max_queue=2) as engine:
-        engine.warm_up()
-        step, held = engine._decoder.step, threading.Event()
-
-        def slow_step(sequence, drafter):
-            held.wait(30)
-            return step(sequence, drafter)
-
-        engine._decoder.step = slow_step  # type: ignore[method-assign]
+    held = threading.Event()
+    with fixed_cost_engine(loaded, max_queue=2, runner_of=HookedRunner) as engine:
+        engine.runner.before["run"] = lambda *_: held.wait(30)
         handles = [engine.submit(request())]
         while engine.num_running == 0:
             time.sleep(0.01)
@@ -165,17 +156,15 @@ def test_the_queue_is_bounded(loaded: LoadedModel) -> None:
 def test_the_queue_is_bounded_by_the_prompts_tokens_too(loaded: LoadedModel) -> None:
     length = 2 * len(PROMPT)
     slots = len(PROMPT) + 8
-    probe = Engine(loaded)
-    probe.close()
-    with Engine(
-        loaded, max_queue_tokens=length, kv_budget_bytes=slots * probe._admission.kv_token_bytes
+    with fixed_cost_engine(
+        loaded, max_queue_tokens=length, kv_budget_bytes=slots * KV_TOKEN_BYTES
     ) as engine:
         running = engine.submit(request())
         running.pause()
         while engine.num_running == 0:
             time.sleep(0.01)
         waiting = [engine.submit(request()) for _ in range(2)]
-        with pytest.raises(Exhausted, match=f"prompts of {length} tokens") as caught:
+        with pytest.raises(Exhausted, match=f"with {length} prompt tokens are already") as caught:
             engine.submit(request())
         assert caught.value.reason == "QUEUE_FULL"
         running.resume()
@@ -183,11 +172,9 @@ def test_the_queue_is_bounded_by_the_prompts_tokens_too(loaded: LoadedModel) -> 
             assert any(isinstance(event, Finished) for event in handle.events())
 
 
-def test_a_deadline_too_short_for_the_prompt_is_refused_at_once(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "measure_wide", lambda runner, deep, **_: ((16, 4.0),))
-    with Engine(loaded) as engine:
+def test_a_deadline_too_short_for_the_prompt_is_refused_at_once(loaded: LoadedModel) -> None:
+    costs = FixedCosts(wide=((16, 4.0),))
+    with fixed_cost_engine(loaded, cost_meter=costs) as engine:
         engine.warm_up()
         soon = time.monotonic() + 3.0
         with pytest.raises(DeadlineExceeded, match=r"at least 4\.0 s") as caught:
@@ -197,11 +184,10 @@ def test_a_deadline_too_short_for_the_prompt_is_refused_at_once(
 
 
 def test_requests_wait_for_room_in_the_kv_budget(loaded: LoadedModel) -> None:
-    with Engine(loaded) as engine:
-        slot = engine._admission.kv_token_bytes
-        assert slot == NUM_LAYERS * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
     length = len(PROMPT) + 40
-    with Engine(loaded, kv_budget_bytes=2 * length * slot) as engine:
+    with fixed_cost_engine(loaded, kv_budget_bytes=2 * length * KV_TOKEN_BYTES) as engine:
+        assert engine.kv_token_bytes == KV_TOKEN_BYTES
+        assert engine.kv_budget_bytes == 2 * length * KV_TOKEN_BYTES
         held = []
         for _ in range(2):
             held.append(engine.submit(request(40)))
@@ -219,7 +205,7 @@ def test_requests_wait_for_room_in_the_kv_budget(loaded: LoadedModel) -> None:
 
 
 def test_paused_requests_do_not_keep_others_out(loaded: LoadedModel) -> None:
-    with Engine(loaded, max_running=3) as engine:
+    with fixed_cost_engine(loaded, max_running=3) as engine:
         stalled = [engine.submit(request(100)) for _ in range(3)]
         for handle in stalled:
             handle.next_event(30)
@@ -228,7 +214,7 @@ def test_paused_requests_do_not_keep_others_out(loaded: LoadedModel) -> None:
 
 
 def test_no_more_run_at_once_than_asked(loaded: LoadedModel) -> None:
-    with Engine(loaded, max_running=2) as engine:
+    with fixed_cost_engine(loaded, max_running=2) as engine:
         handles = [engine.submit(request(60)) for _ in range(4)]
         seen = set()
         while not all(isinstance(h.next_event(30), Finished) for h in handles[:1]):
@@ -239,15 +225,14 @@ def test_no_more_run_at_once_than_asked(loaded: LoadedModel) -> None:
     assert max(running for running, _ in seen) == 2
 
 
-def test_a_failure_of_the_engine_itself_is_told(loaded: LoadedModel) -> None:
+def test_a_failure_of_the_engine_itself_is_reported(loaded: LoadedModel) -> None:
     told = threading.Event()
-    engine = Engine(loaded, on_failure=told.set)
-    engine.warm_up()
+    engine = fixed_cost_engine(loaded, on_failure=told.set, runner_of=HookedRunner)
 
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError
+    def exits(*_: object) -> None:
+        raise SystemExit  # unlike an Exception, this is not a request's failure
 
-    engine._decoder.prefixes.fit = broken  # type: ignore[method-assign]
+    engine.runner.before["run"] = exits
     with pytest.raises(Unavailable) as caught:
         list(engine.submit(request()).events())
     assert caught.value.reason == "ENGINE_FAILED"
@@ -258,10 +243,10 @@ def test_a_failure_of_the_engine_itself_is_told(loaded: LoadedModel) -> None:
         assert refused.value.reason == "ENGINE_FAILED"
 
 
-def test_what_cannot_work_is_refused_before_it_is_queued(loaded: LoadedModel) -> None:
+def test_invalid_requests_are_refused_before_they_are_queued(loaded: LoadedModel) -> None:
     context = loaded.context_length
     other = ScriptedLadder(fingerprint="sha256:other")
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         with pytest.raises(PromptTooLong):
             engine.submit(request(prompt_ids=(1,) * context))
         with pytest.raises(InvalidInput, match="the context leaves") as caught:
@@ -296,15 +281,13 @@ def test_a_callers_later_changes_do_not_reach_the_engine(loaded: LoadedModel) ->
     assert asked.prompt_ids == PROMPT
 
 
-def test_an_engine_that_cannot_get_ready_says_so(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError
+def test_an_engine_that_cannot_get_ready_says_so(loaded: LoadedModel) -> None:
+    class Broken(FixedCosts):
+        def measure_passes(self, *_: object, **__: object) -> NoReturn:
+            raise ZeroDivisionError
 
-    monkeypatch.setattr(loop, "measure_deep", broken)
     told = threading.Event()
-    with Engine(loaded, on_failure=told.set) as engine:
+    with fixed_cost_engine(loaded, cost_meter=Broken(), on_failure=told.set) as engine:
         for call in (engine.warm_up, lambda: engine.submit(request())):
             with pytest.raises(Unavailable) as caught:
                 call()
@@ -319,7 +302,7 @@ def test_a_ladder_of_its_own_that_cannot_be_bound_is_told_and_full_is_served(
         def bind(self, runner: object) -> "Broken":
             raise Corrupt("broken", reason="BROKEN")
 
-    with Engine(loaded, Broken()) as engine:  # type: ignore[arg-type]
+    with fixed_cost_engine(loaded, Broken()) as engine:  # type: ignore[arg-type]
         for call in (engine.warm_up, lambda: engine.generate(PROMPT, max_tokens=4)):
             with pytest.raises(Corrupt) as caught:
                 call()
@@ -331,15 +314,15 @@ def test_the_whole_context_can_be_filled(loaded: LoadedModel) -> None:
     right: list[int] = []
     ladder = ScriptedLadder(lambda context: (len(context) % VOCABULARY_SIZE, 0.9))
     room = loaded.context_length - len(PROMPT)
-    with Engine(loaded, ladder) as engine:  # type: ignore[arg-type]
+    with fixed_cost_engine(loaded, ladder) as engine:  # type: ignore[arg-type]
         right += engine.generate(PROMPT, policy="full", max_tokens=room).token_ids
         exact = engine.generate(PROMPT, policy=DepthPolicy("exact", max_drafts=6), max_tokens=room)
     assert len(right) == room
     assert list(exact.token_ids) == right
 
 
-def test_closing_ends_what_is_queued_and_refuses_what_comes(loaded: LoadedModel) -> None:
-    engine = Engine(loaded)
+def test_closing_ends_queued_requests_and_refuses_new_ones(loaded: LoadedModel) -> None:
+    engine = fixed_cost_engine(loaded)
     handle = engine.submit(request(120))
     handle.pause()
     engine.close()
@@ -353,7 +336,7 @@ def test_one_requests_failure_is_its_own(loaded: LoadedModel) -> None:
     def broken(context: list[int]) -> tuple[int, float]:
         raise ZeroDivisionError
 
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         bad = engine.submit(request(policy=DepthPolicy("exact")), ScriptedLadder(broken))  # type: ignore[arg-type]
         with pytest.raises(Exception, match="failed inside the engine"):
             list(bad.events())

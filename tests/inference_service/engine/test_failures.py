@@ -1,4 +1,4 @@
-"""What fails for one request ends that request alone; what fails for a shared pass ends those that shared it; the engine lives on."""
+"""A failure of one request's work ends that request alone, one of a shared pass ends those that shared it, and the engine goes on."""
 
 import threading
 from collections.abc import Callable
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from shared.model.accelerate import accelerate
 
 from inference_service.engine import verification
 from inference_service.engine.engine import Engine
+from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request import sequence as sequence_module
 from inference_service.engine.request.request import (
     Finished,
@@ -18,12 +19,14 @@ from inference_service.engine.request.request import (
     StoppingParams,
     TokenChunk,
 )
+from inference_service.engine.statistics import EngineStatistics
 from shared.errors import Cancelled, Corrupt, Exhausted, NeapError, Unavailable
 from shared.ladder.policy import DepthPolicy
-from shared.model.cache import ContiguousCache
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
+from tests.fixed_costs import fixed_cost_engine
 from tests.generation import wait_for
+from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
 from tests.worker import build_model, build_tokenizer
 
@@ -48,12 +51,12 @@ NEIGHBOURS_LADDER = ScriptedLadder(lambda context: (context[-2], 0.9))
 
 
 def said(event: TokenChunk) -> list[Any]:
-    """All of its tokens but how deep they were drafted, which depends on the time that steps take."""
+    """Its tokens without their exits, which depend on the time that steps take."""
     return [(token.token_id, token.logprob, token.alternatives) for token in event.tokens]
 
 
 def collected(handle) -> tuple[list[Any], list[Any]]:
-    """(tokens, all else) of a handle's events, until the end."""
+    """(tokens, all other events) of a handle, until the end."""
     tokens: list[Any] = []
     others: list[Any] = []
     while (event := handle.next_event(30)) is not None:
@@ -66,16 +69,14 @@ def collected(handle) -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    """One that takes several sequences in one pass."""
-    loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny")
-    accelerate(loaded.model)
-    return loaded
+    """A model that takes several sequences in one pass."""
+    return wrap_model(build_model(), build_tokenizer(), model_id="tiny", accelerate=True)
 
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[Any]:
-    """What each neighbour is answered, and the victim if nothing fails, one after another."""
-    with Engine(loaded) as engine:
+    """The answers to each neighbour and to the victim without a failure, run one after another."""
+    with fixed_cost_engine(loaded) as engine:
         return [
             collected(engine.submit(asked, NEIGHBOURS_LADDER))[0]  # type: ignore[arg-type]
             for asked in (*NEIGHBOURS, request())
@@ -84,7 +85,7 @@ def alone(loaded: LoadedModel) -> list[Any]:
 
 @dataclass
 class Case:
-    """`broken` prepares the failure and gives the victim's request and what else it is submitted with."""
+    """`broken` prepares the failure and returns the victim's request and further arguments of `submit`."""
 
     broken: Callable[[Any, Engine, list[Any]], tuple[GenerationRequest, dict[str, Any]]]
     kind: type[BaseException] = NeapError
@@ -105,19 +106,15 @@ def with_ladder(ladder: ScriptedLadder, **methods: Any):
     return broken
 
 
-def with_error(error: BaseException, owner: object, name: str):
+def with_error(error: BaseException, name: str):
     """The victim's cache cannot be made, or not be allocated."""
 
     def broken(patch, engine, alone):
-        target = engine._decoder.runner if owner is None else owner
-        before = getattr(target, name)
-
-        def failing(*args: Any) -> Any:
-            if args[0] == VICTIMS_SLOTS or getattr(args[0], "capacity", 0) == VICTIMS_SLOTS:
+        def failing(cache: Any) -> None:
+            if VICTIMS_SLOTS in (cache, getattr(cache, "capacity", None)):
                 raise error
-            return before(*args)
 
-        patch.setattr(target, name, failing)
+        engine.runner.before[name] = failing
         return request(), {}
 
     return broken
@@ -137,8 +134,9 @@ def no_text(patch, engine, alone):
 
 def no_stop_strings(patch, engine, alone):
     class Failing(sequence_module.StopStrings):
-        def push(self, text: str):
-            return fail() if self._stops else super().push(text)
+        def __init__(self, stops):
+            super().__init__(stops)
+            self.push = fail if stops else self.push
 
     patch.setattr(sequence_module, "StopStrings", Failing)
     return request(stopping=StoppingParams(max_tokens=50, stop_strings=("no such",))), {}
@@ -178,14 +176,12 @@ OWN = {
     "asking an exit": Case(
         with_ladder(ScriptedLadder(exits=lambda context: fail(), depths=(0, 1)))
     ),
-    "making a cache": Case(
-        with_error(MemoryError(), None, "new_cache"), Exhausted, "OUT_OF_MEMORY"
-    ),
+    "making a cache": Case(with_error(MemoryError(), "new_cache"), Exhausted, "OUT_OF_MEMORY"),
     "making a cache on a GPU": Case(
-        with_error(torch.OutOfMemoryError("CUDA"), None, "new_cache"), Exhausted, "OUT_OF_MEMORY"
+        with_error(torch.OutOfMemoryError("CUDA"), "new_cache"), Exhausted, "OUT_OF_MEMORY"
     ),
     "allocating a cache": Case(
-        with_error(RuntimeError("DefaultCPUAllocator: can't"), ContiguousCache, "_allocate"),
+        with_error(RuntimeError("DefaultCPUAllocator: can't"), "reserve"),
         Exhausted,
         "OUT_OF_MEMORY",
     ),
@@ -209,7 +205,7 @@ def check_nothing_is_left(engine: Engine) -> None:
     wait_for(lambda: engine.num_running == 0)
     assert engine.kv_usage_ratio == 0
     counts = engine.statistics
-    total = counts._num_layers * (counts.num_generated_tokens - counts.num_requests)
+    total = engine.loaded.num_layers * (counts.num_generated_tokens - counts.num_requests)
     assert counts.num_generated_tokens == counts.exits.total()
     assert counts.num_layer_executions == (
         total - counts.num_layer_executions_saved + counts.num_layer_executions_extra
@@ -219,7 +215,7 @@ def check_nothing_is_left(engine: Engine) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name) -> None:
     case = OWN[name]
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
         engine.warm_up()
         asked, options = case.broken(monkeypatch, engine, alone)
         neighbours = start_neighbours(engine)
@@ -232,6 +228,7 @@ def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name) 
             assert collected(handle)[0] == expected
         check_nothing_is_left(engine)
         monkeypatch.undo()
+        engine.runner.before.clear()
         assert collected(engine.submit(request()))[0] == alone[3]
 
 
@@ -243,7 +240,7 @@ def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error) ->
         seen.append(event)
         raise error
 
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         neighbours = start_neighbours(engine)
         engine.submit(request(), on_event=on_event)
         for handle, expected in zip(neighbours, alone, strict=False):
@@ -256,25 +253,23 @@ def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error) ->
 def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
     loaded, alone, monkeypatch
 ) -> None:
-    """In one step: the first finishes, the second fails while its last text is made."""
-    flush, step = sequence_module.Detokenizer.flush, threading.Event()
+    """In one step the first finishes and the second fails while its last text is decoded."""
+    made: list[Any] = []
+    step = threading.Event()
 
-    def failing(own):
-        return fail() if own is broken[0] else flush(own)
+    class Failing(sequence_module.Detokenizer):
+        """The third one, in the order in which requests are admitted, is the victim's."""
 
-    broken: list[Any] = []
-    with Engine(loaded) as engine:
-        start, inner = engine._decoder.admit, engine._decoder.step
+        def __init__(self, tokenizer):
+            super().__init__(tokenizer)
+            made.append(self)
 
-        def starting(asked, *rest):
-            made = start(asked, *rest)
-            if asked.prompt_ids == VICTIM:
-                broken.append(made._detokenizer)
-            return made
+        def flush(self):
+            return fail() if self is made[2] else super().flush()
 
-        monkeypatch.setattr(engine._decoder, "admit", starting)
-        monkeypatch.setattr(engine._decoder, "step", lambda *args: step.wait(30) and inner(*args))
-        monkeypatch.setattr(sequence_module.Detokenizer, "flush", failing)
+    monkeypatch.setattr(sequence_module, "Detokenizer", Failing)
+    with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
+        engine.runner.before["run"] = lambda *_: step.wait(30)
         engine.submit(request((7,), 1))  # holds the thread until all three are there
         asked = [request((5, 17, 3), 8), request(VICTIM, 8), request((9, 8, 7, 6), 8)]
         handles = [engine.submit(one) for one in asked]
@@ -288,14 +283,13 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
 
 
 @pytest.mark.parametrize(
-    "part", ["statistics.record_step", "shadow.offer", "_decoder.prefixes.insert"]
+    ("owner", "name"),
+    [(EngineStatistics, "record_step"), (Shadow, "offer"), (Prefixes, "insert")],
 )
-def test_what_no_answer_needs_costs_nobody_an_answer(loaded, alone, monkeypatch, part) -> None:
-    with Engine(loaded) as engine:
-        owner: Any = engine
-        *path, name = part.split(".")
-        for step in path:
-            owner = getattr(owner, step)
+def test_an_error_in_counts_checks_or_reuse_leaves_answers_complete(
+    loaded, alone, monkeypatch, owner, name
+) -> None:
+    with fixed_cost_engine(loaded) as engine:
         monkeypatch.setattr(owner, name, fail)
         for handle, expected in zip(start_neighbours(engine), alone, strict=False):
             tokens, [finished] = collected(handle)
@@ -305,30 +299,29 @@ def test_what_no_answer_needs_costs_nobody_an_answer(loaded, alone, monkeypatch,
 
 
 @pytest.mark.parametrize("part", ["run_ragged", "logits"])
-def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, monkeypatch, part) -> None:
-    with Engine(loaded) as engine:
+def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part) -> None:
+    with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
         kept = collected(engine.submit(request(tuple(range(100, 130)), 4)))[0]
         outsider = engine.submit(request(max_tokens=1500))
         tokens_of_outsider = said(outsider.next_event(30))
         outsider.pause()
         engine.prepare(NEIGHBOURS_LADDER)  # type: ignore[arg-type]
-        runner = engine._decoder.runner
-        inner, shared = getattr(runner, part), []
+        num_cached = engine.num_cached_tokens
+        shared = []
 
-        def failing(*args: Any, **options: Any) -> Any:
+        def failing(*args: Any) -> None:
             if engine.num_running == 4:
                 shared.append(args)
                 if len(shared) == 5:
                     raise RuntimeError("a kernel broke")
-            return inner(*args, **options)
 
-        monkeypatch.setattr(runner, part, failing)
+        engine.runner.before[part] = failing
         handles = [engine.submit(asked, NEIGHBOURS_LADDER) for asked in NEIGHBOURS]  # type: ignore[arg-type]
         for handle, expected in zip(handles, alone, strict=False):
             tokens, [error] = collected(handle)
             assert tokens == expected[: len(tokens)]
             assert type(error) is NeapError
-        assert engine._decoder.prefixes.match_length(NEIGHBOURS[2].prompt_ids) == 0
+        assert engine.num_cached_tokens == num_cached, "nothing of a failed pass is reused"
         outsider.resume()
         while len(tokens_of_outsider) < len(alone[3]):
             tokens_of_outsider += said(outsider.next_event(30))
@@ -343,15 +336,15 @@ def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, monkeypatch, par
         check_nothing_is_left(engine)
 
 
-def test_an_engine_whose_model_runs_nothing_any_more_says_so(loaded, monkeypatch) -> None:
+def test_an_engine_ends_if_its_model_cannot_run_any_more(loaded) -> None:
     told = threading.Event()
-    with Engine(loaded, on_failure=told.set) as engine:
+    with fixed_cost_engine(loaded, on_failure=told.set, runner_of=HookedRunner) as engine:
         engine.warm_up()
         paused = engine.submit(request(max_tokens=1500))
         paused.next_event(30)
         paused.pause()
         collected(engine.submit(request((5, 6), 1)))  # its last step is over
-        monkeypatch.setattr(engine._decoder.runner, "run", fail)
+        engine.runner.before["run"] = fail
         assert type(collected(engine.submit(request((5, 6))))[1][0]) is NeapError
         assert told.wait(30)
         [error] = collected(paused)[1]

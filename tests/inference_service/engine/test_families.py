@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from inference_service.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import wrap_model
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
+from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
 
 NUM_NEW = 16
@@ -70,7 +70,7 @@ def test_full_depth_is_hugging_faces_generate_and_exact_is_full_depth(
         return (oracle(context) if len(context) % 3 else 4, 0.95)
 
     ladder = ScriptedLadder(table, exits, depths=(0, 2, 4))
-    with Engine(loaded, ladder) as engine:  # type: ignore[arg-type]
+    with fixed_cost_engine(loaded, ladder) as engine:  # type: ignore[arg-type]
         for row, one, padded in zip(rows, alone, together, strict=True):
             full = engine.generate(row, policy="full", max_tokens=NUM_NEW)
             assert list(full.token_ids) == one == padded

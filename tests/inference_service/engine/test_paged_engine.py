@@ -1,4 +1,4 @@
-"""The engine on paged KV and recorded passes, as on a GPU: the same answers as ever, and every block back in the end."""
+"""The engine with paged KV and recorded passes, as on a GPU: the same answers, and all pages are returned in the end."""
 
 import gc
 import random
@@ -18,17 +18,20 @@ from inference_service.engine.request.request import (
     StoppingParams,
     TokenChunk,
 )
-from shared.errors import Cancelled, Exhausted
+from shared.errors import Cancelled
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
 from shared.model.paged_kv import BLOCK_TOKENS
 from shared.model.paged_runner import PagedRunner
 from tests.families import VOCABULARY_SIZE
+from tests.fixed_costs import fixed_cost_engine
+from tests.generation import wait_for
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
 NUM_NEW = 14
+NUM_PAGES = 15
 EXACT = DepthPolicy("exact", max_drafts=4)
 STEM = tuple(random.Random(3).choices(range(2, VOCABULARY_SIZE), k=40))
 
@@ -41,21 +44,26 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Answers of the engine as it is without paged KV. One engine at a time: it owns the model."""
-    with Engine(loaded) as plain:
+    """Answers of the engine without pages. Only one engine at a time may use the model."""
+    with fixed_cost_engine(loaded) as plain:
         return {
             prompt: plain.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids
             for prompt in prompts(3)
         }
 
 
+def paged_engine(loaded: LoadedModel, *, shares_prefixes: bool = True) -> Engine:
+    """Room for about three of these requests at once, prefixes included."""
+    budget = NUM_PAGES * make_runner(loaded).pool.page_bytes
+    cached = budget // 3 if shares_prefixes else 0
+    return fixed_cost_engine(
+        loaded, kv_budget_bytes=budget, prefix_cache_bytes=cached, runner_of=make_runner
+    )
+
+
 @pytest.fixture
 def engine(loaded: LoadedModel, own: object) -> Iterator[Engine]:
-    """Room for about three of these requests at once, prefixes included."""
-    budget = 3 * 5 * make_runner(loaded).pool.block_bytes
-    with Engine(
-        loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget // 3, runner_of=make_runner
-    ) as made:
+    with paged_engine(loaded) as made:
         yield made
 
 
@@ -77,7 +85,7 @@ def all_tokens(handle) -> tuple[int, ...]:
 
 def blocks_taken(engine: Engine) -> int:
     gc.collect()
-    runner = engine._decoder.runner
+    runner = engine.runner
     assert isinstance(runner, PagedRunner)
     assert runner.records
     return runner.pool.num_blocks - runner.pool.num_free
@@ -116,8 +124,8 @@ def test_exact_is_full_is_the_models_own(
         assert 0 < finished.depth.num_accepted < finished.depth.num_drafted
 
 
-def test_company_waiting_and_cancels_change_no_token_and_leave_no_page(engine: Engine) -> None:
-    """More requests than there is room for, two of each kind at a time, some cancelled in the middle."""
+def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_page(engine: Engine) -> None:
+    """More requests than fit into the budget at once, by two policies, some cancelled while they run."""
     rows = prompts(10)
     full = DepthPolicy("full")
     alone = {prompt: all_tokens(engine.submit(request(prompt, full))) for prompt in rows}
@@ -137,19 +145,28 @@ def test_company_waiting_and_cancels_change_no_token_and_leave_no_page(engine: E
             while (event := handle.next_event(30)) is not None:
                 last = event
             assert isinstance(last, Cancelled | Finished)
-    prefixes = engine._decoder.prefixes
-    assert blocks_taken(engine) == sum(len(kept.cache.blocks) for kept in prefixes._kept)
-    prefixes.fit(0)
+    assert engine.num_cached_tokens > 0
+    assert blocks_taken(engine) * BLOCK_TOKENS == engine.num_cached_tokens
+    # Two requests that need the whole budget together, and are too long to be kept themselves.
+    for num_blocks in (8, 7):
+        long = request(STEM, full, max_tokens=num_blocks * BLOCK_TOKENS - len(STEM))
+        handles.append(engine.submit(long))
+        handles[-1].pause()
+    wait_for(lambda: engine.kv_usage_ratio == 1 and engine.num_cached_tokens == 0)
+    for handle in handles:
+        handle.cancel()
+    wait_for(lambda: engine.num_running == 0)
     assert blocks_taken(engine) == 0
 
 
-def test_a_prompt_that_starts_alike_takes_over_pages(engine: Engine) -> None:
+def test_a_prompt_with_a_cached_prefix_takes_over_pages(loaded: LoadedModel) -> None:
     question = (*STEM, 5, 6)
     other = (*STEM, 7, 8, 9)
-    expected = all_tokens(engine.submit(request(other, DepthPolicy("full"))))
-    engine._decoder.prefixes.fit(0)
-    all_tokens(engine.submit(request(question, DepthPolicy("full"))))
-    events = list(engine.submit(request(other, DepthPolicy("full"))).events())
+    with paged_engine(loaded, shares_prefixes=False) as engine:
+        expected = all_tokens(engine.submit(request(other, DepthPolicy("full"))))
+    with paged_engine(loaded) as engine:
+        all_tokens(engine.submit(request(question, DepthPolicy("full"))))
+        events = list(engine.submit(request(other, DepthPolicy("full"))).events())
     finished = events[-1]
     assert isinstance(finished, Finished)
     assert finished.num_cached_tokens == len(STEM)
@@ -158,19 +175,18 @@ def test_a_prompt_that_starts_alike_takes_over_pages(engine: Engine) -> None:
 
 
 def test_a_request_counts_by_whole_pages(engine: Engine) -> None:
-    admission = engine._admission
-    assert admission.kv_budget_bytes == 15 * BLOCK_TOKENS * admission.kv_token_bytes
-    asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six blocks
-    admission.kv_budget_bytes = 6 * BLOCK_TOKENS * admission.kv_token_bytes - 1
-    with pytest.raises(Exhausted) as refused:
-        engine.submit(asked)
-    assert refused.value.reason == "KV_BUDGET"
-    admission.kv_budget_bytes += 1
-    assert len(all_tokens(engine.submit(asked))) == 41
+    assert engine.kv_budget_bytes == NUM_PAGES * BLOCK_TOKENS * engine.kv_token_bytes
+    asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six pages
+    handle = engine.submit(asked)
+    handle.pause()
+    wait_for(lambda: engine.num_running == 1)
+    assert engine.kv_usage_ratio == 6 / NUM_PAGES
+    handle.resume()
+    assert len(all_tokens(handle)) == 41
 
 
-def test_a_check_in_idle_time_takes_pages_from_what_is_kept(loaded: LoadedModel) -> None:
-    runner = make_runner(loaded, 4 * make_runner(loaded).pool.block_bytes)
+def test_a_shadow_check_takes_pages_from_kept_caches(loaded: LoadedModel) -> None:
+    runner = make_runner(loaded, 4 * make_runner(loaded).pool.page_bytes)
     prefixes = Prefixes(4 * BLOCK_TOKENS)
     for start in (0, 1):  # kept, and all there is but the reserve
         kept = runner.new_cache(2 * BLOCK_TOKENS)
@@ -191,10 +207,10 @@ def test_a_check_in_idle_time_takes_pages_from_what_is_kept(loaded: LoadedModel)
     assert (counts.num_checked, counts.num_dropped) == (1, 0)
 
 
-def test_exact_is_full_whatever_random_exits_say(
+def test_exact_is_full_with_random_exits(
     own: dict[tuple[int, ...], tuple[int, ...]], engine: Engine
 ) -> None:
-    """A ladder's own exits, asked over recorded passes."""
+    """A ladder's own exits with recorded passes."""
     ladder = random_ladder(engine.loaded, 4, (0, 2, 3), agreement=1.0)
     for prompt, answer in own.items():
         events = list(engine.submit(request(prompt, EXACT), ladder).events())
@@ -204,9 +220,9 @@ def test_exact_is_full_whatever_random_exits_say(
         assert events[-1].depth.num_drafted > 0
 
 
-def test_right_drafts_are_accepted_in_company() -> None:
+def test_right_drafts_are_accepted_in_shared_passes() -> None:
     imposed = impose(SHAPES["tiny"], (2,), 0.9, accelerate=False)
-    with Engine(
+    with fixed_cost_engine(
         imposed.loaded, imposed.ladder, kv_budget_bytes=1 << 21, runner_of=make_runner
     ) as engine:
         prompts = [tuple(imposed.prompt(50 * number, 8)) for number in range(5)]

@@ -1,17 +1,17 @@
-"""What the engine counts of requests whose numbers are known."""
+"""The engine's counts, for requests with known figures."""
 
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from inference_service.engine.statistics import Distribution, EngineStatistics, Progress
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.load import LoadedModel, wrap_model
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
 
 PROMPT = [5, 17, 3, 44, 8]
@@ -26,7 +26,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def answer(loaded: LoadedModel) -> list[int]:
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
 
 
@@ -44,7 +44,7 @@ def test_a_distribution_counts_up_to_its_bounds_and_beyond() -> None:
 
 
 def test_plain_decoding_saves_nothing(loaded: LoadedModel) -> None:
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         for _ in range(2):
             engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
         counted = engine.statistics
@@ -61,7 +61,7 @@ def test_plain_decoding_saves_nothing(loaded: LoadedModel) -> None:
 
 
 def test_right_drafts_are_layers_saved(loaded: LoadedModel, answer: list[int]) -> None:
-    with Engine(loaded, ScriptedLadder(right(answer))) as engine:
+    with fixed_cost_engine(loaded, ScriptedLadder(right(answer))) as engine:
         stats = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW).stats
         counted = engine.statistics
     assert counted.drafted == counted.accepted == {"suffix": 18}
@@ -77,7 +77,7 @@ def test_right_drafts_are_layers_saved(loaded: LoadedModel, answer: list[int]) -
 def test_rejected_exits_are_layers_in_excess(loaded: LoadedModel, answer: list[int]) -> None:
     wrong = right([(token + 1) % VOCABULARY_SIZE for token in answer])
     ladder = ScriptedLadder(exits=wrong, depths=(2,))
-    with Engine(loaded, ladder) as engine:
+    with fixed_cost_engine(loaded, ladder) as engine:
         stats = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW).stats
         counted = engine.statistics
     assert counted.drafted == {"depth-2": stats.num_drafted}
@@ -88,9 +88,9 @@ def test_rejected_exits_are_layers_in_excess(loaded: LoadedModel, answer: list[i
     assert counted.num_layer_executions == plain + counted.num_layer_executions_extra
 
 
-def test_what_another_prompt_left_is_counted_as_cached(loaded: LoadedModel) -> None:
+def test_tokens_copied_from_another_request_are_counted_as_cached(loaded: LoadedModel) -> None:
     prompt = [number % VOCABULARY_SIZE for number in range(40)]
-    with Engine(loaded, kv_budget_bytes=1 << 24) as engine:
+    with fixed_cost_engine(loaded, kv_budget_bytes=1 << 24) as engine:
         engine.generate(prompt, policy="full", max_tokens=2)
         assert engine.statistics.num_cached_prompt_tokens == 0
         finished = engine.generate(prompt, policy="full", max_tokens=2).finished
@@ -131,7 +131,7 @@ def test_cancelled_requests_count_and_give_their_share_of_memory_back(loaded: Lo
     request = GenerationRequest(
         prompt_ids=tuple(PROMPT), policy=DepthPolicy("full"), stopping=StoppingParams(max_tokens=50)
     )
-    with Engine(loaded, kv_budget_bytes=1 << 20) as engine:
+    with fixed_cost_engine(loaded, kv_budget_bytes=1 << 20) as engine:
         handle = engine.submit(request)
         handle.pause()
         deadline_s = time.monotonic() + 10

@@ -1,11 +1,10 @@
-"""Draft shallow, settle deep: what is verified, rolled back, final, counted."""
+"""Decode steps: verification, rejection, final drafts and counts."""
 
 import pytest
 import torch
 
 from inference_service.engine.drafting.drafter import Drafter
 from inference_service.engine.drafting.planner import ExitGains, PassCosts
-from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import (
     FinishReason,
     GeneratedToken,
@@ -21,6 +20,7 @@ from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
 from tests.device_waits import Reads
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
 
 PROMPT = [5, 17, 3, 44, 8]
@@ -36,7 +36,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture
 def answer(loaded: LoadedModel) -> list[int]:
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
 
 
@@ -46,7 +46,7 @@ def oracle(answer: list[int]):
 
 def test_right_drafts_save_layer_executions(loaded: LoadedModel, answer: list[int]) -> None:
     right = oracle(answer)
-    with Engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+    with fixed_cost_engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
     assert exact.token_ids == full.token_ids
@@ -61,7 +61,7 @@ def test_right_drafts_save_layer_executions(loaded: LoadedModel, answer: list[in
 
 def test_wrong_drafts_change_nothing_but_the_counts(loaded: LoadedModel, answer: list[int]) -> None:
     ladder = ScriptedLadder(lambda context: (len(context) % VOCABULARY_SIZE, 0.9))
-    with Engine(loaded, ladder) as engine:
+    with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
     assert list(exact.token_ids) == answer
     assert exact.stats.num_drafted > exact.stats.num_accepted
@@ -70,7 +70,7 @@ def test_wrong_drafts_change_nothing_but_the_counts(loaded: LoadedModel, answer:
 def test_an_exit_sees_the_models_own_states(loaded: LoadedModel, answer: list[int]) -> None:
     right = oracle(answer)
     ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
-    with Engine(loaded, ladder) as engine:
+    with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         ids = torch.tensor([PROMPT + answer])
         states = ContiguousRunner(loaded).capture(ids, [2, NUM_LAYERS])
@@ -111,7 +111,7 @@ def test_rejected_drafts_leave_nothing_settled(
 
     monkeypatch.setattr(Sequence, "emit", counted)
     ladder = ScriptedLadder(exits=exits, depths=(2,))
-    with Engine(loaded, ladder) as engine:
+    with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         ids = torch.tensor([PROMPT + answer])
         states = ContiguousRunner(loaded).capture(ids, [NUM_LAYERS])[NUM_LAYERS][0]
@@ -127,7 +127,7 @@ def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(
 ) -> None:
     right = oracle(answer)
     ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
-    with Engine(loaded, ladder) as engine:
+    with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
     # Every token runs every layer exactly once: nothing shallow is repeated by the deep pass.
     assert exact.stats.num_token_layers == 23 * NUM_LAYERS
@@ -140,7 +140,7 @@ def test_relaxed_makes_sure_exits_final_and_completes_their_cache(
         turn = (len(context) - len(PROMPT)) % 4
         return (7, 0.9) if turn in (1, 2) else None
 
-    with Engine(loaded, ScriptedLadder(table)) as engine:
+    with fixed_cost_engine(loaded, ScriptedLadder(table)) as engine:
         policy = DepthPolicy("relaxed", threshold=0.8)
         relaxed = engine.generate(PROMPT, policy=policy, max_tokens=NUM_NEW)
         strict = engine.generate(
@@ -162,7 +162,7 @@ def test_layers_of_exits_count_where_no_deep_pass_follows(
 ) -> None:
     right = oracle(answer)
     ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
-    with Engine(loaded, ladder) as engine:
+    with fixed_cost_engine(loaded, ladder) as engine:
         relaxed = engine.generate(
             PROMPT,
             policy=DepthPolicy("relaxed", threshold=0.8, max_drafts=3),
@@ -181,7 +181,7 @@ def test_min_layers_keeps_shallow_rungs_out(loaded: LoadedModel, answer: list[in
     ladder = ScriptedLadder(
         lambda context: (3, 0.2), lambda context: (right(context), 0.9), depths=(0, 2)
     )
-    with Engine(loaded, ladder) as engine:
+    with fixed_cost_engine(loaded, ladder) as engine:
         result = engine.generate(
             PROMPT, policy=DepthPolicy("exact", min_layers=1, max_drafts=3), max_tokens=NUM_NEW
         )
@@ -200,26 +200,28 @@ def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded: Lo
     def table(context: list[int]) -> tuple[int, float]:
         return int(torch.randint(0, VOCABULARY_SIZE, (1,), generator=generator)), 0.9
 
-    with Engine(loaded, ScriptedLadder(table)) as engine:
+    with fixed_cost_engine(loaded, ScriptedLadder(table)) as engine:
         full = engine.generate(PROMPT, policy="full", sampling=sampling, max_tokens=NUM_NEW)
         right = {len(PROMPT) + i: t for i, t in enumerate(full.token_ids)}
         engine_ladder = ScriptedLadder(
             lambda c: (right.get(len(c), 0), 0.9) if len(c) % 3 else table(c)
         )
-    with Engine(loaded, engine_ladder) as engine:
+    with fixed_cost_engine(loaded, engine_ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, sampling=sampling, max_tokens=NUM_NEW)
     assert exact.token_ids == full.token_ids
     assert exact.stats.num_accepted > 5
 
 
 def test_an_eos_among_accepted_drafts_ends_the_answer(loaded: LoadedModel) -> None:
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         answer = list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
     loaded.model.generation_config.eos_token_id = [answer[3], 96]
     stopping = wrap_model(loaded.model)
     right = oracle(answer)
     end = answer.index(answer[3])
-    with Engine(stopping, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+    with fixed_cost_engine(
+        stopping, ScriptedLadder(lambda context: (right(context), 0.9))
+    ) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
         ignored = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW, ignore_eos=True)
@@ -235,7 +237,7 @@ def test_an_eos_among_accepted_drafts_ends_the_answer(loaded: LoadedModel) -> No
 
 def test_logprobs_are_the_full_models(loaded: LoadedModel, answer: list[int]) -> None:
     right = oracle(answer)
-    with Engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+    with fixed_cost_engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
         result = engine.generate(PROMPT, policy=DRAFTING, max_tokens=8, logprobs=3)
     with torch.no_grad():
         logits = loaded.model(torch.tensor([PROMPT + answer])).logits[0]
@@ -248,8 +250,8 @@ def test_logprobs_are_the_full_models(loaded: LoadedModel, answer: list[int]) ->
 def test_a_step_of_mixed_requests_reads_the_device_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each reading is a wait."""
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each read waits."""
+    monkeypatch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
     accelerated = wrap_model(build_family("llama"), accelerate=True)
     decoder = Decoder(ContiguousRunner(accelerated))
     assert decoder.runner.supports_ragged

@@ -1,4 +1,4 @@
-"""Verdicts on all requests of a step: longest right prefixes, log-probabilities, one wait."""
+"""Verdicts on all requests of a step: longest right prefixes, log-probabilities, one read of the device."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ GREEDY = SamplingParams()
 
 
 def rows(*choices: int) -> Tensor:
-    """Logits [T, 6] whose largest are `choices`."""
+    """Logits [T, 6] with their maxima at `choices`."""
     return torch.nn.functional.one_hot(torch.tensor(choices), 6).float()
 
 
@@ -46,7 +46,7 @@ def test_each_sequence_keeps_its_longest_right_prefix_and_one_token_more(
 
 
 def mixed() -> tuple[Tensor, list[Trial], list[int | None]]:
-    """Logits [T, 40], requests of every kind with right drafts and wrong ones, and the alternatives each wants."""
+    """Logits [T, 40], requests of every kind with right and wrong drafts, and their numbers of alternatives."""
     kinds = [
         GREEDY,
         SamplingParams(repetition_penalty=1.5),
@@ -69,7 +69,7 @@ def mixed() -> tuple[Tensor, list[Trial], list[int | None]]:
 
 
 @pytest.mark.usefixtures("_device")
-def test_company_changes_no_verdict() -> None:
+def test_other_trials_in_the_batch_change_no_verdict() -> None:
     logits, trials, wanted = mixed()
     together = verify(logits, trials, wanted)
     own_rows = logits.split([trial.num_rows for trial in trials])

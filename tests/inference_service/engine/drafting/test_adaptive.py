@@ -1,4 +1,4 @@
-"""Drafting against plain decoding, learnt from what steps yield."""
+"""Drafting against plain decoding, chosen by the measured tokens per second."""
 
 import random
 
@@ -10,19 +10,19 @@ ALONE = (1, 1)
 
 
 def run(
-    worth: AdaptiveDrafting,
+    adaptive: AdaptiveDrafting,
     tokens: dict[bool, float],
     seconds: dict[bool, float],
     steps: int,
-    company: tuple[int, int] = ALONE,
+    shape: tuple[int, int] = ALONE,
 ) -> tuple[float, list[bool]]:
-    """Tokens per second and choices of so many steps, with tokens that vary from step to step."""
+    """Tokens per second and choices of so many steps, with tokens that vary between steps."""
     draw = random.Random(1)
     choices, sum_tokens, sum_seconds = [], 0, 0.0
     for _ in range(steps):
-        drafts = worth.choose(company)
+        drafts = adaptive.choose(shape)
         got = int(tokens[drafts] + draw.random())
-        worth.record(company, drafts, got, seconds[drafts])
+        adaptive.record(shape, drafts, got, seconds[drafts])
         choices.append(drafts)
         sum_tokens += got
         sum_seconds += seconds[drafts]
@@ -32,12 +32,12 @@ def run(
 @pytest.mark.parametrize(
     ("drafting", "plain"), [(1.9, 1.0), (1.2, 1.0), (0.9, 1.0), (0.5, 1.0), (1.0, 1.0)]
 )
-def test_the_better_of_the_two_is_nearly_reached(drafting: float, plain: float) -> None:
-    worth = AdaptiveDrafting()
+def test_the_rate_comes_close_to_that_of_the_faster_kind(drafting: float, plain: float) -> None:
+    adaptive = AdaptiveDrafting()
     tokens, seconds = {True: 16 * drafting, False: 16 * plain}, {True: 1.0, False: 1.0}
-    learning, _ = run(worth, tokens, seconds, 100)
+    learning, _ = run(adaptive, tokens, seconds, 100)
     assert learning > 0.8 * max(tokens.values())
-    rate, _ = run(worth, tokens, seconds, 600)
+    rate, _ = run(adaptive, tokens, seconds, 600)
     assert rate > 0.97 * max(tokens.values())
 
 
@@ -48,27 +48,27 @@ def test_a_first_request_drafts() -> None:
     assert all(choices)
 
 
-def test_what_was_better_may_become_worse() -> None:
-    worth = AdaptiveDrafting()
+def test_the_choice_follows_a_change() -> None:
+    adaptive = AdaptiveDrafting()
     seconds = {True: 1.0, False: 1.0}
-    run(worth, {True: 32.0, False: 16.0}, seconds, 200)
-    _, choices = run(worth, {True: 8.0, False: 16.0}, seconds, 600)
+    run(adaptive, {True: 32.0, False: 16.0}, seconds, 200)
+    _, choices = run(adaptive, {True: 8.0, False: 16.0}, seconds, 600)
     assert sum(choices[300:]) < 30
-    _, choices = run(worth, {True: 32.0, False: 16.0}, seconds, 1500)
+    _, choices = run(adaptive, {True: 32.0, False: 16.0}, seconds, 1500)
     assert sum(choices[1200:]) > 270
 
 
-def test_each_company_is_judged_by_itself() -> None:
-    worth = AdaptiveDrafting()
+def test_batches_of_other_sizes_are_measured_separately() -> None:
+    adaptive = AdaptiveDrafting()
     seconds = {True: 1.0, False: 1.0}
-    run(worth, {True: 8.0, False: 16.0}, seconds, 200, company=(16, 16))
-    _, choices = run(worth, {True: 32.0, False: 16.0}, seconds, 200, company=(8, 16))
+    run(adaptive, {True: 8.0, False: 16.0}, seconds, 200, shape=(16, 16))
+    _, choices = run(adaptive, {True: 32.0, False: 16.0}, seconds, 200, shape=(8, 16))
     assert sum(choices[100:]) > 90
 
 
-def test_companies_nearly_as_large_learn_together() -> None:
-    worth = AdaptiveDrafting()
+def test_batches_of_nearly_the_same_size_share_measurements() -> None:
+    adaptive = AdaptiveDrafting()
     tokens, seconds = {True: 8.0, False: 16.0}, {True: 1.0, False: 1.0}
-    run(worth, tokens, seconds, 200, company=(16, 16))
-    _, choices = run(worth, tokens, seconds, 50, company=(13, 14))
+    run(adaptive, tokens, seconds, 200, shape=(16, 16))
+    _, choices = run(adaptive, tokens, seconds, 50, shape=(13, 14))
     assert sum(choices) < 5

@@ -1,4 +1,4 @@
-"""What is measured is what was meant: on a device that works while the host goes on, a clock starts when it is idle."""
+"""On a device that works asynchronously, a measurement starts only when the device is idle."""
 
 import time
 
@@ -13,7 +13,7 @@ from tests.scripted_ladder import ScriptedLadder
 
 
 class Watched(ContiguousRunner):
-    """Notes when passes are begun; `under_way` until a number of what they gave has been read."""
+    """`under_way` is true from the start of a pass until one of its results has been read."""
 
     under_way = False
 
@@ -22,7 +22,7 @@ class Watched(ContiguousRunner):
         return super().logits(state)
 
 
-def test_no_clock_starts_while_a_pass_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_measurement_starts_while_a_pass_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Watched(load_family("llama"))
     clock, read = time.perf_counter, Tensor.tolist
     starts: list[bool] = []

@@ -1,4 +1,4 @@
-"""Drafting side by side: what a sequence's rungs say does not depend on its company, and each asks its own ladder."""
+"""Drafting for several sequences: a sequence's drafts do not depend on the others, and each asks its own ladder."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import replace
@@ -25,7 +25,7 @@ COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
 
 
 class _Eager(ExitGains):
-    """Expects every exit to bring something, whatever it has brought."""
+    """Expects a gain from every exit, whatever was recorded."""
 
     def expected(self, index: int, known: float) -> float:
         return 1.0
@@ -40,7 +40,7 @@ def runner() -> Runner:
 def members(
     runner: Runner, ladders: Rows[Ladder], policies: Rows[DepthPolicy]
 ) -> list[tuple[Sequence, Drafter]]:
-    """Sequences that have read prompts of their own, each beside its ladder's drafter."""
+    """Sequences after the prefill of their own prompts, each with its ladder's drafter."""
     decoder = Decoder(runner)
     bound: dict[int, tuple[BoundLadder, Drafter]] = {}
     found = []
@@ -61,7 +61,7 @@ def members(
     return found
 
 
-def test_company_changes_no_draft(runner: Runner) -> None:
+def test_other_sequences_in_the_batch_change_no_draft(runner: Runner) -> None:
     first, second = (random_ladder(runner.loaded, seed) for seed in (1, 2))
     exact = DepthPolicy("exact", max_drafts=3)
     policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
@@ -76,7 +76,7 @@ def test_company_changes_no_draft(runner: Runner) -> None:
     assert {draft.depth for drafts in alone for draft in drafts} == set(DEPTHS)
 
 
-def test_each_exit_is_told_how_far_the_settled_state_is(
+def test_each_exit_gets_the_offset_of_the_settled_state(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [member] = members(runner, [random_ladder(runner.loaded, 1)], [DepthPolicy("exact", max_drafts=3)])  # fmt: skip
@@ -116,7 +116,7 @@ def test_one_exit_is_asked_once_for_all_that_want_it(
     assert sum(runner.counters.per_layer[2:]) == 0
 
 
-def test_an_exit_that_is_too_dear_is_not_asked(
+def test_an_exit_that_is_too_expensive_is_not_asked(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ladder = random_ladder(runner.loaded, 1)

@@ -1,4 +1,4 @@
-"""New ladders are bound and tested between the steps of what runs."""
+"""New ladders are bound and tested between the steps of running requests."""
 
 import gc
 import threading
@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 
 from inference_service.engine.background import STEPS_PER_SLICE
-from inference_service.engine.drafting import ladder_cache
 from inference_service.engine.drafting.costs import exit_timings
 from inference_service.engine.drafting.ladder_cache import MAX_BOUND_LADDERS
 from inference_service.engine.engine import Engine
@@ -20,6 +19,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, wrap_model
 from tests.families import build_family
+from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
 
 PROMPT = tuple(range(5, 25))
@@ -30,10 +30,27 @@ def loaded() -> LoadedModel:
     return wrap_model(build_family("llama"))
 
 
-@pytest.fixture(autouse=True)
-def _measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here exits are timed as they are while serving, in many slices."""
-    monkeypatch.setattr(ladder_cache, "exit_timings", exit_timings)
+class MeasuredExits(FixedCosts):
+    """Exits are timed as they are while serving, in many slices. Counts the measurements; calls `on_slice` in each slice."""
+
+    def __init__(self, on_slice: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.num_measured = 0
+        self._on_slice = on_slice
+
+    def measure_exits(self, runner, ladder):
+        self.num_measured += 1
+        timings = exit_timings(runner, ladder)
+        while True:
+            self._on_slice()
+            try:
+                yield next(timings)
+            except StopIteration as stop:
+                return stop.value
+
+
+def measuring_engine(loaded: LoadedModel) -> Engine:
+    return fixed_cost_engine(loaded, cost_meter=MeasuredExits())
 
 
 def request(**changes: object) -> GenerationRequest:
@@ -47,13 +64,10 @@ def exits(token: int = 3, probability: float = 0.5) -> ScriptedLadder:
     return ScriptedLadder(exits=lambda context: (token, probability), depths=(0, 1))
 
 
-def test_what_was_prepared_is_bound_once_and_measured_once_per_layout(loaded, monkeypatch) -> None:
-    measured: list[object] = []
-    monkeypatch.setattr(
-        ladder_cache, "exit_timings", lambda *args: measured.append(args) or exit_timings(*args)
-    )
+def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatch) -> None:
+    costs = MeasuredExits()
     first, second = exits(), exits()
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded, cost_meter=costs) as engine:
         engine.prepare(first)
         bound: list[object] = []
         monkeypatch.setattr(first, "bind", bound.append)
@@ -61,32 +75,34 @@ def test_what_was_prepared_is_bound_once_and_measured_once_per_layout(loaded, mo
         list(engine.submit(request(policy=DepthPolicy("exact")), first).events())
         assert bound == []
         engine.prepare(second)
-        assert len(measured) == 1
+        assert costs.num_measured == 1
         assert engine.statistics.num_requests == 1, "self-tests are counted nowhere"
 
 
-def test_streams_go_on_while_a_ladder_is_prepared(loaded, monkeypatch) -> None:
-    with Engine(loaded) as engine:
-        order: list[str] = []
-        step, slice_ = engine._decoder.step, engine._loop.background.run_slice
-        monkeypatch.setattr(
-            engine._decoder, "step", lambda *args: order.append("step") or step(*args)
-        )
-        monkeypatch.setattr(
-            engine._loop.background, "run_slice", lambda: order.append("slice") or slice_()
-        )
-        handle = engine.submit(request())
+def test_streams_go_on_while_a_ladder_is_prepared(loaded) -> None:
+    order: list[str] = []
+    ended, held = threading.Event(), threading.Event()
+
+    def on_event(event: object) -> None:  # one chunk per step
+        order.append("step")
+        held.wait(30)
+        if event is None:
+            ended.set()
+
+    costs = MeasuredExits(lambda: order.append("slice"))
+    with fixed_cost_engine(loaded, cost_meter=costs) as engine:
+        engine.submit(request(), on_event=on_event)
         thread = threading.Thread(target=engine.prepare, args=(exits(),))
         thread.start()
-        list(handle.events())
+        held.set()
+        assert ended.wait(30)
         thread.join(30)
         assert not thread.is_alive()
     slices = [index for index, name in enumerate(order) if name == "slice"]
-    gaps = [later - earlier for earlier, later in pairwise(slices)]
     last_step = len(order) - 1 - order[::-1].index("step")
-    while_running = [gap for at, gap in zip(slices[1:], gaps, strict=True) if at < last_step]
-    assert len(while_running) > 5
-    assert set(while_running) == {STEPS_PER_SLICE + 1}
+    gaps = [later - earlier for earlier, later in pairwise(slices) if later < last_step]
+    assert len(gaps) > 5
+    assert set(gaps) == {STEPS_PER_SLICE + 1}
 
 
 @pytest.mark.parametrize(
@@ -99,8 +115,10 @@ def test_streams_go_on_while_a_ladder_is_prepared(loaded, monkeypatch) -> None:
         ScriptedLadder(table=lambda context: {}["a bug"]),
     ],
 )
-def test_what_does_not_work_is_refused_and_harms_nobody(loaded, ladder) -> None:
-    with Engine(loaded) as engine:
+def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(
+    loaded, ladder
+) -> None:
+    with measuring_engine(loaded) as engine:
         handle = engine.submit(request())
         with pytest.raises(Corrupt) as raised:
             engine.prepare(ladder)
@@ -110,7 +128,7 @@ def test_what_does_not_work_is_refused_and_harms_nobody(loaded, ladder) -> None:
 
 
 def test_preparing_ends_with_the_engine(loaded) -> None:
-    engine = Engine(loaded)
+    engine = measuring_engine(loaded)
     engine.warm_up()
     with pytest.raises(RouterMismatch):
         engine.prepare(ScriptedLadder(fingerprint="another"))
@@ -132,18 +150,18 @@ def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
     exact = request(
         policy=DepthPolicy("exact"), stopping=replace(request().stopping, max_tokens=40)
     )
-    with Engine(loaded) as engine:
+    with measuring_engine(loaded) as engine:
         handles = [engine.submit(exact, ladder) for ladder in ladders]
         for handle in handles:
             list(handle.events())
         assert numbers == [1] * len(ladders)
         list(engine.submit(exact, ladders[-1]).events())
-        assert len(engine._ladders) == MAX_BOUND_LADDERS
+        assert engine.num_bound_ladders == MAX_BOUND_LADDERS
 
 
 def test_bound_ladders_stay_few_on_an_idle_engine(loaded) -> None:
     alive: weakref.WeakSet[ScriptedLadder] = weakref.WeakSet()
-    with Engine(loaded, max_ladders=2) as engine:
+    with fixed_cost_engine(loaded, max_ladders=2) as engine:
         for _ in range(12):
             ladder = exits()
             alive.add(ladder)
@@ -151,7 +169,7 @@ def test_bound_ladders_stay_few_on_an_idle_engine(loaded) -> None:
             del ladder
             gc.collect()
             assert len(alive) <= 2
-            assert len(engine._ladders) <= 2
+            assert engine.num_bound_ladders <= 2
 
 
 class SlowlyPrepared(ContiguousRunner):
@@ -174,7 +192,7 @@ class SlowlyPrepared(ContiguousRunner):
 def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded) -> None:
     """Between two slices of the binding the others are stepped."""
     steps: list[int] = []
-    with Engine(
+    with fixed_cost_engine(
         loaded,
         runner_of=lambda loaded, _: SlowlyPrepared(
             loaded, lambda: steps.append(engine.statistics.num_generated_tokens)
@@ -195,7 +213,9 @@ def test_a_cancelled_request_leaves_no_binding_behind(loaded) -> None:
     class NeverPrepared(SlowlyPrepared):
         num_slices = 1 << 62
 
-    with Engine(loaded, runner_of=lambda loaded, _: NeverPrepared(loaded, started.set)) as engine:
+    with fixed_cost_engine(
+        loaded, runner_of=lambda loaded, _: NeverPrepared(loaded, started.set)
+    ) as engine:
         ladder = exits()
         alive = weakref.ref(ladder)
         waiting = engine.submit(request(policy=DepthPolicy("exact")), ladder)

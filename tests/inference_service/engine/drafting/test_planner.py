@@ -53,7 +53,7 @@ def test_a_step_in_the_cost_is_crossed_only_if_it_pays() -> None:
 
 
 def cut(chain: list[float], least: float) -> list[float]:
-    """The chain as far as it is built: up to and with the first draft less likely than that to survive."""
+    """The chain up to and including the first draft whose survival is too low."""
     survival = 1.0
     for index, probability in enumerate(chain):
         if survival < least:
@@ -76,7 +76,7 @@ def test_drafts_that_are_not_looked_up_would_not_have_been_verified(num_sequence
     assert shorter > 50
 
 
-def test_a_step_in_the_cost_does_not_hide_what_lies_behind_it() -> None:
+def test_chains_beyond_a_step_in_the_costs_are_considered() -> None:
     assert least_survival(PassCosts((1.0, 1.5, *([1.5] * 7))), 1) == pytest.approx(0.5 / 8)
     assert least_survival(STEEP, 1) == 1.0
     assert least_survival(PassCosts((1.0,)), 1) >= 0.0
@@ -95,7 +95,7 @@ def test_an_exit_is_asked_when_it_gains_more_than_it_costs() -> None:
     assert asks(FLAT, (1.0, 0.1))
 
 
-def test_what_passes_yield_anyway_makes_a_draft_worth_less() -> None:
+def test_a_draft_is_worth_less_the_more_tokens_a_pass_gives() -> None:
     assert exit_gain_s(0.5, 0.4, FLAT, 1, 2.0) == pytest.approx(0.5 * 0.4 * 0.5)
     assert exit_gain_s(1.0, 0.4, STEEP, 1, 1.5) < 0
     assert exit_gain_s(1.0, 0.4, STEP, 1) == pytest.approx(0.4)
@@ -168,7 +168,7 @@ def test_drafts_after_the_first_rejected_one_do_not_count() -> None:
     assert reliability.factor("c") == 1.0
 
 
-def test_a_request_starts_from_what_was_served_and_teaches_it() -> None:
+def test_earlier_requests_are_the_prior_and_a_request_updates_it() -> None:
     served = Reliability(SERVED_WEIGHT)
     first = Reliability(REQUEST_WEIGHT, parent=served)
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""What prompts that start alike share, and what is let go when room is wanted."""
+"""The prefix cache: what is copied between requests, and what is dropped when memory is needed."""
 
 import dataclasses
 
@@ -18,6 +18,8 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.cache import ContiguousCache
 from shared.model.load import LoadedModel, wrap_model
 from tests.families import build_family
+from tests.fixed_costs import fixed_cost_engine
+from tests.hooked_runner import HookedRunner
 
 LENGTH = 3 * MIN_SHARED
 STEM = tuple(range(2, 2 + LENGTH))
@@ -33,7 +35,7 @@ class _Sequence:
 
 
 def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _Sequence:
-    """With one slot per token, keys `fill` and values -`fill` where settled."""
+    """With a cache of one position per token. Settled positions have keys `fill` and values -`fill`."""
     cache = ContiguousCache(len(tokens))
     states = torch.full((1, 1, 1, 2), fill)
     keys, values = cache.stores(states, states, 0)
@@ -42,7 +44,7 @@ def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _
     return _Sequence(tokens, num_settled, cache, num_prompt_tokens=len(tokens))
 
 
-def test_keys_and_values_of_the_common_beginning_are_copied_and_no_more():
+def test_only_keys_and_values_of_the_common_prefix_are_copied():
     prefixes = Prefixes(1000)
     prefixes.insert(sequence([*STEM, 900, 901], num_settled=LENGTH + 1, fill=3.0))
     reader = sequence([*STEM[:20], 700, 701, 702])
@@ -53,7 +55,7 @@ def test_keys_and_values_of_the_common_beginning_are_copied_and_no_more():
     assert (reader.cache.keys[0][0, 0, 20:] == 0).all()
 
 
-def test_the_last_token_of_a_prompt_is_always_read():
+def test_the_last_token_of_a_prompt_is_always_computed():
     prefixes = Prefixes(1000)
     prefixes.insert(sequence([*STEM, 900], num_settled=LENGTH + 1, fill=3.0))
     reader = sequence(list(STEM))
@@ -61,7 +63,7 @@ def test_the_last_token_of_a_prompt_is_always_read():
     assert reader.num_settled == LENGTH - 1
 
 
-def test_a_running_sequence_lends_only_what_it_has_settled():
+def test_only_settled_tokens_are_copied_from_a_running_sequence():
     prefixes = Prefixes(1)
     donor = sequence([*STEM, 900], num_settled=MIN_SHARED + 4, fill=1.0)
     reader = sequence([*STEM, 800])
@@ -75,7 +77,7 @@ def test_a_running_sequence_lends_only_what_it_has_settled():
     assert reader.num_settled == reader.num_cached == LENGTH
 
 
-def test_the_longest_beginning_wins_and_counts_as_used():
+def test_the_longest_prefix_is_copied_and_counts_as_used():
     prefixes = Prefixes(2 * LENGTH)
     short = sequence([*STEM[:20], *range(500, 500 + LENGTH - 20)], num_settled=LENGTH, fill=1.0)
     other = sequence(list(range(600, 600 + LENGTH)), num_settled=LENGTH, fill=2.0)
@@ -89,7 +91,7 @@ def test_the_longest_beginning_wins_and_counts_as_used():
     assert prefixes.match_length(other.tokens) == 0
 
 
-def test_slots_are_bounded_and_given_up_on_demand():
+def test_kept_tokens_are_bounded_and_dropped_on_demand():
     prefixes = Prefixes(2 * LENGTH)
     for start in range(0, 500, 100):
         prefixes.insert(sequence(list(range(start, start + LENGTH)), num_settled=LENGTH))
@@ -103,7 +105,7 @@ def test_slots_are_bounded_and_given_up_on_demand():
     assert prefixes.num_tokens == 0
 
 
-def test_what_is_known_already_is_not_kept_twice():
+def test_redundant_caches_are_not_kept():
     prefixes = Prefixes(1000)
     prefixes.insert(sequence(list(STEM), num_settled=20))
     prefixes.insert(sequence(list(STEM), num_settled=LENGTH))
@@ -139,18 +141,18 @@ def run(engine: Engine, prompt: tuple[int, ...], max_tokens: int = 6) -> tuple[l
 
 def count_prompt_layers(engine: Engine, prompt: tuple[int, ...]) -> tuple[int, Finished]:
     """Layer executions in tokens of a request that generates one token."""
-    counters = engine._decoder.runner.counters
+    counters = engine.runner.counters
     counters.reset()
     _, finished = run(engine, prompt, max_tokens=1)
     return counters.token_layers, finished
 
 
-def test_a_second_request_reads_only_what_is_new(loaded):
+def test_a_second_request_computes_only_its_new_tokens(loaded):
     prompts = [(*STEM, 91, 92, 93), (*STEM, 94)]
-    with Engine(loaded, prefix_cache_bytes=0) as engine:
+    with fixed_cost_engine(loaded, prefix_cache_bytes=0) as engine:
         expected = [run(engine, prompt)[0] for prompt in prompts]
         assert run(engine, prompts[1])[1].num_cached_tokens == 0
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         first, second = (run(engine, prompt) for prompt in prompts)
         assert [first[0], second[0]] == expected
         assert (first[1].num_cached_tokens, second[1].num_cached_tokens) == (0, LENGTH)
@@ -159,18 +161,18 @@ def test_a_second_request_reads_only_what_is_new(loaded):
         assert finished.num_cached_tokens == LENGTH
 
 
-def test_a_conversation_goes_on_from_its_own_answer(loaded):
-    with Engine(loaded) as engine:
+def test_a_conversation_reuses_the_cache_of_its_own_answer(loaded):
+    with fixed_cost_engine(loaded) as engine:
         tokens, _ = run(engine, STEM, max_tokens=6)
         _, finished = run(engine, (*STEM, *tokens, 91, 92))
         # The answer's last token was chosen, and never read.
         assert finished.num_cached_tokens == LENGTH + 5
 
 
-def test_requests_at_once_read_their_common_beginning_once(loaded):
+def test_concurrent_requests_compute_their_common_prefix_once(loaded):
     stopping = StoppingParams(max_tokens=3, ignore_eos=True)
     long_stem = STEM * 2
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         requests = [
             GenerationRequest((*long_stem, 91 + i), stopping=stopping, policy=DepthPolicy("full"))
             for i in range(6)
@@ -184,32 +186,30 @@ def test_requests_at_once_read_their_common_beginning_once(loaded):
 def test_nothing_is_shared_where_that_is_turned_off(loaded):
     stopping = StoppingParams(max_tokens=3, ignore_eos=True)
     request = GenerationRequest((*STEM, 91), stopping=stopping, policy=DepthPolicy("full"))
-    with Engine(loaded, prefix_cache_bytes=0) as engine:
+    with fixed_cost_engine(loaded, prefix_cache_bytes=0) as engine:
         handles = [engine.submit(request) for _ in range(3)]
         finished = [list(handle.events())[-1] for handle in handles]
     assert [e.num_cached_tokens for e in finished if isinstance(e, Finished)] == [0, 0, 0]
 
 
-def test_what_is_kept_makes_room_for_what_runs(loaded):
-    with Engine(loaded) as probe:
-        slot = probe._admission.kv_token_bytes
-    budget = (LENGTH + 6 + 10) * slot
-    with Engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget) as engine:
+def test_kept_caches_make_room_for_running_requests(loaded):
+    with fixed_cost_engine(loaded) as probe:
+        budget = (LENGTH + 6 + 10) * probe.kv_token_bytes
+    with fixed_cost_engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget) as engine:
         run(engine, STEM)
-        assert engine._decoder.prefixes.num_tokens == LENGTH + 6
+        assert engine.num_cached_tokens == LENGTH + 6
         run(engine, tuple(range(60, 60 + 30)))  # fits only once the first is let go
-        assert engine._decoder.prefixes.match_length(STEM) == 0
-        assert engine._decoder.prefixes.num_tokens <= LENGTH + 16
+        assert engine.num_cached_tokens == 30 + 6
+        assert run(engine, STEM)[1].num_cached_tokens == 0
 
 
-def test_a_failed_step_leaves_nothing_behind(loaded, monkeypatch):
-    with Engine(loaded) as engine:
-        engine.warm_up()
-        monkeypatch.setattr(engine._decoder, "step", _raise)
+def test_a_failed_step_leaves_nothing_behind(loaded):
+    def fail_once(*_: object) -> None:
+        del engine.runner.before["logits"]
+        raise RuntimeError("a kernel broke")
+
+    with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
+        engine.runner.before["logits"] = fail_once
         with pytest.raises(Exception, match="failed inside"):
             run(engine, STEM)
-        assert engine._decoder.prefixes.num_tokens == 0
-
-
-def _raise(*_: object) -> None:
-    raise RuntimeError("a kernel broke")
+        assert engine.num_cached_tokens == 0

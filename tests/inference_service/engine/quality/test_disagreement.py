@@ -1,4 +1,4 @@
-"""The test that suspends `relaxed`: rarely wrong however often it is asked, and not blind."""
+"""The sequential test that suspends a version: it rarely rejects wrongly, and it finds exceeded bounds."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from inference_service.engine.quality.disagreement import ALPHA, exceeds, log_ev
 
 
 def first_alarm(rate: float, bound: float, num_checks: int, seed: int) -> int | None:
-    """After how many checks the bound is found to be broken, asked after every one that differs."""
+    """The number of checks after which the bound is found exceeded, tested after each one that differs; None if it never is."""
     generator = random.Random(seed)
     differing = 0
     for checked in range(1, num_checks + 1):
@@ -20,27 +20,27 @@ def first_alarm(rate: float, bound: float, num_checks: int, seed: int) -> int | 
     return None
 
 
-def test_a_rate_at_its_bound_is_hardly_ever_accused() -> None:
+def test_a_rate_at_its_bound_is_rarely_rejected() -> None:
     alarms = [first_alarm(0.1, 0.1, 1000, seed) for seed in range(300)]
     # Of 300 at most 3 are expected; 10 or more would have a probability below 0.2 %.
     assert sum(alarm is not None for alarm in alarms) < 10
 
 
 @pytest.mark.parametrize(("rate", "most"), [(0.5, 40), (0.25, 200), (0.15, 2000)])
-def test_a_broken_bound_is_found_the_sooner_the_more_it_is_broken(rate: float, most: int) -> None:
+def test_an_exceeded_bound_is_found_sooner_the_larger_the_excess(rate: float, most: int) -> None:
     found = sorted(first_alarm(rate, 0.1, 4000, seed) or math.inf for seed in range(20))
     assert found[10] <= most
 
 
-def test_nothing_is_concluded_from_a_few() -> None:
+def test_a_few_checks_are_not_enough() -> None:
     assert not exceeds(1, 1, 0.1)
     assert not exceeds(0, 0, 0.1)
     assert exceeds(5, 5, 0.05)
     assert log_evidence(0, 0, 0.1) == pytest.approx(0.0)
 
 
-def test_evidence_is_a_fair_bet_at_the_bound() -> None:
-    """The expected evidence after n checks at the bound itself is 1: nothing is promised that is not there."""
+def test_the_expected_evidence_at_the_bound_is_one() -> None:
+    """The expected evidence after n checks is 1 if the rate equals the bound."""
     n, bound = 12, 0.2
     expected = sum(
         math.comb(n, k) * bound**k * (1 - bound) ** (n - k) * math.exp(log_evidence(n, k, bound))

@@ -1,7 +1,8 @@
-"""Shadow checks: right verdicts, in idle time only, bounded; and what follows from them."""
+"""Shadow checks: their verdicts, their bounds in time and memory, and the suspension of a version."""
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
 from tests.families import VOCABULARY_SIZE, build_family
+from tests.fixed_costs import fixed_cost_engine
+from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
 
 PROMPT = tuple(range(5, 25))
@@ -28,12 +31,12 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def answer(loaded: LoadedModel) -> list[int]:
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
 
 
 def script(answer: list[int], wrong_at: int | None = None):
-    """Drafts the full model's tokens, sure of each, but for one."""
+    """Drafts the full model's tokens with high probability, except for a wrong one at `wrong_at`."""
 
     def draft(context: list[int]) -> tuple[int, float] | None:
         at = len(context) - len(PROMPT)
@@ -71,15 +74,15 @@ def checked(engine: Engine, number: int, stratum=(7, 0.05)) -> ShadowCounts:
 
 @pytest.mark.parametrize("wrong_at", [None, 1, 12, 20])
 def test_a_generation_differs_where_one_token_does(loaded, answer, wrong_at) -> None:
-    with Engine(loaded, shadow_share=1.0) as engine:
+    with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         tokens = run(engine, ScriptedLadder(script(answer, wrong_at)))
         assert (tokens == answer) == (wrong_at is None)
         assert checked(engine, 1) == ShadowCounts(1, int(wrong_at is not None), 0)
 
 
-def test_a_penalty_is_judged_by_the_same_penalty(loaded, answer) -> None:
+def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer) -> None:
     sampling = SamplingParams(repetition_penalty=1.5)
-    with Engine(loaded, shadow_share=1.0) as engine:
+    with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         run(engine, ScriptedLadder(lambda context: None), sampling=sampling)
         assert checked(engine, 1).num_differing == 0
         run(engine, ScriptedLadder(script(answer)), sampling=sampling)
@@ -87,36 +90,38 @@ def test_a_penalty_is_judged_by_the_same_penalty(loaded, answer) -> None:
 
 
 @pytest.mark.parametrize(("limit", "differs"), [(None, True), (12, False), (13, True)])
-def test_a_bound_for_the_first_tokens_is_judged_by_those(loaded, answer, limit, differs) -> None:
-    with Engine(loaded, shadow_share=1.0) as engine:
+def test_only_the_tokens_for_which_the_bound_holds_are_checked(
+    loaded, answer, limit, differs
+) -> None:
+    with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         wrong = ScriptedLadder(script(answer, wrong_at=12))
         run(engine, wrong, risk_bound_tokens=limit)
         assert checked(engine, 1).num_differing == differs
 
 
-def test_a_bound_says_nothing_of_what_follows_an_end(loaded, answer) -> None:
+def test_tokens_after_an_end_of_sequence_are_not_checked(loaded, answer) -> None:
     ends_early = replace(loaded, eos_token_ids=frozenset([answer[5]]))
-    with Engine(ends_early, shadow_share=1.0) as engine:
+    with fixed_cost_engine(ends_early, shadow_share=1.0) as engine:
         run(engine, ScriptedLadder(script(answer, wrong_at=12)), risk_bound_tokens=NUM_NEW)
         assert checked(engine, 1).num_differing == 0
 
 
-def test_only_what_can_be_judged_is_sampled(loaded, answer) -> None:
-    with Engine(loaded, shadow_share=1.0) as engine:
+def test_only_greedy_relaxed_answers_are_sampled(loaded, answer) -> None:
+    with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         ladder = ScriptedLadder(script(answer))
         run(engine, ladder, policy=DepthPolicy("exact"))
         run(engine, ladder, sampling=SamplingParams(temperature=1.0, seed=1))
         run(engine, ladder)
         checked(engine, 1)
         assert engine.shadow.counts == {(7, 0.05): ShadowCounts(num_checked=1)}
-    with Engine(loaded, shadow_share=0.0) as engine:
+    with fixed_cost_engine(loaded, shadow_share=0.0) as engine:
         run(engine, ladder)
         assert engine.shadow.is_idle
 
 
 def test_a_version_that_breaks_its_bound_is_suspended_and_stays_so(loaded, answer, caplog) -> None:
     wrong, right = ScriptedLadder(script(answer, 3)), ScriptedLadder(script(answer))
-    with Engine(loaded, shadow_share=1.0) as engine:
+    with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         run(engine, wrong)
         checked(engine, 1)
         assert not engine.shadow.is_suspended(7), "one of one is no evidence"
@@ -137,24 +142,33 @@ def test_a_version_that_breaks_its_bound_is_suspended_and_stays_so(loaded, answe
     assert sum("served as exact" in record.message for record in caplog.records) == 1
 
 
-def test_checks_wait_for_idle_time_and_go_on_after_it(loaded, answer, monkeypatch) -> None:
-    """While anybody's tokens are wanted no slice of a check runs; one that was begun stops between its slices."""
+def check_one(engine: Engine, answer: list[int], on_pass: Callable[[int], object]) -> None:
+    """Has an answer checked. `on_pass` gets the number of tokens of each pass that follows the answer; a check's slice is one pass."""
+
+    def on_event(event: object) -> None:  # in the engine's thread, before the check begins
+        if isinstance(event, Finished):
+            engine.runner.before["run"] = lambda ids, *_: on_pass(ids.shape[1])
+
+    engine.submit(request(), ScriptedLadder(script(answer)), on_event=on_event)
+
+
+def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch) -> None:
+    """No slice of a check runs while a request runs; a check that has begun stops between its slices."""
     monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
-    with Engine(loaded, shadow_share=1.0) as engine:
+    with fixed_cost_engine(loaded, shadow_share=1.0, runner_of=HookedRunner) as engine:
         slices: list[int] = []
         live = threading.Event()
         submitted = threading.Event()
-        original = engine.shadow.slice
 
-        def slice_(max_slots: int) -> None:
+        def on_pass(num_tokens: int) -> None:
+            if num_tokens != 2:  # a step of the other request
+                return
             slices.append(engine.num_running + engine.num_waiting)
             if len(slices) == 3:
                 live.set()
                 assert submitted.wait(30)
-            original(max_slots)
 
-        monkeypatch.setattr(engine.shadow, "slice", slice_)
-        run(engine, ScriptedLadder(script(answer)))
+        check_one(engine, answer, on_pass)
         assert live.wait(30)
         while_live: list[int] = []
         ended = threading.Event()
@@ -174,9 +188,9 @@ def test_checks_wait_for_idle_time_and_go_on_after_it(loaded, answer, monkeypatc
     assert set(slices) == {0}
 
 
-def test_the_queue_is_bounded_and_what_is_dropped_is_counted(loaded, answer, monkeypatch) -> None:
+def test_the_queue_is_bounded_and_dropped_checks_are_counted(loaded, answer, monkeypatch) -> None:
     monkeypatch.setattr(shadow_module, "MAX_WAITING", 2)
-    with Engine(loaded, shadow_share=1.0) as engine:
+    with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         stopping = StoppingParams(max_tokens=100, ignore_eos=True)
         long = engine.submit(request(policy=DepthPolicy("full"), stopping=stopping))
         for _ in range(5):
@@ -189,52 +203,49 @@ def test_the_queue_is_bounded_and_what_is_dropped_is_counted(loaded, answer, mon
 
 
 def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) -> None:
-    """With room for one request only, a check under way begins anew rather than keep the request waiting."""
+    """With room for one request only, the current check is restarted later, so that the request need not wait."""
     monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
-    with Engine(loaded) as engine:
-        bytes_per_slot = engine._admission.kv_token_bytes
-    slots = len(PROMPT) + NUM_NEW
-    with Engine(
-        loaded, shadow_share=1.0, kv_budget_bytes=slots * bytes_per_slot, prefix_cache_bytes=0
+    with fixed_cost_engine(loaded) as engine:
+        token_bytes = engine.kv_token_bytes
+    num_tokens = len(PROMPT) + NUM_NEW
+    with fixed_cost_engine(
+        loaded,
+        shadow_share=1.0,
+        kv_budget_bytes=num_tokens * token_bytes,
+        prefix_cache_bytes=0,
+        runner_of=HookedRunner,
     ) as engine:
         started = threading.Event()
         go = threading.Event()
-        original = engine.shadow.slice
-        held: list[int] = []
+        held_by_check: list[int] = []
+        held_beside_request: list[int] = []
 
-        def slice_(max_slots: int) -> None:
-            if len(held) == 2:
+        def on_pass(_: int) -> None:
+            if engine.num_running:
+                held_beside_request.append(engine.shadow.num_tokens)
+                return
+            held_by_check.append(engine.shadow.num_tokens)
+            if len(held_by_check) == 3:
                 started.set()
                 assert go.wait(30)
-            original(max_slots)
-            held.append(engine.shadow.num_tokens)
 
-        monkeypatch.setattr(engine.shadow, "slice", slice_)
-        run(engine, ScriptedLadder(script(answer)))
+        check_one(engine, answer, on_pass)
         assert started.wait(30)
-        step = engine._decoder.step
-        holding: list[int] = []
-
-        def stepping(batch, costs):
-            holding.append(engine.shadow.num_tokens)
-            return step(batch, costs)
-
-        monkeypatch.setattr(engine._decoder, "step", stepping)
         handle = engine.submit(request(policy=DepthPolicy("full"), router_version=0))
         go.set()
         list(handle.events())
         checked(engine, 1)
-    assert held[1] == slots
-    assert set(holding) == {0}
+    assert held_by_check[1] == num_tokens
+    assert set(held_beside_request) == {0}
 
 
-def test_a_check_that_fails_ends_no_engine(loaded, answer, monkeypatch) -> None:
-    def broken(check):
+def test_a_check_that_fails_ends_no_engine(loaded, answer) -> None:
+    def fail(_: int) -> None:
+        del engine.runner.before["run"]
         raise RuntimeError("device lost")
 
-    with Engine(loaded, shadow_share=1.0) as engine:
-        monkeypatch.setattr(engine.shadow, "_read", broken)
-        run(engine, ScriptedLadder(script(answer)))
+    with fixed_cost_engine(loaded, shadow_share=1.0, runner_of=HookedRunner) as engine:
+        check_one(engine, answer, fail)
         give_up_at = time.monotonic() + 30
         while not engine.shadow.counts or not engine.shadow.is_idle:
             assert time.monotonic() < give_up_at

@@ -4,7 +4,7 @@ import torch
 from inference_service.engine.request.logprobs import Logprobs, logprobs, unpacked
 
 
-def test_what_is_packed_is_unpacked() -> None:
+def test_unpacked_reads_the_rows_of_logprobs() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 5.0]])
     expected = logits.log_softmax(-1)
     for count, order in ((0, [[], []]), (2, [[1, 2], [2, 0]])):

@@ -64,7 +64,7 @@ def test_stop_strings_over_pieces(pieces: list[str], shown: str, found: str | No
     assert (text, match) == (shown, found)
 
 
-def test_what_may_become_a_stop_string_is_held_back() -> None:
+def test_a_possible_start_of_a_stop_string_is_held_back() -> None:
     stops = StopStrings(["STOP"])
     assert stops.push("go ST") == ("go ", None)
     assert stops.flush() == "ST"

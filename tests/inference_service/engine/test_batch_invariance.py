@@ -1,4 +1,4 @@
-"""A request's tokens are the same alone and in any company: random schedules of arrivals, pauses and cancels, prompts that start alike."""
+"""A request's tokens do not depend on the other sequences of its batches. Random arrivals, pauses, cancels and shared prefixes."""
 
 import random
 from collections.abc import Sequence as Rows
@@ -51,7 +51,7 @@ class _Drafts:
 
 
 class _Ladder:
-    """Stands in for a bound ladder; what its exit says is drawn from the state, so it is mostly wrong."""
+    """Stands in for a bound ladder. Its exit's drafts depend on the state and are mostly wrong."""
 
     depths = (DEPTH,)
     agreements = (0.9,)
@@ -111,7 +111,9 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
     return made
 
 
-def test_company_changes_no_token(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sequences_in_the_batch_change_no_token(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 12)
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS_BESIDE_DECODING", 5)
     drafted = shared_passes = shared_exits = cancelled = lent = 0
