@@ -36,8 +36,9 @@ def metrics():
 
 
 @pytest.fixture
-def worker(loaded, registry, metrics):
-    with Engine(loaded) as engine:
+def worker(request, loaded, registry, metrics):
+    """Its parameter, if any, has further arguments of the engine."""
+    with Engine(loaded, **getattr(request, "param", {})) as engine:
         engine.warm_up()
         with serving(engine, registry, metrics=metrics) as worker:
             yield worker
@@ -210,10 +211,8 @@ def test_a_write_that_fails_as_the_client_goes_counts_as_cancelled(stub, metrics
     assert _ended(metrics) == {("request_failures", "tiny", "CANCELLED"): 1}
 
 
-def test_a_call_given_up_while_it_waits_has_a_queue_span_only(
-    stub, metrics, spans, worker, monkeypatch
-):
-    monkeypatch.setattr(worker.engine, "_max_running", 0)
+@pytest.mark.parametrize("worker", [{"max_running": 0}], indirect=True)
+def test_a_call_cancelled_while_it_waits_has_a_queue_span_only(stub, metrics, spans, worker):
     call = stub.Generate(_request())
     assert next(call).HasField("started")
     _wait_for(lambda: _value(metrics, "neap_num_requests_waiting") == 1)

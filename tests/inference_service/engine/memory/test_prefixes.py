@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.engine import Engine
 from inference_service.engine.memory.prefixes import MIN_SHARED, Prefixes, common_prefix
 from inference_service.engine.request.request import (
@@ -18,7 +19,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.cache import ContiguousCache
 from shared.model.load import LoadedModel, wrap_model
 from tests.families import build_family
-from tests.fixed_costs import fixed_cost_engine
+from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.hooked_runner import HookedRunner
 
 LENGTH = 3 * MIN_SHARED
@@ -204,6 +205,23 @@ def test_kept_caches_make_room_for_running_requests(loaded):
 
 
 def test_a_failed_step_leaves_nothing_behind(loaded):
+    """The step fails outside of its passes, so the state of all its sequences is unknown."""
+
+    class FailingCosts(PassCosts):
+        def of_pass(self, num_tokens: int) -> float:
+            raise RuntimeError("no cost")
+
+    class FailingMeter(FixedCosts):
+        def measure_passes(self, runner, **options):
+            return FailingCosts(super().measure_passes(runner, **options).deep)
+
+    with fixed_cost_engine(loaded, cost_meter=FailingMeter()) as engine:
+        with pytest.raises(Exception, match="failed inside"):
+            run(engine, STEM)
+        assert engine.num_cached_tokens == 0
+
+
+def test_a_failed_pass_leaves_nothing_behind(loaded):
     def fail_once(*_: object) -> None:
         del engine.runner.before["logits"]
         raise RuntimeError("a kernel broke")
