@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from shared.model.accelerate import accelerate
 
 from inference_service.engine import verification
 from inference_service.engine.engine import Engine
@@ -66,10 +65,8 @@ def collected(handle) -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    """One that takes several sequences in one pass."""
-    loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny")
-    accelerate(loaded.model)
-    return loaded
+    """A model that takes several sequences in one pass."""
+    return wrap_model(build_model(), build_tokenizer(), model_id="tiny", accelerate=True)
 
 
 @pytest.fixture(scope="module")
