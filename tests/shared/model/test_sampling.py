@@ -97,12 +97,12 @@ def test_sampling_in_exact_keeps_the_full_models_distribution() -> None:
 
 def test_the_test_would_see_a_wrong_acceptance_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that accepts every fairly probable draft, instead of accepting with its probability, must fail the test."""
-    right: Callable[..., torch.Tensor] = choosing._at
+    right: Callable[..., torch.Tensor] = choosing._tokens_at
 
     def too_kind(numbers: list[float], masses: torch.Tensor) -> torch.Tensor:
         is_probable = masses[:, 2] > 0.15 * masses.sum(-1)
         return torch.where(is_probable, 2, right(numbers, masses))
 
-    monkeypatch.setattr(choosing, "_at", too_kind)
+    monkeypatch.setattr(choosing, "_tokens_at", too_kind)
     counts, truth = _pairs(DepthPolicy("exact", max_drafts=2), [1, 3])
     assert _p_value(counts, truth) < SIGNIFICANCE
