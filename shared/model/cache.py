@@ -4,6 +4,7 @@ Every pass says at which position it starts; slot j holds position j. Rolling ba
 base, and layers that are behind simply get passes with an older base, so split depth needs no cache operation at all.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -109,14 +110,14 @@ class SlotCache(LengthlessCache):
             keys[:, :, start:end] = theirs[:, :, start:end]
             values[:, :, start:end] = other.values[layer_idx][:, :, start:end]
 
-    def reserve(self, like: "SlotCache") -> None:
-        """Allocates all layers now, in the form that `like` has them, instead of at each layer's first pass.
+    def reserve(self, like: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Allocates all layers now, instead of at each layer's first pass. `like`: keys and values [B, Hkv, .., Dh] by layer.
 
         Raises `Exhausted` (reason OUT_OF_MEMORY) where there is no memory for them.
         """
         try:
-            for layer_idx, keys in like.keys.items():
-                self.stores(keys, like.values[layer_idx], layer_idx)
+            for layer_idx, (keys, values) in like.items():
+                self.stores(keys, values, layer_idx)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -301,14 +301,14 @@ class PagedRunner(DepthRunner):
 
     def _layer_shapes(self) -> list[LayerShape]:
         """What the model's own attention puts into a cache, layer by layer."""
-        cache, shapes = self._one_slot, []
+        shapes = []
         for index in range(self.num_layers):
-            if index not in cache.keys:
+            if index not in self._one_slot:
                 raise UnsupportedModel(
                     f"layer {index} of {self.loaded.architecture} keeps no keys and values of its own",
                     reason="PAGES_NOT_SUPPORTED",
                 )
-            keys, values = cache.keys[index], cache.values[index]
+            keys, values = self._one_slot[index]
             shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype))
         return shapes
 

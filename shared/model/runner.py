@@ -113,12 +113,12 @@ class DepthRunner:
             use_cache=True,
         )
 
-    def _run_one_slot(self) -> SlotCache:
-        """The model's own keys and values of one token, which show what each layer puts into a cache."""
+    def _run_one_slot(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """The model's own keys and values of one token [1, Hkv, 1, Dh] by layer: what a layer puts into a cache."""
         cache = SlotCache(1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.loaded.device)
         DepthRunner.run(self, token, cache, first=0, last=self.num_layers, base=0)
-        return cache
+        return {index: (keys, cache.values[index]) for index, keys in cache.keys.items()}
 
     @torch.inference_mode()
     def _check_packing(self) -> bool:

@@ -214,7 +214,7 @@ def test_a_write_that_fails_as_the_client_goes_counts_as_cancelled(
 def test_a_call_given_up_while_it_waits_has_a_queue_span_only(
     stub, metrics, spans, worker, monkeypatch
 ):
-    monkeypatch.setattr(worker.engine, "_max_running", 0)
+    monkeypatch.setattr(worker.engine._loop, "_max_running", 0)
     call = stub.Generate(_request())
     assert next(call).HasField("started")
     _wait_for(lambda: _value(metrics, "neap_num_requests_waiting") == 1)
