@@ -23,8 +23,8 @@ from calibrator_service.calibration.text.stream import (
 from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.routers import fit_ladder
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
 
 TOKENS_PER_PASS = "rung0.tokens_per_pass_5"
 
@@ -63,7 +63,7 @@ def data_curve(
 
     No risk of `relaxed` is certified. Raises as `calibrate`.
     """
-    runner = DepthRunner(loaded)
+    runner = ContiguousRunner(loaded)
 
     def collect(tokens: int) -> tuple[Run, Material]:
         amount = replace(spec, max_tokens=tokens)

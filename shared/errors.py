@@ -3,7 +3,7 @@
     NeapError
     ├── InvalidInput            the caller's request can never work
     │   ├── PromptTooLong
-    │   └── UnsupportedModel    the probe did not find what depth execution needs
+    │   └── UnsupportedModel    the model lacks a part that depth execution needs
     ├── NotFound                a model, router, job or dataset that does not exist
     ├── AlreadyExists           the same id with other contents
     ├── PreconditionFailed      the system is not in the state the call needs

@@ -25,9 +25,9 @@ from calibrator_service.calibration.training.draft_vocabulary import choose_draf
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.routers import fit_ladder
 from shared.ladder.ladder import Ladder
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread
-from shared.model.runner import DepthRunner
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def calibrate(
 def run_phases(run: Run) -> CalibrationResult:
     """All phases in order, in the calling thread. Raises as `calibrate`."""
     run.report("loading", 0.0)
-    runner = DepthRunner(run.loaded)
+    runner = ContiguousRunner(run.loaded)
 
     with run.phase("collecting"):
         text, splitter = plan_text(run), Splitter()

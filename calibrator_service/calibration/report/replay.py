@@ -19,7 +19,7 @@ from calibrator_service.calibration.states.labels import greedy_choices
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.ladder.ladder import Ladder
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 # Added to the exits' probabilities, because exits that are served one at a time round differently than in a batch.
 ROUNDING = 1e-4
@@ -55,7 +55,7 @@ class _Replay:
 class Replayer:
     """Replays with one ladder, as it is published, and its model."""
 
-    def __init__(self, ladder: Ladder, runner: DepthRunner) -> None:
+    def __init__(self, ladder: Ladder, runner: Runner) -> None:
         self._ladder, self._runner = ladder.bind(runner), runner
 
     @torch.inference_mode()
@@ -136,10 +136,10 @@ class Replayer:
         if not self._ladder.depths:
             return found
         deep = torch.stack([replay.deep[settled - 1] for replay, settled in places])
-        offsets = [chained + 1] * len(places)
+        distances = [chained + 1] * len(places)
         for index, depth in enumerate(self._ladder.depths):
             states = torch.stack([r.states[depth][settled + chained] for r, settled in places])
-            tokens, probabilities = self._ladder.exits(index, states, deep, offsets)
+            tokens, probabilities = self._ladder.exits(index, states, deep, distances)
             probabilities = probabilities + ROUNDING
             for drafts, *draft in zip(found, tokens.tolist(), probabilities.tolist(), strict=True):
                 drafts.append((draft[0], draft[1]))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import Cancelled
-from shared.model.cache import SlotCache
+from shared.model.cache import ContiguousCache
 from shared.model.load import LoadedModel
 
 # Nucleus sampling considers the most likely tokens only: sorting the whole vocabulary takes longer than the model's pass.
@@ -67,7 +67,7 @@ def decode_batch(
         mask[row, width - len(prompt) :] = 1
     tokens, mask = tokens.to(device), mask.to(device)
     positions = (mask[:, :width].cumsum(-1) - 1).clamp_min(0)
-    cache = SlotCache(width + params.max_new_tokens)
+    cache = ContiguousCache(width + params.max_new_tokens)
     rows = list(range(len(prompts)))  # cache row -> prompt
     ended: set[int] = set()
     base = 0
@@ -108,7 +108,7 @@ def _last_logits(
     tokens: Tensor,
     mask: Tensor,
     positions: Tensor,
-    cache: SlotCache,
+    cache: ContiguousCache,
     base: int,
 ) -> Tensor:
     """One pass over the columns [base, base + Q). Returns the last column's logits [B, V], float32."""

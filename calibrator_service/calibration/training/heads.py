@@ -87,33 +87,33 @@ def _load_heads(heads: dict[int, ExitHead], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """states: depth -> [B, D]; deep [B, D]; offset [B] int64; choices [B] int64, indices in the draft vocabulary or -1."""
+    """states: depth -> [B, D]; deep [B, D]; ago [B] int64; choices [B] int64, indices in the draft vocabulary or -1."""
 
     states: dict[int, Tensor]
     deep: Tensor
-    offset: Tensor
+    ago: Tensor
     choices: Tensor
 
 
 def gather_batch(
-    chunk: StateChunk, index: Tensor, offset: Tensor, lookup: Tensor, device: torch.device
+    chunk: StateChunk, index: Tensor, ago: Tensor, lookup: Tensor, device: torch.device
 ) -> Batch:
-    """The positions `index` [B] of a chunk, each with a deep state `offset` [B] + 1 tokens old, or the oldest of its sequence.
+    """The positions `index` [B] of a chunk, each with a deep state `ago` [B] + 1 tokens old, or the oldest of its sequence.
 
-    `chunk` and `lookup` [V] must be on `device`; `index` and `offset` may be anywhere.
+    `chunk` and `lookup` [V] must be on `device`; `index` and `ago` may be anywhere.
     """
-    index, offset = index.to(device), offset.to(device)
-    offset = torch.minimum(offset, chunk.num_before[index] - 1)
+    index, ago = index.to(device), ago.to(device)
+    ago = torch.minimum(ago, chunk.num_before[index] - 1)
     rows = chunk.rows[index]
     return Batch(
         states={depth: state[rows].float() for depth, state in chunk.states.items()},
-        deep=chunk.deep[rows - 1 - offset].float(),
-        offset=offset,
+        deep=chunk.deep[rows - 1 - ago].float(),
+        ago=ago,
         choices=lookup[chunk.choices[index]],
     )
 
 
-def draw_offsets(size: int, generator: torch.Generator) -> Tensor:
+def draw_ago(size: int, generator: torch.Generator) -> Tensor:
     """[size] int64, distributed by OFFSET_WEIGHTS."""
     weights = torch.tensor(OFFSET_WEIGHTS[:NUM_OFFSETS])
     return torch.multinomial(weights, size, replacement=True, generator=generator)
@@ -159,7 +159,7 @@ def train_heads(
         total = rows.new_zeros(())
         with torch.enable_grad(), _tf32_products():
             for depth, head in heads.items():
-                adapted = head(batch.states[depth], batch.deep, batch.offset)
+                adapted = head(batch.states[depth], batch.deep, batch.ago)
                 loss = F.cross_entropy(
                     F.linear(adapted, rows, bias), batch.choices, ignore_index=-1
                 )
@@ -202,5 +202,5 @@ def _epochs(
             batches = shuffled.split(params.batch_size)
             for number, index in enumerate(batches):
                 share = (epoch + (place + number / len(batches)) / len(chunks)) / params.epochs
-                offsets = draw_offsets(len(index), generator)
-                yield share, gather_batch(chunk, index, offsets, lookup, device)
+                ago = draw_ago(len(index), generator)
+                yield share, gather_batch(chunk, index, ago, lookup, device)

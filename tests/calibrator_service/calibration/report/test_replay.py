@@ -16,8 +16,8 @@ from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import Draft
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, TableRouter
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
 
 PROMPT = (0, 7, 9)
 NUM_NEW = 14
@@ -28,7 +28,7 @@ Script = Callable[[int, int], tuple[bool, float] | None]
 
 
 def greedy(loaded: LoadedModel, prompt: Sequence[int] = PROMPT) -> TokenSequence:
-    runner = DepthRunner(loaded)
+    runner = ContiguousRunner(loaded)
     tokens = list(prompt)
     for _ in range(NUM_NEW):
         deep = runner.capture(torch.tensor([tokens]), [runner.num_layers])[runner.num_layers]
@@ -59,7 +59,7 @@ def scripted(
             return Draft(choice if said[0] else choice + 1, said[1], "suffix", 0)
 
     monkeypatch.setattr("shared.ladder.ladder.SequenceDrafter", Scripted)
-    replayer = Replayer(Ladder(ModelIdentity.of(loaded)), DepthRunner(loaded))
+    replayer = Replayer(Ladder(ModelIdentity.of(loaded)), ContiguousRunner(loaded))
     (found,) = replayer.highest_differing([sequence], LOWEST)
     return found
 
@@ -108,7 +108,7 @@ def test_every_position_after_the_first_token_counts_and_no_other(
 def test_an_answer_that_is_not_the_models_differs_at_every_threshold(counting: LoadedModel) -> None:
     sequence = greedy(counting)
     other = (*sequence.tokens[:-1], sequence.tokens[-1] + 1)
-    replayer = Replayer(Ladder(ModelIdentity.of(counting)), DepthRunner(counting))
+    replayer = Replayer(Ladder(ModelIdentity.of(counting)), ContiguousRunner(counting))
     found = replayer.highest_differing([sequence, TokenSequence(other, FIRST)], LOWEST)
     assert found == [0.0, 1.0]
 
@@ -144,7 +144,7 @@ def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
 
 def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) -> float:
     """The same result from the worker's drafter, one chain and one exit at a time."""
-    runner = DepthRunner(loaded)
+    runner = ContiguousRunner(loaded)
     bound = ladder.bind(runner)
     tokens, end = sequence.tokens, len(sequence.tokens)
     highest = 0.0
@@ -172,7 +172,7 @@ def test_the_replay_equals_a_worker_chain_by_chain(counting: LoadedModel, seed: 
     ladder = random_ladder(counting, seed)
     sequences = [greedy(counting, (0, start)) for start in range(6, 12)]
     sequences.append(greedy(counting, tuple(range(5, 24))))
-    found = Replayer(ladder, DepthRunner(counting)).highest_differing(sequences, LOWEST)
+    found = Replayer(ladder, ContiguousRunner(counting)).highest_differing(sequences, LOWEST)
     expected = [by_the_book(counting, ladder, sequence) for sequence in sequences]
     assert found == pytest.approx(expected, abs=1.01 * ROUNDING)
     assert len({round(value, 3) for value in found}) > 2

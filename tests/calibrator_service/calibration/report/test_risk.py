@@ -28,9 +28,9 @@ from inference_service.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread
-from shared.model.runner import DepthRunner
 
 NUM_NEW = 24
 PROMPTS = tuple(f"w{first} w{second}" for first in range(24) for second in range(24))
@@ -82,7 +82,7 @@ def test_every_difference_of_the_engine_is_found_by_the_replay(
     def written() -> Any:
         generator = RiskAnswerGenerator(base_model, config, tmp_path, lambda _: False)
         answers = generator.answers(Limits(40, 40, 60.0), lambda: False)
-        replayer = Replayer(result.ladder, DepthRunner(base_model))
+        replayer = Replayer(result.ladder, ContiguousRunner(base_model))
         return answers, replayer.highest_differing(answers, 0.3)
 
     answers, highest = in_own_thread(written)
@@ -115,7 +115,7 @@ def test_without_answers_nothing_is_certified(
 ) -> None:
     run = some_run(base_model)
     answers = write_risk_answers(run, text, lambda _: False)
-    runner = in_own_thread(DepthRunner, base_model)
+    runner = in_own_thread(ContiguousRunner, base_model)
     record = certified_risk(run, runner, result.ladder, answers)
     assert (record["num_prompts"], record["bounds"], record["reason"]) == (0, [], reason)
     manifest, _ = pack_ladder(result.ladder, {**result.report, "risk": record})
@@ -129,6 +129,6 @@ def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(
     monkeypatch.setattr(Replayer, "highest_differing", lambda *_, **__: [1.0] * 100)
     sequences = (TokenSequence((0, 5, 6), 2),) * 100
     answers = RiskAnswers(GeneratedText(SelfGenerationConfig(), ()), sequences, NUM_NEW)
-    runner = in_own_thread(DepthRunner, base_model)
+    runner = in_own_thread(ContiguousRunner, base_model)
     record = certified_risk(some_run(base_model), runner, result.ladder, answers)
     assert (record["bounds"], record["reason"]) == ([], "NO_THRESHOLD_PASSED")

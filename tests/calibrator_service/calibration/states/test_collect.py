@@ -13,8 +13,8 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.heads import gather_batch
 from shared.errors import Corrupt
 from shared.ladder.heads import NUM_OFFSETS, unit
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
 
 TEXT = TokenSequence(tuple(range(5, 15)), 10)
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def answer(loaded: LoadedModel, prompt: list[int], count: int) -> TokenSequence:
 
 
 def collector(loaded: LoadedModel, folder: Path, **options: float) -> Collector:
-    return Collector(DepthRunner(loaded), [0, 2], folder, max_state_bytes=1 << 20, **options)  # type: ignore[arg-type]
+    return Collector(ContiguousRunner(loaded), [0, 2], folder, max_state_bytes=1 << 20, **options)  # type: ignore[arg-type]
 
 
 def test_choices_are_those_of_the_full_model(counting: LoadedModel, tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_choices_do_not_depend_on_whether_states_are_kept(
     """Beyond the limit on disk, answers do not go through the model: their tokens are the labels."""
     own = answer(counting, [0, 7, 9], 12)
     keeping, tables_only = (
-        Collector(DepthRunner(counting), depths, tmp_path, max_state_bytes=1 << 20)
+        Collector(ContiguousRunner(counting), depths, tmp_path, max_state_bytes=1 << 20)
         for depths in ([0, 2], [])
     )
     for mine in (keeping, tables_only):
@@ -74,7 +74,7 @@ def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path)
         mine.add("heads", sequence)
     labelled = mine.finish("heads")
     (chunk,) = mine.chunks("heads")
-    runner = DepthRunner(counting)
+    runner = ContiguousRunner(counting)
     lookup = torch.arange(32)
     at = 0
     for sequence in labelled:
@@ -106,7 +106,7 @@ def test_a_stored_chunk_is_not_captured_again(
     first.add("report", TEXT)
     (expected,) = first.finish("report")
     second = collector(counting, tmp_path)
-    monkeypatch.setattr(DepthRunner, "capture", lambda *_, **__: pytest.fail("captured again"))
+    monkeypatch.setattr(ContiguousRunner, "capture", lambda *_, **__: pytest.fail("captured again"))
     second.add("report", TEXT)
     (found,) = second.finish("report")
     assert found.choices.tolist() == expected.choices.tolist()
@@ -118,7 +118,11 @@ def test_a_stored_chunk_is_not_captured_again(
 
 def test_states_on_disk_are_bounded(counting: LoadedModel, tmp_path: Path) -> None:
     mine = Collector(
-        DepthRunner(counting), [0], tmp_path, max_state_bytes=2 * 32 * 2 * 25, chunk_positions=10
+        ContiguousRunner(counting),
+        [0],
+        tmp_path,
+        max_state_bytes=2 * 32 * 2 * 25,
+        chunk_positions=10,
     )
     labelled = [mine.add("heads", TokenSequence((*TEXT.tokens[1:], i), 10)) for i in range(8)]
     assert all(len(part) == 1 for part in labelled)
@@ -127,7 +131,7 @@ def test_states_on_disk_are_bounded(counting: LoadedModel, tmp_path: Path) -> No
 
 def test_cosine_label_compares_normed_with_normed(counting: LoadedModel, tmp_path: Path) -> None:
     """TIDE compares the raw state with the normed one by mistake."""
-    runner = DepthRunner(counting)
+    runner = ContiguousRunner(counting)
     captured = runner.capture(torch.tensor([TEXT.tokens]), [2, 3])
     state, deep = captured[2][0], captured[3][0]
     norm = counting.parts.final_norm

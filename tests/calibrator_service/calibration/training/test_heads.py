@@ -14,15 +14,15 @@ from calibrator_service.calibration.training import heads as train_module
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import train_heads
 from shared.ladder.heads import ExitHead
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import HostSyncs
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
 
 
 @pytest.fixture
 def collector(counting: LoadedModel, tmp_path: Path) -> Collector:
     mine = Collector(
-        DepthRunner(counting), [0, 2], tmp_path, max_state_bytes=0, keeps_states=False, pass_tokens=64
+        ContiguousRunner(counting), [0, 2], tmp_path, max_state_bytes=0, keeps_states=False, pass_tokens=64
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     for length in (9, 30, 14, 25):
@@ -37,7 +37,9 @@ def test_recomputed_states_equal_stored_ones(
 ) -> None:
     """Also if the passes have other sizes."""
     (recomputed,) = collector.chunks("heads")
-    keeping = Collector(DepthRunner(counting), [0, 2], tmp_path / "kept", max_state_bytes=1 << 20)
+    keeping = Collector(
+        ContiguousRunner(counting), [0, 2], tmp_path / "kept", max_state_bytes=1 << 20
+    )
     generator = torch.Generator().manual_seed(0)
     for length in (9, 30, 14, 25):
         tokens = torch.randint(5, 29, (length,), generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""Finding, in any Hugging Face causal LM, the parts that depth execution needs."""
+"""Finds the parts of a Hugging Face causal LM that depth execution needs."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from transformers import PreTrainedModel
 
 from shared.errors import UnsupportedModel
 
-# Layers of these types carry a state that is neither keys nor values, so a token could not catch up later.
+# Layers of these types keep a state other than keys and values. A token that skipped such a layer could not run through it later.
 RECURRENT_MARKS = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv")
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """`layers_path` is the layer list's name in the model, e.g. "model.layers"; `final_norm` is None where no module that
-    looks like one stands beside the layers."""
+    """`layers_path`: the name of the layer list in the model, e.g. "model.layers". `final_norm`: None if no module beside the layers
+    looks like a norm."""
 
     layers: nn.ModuleList
     layers_path: str
@@ -26,8 +26,8 @@ class ModelParts:
     vocabulary_size: int
 
 
-def probe(model: PreTrainedModel) -> ModelParts:
-    """Raises `UnsupportedModel` with what was looked for, where, and what was there instead."""
+def find_parts(model: PreTrainedModel) -> ModelParts:
+    """The parts of `model`. Raises `UnsupportedModel` with what was looked for and what was found instead."""
     config = model.config.get_text_config(decoder=True)
     architecture = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -75,7 +75,7 @@ def _refuse_shared_or_recurrent_layers(
 
 
 def find_layers(model: PreTrainedModel, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """The decoder layers and their list's name. Raises `UnsupportedModel` where no list has that many modules."""
+    """The name and the list of the decoder layers. Raises `UnsupportedModel` if no ModuleList has `num_layers` modules."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     fitting = [(name, module) for name, module in lists if len(module) == num_layers]
     if not fitting:
