@@ -12,7 +12,7 @@ from shared.ladder.heads import default_rank
 from shared.model.load import LoadedModel
 
 QUICK_BUDGET_S = 150.0
-THOROUGH_TOKENS = 700_000
+# Largest artefact with the default rungs.
 ARTEFACT_BYTES = 8_000_000
 DEFAULT_NEW_TOKENS = 128
 # Shares of the time budget at which the phases end.
@@ -85,11 +85,6 @@ class Plan:
 def quick(model_id: str = "") -> CalibrationSpec:
     """The default: under three minutes on two cores with a model of the demo's size."""
     return bounded(CalibrationSpec(model_id=model_id))
-
-
-def thorough(model_id: str = "") -> CalibrationSpec:
-    """Hours on two cores, minutes on a GPU; the artefact has at most ARTEFACT_BYTES."""
-    return CalibrationSpec(model_id=model_id, max_tokens=THOROUGH_TOKENS)
 
 
 def bounded(spec: CalibrationSpec) -> CalibrationSpec:

@@ -438,7 +438,7 @@ def health_of(service: Service) -> int:
 def test_a_service_whose_queue_has_died_reports_not_serving(start_service: StartService) -> None:
     service = start_service(
         *("--model", "tiny=/a", "--grace-s", "60"),
-        patch="from calibrator_service.supervisor import Supervisor; Supervisor._take_up = None",
+        patch="from calibrator_service.supervisor import Supervisor; Supervisor._run_claimed = None",
     )
     wait_until(lambda: health_of(service) == health_pb2.HealthCheckResponse.SERVING)
     job = service.create()

@@ -14,7 +14,7 @@ are the same with all epsilons). The level is the largest one that keeps this pr
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -74,11 +74,10 @@ def binomial_cdf(count: int, num_trials: int, probability: float) -> float:
 @cache
 def joint_level(num_prompts: int, delta: float) -> float:
     """The largest level at which some test of the grid is wrong with probability at most `delta`."""
-    steps = _transitions(num_prompts)
     low, high = delta / len(EPSILONS), delta
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _failure(num_prompts, middle, steps) <= delta:
+        if joint_failure(num_prompts, middle) <= delta:
             low = middle
         else:
             high = middle
@@ -90,18 +89,15 @@ def joint_failure(num_prompts: int, level: float) -> float:
 
     That is the case if the number k of n uniforms up to epsilon has P[Bin(n, epsilon) <= k] <= level.
     """
-    return _failure(num_prompts, level, _transitions(num_prompts))
-
-
-def _failure(num_prompts: int, level: float, steps: Sequence[Floats]) -> float:
     alive = np.zeros(num_prompts + 1)
     alive[0] = 1.0
-    for epsilon, step in zip(EPSILONS, steps, strict=True):
+    for epsilon, step in zip(EPSILONS, _transitions(num_prompts), strict=True):
         alive = alive @ step
         alive[np.cumsum(_pmf(num_prompts, epsilon)) <= level] = 0.0
     return 1.0 - float(alive.sum())
 
 
+@lru_cache(maxsize=1)
 def _transitions(num_prompts: int) -> list[Floats]:
     """Per epsilon a matrix [n + 1, n + 1]: from the number of uniforms up to the previous epsilon to the number up to this one."""
     steps, before = [], 0.0

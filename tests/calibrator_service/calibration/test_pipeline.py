@@ -12,11 +12,9 @@ import torch
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import (
     QUICK_BUDGET_S,
-    THOROUGH_TOKENS,
     Scale,
     quick,
     resolve,
-    thorough,
 )
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated, TextFile
@@ -247,4 +245,3 @@ def test_without_limits_the_quick_budget_applies(counting: LoadedModel) -> None:
     assert bounds(CalibrationSpec(max_tokens=9)) == (9, math.inf)
     assert bounds(CalibrationSpec(time_budget_s=7.0)) == (math.inf, 7.0)
     assert bounds(CalibrationSpec(max_tokens=9, time_budget_s=7.0)) == (9, 7.0)
-    assert bounds(thorough()) == (THOROUGH_TOKENS, math.inf)
