@@ -12,7 +12,7 @@ from shared.registry.blobs import StepHook
 from shared.registry.journal import Entry, Journal, VersionRecord
 from shared.registry.redis import IndexDamaged, RedisIndex
 from shared.registry.state import ModelState, advance
-from shared.registry.sweep import COMMIT_TIMEOUT_S
+from shared.timeouts import COMMIT_S
 
 T = TypeVar("T")
 log = structlog.get_logger("neap.registry")
@@ -108,7 +108,7 @@ class IndexKeeper:
         `give_up_at` (monotonic): nothing is recorded after that.
         """
         if give_up_at is None:
-            give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
+            give_up_at = time.monotonic() + COMMIT_S
         state = self.state(model_id)
         while time.monotonic() < give_up_at:
             proposed = propose(state)
@@ -135,7 +135,7 @@ class IndexKeeper:
 
     def rebuild(self, model_id: str) -> ModelState:
         """The index of one model anew from its journal, in one step: readers see the old or the new. Raises Corrupt, NotFound."""
-        give_up_at = time.monotonic() + COMMIT_TIMEOUT_S
+        give_up_at = time.monotonic() + COMMIT_S
         while time.monotonic() < give_up_at:
             try:
                 found_at = self._index.state(model_id).applied

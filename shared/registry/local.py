@@ -48,6 +48,7 @@ from shared.registry.names import (
     check_publication,
     unique_aliases,
 )
+from shared.registry.version_reader import version_of
 
 _POLL_INTERVAL_S = 0.05
 
@@ -125,7 +126,7 @@ class LocalRegistry(AliasOperations):
         digest = digest_of(encoded)
         done = self._index.find_request(request_id, model_id, digest)
         if done is not None:
-            return self._version(model_id, version_record(done))
+            return version_of(model_id, version_record(done), json.loads(encoded))
         try:
             with self._store.publishing() as staging:
                 for name in sorted(blobs):
@@ -154,7 +155,7 @@ class LocalRegistry(AliasOperations):
         except BaseException:
             self._store.sweep(self._index.is_referenced)
             raise
-        return self._version(model_id, version_record(done))
+        return version_of(model_id, version_record(done), json.loads(encoded))
 
     def _find_record(self, model_id: str, version: int) -> VersionRecord:
         return version_record(self._row(model_id, version))

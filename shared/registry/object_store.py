@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import obstore
@@ -31,15 +32,19 @@ from shared.registry.blobs import Kind, StepHook
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
 from shared.registry.contents import MAX_MANIFEST_BYTES
 from shared.registry.sealed import open_sealed, seal
+from shared.timeouts import (
+    OBJECT_STORE_CONNECT_S,
+    OBJECT_STORE_CONTENT_S,
+    OBJECT_STORE_RECORD_S,
+    OBJECT_STORE_RETRY_S,
+    OBJECT_STORE_SENDING_STALL_S,
+    OBJECT_STORE_STALL_S,
+)
 
 if TYPE_CHECKING:  # the library has these for type checkers only
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
 SCHEMA_VERSION = 1
-CONNECT_TIMEOUT_S = 3
-SMALL_TIMEOUT_S = 5
-CONTENT_TIMEOUT_S = 600
-CONTENT_STALL_TIMEOUT_S = 60
 _MARKER = "neap-registry.json"
 _MAX_CACHED_MANIFESTS = 64
 
@@ -59,8 +64,9 @@ class ObjectStore:
     def __init__(self, address: SharedAddress, *, step: StepHook = lambda name: None) -> None:
         self._step = step
         # Large content takes its time; whether a record is there must be known soon.
-        self._small = _client(address, f"{SMALL_TIMEOUT_S}s", f"{SMALL_TIMEOUT_S}s")
-        self._large = _client(address, f"{CONTENT_TIMEOUT_S}s", f"{CONTENT_STALL_TIMEOUT_S}s")
+        self._small = _client(address, OBJECT_STORE_RECORD_S, OBJECT_STORE_RECORD_S)
+        self._large = _client(address, OBJECT_STORE_CONTENT_S, OBJECT_STORE_STALL_S)
+        self._sending = _client(address, OBJECT_STORE_CONTENT_S, OBJECT_STORE_SENDING_STALL_S)
         self._manifests: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -97,11 +103,11 @@ class ObjectStore:
         self._step(f"write:{kind}")
         with _errors():
             if there is not None:
-                obstore.put(self._large, path, data, use_multipart=False)
+                obstore.put(self._sending, path, data, use_multipart=False)
             else:
                 # Another publisher of the same bytes may be faster; they are read back all the same.
                 with suppress(AlreadyExistsError):
-                    obstore.put(self._large, path, data, mode="create", use_multipart=False)
+                    obstore.put(self._sending, path, data, mode="create", use_multipart=False)
         self._step(f"written:{kind}")
         self._read_content(kind, digest)
         self._step(f"verified:{kind}")
@@ -253,13 +259,13 @@ class ObjectStore:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
 
-def _client(address: SharedAddress, timeout: str, read_timeout: str) -> S3Store:
+def _client(address: SharedAddress, timeout_s: int, stall_s: int) -> S3Store:
     # What the URL does not say is left to the library, which reads AWS_* variables.
     config: S3Config = {}
     options: ClientConfig = {
-        "connect_timeout": f"{CONNECT_TIMEOUT_S}s",
-        "timeout": timeout,
-        "read_timeout": read_timeout,
+        "connect_timeout": f"{OBJECT_STORE_CONNECT_S}s",
+        "timeout": f"{timeout_s}s",
+        "read_timeout": f"{stall_s}s",
     }
     if address.region is not None:
         config["region"] = address.region
@@ -267,7 +273,10 @@ def _client(address: SharedAddress, timeout: str, read_timeout: str) -> S3Store:
         config["endpoint"] = address.endpoint
         options["allow_http"] = address.endpoint.startswith("http://")
     prefix = address.prefix or None
-    retry: RetryConfig = {"max_retries": 1}
+    retry: RetryConfig = {
+        "max_retries": 1,
+        "retry_timeout": timedelta(seconds=OBJECT_STORE_RETRY_S),
+    }
     with _errors():
         return S3Store(
             address.bucket,

@@ -26,10 +26,8 @@ from shared.registry.journal import (
     changes_from_records,
 )
 from shared.registry.state import Advance, ModelState, request_field, version_field
+from shared.timeouts import REDIS_ANSWER_S, REDIS_CONNECT_S, REDIS_WAIT_S
 
-CONNECT_TIMEOUT_S = 2.0
-TIMEOUT_S = 2.0
-LONGEST_WAIT_S = 1.0
 _ANYWHERE = -1
 _EVENT_PAGE = 100
 
@@ -80,8 +78,8 @@ class RedisIndex:
 
     def __init__(self, address: SharedAddress) -> None:
         options: dict[str, Any] = {
-            "socket_connect_timeout": CONNECT_TIMEOUT_S,
-            "socket_timeout": TIMEOUT_S,
+            "socket_connect_timeout": REDIS_CONNECT_S,
+            "socket_timeout": REDIS_ANSWER_S,
             "health_check_interval": 30,
             "protocol": 2,
         }
@@ -159,8 +157,8 @@ class RedisIndex:
             return page
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
-        """Until there is an event past `after`, or `timeout_s` (at most LONGEST_WAIT_S) have passed."""
-        block_ms = max(1, round(min(timeout_s, LONGEST_WAIT_S) * 1000))
+        """Until there is an event past `after`, or `timeout_s` (at most REDIS_WAIT_S) have passed."""
+        block_ms = max(1, round(min(timeout_s, REDIS_WAIT_S) * 1000))
         with _errors():
             self._client.xread({_keys(model_id)[1]: f"{after}-0"}, count=1, block=block_ms)
 

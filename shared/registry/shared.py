@@ -4,12 +4,14 @@ Publishing is blobs, read back, manifest, one journal record, then the index: th
 the index the moment at which it is seen (docs/decisions/009). Whoever comes next applies records that a publisher left behind.
 """
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import structlog
 
+from shared.errors import Unavailable
 from shared.registry.address import SharedAddress
 from shared.registry.alias_moves import AliasMove
 from shared.registry.alias_operations import AliasOperations, Propose
@@ -44,7 +46,9 @@ from shared.registry.names import (
 from shared.registry.object_store import ObjectStore
 from shared.registry.redis import RedisIndex
 from shared.registry.state import ModelState
-from shared.registry.sweep import COMMIT_TIMEOUT_S, GRACE_S, Sweep, sweep
+from shared.registry.sweep import GRACE_S, Sweep, sweep
+from shared.registry.version_reader import version_of
+from shared.timeouts import COMMIT_S, SWEEP_WAIT_S
 
 SWEEP_POLL_S = 1.0
 _LARGEST_EVENT = 2**63 - 1
@@ -123,7 +127,8 @@ class SharedRegistry(AliasOperations):
             committed = self._index.commit(model_id, propose, give_up_at)
             done = committed.published if isinstance(committed, Entry) else committed
             assert done is not None
-        return self._version(model_id, done)
+        # Of the same digest, so nothing need be read: it has happened, whatever becomes of the object store.
+        return version_of(model_id, done, json.loads(encoded))
 
     def _store(self, blobs: Mapping[str, bytes], manifest: bytes) -> None:
         for name in sorted(blobs):
@@ -131,17 +136,23 @@ class SharedRegistry(AliasOperations):
         self._objects.put_content("manifests", manifest)
 
     def _keep(self, blobs: Mapping[str, bytes], manifest: bytes) -> float:
-        """Waits for a sweep to end and restores what it has removed. Returns until when (monotonic) no other removes any of it."""
+        """Waits for a sweep to end and restores what it has removed. Returns until when (monotonic) no other removes any of it.
+        Raises Unavailable (REGISTRY_BUSY) where that takes longer than SWEEP_WAIT_S."""
+        give_up_at = time.monotonic() + SWEEP_WAIT_S
         watch = LeaseWatch(self._objects)
         contents: list[tuple[Kind, str]] = [("manifests", digest_of(manifest))]
         contents += [("blobs", digest_of(data)) for data in blobs.values()]
         while True:
             asked_at = time.monotonic()
             if watch.is_held():
+                if asked_at >= give_up_at:
+                    raise Unavailable(
+                        f"a sweep has been under way for {SWEEP_WAIT_S:g} s", reason="REGISTRY_BUSY"
+                    )
                 time.sleep(SWEEP_POLL_S)
                 continue
             if all(self._objects.has_content(kind, digest) for kind, digest in contents):
-                return asked_at + COMMIT_TIMEOUT_S
+                return asked_at + COMMIT_S
             self._store(blobs, manifest)
 
     def _find_request(self, request_id: str, model_id: str, digest: str) -> VersionRecord | None:

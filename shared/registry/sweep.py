@@ -1,7 +1,7 @@
 """Removing from a bucket what no record names: contents of publications that never ended.
 
 A publisher may be about to name contents that lie there unnamed, so a sweep holds a lease which publishers look for after they have
-stored and before they record (docs/decisions/009). Whoever looked before the lease was there records within COMMIT_TIMEOUT_S or not
+stored and before they record (docs/decisions/009). Whoever looked before the lease was there records within COMMIT_S or not
 at all; the sweep waits that long before it reads the journals.
 """
 
@@ -15,11 +15,10 @@ from shared.registry.blobs import Kind
 from shared.registry.journal import Journal
 from shared.registry.lease import DEAD_S, Lease
 from shared.registry.object_store import ObjectStore
+from shared.timeouts import COMMIT_S
 
 GRACE_S = 24 * 3600.0
-# A publisher records within this of having looked for a sweep.
-COMMIT_TIMEOUT_S = 60.0
-# And its last request may take this much longer.
+# The last request of a publisher may take this much longer than COMMIT_S.
 REQUEST_MARGIN_S = 30.0
 
 log = structlog.get_logger("neap.registry")
@@ -54,7 +53,7 @@ def sweep(
     if grace_s < 0:
         raise InvalidInput(f"the grace is {grace_s} s; it must not be negative")
     with Lease(objects).held(dead_s=dead_s) as lease:
-        lease.wait(COMMIT_TIMEOUT_S + REQUEST_MARGIN_S if settle_s is None else settle_s)
+        lease.wait(COMMIT_S + REQUEST_MARGIN_S if settle_s is None else settle_s)
         named, num_damaged = _named(objects, lease)
         now_s = objects.last_modified_s(lease.path)
         num_removed = num_bytes = num_young = num_kept = 0

@@ -2,7 +2,8 @@
 
 import json
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from shared.errors import Corrupt, NeapError
 from shared.registry.base import PublishedVersion
@@ -31,29 +32,14 @@ class VersionReader(ABC):
         self, model_id: str, record: VersionRecord, *, is_fresh: bool = False
     ) -> PublishedVersion:
         manifest = json.loads(self._read_manifest(record.manifest_digest, is_fresh=is_fresh))
-        return PublishedVersion(
-            model_id,
-            record.version,
-            record.manifest_digest,
-            record.create_time_s,
-            record.size_bytes,
-            manifest,
-        )
+        return version_of(model_id, record, manifest)
 
     def _listed(self, model_id: str, record: VersionRecord) -> PublishedVersion:
         """Where the manifest is damaged, without it and with `damage`."""
         try:
             return self._version(model_id, record)
         except self.damages as error:
-            return PublishedVersion(
-                model_id,
-                record.version,
-                record.manifest_digest,
-                record.create_time_s,
-                record.size_bytes,
-                {},
-                damage=error.message,
-            )
+            return version_of(model_id, record, {}, damage=error.message)
 
     def _check_sound(self, model_id: str, version: int, *, must_pass: bool) -> None:
         """Before an alias names it. Raises NotFound, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED, where it
@@ -65,6 +51,20 @@ class VersionReader(ABC):
             raise version_damaged(model_id, version, error) from error
         if must_pass:
             check_passed(manifest, f"version {version} of {model_id!r}")
+
+
+def version_of(
+    model_id: str, record: VersionRecord, manifest: Mapping[str, Any], *, damage: str = ""
+) -> PublishedVersion:
+    return PublishedVersion(
+        model_id,
+        record.version,
+        record.manifest_digest,
+        record.create_time_s,
+        record.size_bytes,
+        manifest,
+        damage,
+    )
 
 
 def version_damaged(model_id: str, version: int, error: Corrupt) -> Corrupt:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared.model.accelerate import accelerate
 
 from inference_service.engine import verification
 from inference_service.engine.engine import Engine
@@ -19,7 +20,6 @@ from inference_service.engine.request.request import (
 )
 from shared.errors import Cancelled, Corrupt, Exhausted, NeapError, Unavailable
 from shared.ladder.policy import DepthPolicy
-from shared.model.accelerate import accelerate
 from shared.model.cache import SlotCache
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams

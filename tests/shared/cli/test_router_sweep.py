@@ -15,7 +15,7 @@ def test_a_sweep_prints_what_it_found_and_removed(neap, start_redis, s3, monkeyp
         registry.publish("tiny", {}, {"x": b"1"}, request_id="one")
     objects = ObjectStore(SharedAddress.parse(url))
     objects.put_content("blobs", b"left over")
-    monkeypatch.setattr("shared.registry.sweep.COMMIT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("shared.registry.sweep.COMMIT_S", 0.0)
     monkeypatch.setattr("shared.registry.sweep.REQUEST_MARGIN_S", 0.0)
     monkeypatch.setenv("NEAP_REGISTRY", url)
     result = neap("routers", "sweep")

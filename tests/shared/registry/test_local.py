@@ -119,6 +119,25 @@ def test_really_full_file_system(tmp_path: Path) -> None:
     assert after == {"readable": len(made), "newest": len(made)}
 
 
+def test_a_disk_that_fills_up_at_any_step_and_has_room_again(tmp_path: Path) -> None:
+    """Nothing of the publication, or all of it where it was committed before; readable throughout."""
+    steps = [*STEPS, "index:committed"]
+    script = Path(__file__).with_name("full_disk.py")
+    lines = run_on_small_disk(tmp_path, "4m", sys.executable, script, tmp_path, *steps).splitlines()
+    seen = [json.loads(line) for line in lines]
+    assert [line[0] for line in seen] == steps
+    for number, (step, ended, here, elsewhere, left, again, records) in enumerate(seen, start=1):
+        before = list(range(number - 1, 0, -1))
+        is_committed = ended == str(number)
+        assert is_committed or ended == "DISK_FULL", step
+        assert here == elsewhere == ([number, *before] if is_committed else before), step
+        assert left == [], step
+        assert again == str(number), step
+        # A publication and a move of "latest" each; a committed one may be written to the journal with the next change.
+        assert records == 2 * number or (is_committed and number == len(steps)), step
+    assert not any(ended.isdigit() for _, ended, *_ in seen[:8])
+
+
 def test_a_read_only_folder_is_refused_with_a_reason(tmp_path: Path) -> None:
     """Root may write anywhere but on a file system that is mounted read-only."""
     check = (

@@ -1,5 +1,7 @@
 """Servers that die, hang, refuse or come back: real ones, killed and held."""
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -7,6 +9,7 @@ from contextlib import closing, contextmanager
 import pytest
 import structlog
 
+from shared import timeouts
 from shared.errors import Corrupt, Exhausted, NeapError, Unavailable
 from shared.registry import object_store, redis
 from shared.registry.address import SharedAddress
@@ -14,12 +17,16 @@ from shared.registry.factory import open_registry
 from shared.registry.shared import SharedRegistry
 from tests.registry_servers import shared_registry, shared_url
 from tests.relay import relay
-from tests.servers import RedisServer, S3Server, free_ports
+from tests.servers import RedisServer, S3Server, free_ports, redis_programs
 
 # A command is tried twice; opening a connection may time out as well.
-REDIS_BOUND_S = 2 * (redis.TIMEOUT_S + redis.CONNECT_TIMEOUT_S) + 1
+PUBLICATION_STEPS = [
+    f"{step}:{kind}" for kind in ("blobs", "manifests") for step in ("write", "written", "verified")
+] + ["claimed", "journal:begin", "journal:written", "index:advanced"]
+
+REDIS_BOUND_S = 2 * (timeouts.REDIS_ANSWER_S + timeouts.REDIS_CONNECT_S) + 1
 # A look for newer records, tried twice, and a write.
-S3_BOUND_S = 3 * object_store.SMALL_TIMEOUT_S + 3
+S3_BOUND_S = 3 * timeouts.OBJECT_STORE_RECORD_S + 3
 
 
 def publish(registry: SharedRegistry, request_id: str = "one") -> int:
@@ -77,16 +84,49 @@ def test_redis_killed_and_back_empty(registry, own_redis):
     assert publish(registry, "two") == 2
 
 
-def test_redis_hangs(registry, own_redis):
+def test_redis_hangs(url, own_redis, monkeypatch):
+    for name in ("CONNECT", "ANSWER", "WAIT"):
+        monkeypatch.setattr(redis, f"REDIS_{name}_S", 0.3)
+    registry = open_registry(url)
     publish(registry)
     own_redis.hold()
     try:
-        for call in calls(registry)[:2]:
-            with fails_within(REDIS_BOUND_S, Unavailable, "REDIS_UNAVAILABLE"):
+        for call in calls(registry):
+            with fails_within(3, Unavailable, "REDIS_UNAVAILABLE"):
                 call()
     finally:
         own_redis.resume()
-    assert registry.resolve("tiny", "latest").version == 1
+    with closing(registry):
+        assert registry.resolve("tiny", "latest").version == 1
+
+
+@pytest.mark.parametrize("how", ["empty", "with what it had"])
+def test_a_watcher_misses_nothing_when_redis_is_restarted(tmp_path, s3, how):
+    keeps = ["--appendonly", "yes", "--appendfsync", "always"] if how != "empty" else []
+    server = RedisServer(tmp_path / "redis", redis_programs()["valkey-9"], *keeps)
+    try:
+        server.start()
+        with shared_registry(shared_url(server, s3)) as registry:
+            publish(registry)
+            seen = registry.last_event("tiny")
+            server.kill()
+            for call in (
+                lambda: list(registry.events("tiny", after_event=seen, timeout_s=1.0)),
+                lambda: registry.set_alias("tiny", "stable", 1),
+                lambda: registry.list_versions("tiny"),
+                lambda: publish(registry, "two"),
+            ):
+                with fails_within(REDIS_BOUND_S, Unavailable, "REDIS_UNAVAILABLE"):
+                    call()
+            server.start()
+            assert list(registry.events("tiny", after_event=seen)) == []
+            assert publish(registry, "two") == 2
+            registry.set_alias("tiny", "stable", 1)
+            events = list(registry.events("tiny", after_event=seen))
+            assert [event.event for event in events] == [seen + 1, seen + 2, seen + 3]
+            assert [v.version for v in registry.list_versions("tiny")] == [2, 1]
+    finally:
+        server.kill()
 
 
 def test_redis_dies_between_record_and_index(url, registry, own_redis):
@@ -196,16 +236,94 @@ def test_s3_dead_at_start_and_without_credentials(own_redis, s3, monkeypatch):
     assert "hunter2" not in raised.value.message
 
 
-def test_s3_hangs(own_redis, own_s3):
-    with closing(open_registry(shared_url(own_redis, own_s3))) as registry:
-        publish(registry)
-        own_s3.hold()
+def test_s3_hangs(own_redis, own_s3, monkeypatch):
+    """Every call ends by the bounds of shared.timeouts, which are short here: one with a bound of its own would take longer."""
+    for name in ("RECORD", "CONTENT", "STALL", "SENDING_STALL", "RETRY"):
+        monkeypatch.setattr(object_store, f"OBJECT_STORE_{name}_S", 1)
+    url = shared_url(own_redis, own_s3)
+    steps = Steps()
+    with closing(SharedRegistry(SharedAddress.parse(url), step=steps)) as registry:
+        made = registry.get("tiny", publish(registry))
+        steps.at("write:blobs", own_s3.hold)
         try:
-            with fails_within(S3_BOUND_S, Unavailable, "OBJECT_STORE_UNAVAILABLE"):
-                registry.set_alias("tiny", "stable", 1)
+            for call in (
+                lambda: registry.publish("tiny", {}, {"x": b"new"}, request_id="sent"),
+                lambda: publish(registry, "two"),
+                lambda: registry.set_alias("tiny", "stable", 1),
+                lambda: registry.read_blob(made, "x"),
+                lambda: registry.rebuild("tiny"),
+                lambda: open_registry(url),
+            ):
+                with fails_within(8, Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+                    call()
             assert registry.resolve("tiny", "latest").version == 1
+            assert len(registry.list_versions("tiny")) == 1
         finally:
             own_s3.resume()
+        assert publish(registry, "two") == 2
+
+
+class Steps:
+    """A step hook that does something once."""
+
+    def __init__(self) -> None:
+        self._wanted, self._then = "", lambda: None
+
+    def at(self, wanted: str, then: Callable[[], object]) -> None:
+        self._wanted, self._then = wanted, then
+
+    def __call__(self, name: str) -> None:
+        if name == self._wanted:
+            self._wanted = ""
+            self._then()
+
+
+def test_s3_lost_at_any_step_of_a_publication(url, registry, s3):
+    """A proxy that drops its connections and takes no new ones. Nothing of it is seen, or all; the same again succeeds."""
+    is_cut = threading.Event()
+
+    def accept(client: socket.socket) -> socket.socket:
+        if is_cut.is_set():
+            client.close()
+            raise ConnectionResetError
+        return client
+
+    def answer(data: bytes) -> tuple[bytes, bool]:
+        return (b"", False) if is_cut.is_set() else (data, True)
+
+    steps = Steps()
+    with (
+        relay(s3.port, accept=accept, answer=answer) as port,
+        closing(
+            SharedRegistry(
+                SharedAddress.parse(url.replace(s3.endpoint, f"http://127.0.0.1:{port}")),
+                step=steps,
+            )
+        ) as cut,
+    ):
+        for number, step in enumerate(PUBLICATION_STEPS):
+            model_id = f"model-{number}"
+
+            def attempt(model_id: str = model_id) -> int:
+                blobs = {"x": model_id.encode()}
+                return cut.publish(model_id, {"a": model_id}, blobs, request_id=model_id).version
+
+            steps.at(step, is_cut.set)
+            has_happened = step in ("journal:written", "index:advanced")
+            if has_happened:
+                assert attempt() == 1, "nothing is asked of it any more"
+            else:
+                with fails_within(S3_BOUND_S, Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+                    attempt()
+            assert is_cut.is_set(), step
+            seen = [v.version for v in registry.list_versions(model_id) if not v.damage]
+            # A request that arrived and whose answer was lost has been heeded.
+            assert seen in ([[1]] if has_happened else [[], [1]])
+            assert registry.aliases(model_id) == ({"latest": 1} if seen else {})
+            is_cut.clear()
+            assert attempt() == 1, step
+            (made,) = registry.list_versions(model_id)
+            assert registry.read_blob(made, "x") == model_id.encode()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip"])

@@ -87,7 +87,7 @@ def test_a_publisher_waits_for_a_sweep_and_restores_what_it_removed(registry, ob
 
 def test_a_publisher_that_looked_too_long_ago_does_not_record(url, monkeypatch):
     with shared_registry(url) as registry:
-        monkeypatch.setattr("shared.registry.shared.COMMIT_TIMEOUT_S", 0.0)
+        monkeypatch.setattr("shared.registry.shared.COMMIT_S", 0.0)
         with pytest.raises(Exception, match="too many others"):
             publish(registry)
         monkeypatch.undo()
