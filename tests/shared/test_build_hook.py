@@ -47,9 +47,7 @@ def build_wheel(checkout: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_the_wheel_contains_the_library_and_importable_protos(
-    checkout: Path, tmp_path: Path
-):
+def test_the_wheel_contains_the_library_and_importable_protos(checkout: Path, tmp_path: Path):
     result = build_wheel(checkout)
     assert result.returncode == 0, result.stderr
     assert "for the CPU only: it is switched off" in result.stderr
