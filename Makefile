@@ -1,6 +1,6 @@
 # Every target installs what it needs on a machine with Python 3.11+, git, make and a C++ compiler.
-#   make demo | test | check | bench | format | build-ops | venv | clean
-# Variables: PYTHON, VENV, EXTRAS, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS, DEMO_FLAGS, BENCH_FLAGS.
+#   make demo | test | test-full | check | bench | format | build-ops | venv | clean
+# Variables: PYTHON, VENV, EXTRAS, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS, TEST_JOBS, DEMO_FLAGS, BENCH_FLAGS.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -13,6 +13,8 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 TORCH_VERSION ?= 2.13.0
 TORCH_INDEX_URL ?=
 TESTS ?= tests
+# Processes that run tests side by side.
+TEST_JOBS ?= 2
 DEMO_FLAGS ?=
 BENCH_FLAGS ?= --per-task 5
 # Optional dependencies to install. An image of the services needs only "otel".
@@ -26,7 +28,7 @@ NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 SCRIPTS := .ci/run .ci/proto-breaking
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
-.PHONY: help venv build-ops demo test check bench format clean
+.PHONY: help venv build-ops demo test test-full check bench format clean
 
 help:
 	@sed -n '1,3s/^# *//p' Makefile
@@ -53,7 +55,11 @@ demo: $(LIBRARY)
 	@$(BIN)/neap demo --data-dir .neap $(DEMO_FLAGS)
 
 test: $(LIBRARY)
-	@$(BIN)/python -m pytest $(TESTS)
+	@$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal -m "not full" $(TESTS)
+
+# One at a time: soaks and floods take the whole machine.
+test-full: $(LIBRARY)
+	@$(BIN)/python -m pytest -m full $(TESTS)
 
 check: $(STAMP)
 	@echo "ruff format"; out=$$($(BIN)/ruff format --check --output-format concise . 2>&1) || { echo "$$out" >&2; echo "run make format" >&2; exit 1; }

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from shared import ops
-from shared.model.cache import SlotCache
+from shared.model.cache import ContiguousCache
 from shared.model.substitution.apply import accelerate
 from shared.model.substitution.rotary import FUNCTION
 
@@ -103,7 +103,7 @@ def model_pass(model: PreTrainedModel, tokens: int, slots: bool) -> Callable[[],
     """A pass over `tokens` tokens after CONTEXT cached ones. Each call restores the cache's length."""
     ids = torch.randint(model.config.vocab_size, (1, CONTEXT + tokens))
     if slots:
-        slot_cache = SlotCache(CONTEXT + 64)
+        slot_cache = ContiguousCache(CONTEXT + 64)
         slot_cache.begin(0, CONTEXT)
         model(input_ids=ids[:, :CONTEXT], past_key_values=slot_cache)
 

@@ -8,14 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calibrator_service.calibration.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.fit import fit_heads, fit_ladder
-from calibrator_service.calibration.material import Material
-from calibrator_service.calibration.report import held_out_report
+from calibrator_service.calibration.plan import resolve
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.run import Run
-from calibrator_service.calibration.spec import CalibrationSpec, Progress
+from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.calibration.states.material import Material, collect_material
+from calibrator_service.calibration.text.splits import Splitter
+from calibrator_service.calibration.text.stream import (
+    CollectingProgress,
+    plan_text,
+    split_sequences,
+)
+from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
+from calibrator_service.calibration.training.heads import fit_heads
+from calibrator_service.calibration.training.routers import fit_ladder
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
 
 TOKENS_PER_PASS = "rung0.tokens_per_pass_5"
 
@@ -54,23 +63,23 @@ def data_curve(
 
     No risk of `relaxed` is certified. Raises as `calibrate`.
     """
-    runner = DepthRunner(loaded)
+    runner = ContiguousRunner(loaded)
 
-    def gathered(tokens: int) -> tuple[Run, Material]:
+    def collect(tokens: int) -> tuple[Run, Material]:
         amount = replace(spec, max_tokens=tokens)
-        run = Run(loaded, amount, work_dir, progress, lambda: False)
-        material = Material(run, runner)
-        material.gather()
-        return run, material
+        run = Run(loaded, resolve(amount, loaded), work_dir, progress, lambda: False)
+        text = plan_text(run)
+        collecting = CollectingProgress(run, text)
+        sequences = split_sequences(run, text, Splitter(), collecting)
+        return run, collect_material(run, runner, sequences, collecting)
 
     largest = max(amounts)
-    _, judge = whole = gathered(largest)
+    _, judge = whole = collect(largest)
     for tokens in sorted(set(amounts)):
-        run, material = whole if tokens == largest else gathered(tokens)
-        chosen = material.frequent_choices(run.plan.draft_vocabulary_size)
-        vocabulary = DraftVocabulary.of(loaded, chosen)
+        run, material = whole if tokens == largest else collect(tokens)
+        vocabulary = choose_draft_vocabulary(run, material)
         ladder = fit_ladder(run, material, vocabulary, fit_heads(run, material, vocabulary))
-        report = held_out_report(run, runner, judge, vocabulary, ladder)
+        report = held_out_report(run, judge, vocabulary, ladder)
         yield CurvePoint(
             sum(material.num_tokens.values()),
             {name: float(figures["agreement"]) for name, figures in report["rungs"].items()},

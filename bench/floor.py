@@ -19,8 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from bench.hugging_face import hugging_face_token
 from shared import ops
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, load_model
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 from shared.model.substitution.layer import FusedLayer
 
 
@@ -30,7 +31,7 @@ def weight_bytes(loaded: LoadedModel) -> int:
     return sum(m.weight.nbytes for m in loaded.model.modules() if isinstance(m, kinds))
 
 
-def model_pass(runner: DepthRunner, num_tokens: int, context: int) -> Callable[[], Tensor]:
+def model_pass(runner: Runner, num_tokens: int, context: int) -> Callable[[], Tensor]:
     """A pass through all layers and the LM head over `num_tokens` tokens, after `context` cached ones."""
     cache = runner.new_cache(context + num_tokens)
     ids = torch.randint(runner.loaded.vocabulary_size, (1, context + num_tokens))
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=200, help="tokens in the cache")
     parser.add_argument("--rounds", type=int, default=25)
     arguments = parser.parse_args()
-    runner = DepthRunner(load_model(arguments.model))
+    runner = ContiguousRunner(load_model(arguments.model))
     num_bytes = weight_bytes(runner.loaded)
     block = torch.ones(num_bytes // 4)
     print(

@@ -41,8 +41,6 @@ from shared.errors import NeapError
 from shared.ladder.fused_exit import router_weights
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
-from shared.model.paged_runner import PagedRunner
-from shared.model.runner import DepthRunner
 from shared.ops import library
 from shared.ops.exits import new_tickets, route
 
@@ -139,7 +137,7 @@ def compare(imposed: Imposed, batches: list[int], rounds: int) -> list[Rates]:
     depths = tuple(layer_exit.depth for layer_exit in imposed.ladder.exits)
     with Engine(imposed.loaded, imposed.ladder, max_running=most, max_queue=most) as engine:
         engine.warm_up()
-        print(f"passes {_described_passes(engine._decoder.runner)}", file=sys.stderr, flush=True)
+        print(f"passes {engine._decoder.runner.description}", file=sys.stderr, flush=True)
         for batch in batches:
             rates: dict[str, list[float]] = {"full": [], "exact": []}
             per_pass, identical = [], True
@@ -209,14 +207,6 @@ def router_us(
 def _graph_us(run: Callable[[], object]) -> float:
     """Microseconds of one call among many in a CUDA graph, the median of several replays."""
     return median_call_us(captured(run, CALLS_PER_GRAPH).replay, CALLS_PER_GRAPH)
-
-
-def _described_passes(runner: DepthRunner) -> str:
-    """How a runner executes its passes. Printed so that figures are not attributed to another execution mode."""
-    if not isinstance(runner, PagedRunner):
-        return "by the model's own forward"
-    recorded = "recorded" if runner.records else "not recorded"
-    return f"over {runner.pool.num_pages} pages, {recorded}, layers {'' if runner.compiles else 'not '}compiled"
 
 
 def _depths(text: str) -> tuple[int, ...]:

@@ -22,8 +22,9 @@ import torch
 from bench.data_curve import CurvePoint, data_curve
 from bench.machine import described
 from calibrator_service.calibration.pipeline import calibrate
-from calibrator_service.calibration.presets import MAX_EPOCHS, resolve
-from calibrator_service.calibration.spec import CalibrationSpec, Progress
+from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import CalibrationSpec
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_packed
 from shared.model.load import LoadedModel, load_model

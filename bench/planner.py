@@ -34,9 +34,9 @@ from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, load_model
 from shared.model.own_thread import in_own_thread
-from shared.model.runner import DepthRunner
 
 MAX_TOKENS = 64
 FIXED = range(1, 7)
@@ -167,7 +167,7 @@ def record(loaded: LoadedModel, file: Path, per_task: int) -> list[Trace]:
 
 def measure_costs(loaded: LoadedModel) -> PassCosts:
     """The costs of passes on this device, measured as the engine does at start-up."""
-    runner = DepthRunner(loaded)
+    runner = ContiguousRunner(loaded)
     deep = measure_deep(runner)
     return PassCosts(deep, wide=measure_wide(runner, deep))
 

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
-from calibrator_service.calibration.certify import binomial_cdf
-from calibrator_service.calibration.held_out import HeldOutGenerator, Limits
-from calibrator_service.calibration.selfgen import SelfgenConfig
+from calibrator_service.calibration.report.certificate import binomial_cdf
+from calibrator_service.calibration.text.risk_answers import Limits, RiskAnswerGenerator
+from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
 from inference_service.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
@@ -35,11 +35,11 @@ Ids = tuple[int, ...]
 def drawn(loaded: LoadedModel, count: int, num_tokens: int) -> list[Ids]:
     """Prompts from the distribution that the bound is certified for. A calibration with another seed saw none of them, except by
     chance."""
-    config = SelfgenConfig(seed=DRAWN_SEED, max_new_tokens=num_tokens)
+    config = SelfGenerationConfig(seed=DRAWN_SEED, max_new_tokens=num_tokens)
     with tempfile.TemporaryDirectory() as folder:
-        generator = HeldOutGenerator(loaded, config, Path(folder), lambda _: False)
+        generator = RiskAnswerGenerator(loaded, config, Path(folder), lambda _: False)
         answers = generator.answers(Limits(count, 64, float("inf")), lambda: False)
-    return [answer.tokens[: answer.answer_start] for answer in answers]
+    return [answer.prompt for answer in answers]
 
 
 def differing(

@@ -43,7 +43,7 @@ TOKENS = {"cpu": (1, 2, 4, 8), "cuda": (1, 8, 32, 64)}
 # Dtype of states, keys and values, as in the engine.
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 HEADS = {576: (9, 3, 64), 4096: (32, 8, 128)}  # query heads, key heads, width of a head
-CONTEXT, PAGE_SLOTS = 1024, 16
+CONTEXT, BLOCK_TOKENS = 1024, 16
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,14 @@ def bench_choices(bench: Bench, width: int) -> None:
 def bench_paged(bench: Bench, width: int) -> None:
     """Times paged attention of one token of each of N sequences of CONTEXT positions, with pages in random order in the pool."""
     heads, kv_heads, size = HEADS[width]
-    row_pages = CONTEXT // PAGE_SLOTS
+    row_pages = CONTEXT // BLOCK_TOKENS
     for tokens in bench.tokens:
 
         def drawn(*shape: int) -> Tensor:
             return torch.randn(shape).to(bench.dtype)
 
         q, (k, v) = drawn(tokens, heads, size), drawn(2, tokens, kv_heads, size).unbind()
-        keys, values = drawn(2, tokens * row_pages, kv_heads, PAGE_SLOTS, size).unbind()
+        keys, values = drawn(2, tokens * row_pages, kv_heads, BLOCK_TOKENS, size).unbind()
         pages = torch.randperm(tokens * row_pages).view(tokens, row_pages)
         rows, positions = torch.arange(tokens), torch.full((tokens,), CONTEXT - 1)
         arguments = (q, k, v, keys, values, pages, rows, positions)

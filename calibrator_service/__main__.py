@@ -1,4 +1,4 @@
-"""`python -m calibrator_service`: calibration jobs and the catalogue of routers, over gRPC."""
+"""`python -m calibrator_service`: serves calibration jobs and the registry of routers over gRPC."""
 
 import asyncio
 import sys
@@ -31,7 +31,7 @@ log = structlog.get_logger("neap.calibration")
 
 
 class CalibratorServer(RpcServer):
-    """Watch streams have no end of their own, so they are ended as soon as a stop is asked for."""
+    """The gRPC server. It ends watch streams as soon as a stop is requested, because they never end by themselves."""
 
     def __init__(
         self, settings: CalibratorSettings, watchers: Watchers, security: ServerSecurity
@@ -53,9 +53,9 @@ class CalibratorServer(RpcServer):
 
 
 async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -> int:
-    """Until SIGTERM, SIGINT or the death of the queue's thread. Returns the exit status: 1 after such a death, else 0.
+    """Serves until SIGTERM, SIGINT or the death of the queue's thread. Returns the exit status: 1 after such a death, else 0.
 
-    Raises NeapError when the registry, the data folder or the address cannot be had.
+    Raises NeapError if the registry, the data folder or the address cannot be used.
     """
     models = {model.model_id: model.source for model in settings.models}
     security = open_security(settings, settings.listen)
@@ -104,7 +104,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
             loop = asyncio.get_running_loop()
 
             async def prepare() -> None:
-                # A service without its queue is of no use: it says NOT_SERVING, drains, ends, and is started anew.
+                # A service without its queue is useless. It reports NOT_SERVING, drains and ends, and is then restarted.
                 supervisor.start(on_failure=partial(_stop_soon, loop, server))
 
             with metrics_served(settings.metrics_listen, metrics.registry):
@@ -118,13 +118,13 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
 
 
 def _stop_soon(loop: asyncio.AbstractEventLoop, server: RpcServer) -> None:
-    """From the queue's thread."""
+    """Stops the server; called from the queue's thread."""
     with suppress(RuntimeError):  # the loop is gone: the service is ending
         loop.call_soon_threadsafe(server.request_stop)
 
 
 def main(argv: Sequence[str] | None = None, *, recipe: str = DEFAULT_RECIPE) -> int:
-    """Exit status 0 after a stop that was asked for, 1 when the queue has died, 2 for a configuration that cannot work."""
+    """Returns the exit status: 0 after a requested stop, 1 if the queue has died, 2 for a configuration that cannot work."""
     try:
         settings = settings_from_command_line(
             CalibratorSettings, "python -m calibrator_service", argv

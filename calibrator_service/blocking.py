@@ -1,4 +1,4 @@
-"""Blocking calls from asyncio, and the bound on streams that watch."""
+"""Blocking calls from asyncio, and the limit on open watch streams."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _RETRY_S = 1.0
 
 
 class Watchers:
-    """Open watch streams: at most so many, and told when the service stops."""
+    """Limits the number of open watch streams, and ends them when the service stops."""
 
     def __init__(self, max_watchers: int = MAX_WATCHERS) -> None:
         self._max_watchers = max_watchers
@@ -23,7 +23,7 @@ class Watchers:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Scope of one stream. Raises Exhausted (TOO_MANY_WATCHERS)."""
+        """Scope of one open stream. Raises Exhausted (TOO_MANY_WATCHERS)."""
         if self._num_watchers >= self._max_watchers:
             raise Exhausted(
                 "too many watch streams are open",
@@ -37,7 +37,7 @@ class Watchers:
             self._num_watchers -= 1
 
     async def pause(self, seconds: float) -> None:
-        """Raises Unavailable (SHUTTING_DOWN) once the service stops."""
+        """Waits. Raises Unavailable (SHUTTING_DOWN) as soon as the service stops."""
         try:
             await asyncio.wait_for(self._stopping.wait(), seconds)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""Between the protos and the service's own types."""
+"""Converts between protobuf messages and the service's own types."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -9,8 +9,14 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from neap.calibration.v1 import calibration_pb2
 from neap.router.v1 import router_pb2
 
+from calibrator_service.calibration.spec import (
+    CalibrationSpec,
+    HubDataset,
+    SelfGenerated,
+    Source,
+    TextFile,
+)
 from calibrator_service.job import Job, JobState, unreadable
-from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, Source, TextFile
 from shared.errors import Corrupt, InvalidInput
 from shared.plain_text import check_plain_text
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
@@ -37,8 +43,8 @@ log = structlog.get_logger("neap.calibration")
 
 def spec_from_proto(
     spec: calibration_pb2.CalibrationSpec, *, max_time_budget_s: float = MAX_DURATION_S
-) -> JobSpec:
-    """Without aliases, which are the job's. Raises InvalidInput."""
+) -> CalibrationSpec:
+    """The spec without its aliases, which belong to the job. Raises InvalidInput."""
     for name, known in (("label", _LABELS), ("head_form", _HEAD_FORMS)):
         if getattr(spec, name) not in known:
             raise InvalidInput(
@@ -46,7 +52,7 @@ def spec_from_proto(
                 reason="BAD_SPEC",
                 metadata={"field": f"spec.{name}"},
             )
-    # What is absent is left to the defaults of JobSpec.
+    # Absent fields get the defaults of CalibrationSpec.
     chosen: dict[str, Any] = {}
     if (head_form := _HEAD_FORMS[spec.head_form]) is not None:
         chosen["head_form"] = head_form
@@ -60,7 +66,7 @@ def spec_from_proto(
         chosen["time_budget_s"] = seconds_of(
             spec.time_budget, "spec.time_budget", at_most_s=max_time_budget_s, reason="BAD_SPEC"
         )
-    return JobSpec(
+    return CalibrationSpec(
         model_id=spec.model_id,
         source=_source(spec),
         max_tokens=spec.max_tokens,
@@ -101,7 +107,7 @@ def _source(
 
 
 def _check_source(reason: str, **texts: str) -> None:
-    """What names a source is shown to people as it was given. Raises InvalidInput."""
+    """Names of sources are shown to people unchanged, so they must be short plain text. Raises InvalidInput."""
     for field, text in texts.items():
         check_plain_text(
             text,
@@ -112,8 +118,8 @@ def _check_source(reason: str, **texts: str) -> None:
         )
 
 
-def spec_to_proto(spec: JobSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
-    """With defaults filled in."""
+def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
+    """The spec with all defaults filled in."""
     message = calibration_pb2.CalibrationSpec(
         model_id=spec.model_id,
         max_tokens=spec.max_tokens,
@@ -149,7 +155,7 @@ def spec_to_proto(spec: JobSpec, aliases: Iterable[str]) -> calibration_pb2.Cali
 
 
 def job_to_proto(job: Job) -> calibration_pb2.Calibration:
-    """The job as callers see it. Raises Corrupt (JOB_UNREADABLE) for a record that cannot be shown, whatever is wrong with it."""
+    """The job as clients see it. Raises Corrupt (JOB_UNREADABLE) for any record that cannot be converted."""
     try:
         return _calibration(job)
     except (ValueError, TypeError, OverflowError) as error:
@@ -158,7 +164,7 @@ def job_to_proto(job: Job) -> calibration_pb2.Calibration:
 
 
 def unreadable_to_proto(job: Job, error: Corrupt) -> calibration_pb2.UnreadableCalibration:
-    """What a list holds in place of a job that `job_to_proto` has refused with `error`."""
+    """The entry of a list for a job that `job_to_proto` refused with `error`."""
     name = f"STATE_{job.state_text}".upper()
     is_known = name in calibration_pb2.State.keys()  # noqa: SIM118
     return calibration_pb2.UnreadableCalibration(
@@ -192,7 +198,7 @@ def _calibration(job: Job) -> calibration_pb2.Calibration:
 
 
 def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> router_pb2.RouterVersion:
-    """Figures that the manifest lacks are 0."""
+    """Figures that are not in the manifest are 0."""
     manifest = version.manifest
     model = manifest.get("model", {})
     return router_pb2.RouterVersion(
@@ -215,7 +221,7 @@ def _rung(rung: dict[str, Any]) -> router_pb2.Rung:
 
 
 def change_to_proto(change: AliasChange) -> router_pb2.AliasChange:
-    """`from_version` stays absent for an alias' first change, `canary` where there is none."""
+    """`from_version` is absent in an alias' first change, `canary` if there is none."""
     return router_pb2.AliasChange(
         alias=change.alias,
         from_version=change.from_version,
@@ -249,14 +255,14 @@ def event_to_proto(event: RegistryEvent) -> router_pb2.WatchResponse:
 
 
 def timestamp(time_s: float) -> Timestamp:
-    """Unix seconds as a proto."""
+    """Converts seconds since the epoch."""
     stamp = Timestamp()
     stamp.FromNanoseconds(round(time_s * 1e9))
     return stamp
 
 
 def page(page_size: int, page_token: str) -> tuple[int, int | None]:
-    """(limit, before). Raises InvalidInput (BAD_PAGE_TOKEN)."""
+    """Returns (limit, before) for the job store and the registry. Raises InvalidInput (BAD_PAGE_TOKEN)."""
     if page_token and not (page_token.isascii() and page_token.isdigit() and len(page_token) < 20):
         raise InvalidInput("page_token is not one this service gave", reason="BAD_PAGE_TOKEN")
     limit = min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)

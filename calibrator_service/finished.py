@@ -1,4 +1,4 @@
-"""A finished product on disk, so that a job killed while it publishes goes on to publish the same bytes."""
+"""Keeps a finished product on disk, so that a job that is killed while it publishes later publishes the same bytes."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ _RECORD = "product.json"
 
 
 def save_product(work_dir: Path, product: Product) -> None:
-    """All or nothing. Raises InvalidInput for a manifest that JSON cannot hold, OSError."""
+    """Writes the whole product or nothing. Raises InvalidInput for a manifest that JSON cannot hold, OSError."""
     partial = work_dir / f"{_FOLDER}.part"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     names = sorted(product.blobs)
     for number, name in enumerate(names):
         write_synced(partial / f"{number}.bin", product.blobs[name])
-    # Parsed again rather than nested as it is, so that what is published later is equal in every detail.
+    # Parsed again, so that the manifest that is published later has exactly the types that JSON keeps.
     record = {
         "manifest": json.loads(canonical_json(product.manifest)),
         "blobs": [[name, _digest(product.blobs[name])] for name in names],
@@ -35,7 +35,7 @@ def save_product(work_dir: Path, product: Product) -> None:
 
 
 def load_product(work_dir: Path) -> Product | None:
-    """None when there is none, or when it is damaged: it can be made again."""
+    """The saved product. None if there is none or it is damaged: the job then makes it again."""
     folder = work_dir / _FOLDER
     try:
         record = json.loads((folder / _RECORD).read_bytes())

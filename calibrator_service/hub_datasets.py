@@ -1,4 +1,4 @@
-"""Which Hugging Face Hub datasets a calibration may read, checked without a network and without torch."""
+"""Which Hugging Face Hub datasets a calibration may read. The checks need neither a network nor torch."""
 
 import re
 from collections.abc import Sequence
@@ -7,18 +7,25 @@ from fnmatch import fnmatchcase
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from calibrator_service.calibration.spec import HubDataset
 from shared.errors import InvalidInput
 
 ANY = "*"
 MAX_NAME_CHARACTERS = 256
-# What `datasets` takes as the name of a split. A slice of one ("train[:10%]") cannot be streamed.
+# Names of splits that `datasets` accepts. A slice of a split ("train[:10%]") cannot be streamed.
 _SPLIT = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
-def check_hub_dataset(name: str, *, config: str = "", split: str = "", field: str = "") -> None:
-    """Refuses what is no dataset of the Hub: a path, a URL, the name of a reader of `datasets` ("text", "json", ..).
+def check_source(source: HubDataset, allowed: Sequence[str]) -> None:
+    """Raises InvalidInput as `check_hub_dataset`, and as `check_allowed` with the patterns `allowed`."""
+    check_hub_dataset(source.name, config=source.config, split=source.split, field=source.field)
+    check_allowed(source.name, allowed)
 
-    A name is "owner/name" or a plain name, in the Hub's alphabet. Empty `config`, `split` and `field` are the defaults.
+
+def check_hub_dataset(name: str, *, config: str = "", split: str = "", field: str = "") -> None:
+    """Refuses a name that is not a dataset of the Hub: a path, a URL, the name of a reader of `datasets` ("text", "json", ..).
+
+    A name is "owner/name" or a plain name, in the Hub's alphabet. Empty `config`, `split` and `field` mean the defaults.
     Raises InvalidInput (BAD_DATASET_NAME, BAD_DATASET_CONFIG, BAD_DATASET_SPLIT, BAD_DATASET_FIELD).
     """
     try:
@@ -54,7 +61,7 @@ def check_allowed(name: str, patterns: Sequence[str]) -> None:
 
 
 def is_public_only(name: str, patterns: Sequence[str]) -> bool:
-    """Whether nothing but "*" allows the name. The operator's token is not used for a dataset that any caller may choose."""
+    """Whether only the pattern "*" allows the name. Then any caller may choose it, so the operator's token must not be used."""
     return not any(pattern != ANY and fnmatchcase(name, pattern) for pattern in patterns)
 
 

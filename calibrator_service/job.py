@@ -1,4 +1,4 @@
-"""One calibration job: its states, what is recorded of it, and the table that holds the records."""
+"""One calibration job: its states, its record, and the schema of the table of records."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from sqlite3 import Row
 
-from calibrator_service.job_spec import JobSpec
+from calibrator_service.calibration.spec import CalibrationSpec
 from shared.errors import Corrupt
 
 JOBS_SCHEMA_VERSION = 1
@@ -39,13 +39,13 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """One job as it stood when it was read. `number` orders jobs; `revision` grows with every change but heartbeats.
+    """A job at the time it was read. `number` orders jobs; `revision` increases with every change except heartbeats.
 
-    `publishing`: past the point up to which it can be cancelled. `num_deaths` counts processes that died by themselves while
-    their service lived.
+    `publishing`: the job can no longer be cancelled. `num_deaths` counts processes that died by themselves while their service was
+    running.
 
-    The properties read what is stored as text. Another build may have written it, so they raise Corrupt (JOB_UNREADABLE) where
-    this one cannot read it; all that the queue needs of such a job can be read nevertheless.
+    The properties parse columns that are stored as text. They raise Corrupt (JOB_UNREADABLE) if another build wrote a text that this
+    one cannot read. The fields suffice for the queue, so it can handle such a job.
     """
 
     number: int
@@ -80,9 +80,9 @@ class Job:
             raise unreadable(self, "its state is not one this build knows") from error
 
     @property
-    def spec(self) -> JobSpec:
+    def spec(self) -> CalibrationSpec:
         try:
-            return JobSpec.from_json(self.spec_text)
+            return CalibrationSpec.from_json(self.spec_text)
         except Corrupt as error:
             raise unreadable(self, error.message) from error
 
@@ -102,7 +102,7 @@ class Job:
 
 
 def unreadable(job: Job, why: str) -> Corrupt:
-    """The error of a record that this build cannot show. The metadata holds what is known of the job nevertheless."""
+    """The error for a record that this build cannot read. Its metadata has those fields of the job that can be read."""
     return Corrupt(
         f"the record of calibration {job.calibration_id} cannot be read by this build: {why}",
         reason="JOB_UNREADABLE",
@@ -114,8 +114,8 @@ def unreadable(job: Job, why: str) -> Corrupt:
     )
 
 
-def job_of(row: Row) -> Job:
-    """The job that a row of the store's table holds."""
+def job_from_row(row: Row) -> Job:
+    """Reads a row of the store's table."""
     return Job(
         number=row["number"],
         calibration_id=row["calibration_id"],

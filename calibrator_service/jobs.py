@@ -1,7 +1,7 @@
-"""The durable record of calibration jobs. The service and the job's own process share it; every step is one transaction.
+"""The durable store of calibration jobs, shared by the service and the jobs' processes. Every step is one transaction.
 
-queued -> running -> succeeded | failed | cancelled; a running job whose process died goes back to queued. Whoever runs a job
-holds `num_starts` as a fencing token: writes of a process that was taken for dead and replaced are refused.
+States: queued -> running -> succeeded | failed | cancelled; a running job whose process died is queued again. The process of a job
+has the job's `num_starts` as a fencing token: if it was considered dead and replaced, its writes are refused.
 """
 
 import json
@@ -13,14 +13,15 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import TypeVar
 
-from calibrator_service.job import JOBS_SCHEMA, JOBS_SCHEMA_VERSION, Job, JobState, job_of
-from calibrator_service.job_spec import JobSpec
+from calibrator_service.calibration.progress import Phase
+from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.job import JOBS_SCHEMA, JOBS_SCHEMA_VERSION, Job, JobState, job_from_row
 from shared.errors import AlreadyExists, Cancelled, Conflict, Exhausted, NotFound
 from shared.sqlite import Database
 
 APPLICATION_ID = 0x6E65616A
 MAX_RESUMES = 3
-PUBLISHING = "publishing"
+PUBLISHING: Phase = "publishing"
 _LARGEST_INTEGER = 2**63 - 1
 _QUEUE_RETRY_S = 30.0
 
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class JobCount:
-    """How many jobs of a model are in a state, and how often these have been resumed."""
+    """Number of jobs of a model in a state, and how often these jobs have been resumed."""
 
     model_id: str
     state: str
@@ -52,21 +53,21 @@ class JobStore:
         """Idempotent."""
         self._database.close()
 
-    # What callers do.
+    # Called by the servicer.
 
     def create(
         self,
         request_id: str,
-        spec: JobSpec,
+        spec: CalibrationSpec,
         aliases: Sequence[str],
         *,
         max_queued: int,
         answer: Callable[[Job], T],
     ) -> T:
-        """What `answer` makes of the job of `request_id`, new or as an earlier call made it.
+        """Creates the job of `request_id`, unless an earlier call has created it, and returns `answer(job)`.
 
-        `answer` is called before a new job is committed, so a job that cannot be answered for is not kept. Raises AlreadyExists,
-        Exhausted (QUEUE_FULL), and what `answer` raises.
+        `answer` is called before a new job is committed: if it raises, the job is not kept. Raises AlreadyExists if the request id
+        was used for another job, Exhausted (QUEUE_FULL), and what `answer` raises.
         """
         encoded = (spec.to_json(), json.dumps(list(aliases)))
         with self._database.transaction() as connection:
@@ -79,7 +80,7 @@ class JobStore:
                         f"request {request_id!r} has already started another calibration, {known['calibration_id']}",
                         metadata={"calibration_id": known["calibration_id"]},
                     )
-                return answer(job_of(known))
+                return answer(job_from_row(known))
             (num_queued,) = connection.execute(
                 "SELECT count(*) FROM jobs WHERE state = 'queued'"
             ).fetchone()
@@ -104,26 +105,26 @@ class JobStore:
             raise NotFound(
                 f"there is no calibration {calibration_id[:80]!r}", reason="CALIBRATION_NOT_FOUND"
             )
-        return job_of(row)
+        return job_from_row(row)
 
     def list(self, model_id: str = "", *, before: int | None = None, limit: int = 100) -> list[Job]:
-        """Newest first, those with a number below `before`; of all models if `model_id` is empty."""
+        """Jobs with a number below `before`, newest first; of all models if `model_id` is empty."""
         before = _LARGEST_INTEGER if before is None else min(max(before, 0), _LARGEST_INTEGER)
         rows = self._database.rows(
             "SELECT * FROM jobs WHERE number < ? AND (? = '' OR model_id = ?) ORDER BY number DESC LIMIT ?",
             (before, model_id, model_id, limit),
         )
-        return [job_of(row) for row in rows]
+        return [job_from_row(row) for row in rows]
 
     def counts(self) -> tuple[JobCount, ...]:
-        """Of all jobs on record."""
+        """Counts of all jobs in the store."""
         rows = self._database.rows(
             "SELECT model_id, state, count(*), sum(num_resumes) FROM jobs GROUP BY model_id, state"
         )
         return tuple(JobCount(*row) for row in rows)
 
     def cancel(self, calibration_id: str) -> Job:
-        """Ends a waiting job, asks a running one to stop. Changes nothing once it publishes or has ended. Raises NotFound."""
+        """Ends a queued job or asks a running one to stop. Changes nothing once the job publishes or has ended. Raises NotFound."""
         with self._database.transaction() as connection:
             job = self.get(calibration_id)
             if job.publishing or job.state.has_ended or job.cancel_requested:
@@ -134,10 +135,10 @@ class JobStore:
                 _set(connection, calibration_id, "cancel_requested = 1")
             return self.get(calibration_id)
 
-    # What the supervisor does.
+    # Called by the supervisor.
 
     def claim(self) -> Job | None:
-        """The oldest waiting job, now running, or None."""
+        """Starts the oldest queued job and returns it; None if no job is queued."""
         with self._database.transaction() as connection:
             row = connection.execute(
                 "SELECT calibration_id FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1"
@@ -152,15 +153,15 @@ class JobStore:
             return self.get(row["calibration_id"])
 
     def running(self) -> tuple[Job, ...]:
-        """Jobs recorded as running: at start-up, those a killed service left behind."""
+        """Jobs recorded as running. When a service starts, these are the jobs that a killed service left."""
         rows = self._database.rows("SELECT * FROM jobs WHERE state = 'running' ORDER BY number")
-        return tuple(map(job_of, rows))
+        return tuple(map(job_from_row, rows))
 
     def interrupted(self, calibration_id: str, how: str, *, is_death: bool) -> Job:
-        """The process is gone without a result: cancelled if that was asked for, failed after too many deaths, else waiting.
+        """Records that the job's process ended without a result: the job is cancelled if that was requested, failed after more than
+        MAX_RESUMES deaths, else queued again.
 
-        `how` says it for people. `is_death` False: not by the job's own doing, which does not count: its service stopped it or
-        was killed itself.
+        `how`: a description for people. `is_death`: the process died by itself; False if its service stopped it or was killed.
         """
         with self._database.transaction() as connection:
             job = self.get(calibration_id)
@@ -184,19 +185,19 @@ class JobStore:
             return self.get(calibration_id)
 
     def check_writable(self, calibration_id: str) -> None:
-        """Writes what a heartbeat would, and changes nothing. Raises as `heartbeat` would have to."""
+        """Writes the row without changing it. Raises as `heartbeat` would if the disk is full or the database cannot be written."""
         with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE jobs SET num_heartbeats = num_heartbeats WHERE calibration_id = ?",
                 (calibration_id,),
             )
 
-    # What the job's process does; `start` is the `num_starts` it was given.
+    # Called by the job's process; `start` is the `num_starts` with which it was started.
 
     def heartbeat(self, calibration_id: str, start: int) -> bool:
-        """Still alive. Returns whether it shall stop. Raises Conflict when the job is no longer this process's."""
+        """Records that the process is alive. Returns whether it must stop. Raises Conflict if another process runs the job."""
         with self._database.transaction() as connection:
-            job = self._own(calibration_id, start)
+            job = self._owned_job(calibration_id, start)
             connection.execute(
                 "UPDATE jobs SET num_heartbeats = num_heartbeats + 1 WHERE calibration_id = ?",
                 (calibration_id,),
@@ -211,9 +212,9 @@ class JobStore:
         fraction: float,
         figures: Mapping[str, float],
     ) -> None:
-        """`figures` are merged into those there are. Raises Conflict."""
+        """Records progress; `figures` are merged with the recorded ones. Raises Conflict."""
         with self._database.transaction() as connection:
-            job = self._own(calibration_id, start)
+            job = self._owned_job(calibration_id, start)
             _set(
                 connection,
                 calibration_id,
@@ -224,12 +225,12 @@ class JobStore:
             )
 
     def check_wanted(self, calibration_id: str, start: int) -> None:
-        """Raises Cancelled, and Conflict when the job is another process's by now."""
-        if self._own(calibration_id, start).cancel_requested:
+        """Raises Cancelled if the job was cancelled, and Conflict if another process runs it."""
+        if self._owned_job(calibration_id, start).cancel_requested:
             raise Cancelled("the calibration was cancelled before it was published")
 
     def begin_publishing(self, calibration_id: str, start: int) -> None:
-        """The last moment at which cancelling works. Raises Cancelled, Conflict."""
+        """From now on the job cannot be cancelled. Raises Cancelled, Conflict."""
         with self._database.transaction() as connection:
             self.check_wanted(calibration_id, start)
             _set(connection, calibration_id, "publishing = 1, phase = ?", PUBLISHING)
@@ -239,7 +240,7 @@ class JobStore:
     ) -> None:
         """Raises Conflict."""
         with self._database.transaction() as connection:
-            self._own(calibration_id, start)
+            self._owned_job(calibration_id, start)
             _set(
                 connection,
                 calibration_id,
@@ -252,16 +253,16 @@ class JobStore:
     def fail(self, calibration_id: str, start: int, reason: str, message: str) -> None:
         """Raises Conflict."""
         with self._database.transaction() as connection:
-            self._own(calibration_id, start)
+            self._owned_job(calibration_id, start)
             _fail(connection, calibration_id, reason, message)
 
     def cancelled(self, calibration_id: str, start: int) -> None:
-        """It has stopped as asked. Raises Conflict."""
+        """Records that the process has stopped as requested. Raises Conflict."""
         with self._database.transaction() as connection:
-            self._own(calibration_id, start)
+            self._owned_job(calibration_id, start)
             _end(connection, calibration_id, JobState.CANCELLED)
 
-    def _own(self, calibration_id: str, start: int) -> Job:
+    def _owned_job(self, calibration_id: str, start: int) -> Job:
         job = self.get(calibration_id)
         if job.state is not JobState.RUNNING or job.num_starts != start:
             raise Conflict(

@@ -1,4 +1,4 @@
-"""What a calibration service tells Prometheus. docs/metrics.md explains each."""
+"""The Prometheus metrics of a calibration service, described in docs/metrics.md."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -15,13 +15,13 @@ from shared.errors import NeapError
 
 DURATION_BOUNDS_S = (30, 60, 120, 180, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
 
-# The time each counter was made would double the number of series, and nothing here reads it.
+# Creation times of counters would double the number of series, and nothing uses them.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 log = structlog.get_logger("neap.calibration")
 
 
 class ObservedQueue(Protocol):
-    """What is read of the queue when somebody asks. From any thread; the methods raise NeapError as the job store does."""
+    """What a scrape reads of the queue, from any thread. The methods raise NeapError as the job store does."""
 
     @property
     def is_alive(self) -> bool: ...
@@ -34,8 +34,7 @@ class ObservedQueue(Protocol):
 class CalibratorMetrics:
     """One registry with the metrics of jobs, their queue and this process. Safe to use from any thread.
 
-    Label values are few by construction: models that were configured when a job was created, states, phases, and reasons that
-    stand in the source.
+    The number of label values is bounded: models that were configured when a job was created, states, phases, and error reasons.
     """
 
     def __init__(self) -> None:
@@ -70,11 +69,11 @@ class CalibratorMetrics:
         )
 
     def observe(self, queue: ObservedQueue) -> None:
-        """Report on `queue` from now on."""
+        """Adds the metrics of `queue`."""
         self.registry.register(_QueueCollector(queue))
 
     def job_ended(self, job: Job) -> None:
-        """`job` has been run by this service, and has ended."""
+        """Counts a job that this service has run and that has ended."""
         if job.end_time_s is not None:
             seconds = max(job.end_time_s - job.create_time_s, 0.0)
             self.duration.labels(job.model_id, job.state).observe(seconds)
@@ -85,13 +84,13 @@ class CalibratorMetrics:
 
 
 class _QueueCollector(Collector):
-    """Reads the queue and the job store when asked. A store that cannot be read leaves its metrics out."""
+    """Reads the queue and the job store at each scrape. If the store cannot be read, its metrics are left out."""
 
     def __init__(self, queue: ObservedQueue) -> None:
         self._queue = queue
 
     def describe(self) -> list[Metric]:
-        """Nothing, so that registering reads nothing."""
+        """Empty, so that registering the collector does not read the store."""
         return []
 
     def collect(self) -> Iterator[Metric]:

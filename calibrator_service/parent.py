@@ -1,4 +1,4 @@
-"""A job's process never outlives the service that started it, even if that is killed with SIGKILL."""
+"""Ends a job's process when the service that started it ends, even if the service is killed with SIGKILL."""
 
 import ctypes
 import os
@@ -11,13 +11,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int, pipe: IO[str]) -> None:
-    """Die when the parent does. `pipe` is read from now on: it ends when the parent has ended, however it did.
+    """Kills this process's group when the parent ends. A thread reads `pipe`, which is closed when the parent ends in whatever way.
 
-    On Linux the kernel sends SIGKILL as well, which also reaches a process that is stuck holding the interpreter's lock.
+    On Linux the kernel also sends SIGKILL, which reaches a process that is stuck while it holds the interpreter's lock.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent may have died before the call: then no signal comes.
+        # If the parent died before the call, no signal comes.
         if os.getppid() != parent_pid:
             os._exit(1)
     threading.Thread(target=_watch, args=(pipe,), name="parent-watch", daemon=True).start()

@@ -1,11 +1,11 @@
-"""What a job's process is told, as one JSON line on its standard input."""
+"""The configuration of a job's process, which it gets as one line of JSON on standard input."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 DEFAULT_RECIPE = "calibrator_service.recipe:run"
-# Exit statuses of a job's process. TAKEN_OVER: the job was no longer its own; UNRECORDED: the job store could not be written.
+# Exit statuses of a job's process. TAKEN_OVER: another process runs the job; UNRECORDED: the job store could not be written.
 TAKEN_OVER, UNRECORDED = 3, 4
 
 
@@ -49,7 +49,7 @@ class ProcessConfig:
 
 @dataclass(frozen=True)
 class JobFolder:
-    """Where the job store and the jobs' files lie."""
+    """Paths of the job store and of the jobs' files."""
 
     root: Path
 

@@ -1,4 +1,4 @@
-"""The end of a job: its product goes to the registry, which may be away for a while without a calibration being lost."""
+"""Publishes a job's product. While the registry is unavailable, publishing waits, so that no finished calibration is lost."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -18,29 +18,29 @@ from shared.registry.factory import open_registry
 
 PATIENCE_S = 900.0
 LONGEST_PAUSE_S = 10.0
-# A server that does not answer comes back; a folder that may not be written, or a refused password, does not by itself.
-_PASSING = {"REDIS_UNAVAILABLE", "OBJECT_STORE_UNAVAILABLE", "REGISTRY_BUSY", "INDEX_LOST"}
+# A server that does not answer may recover by itself. A folder without write access or a refused password does not.
+_TRANSIENT = {"REDIS_UNAVAILABLE", "OBJECT_STORE_UNAVAILABLE", "REGISTRY_BUSY", "INDEX_LOST"}
 
 T = TypeVar("T")
 log = structlog.get_logger("neap.calibration")
 
 
 def publish(config: ProcessConfig, store: JobStore, product: Product) -> PublishedVersion:
-    """The version published. Safe to repeat: the job's id is the request's. Raises what the registry and the store raise."""
+    """Publishes and returns the version. Safe to repeat, because the job's id is the request id. Raises what registry and store raise."""
     job = store.get(config.calibration_id)
 
-    def still_wanted() -> None:
-        # Until publishing has begun, cancelling works: also while the registry is waited for.
+    def check_wanted() -> None:
+        # A job can be cancelled until publishing begins, also while it waits for the registry.
         store.check_wanted(config.calibration_id, config.start)
 
     failed = failed_checks(product.manifest)
     if failed:
-        # It is published to be looked at, under its number alone.
+        # It is published for inspection, and can be reached by its version number only.
         log.warning("the router did not pass its checks: no alias is moved", failed=failed)
-    registry = _patiently(lambda: open_registry(config.registry), still_wanted)
+    registry = _with_retries(lambda: open_registry(config.registry), check_wanted)
     try:
         store.begin_publishing(job.calibration_id, config.start)
-        made = _patiently(
+        published = _with_retries(
             lambda: registry.publish(
                 job.model_id,
                 product.manifest,
@@ -53,26 +53,28 @@ def publish(config: ProcessConfig, store: JobStore, product: Product) -> Publish
         )
     finally:
         registry.close()
-    log.info("published", version=made.version, manifest_digest=made.manifest_digest)
-    return made
+    log.info("published", version=published.version, manifest_digest=published.manifest_digest)
+    return published
 
 
-def _patiently(call: Callable[[], T], before_pause: Callable[[], None]) -> T:
-    def pausing(state: RetryCallState) -> None:
+def _with_retries(call: Callable[[], T], before_pause: Callable[[], None]) -> T:
+    """Repeats `call` for up to PATIENCE_S while it fails with a transient error."""
+
+    def on_pause(state: RetryCallState) -> None:
         assert state.outcome is not None
         error = state.outcome.exception()
-        log.warning("the registry is away", reason=getattr(error, "reason", ""))
+        log.warning("the registry is unavailable", reason=getattr(error, "reason", ""))
         before_pause()
 
     attempts = Retrying(
-        retry=retry_if_exception(_passes),
+        retry=retry_if_exception(_is_transient),
         wait=wait_random_exponential(max=LONGEST_PAUSE_S),
         stop=stop_after_delay(PATIENCE_S),
-        before_sleep=pausing,
+        before_sleep=on_pause,
         reraise=True,
     )
     return attempts(call)
 
 
-def _passes(error: BaseException) -> bool:
-    return isinstance(error, Unavailable) and error.reason in _PASSING
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, Unavailable) and error.reason in _TRANSIENT

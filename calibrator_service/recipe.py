@@ -1,11 +1,12 @@
-"""The work of a job: load the model, calibrate, pack. Runs in the job's process; the only place that imports torch."""
+"""The work of a job: loads the model, calibrates, packs the ladder. Runs in the job's process and imports torch only when called."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibrator_service.job_spec import HubDataset, JobSpec, ProgressReport
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.process_config import ModelOptions
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
@@ -13,32 +14,32 @@ from shared.errors import Cancelled
 
 @dataclass(frozen=True)
 class Task:
-    """`work_dir` outlives the process: a resumed job finds there what it had. `progress` and `should_stop` are cheap.
-    `public_only`: a dataset of the hub is read without this machine's token."""
+    """`source`: folder or name of the model. `work_dir` outlives the process: a resumed job finds its files there.
+
+    `progress` and `should_stop` are cheap to call.
+    """
 
     source: str
-    spec: JobSpec
+    spec: CalibrationSpec
     options: ModelOptions
     work_dir: Path
-    progress: Callable[[ProgressReport], None]
+    progress: Callable[[Progress], None]
     should_stop: Callable[[], bool]
-    public_only: bool = False
 
 
 @dataclass(frozen=True)
 class Product:
-    """What to publish: a manifest without "blobs", and blobs by name."""
+    """What to publish: a manifest without "blobs", and the blobs by name."""
 
     manifest: Mapping[str, Any]
     blobs: Mapping[str, bytes]
 
 
 def run(task: Task) -> Product:
-    """Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, whatever calibration raises on purpose."""
-    # Imported here, so that tests of the process around it need no torch.
+    """Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, and the errors of `calibrate`."""
+    # Imported here, so that the service and the tests of a job's process need no torch.
     import torch
 
-    from calibrator_service.calibration import spec as calibration
     from calibrator_service.calibration.pipeline import calibrate
     from shared.ladder.artefact import pack_ladder
     from shared.ladder.checks import check_packed
@@ -55,14 +56,9 @@ def run(task: Task) -> Product:
     )
     if task.should_stop():
         raise Cancelled("the calibration was cancelled while its model was loading")
-    source = task.spec.source
-    kind = getattr(calibration, type(source).__name__)
-    values = {field.name: getattr(task.spec, field.name) for field in fields(task.spec)}
-    of_task = {"public_only": task.public_only} if isinstance(source, HubDataset) else {}
-    values["source"] = kind(**asdict(source), **of_task)
     result = calibrate(
         loaded,
-        calibration.CalibrationSpec(**values),
+        task.spec,
         work_dir=task.work_dir,
         progress=task.progress,
         should_stop=task.should_stop,

@@ -1,4 +1,4 @@
-"""neap.router.v1.RouterService over the registry. Errors are raised; the interceptor of shared.rpc maps them."""
+"""neap.router.v1.RouterService over the registry. Methods raise NeapErrors; an interceptor of shared.rpc maps them."""
 
 from collections.abc import AsyncIterator
 from itertools import islice
@@ -85,7 +85,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request.model_id,
             request.alias,
             request.version,
-            expected_version=_given(request, "expected_version"),
+            expected_version=_optional_int(request, "expected_version"),
             actor=recorded_actor(request.actor),
             reason=request.reason,
         )
@@ -102,7 +102,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             request.model_id,
             request.alias,
             canary,
-            expected_version=_given(request, "expected_version"),
+            expected_version=_optional_int(request, "expected_version"),
             actor=recorded_actor(request.actor),
             reason=request.reason,
         )
@@ -115,15 +115,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             self._registry.promote_canary,
             request.model_id,
             request.alias,
-            expected_canary=_given(request, "expected_canary"),
+            expected_canary=_optional_int(request, "expected_canary"),
             actor=recorded_actor(request.actor),
             reason=request.reason,
         )
         return pb.PromoteCanaryResponse(change=change_to_proto(change))
 
     def _check_contents(self, model_id: str, version: int) -> None:
-        """Before an alias names a version: that all of it is there, byte by byte. Raises NotFound, Corrupt (VERSION_DAMAGED),
-        InvalidInput."""
+        """Reads every byte of a version before an alias is set to it. Raises NotFound, Corrupt (VERSION_DAMAGED), InvalidInput."""
         try:
             published = self._registry.get(model_id, version)
             for name in published.manifest.get("blobs", {}):
@@ -138,7 +137,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             self._registry.rollback_alias,
             request.model_id,
             request.alias,
-            expected_version=_given(request, "expected_version"),
+            expected_version=_optional_int(request, "expected_version"),
             actor=recorded_actor(request.actor),
             reason=request.reason,
         )
@@ -155,7 +154,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Watch(  # noqa: N802
         self, request: pb.WatchRequest, context: Any
     ) -> AsyncIterator[pb.WatchResponse]:
-        """Events are read a page at a time, the next page only when the caller has taken the last."""
+        """Streams events. The next page is read only after the caller has taken the previous one."""
         if request.after_event < 0:
             raise InvalidInput("after_event must not be negative", reason="BAD_EVENT")
         with self._watchers.one():
@@ -172,6 +171,6 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return list(islice(self._registry.events(model_id, after_event=after_event), WATCH_PAGE))
 
 
-def _given(request: Any, field: str) -> int | None:
-    """An optional number of a request; None where it is absent."""
+def _optional_int(request: Any, field: str) -> int | None:
+    """The value of an optional integer field; None if it is absent."""
     return int(getattr(request, field)) if request.HasField(field) else None

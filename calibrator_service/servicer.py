@@ -1,7 +1,6 @@
-"""neap.calibration.v1.CalibrationService over the job store. Errors are raised; the interceptor of shared.rpc maps them."""
+"""neap.calibration.v1.CalibrationService over the job store. Methods raise NeapErrors; an interceptor of shared.rpc maps them."""
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,14 @@ from neap.calibration.v1 import calibration_pb2 as pb
 from neap.calibration.v1 import calibration_pb2_grpc
 
 from calibrator_service.blocking import BlockingPool, Watchers
+from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, TextFile
 from calibrator_service.convert import (
     job_to_proto,
     page,
     spec_from_proto,
     unreadable_to_proto,
 )
-from calibrator_service.hub_datasets import check_allowed, check_hub_dataset
-from calibrator_service.job_spec import HubDataset, JobSpec, TextFile
+from calibrator_service.hub_datasets import check_source
 from calibrator_service.jobs import JobStore
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.text_files import find_text_file
@@ -28,14 +27,14 @@ from shared.rpc.interceptors import annotate_call
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CalibrationService"].full_name
 WATCH_INTERVAL_S = 0.2
 MAX_ALIASES = 16
-# Always moved, beside what the spec asks for: the newest version of a model.
+# The alias of a model's newest version: every calibration moves it, besides the aliases of its spec.
 LATEST = "latest"
 
 
 class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
-    """`models`: id -> source, what can be calibrated. `max_time_budget_s`: a job asked to last longer is refused.
+    """`models`: id -> source of the models that can be calibrated. `max_time_budget_s`: a job with a longer budget is refused.
 
-    A job whose record this build cannot read is answered with DATA_LOSS (JOB_UNREADABLE); a list names it beside the others.
+    A request for a job whose record this build cannot read fails with DATA_LOSS (JOB_UNREADABLE); a list has it under `unreadable`.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     async def CreateCalibration(  # noqa: N802
         self, request: pb.CreateCalibrationRequest, context: Any
     ) -> pb.CreateCalibrationResponse:
-        # They decide what everybody is served with, as RouterService.SetAlias does; "latest" moves with every calibration.
+        # Aliases decide which version every client is served with, as in RouterService.SetAlias. "latest" moves with every calibration.
         if any(alias != LATEST for alias in request.spec.aliases):
             require_role(Role.ADMIN, "an alias other than latest")
         calibration = await self._pool.call(self._create, request)
@@ -83,8 +82,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         if isinstance(spec.source, TextFile):
             find_text_file(spec.source.path, self._text_folders)
         elif isinstance(spec.source, HubDataset):
-            check_hub_dataset(**asdict(spec.source))
-            check_allowed(spec.source.name, self._hub_datasets)
+            check_source(spec.source, self._hub_datasets)
         return self._store.create(
             request.request_id,
             spec,
@@ -93,7 +91,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             answer=job_to_proto,
         )
 
-    def _check_model(self, spec: JobSpec) -> None:
+    def _check_model(self, spec: CalibrationSpec) -> None:
         check_model_id(spec.model_id)
         if spec.model_id not in self._models:
             names = ", ".join(sorted(self._models)) or "none"
@@ -135,7 +133,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     async def WatchCalibration(  # noqa: N802
         self, request: pb.WatchCalibrationRequest, context: Any
     ) -> AsyncIterator[pb.WatchCalibrationResponse]:
-        """Changes between two looks, or while the caller does not read, come as one: the newest."""
+        """Streams the job's state at each change. Changes within one interval, or while the caller does not read, are merged."""
         with self._watchers.one():
             revision = 0
             while True:

@@ -1,4 +1,4 @@
-"""Runs the queue: one job at a time, each in a process of its own, and what becomes of a job whose process dies."""
+"""Runs the queue of jobs, one at a time, each in a process of its own, and decides what happens after a process has died."""
 
 import fcntl
 import os
@@ -28,13 +28,13 @@ from calibrator_service.process_config import (
 from shared.errors import Corrupt, NeapError, PreconditionFailed
 
 POLL_INTERVAL_S = 0.1
-# After that long without stopping by itself, a cancelled job's process is killed.
+# A cancelled job's process is killed if it has not stopped after this time.
 CANCEL_GRACE_S = 3.0
-# A process that records no heartbeat for so long is stuck.
+# A process that records no heartbeat for this long is considered stuck.
 HEARTBEAT_TIMEOUT_S = 120.0
 TERMINATE_TIMEOUT_S = 3.0
 RETRY_INTERVAL_S = 5.0
-# How the run of a job ended that was still recorded as running when this service started.
+# (description, is_death) of a job that was recorded as running when this service started.
 _SERVICE_DIED = ("with the service itself", False)
 
 log = structlog.get_logger("neap.calibration")
@@ -56,7 +56,7 @@ class SupervisorConfig:
 class Supervisor:
     """Owns the job folder: a second service on the same folder is refused with PreconditionFailed (DATA_DIR_IN_USE).
 
-    The constructor takes back what a killed service left running. `start` and `stop` at most once each.
+    The constructor queues the jobs again that a killed service left running. Call `start` and `stop` at most once each.
     """
 
     def __init__(
@@ -71,28 +71,28 @@ class Supervisor:
         self._metrics = metrics or CalibratorMetrics()
         folder.root.mkdir(parents=True, exist_ok=True)
         folder.log("x").parent.mkdir(exist_ok=True)
-        self._lock = _locked(folder.lock)
+        self._lock = _take_lock(folder.lock)
         self.store = JobStore(folder.store)
         self._stop = threading.Event()
         self._wake = threading.Event()
-        # The kernel ties a job's process to this thread, so the thread lives as long as the service.
+        # The kernel kills a job's process when the thread that started it ends, so this thread lives as long as the service.
         self._thread = threading.Thread(target=self._run, name="calibrations", daemon=True)
         self._on_failure: Callable[[], object] = lambda: None
         self._has_died = self._is_held_up = False
-        # Of jobs whose process has ended: how, for people, and whether it died by itself. Kept until it is recorded.
+        # (description, is_death) of jobs whose process has ended, until it is recorded.
         self._outcomes: dict[str, tuple[str, bool]] = {}
-        self._settle()
+        self._record_outcomes()
         self._clean_up()
         self._metrics.observe(self)
 
     def start(self, *, on_failure: Callable[[], object] = lambda: None) -> None:
-        """`on_failure` is called, from the queue's thread, if that dies of an unexpected exception: no job runs any more then."""
+        """`on_failure` is called from the queue's thread if an unexpected exception ends it. Then no more jobs run."""
         self._on_failure = on_failure
         self._thread.start()
 
     @property
     def has_died(self) -> bool:
-        """Whether the queue's thread has ended without being asked to."""
+        """Whether an unexpected exception has ended the queue's thread."""
         return self._has_died
 
     @property
@@ -106,19 +106,19 @@ class Supervisor:
         return self._is_held_up
 
     def counts(self) -> tuple[JobCount, ...]:
-        """Of all jobs on record. Raises as the store does."""
+        """Counts of all jobs in the store. Raises as the store does."""
         return self.store.counts()
 
     def running(self) -> tuple[Job, ...]:
-        """Jobs at work. Raises as the store does."""
+        """Running jobs. Raises as the store does."""
         return self.store.running()
 
     def wake(self) -> None:
-        """A job was created or cancelled: look now."""
+        """Makes the queue check at once for jobs that were created or cancelled."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Stop the running job's process; the job is resumed by the next service. Blocks for seconds at most."""
+        """Stops the running job's process; the next service resumes the job. Blocks for a few seconds at most."""
         self._stop.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -129,32 +129,32 @@ class Supervisor:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                self._turn()
+                self._run_next()
         except Exception:
             log.exception("the queue has died")
             self._has_died = True
             self._on_failure()
 
-    def _turn(self) -> None:
+    def _run_next(self) -> None:
         """Runs the next job, or waits until there may be one."""
         try:
             self._wake.clear()
-            self._settle()
+            self._record_outcomes()
             job = self.store.claim()
             self._is_held_up = False
             if job is None:
                 self._clean_up()
                 self._wake.wait()
             else:
-                self._take_up(job)
+                self._run_claimed(job)
         except (NeapError, OSError):
             # A full disk or a locked database: the queue must go on when that has passed.
             log.exception("the queue is held up")
             self._is_held_up = True
             self._stop.wait(RETRY_INTERVAL_S)
 
-    def _settle(self) -> None:
-        """No process runs: what is recorded as running has ended. A service that died with its job says nothing about the job."""
+    def _record_outcomes(self) -> None:
+        """Called when no process runs: jobs recorded as running have ended. The death of a service is not held against its job."""
         for job in self.store.running():
             how, is_death = self._outcomes.get(job.calibration_id, _SERVICE_DIED)
             after = self.store.interrupted(job.calibration_id, how, is_death=is_death)
@@ -165,7 +165,7 @@ class Supervisor:
                 self._metrics.process_deaths.labels(job.model_id).inc()
         self._outcomes.clear()
 
-    def _take_up(self, job: Job) -> None:
+    def _run_claimed(self, job: Job) -> None:
         """Runs a claimed job until it has ended or is to be run again."""
         self._run_or_fail(job)
         after = self.store.get(job.calibration_id)
@@ -180,7 +180,7 @@ class Supervisor:
             shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
 
     def _run_or_fail(self, job: Job) -> None:
-        """A job that this build cannot run ends, so that the queue goes on."""
+        """Fails a job that this build cannot run, so that the queue continues."""
         try:
             model_id = job.spec.model_id
         except Corrupt as error:
@@ -203,7 +203,7 @@ class Supervisor:
 
     def _supervise(self, job: Job, source: str) -> None:
         log.info("starting", calibration_id=job.calibration_id, start=job.num_starts)
-        # Also where it cannot be started, or this thread fails: neither is the job's own doing.
+        # In case it cannot be started or this thread fails; neither counts as a death of the job's process.
         self._outcomes[job.calibration_id] = ("before it could be watched", False)
         with self._folder.log(job.calibration_id).open("ab") as job_log:
             process = self._spawn(job, source, job_log)
@@ -212,7 +212,7 @@ class Supervisor:
             finally:
                 _kill(process)
         log.info("exited", calibration_id=job.calibration_id, exit_status=process.returncode)
-        self._settle()
+        self._record_outcomes()
         if process.returncode == UNRECORDED:
             self._is_held_up = True
             self._stop.wait(RETRY_INTERVAL_S)
@@ -223,7 +223,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             stdout=job_log,
             stderr=job_log,
-            # So that Ctrl-C in a terminal reaches the service alone, and the whole group can be killed.
+            # Ctrl-C in a terminal then reaches the service only, and the whole group can be killed.
             start_new_session=True,
         )
         config = ProcessConfig(
@@ -248,7 +248,7 @@ class Supervisor:
         return process
 
     def _watch(self, job: Job, process: "subprocess.Popen[bytes]") -> tuple[str, bool]:
-        """Until the process has ended or has to be killed. Returns how, for people, and whether it died by itself."""
+        """Waits until the process has ended or must be killed. Returns (description of how it ended, whether it died by itself)."""
         num_heartbeats, heard_at_s = -1, time.monotonic()
         cancelled_at_s: float | None = None
         now = job
@@ -273,10 +273,10 @@ class Supervisor:
             self._stop.wait(POLL_INTERVAL_S)
         if process.returncode == UNRECORDED:
             return "unable to record its end", False
-        return _how(process.returncode), True
+        return _describe_exit(process.returncode), True
 
     def _records_heartbeats(self, job: Job) -> bool:
-        """Whether a process that lives could say so: not while the disk is full or the store cannot be had."""
+        """Whether a live process could record heartbeats, which it cannot while the disk is full or the store is unavailable."""
         try:
             self.store.check_writable(job.calibration_id)
         except NeapError as error:
@@ -285,7 +285,7 @@ class Supervisor:
         return True
 
     def _clean_up(self) -> None:
-        """Remove the files of jobs that have ended, or that the store does not know."""
+        """Removes the files of jobs that have ended or that are not in the store."""
         if not self._folder.work_root.is_dir():
             return
         for work_dir in self._folder.work_root.iterdir():
@@ -298,7 +298,7 @@ class Supervisor:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """The process and all of its group. Nothing in it needs a chance to tidy up: resuming starts from whole files."""
+    """Kills the process and its group. It need not clean up: a resumed job uses complete files only."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -315,7 +315,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
             log.debug("pipe already broken")
 
 
-def _how(status: int) -> str:
+def _describe_exit(status: int) -> str:
     if status >= 0:
         return f"with exit status {status}"
     name = signal.Signals(-status).name
@@ -323,7 +323,7 @@ def _how(status: int) -> str:
     return f"by {name}{hint}"
 
 
-def _locked(path: Path) -> IO[str]:
+def _take_lock(path: Path) -> IO[str]:
     lock = path.open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Which files a calibration may read."""
+"""Checks which text files a calibration may read."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,8 @@ SUFFIXES = (".txt", ".jsonl")
 def find_text_file(path: str, folders: Sequence[Path]) -> Path:
     """The real path of a .txt or .jsonl file that lies under one of `folders`, symlinks resolved on both sides.
 
-    A relative path is looked for in each folder in turn. Raises InvalidInput (PATH_NOT_ALLOWED, BAD_TEXT_FILE), which says
-    nothing about whether a file outside exists, and NotFound (TEXT_FILE_NOT_FOUND).
+    A relative path is looked up in each folder in turn. Raises InvalidInput (PATH_NOT_ALLOWED, BAD_TEXT_FILE) and NotFound
+    (TEXT_FILE_NOT_FOUND). An error does not reveal whether a file outside the folders exists.
     """
     if not path or "\x00" in path:
         raise InvalidInput("the text file has no valid path", reason="BAD_TEXT_FILE")
@@ -26,7 +26,7 @@ def find_text_file(path: str, folders: Sequence[Path]) -> Path:
         candidates = [(root / path).resolve() for root in roots]
         allowed = [found for found in candidates if any(map(found.is_relative_to, roots))]
         files = [found for found in allowed if found.is_file()]
-    except (OSError, RuntimeError) as error:  # too long a name, a loop of symlinks
+    except (OSError, RuntimeError) as error:  # the name is too long, or symlinks form a loop
         raise InvalidInput("the text file has no valid path", reason="BAD_TEXT_FILE") from error
     if not allowed:
         raise InvalidInput(

@@ -1,7 +1,7 @@
-"""The process of one job: `python -m calibrator_service.worker_process`, configuration on standard input.
+"""The process of one job: `python -m calibrator_service.worker_process`, with its configuration on standard input.
 
-It reports to the job store and ends; the supervisor learns everything from there. Exit status 0 means that the job's end is
-recorded, 3 that the job was no longer this process's, 4 that the job store could not be written: the job is then to be run again.
+The process records progress and result in the job store, where the supervisor reads them. Exit status 0: the job's end is recorded.
+3: another process has taken the job over. 4: the job store could not be written, so the job has to be run again.
 """
 
 import fcntl
@@ -12,21 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 import structlog
 
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, TextFile
 from calibrator_service.finished import load_product, save_product
-from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
-from calibrator_service.job_spec import (
-    HubDataset,
-    JobSpec,
-    Progress,
-    ProgressReport,
-    TextFile,
-)
+from calibrator_service.hub_datasets import check_source, is_public_only
 from calibrator_service.jobs import PUBLISHING, JobStore
 from calibrator_service.parent import die_with_parent
 from calibrator_service.process_config import TAKEN_OVER, UNRECORDED, JobFolder, ProcessConfig
@@ -46,7 +41,10 @@ log = structlog.get_logger("neap.calibration")
 
 
 class Reporter:
-    """Progress to the job store, at most one write per `PROGRESS_INTERVAL_S` and phase; cancellation from it."""
+    """Records progress and heartbeats in the job store, and learns there whether the job was cancelled.
+
+    Progress within a phase is written at most once per `PROGRESS_INTERVAL_S`.
+    """
 
     def __init__(self, store: JobStore, calibration_id: str, start: int) -> None:
         self._store = store
@@ -56,13 +54,13 @@ class Reporter:
         self._phase = ""
         self._written_at_s = 0.0
         self._unwritten: dict[str, float] = {}
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def should_stop(self) -> bool:
         return self._stop.is_set()
 
-    def progress(self, progress: ProgressReport) -> None:
-        """Never fails the job: what cannot be recorded now is merged into the next report, and logged."""
+    def progress(self, progress: Progress) -> None:
+        """Never fails the job: figures that cannot be recorded now are logged and merged into the next report."""
         self._unwritten.update(progress.figures)
         now_s = time.monotonic()
         if progress.phase == self._phase and now_s - self._written_at_s < PROGRESS_INTERVAL_S:
@@ -83,7 +81,7 @@ class Reporter:
             return
         self._phase, self._written_at_s, self._unwritten = progress.phase, now_s, {}
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._stop.is_set():
             try:
                 if self._store.heartbeat(self._calibration_id, self._start):
@@ -96,7 +94,7 @@ class Reporter:
 
 
 def run_job(config: ProcessConfig) -> None:
-    """Do the job and record how it ended. Raises Conflict when it is no longer this process's, and what the store raises."""
+    """Runs the job and records how it ended. Raises Conflict if another process has taken it over, and what the store raises."""
     folder = JobFolder(Path(config.folder))
     store = JobStore(folder.store)
     job_id, start = config.calibration_id, config.start
@@ -104,10 +102,10 @@ def run_job(config: ProcessConfig) -> None:
         work_dir = folder.work(job_id)
         work_dir.mkdir(parents=True, exist_ok=True)
         with (work_dir / "lock").open("w") as lock:
-            _lock(lock)
+            _wait_for_lock(lock)
             reporter = Reporter(store, job_id, start)
-            product = _product(config, store, work_dir, reporter)
-            made = publish(config, store, product)
+            product = _make_product(config, store, work_dir, reporter)
+            published = publish(config, store, product)
     except Conflict as error:
         if error.reason == "JOB_TAKEN_OVER":
             raise
@@ -127,57 +125,61 @@ def run_job(config: ProcessConfig) -> None:
         message = f"internal error; the service's log has it under {job_id}"
         store.fail(job_id, start, "INTERNAL", message)
     else:
-        # Where this cannot be written the job has not failed, for it is published; the next start finds that out.
-        store.succeed(job_id, start, made.version, made.manifest_digest)
+        # If this cannot be written, the job has not failed: it is published, and the next start records that.
+        store.succeed(job_id, start, published.version, published.manifest_digest)
 
 
-def _product(config: ProcessConfig, store: JobStore, work_dir: Path, reporter: Reporter) -> Product:
+def _make_product(
+    config: ProcessConfig, store: JobStore, work_dir: Path, reporter: Reporter
+) -> Product:
     finished = load_product(work_dir)
     if finished is not None:
         log.info("found finished, publishing it")
         return finished
     reporter.progress(Progress("loading", 0.0, {}))
-    spec = store.get(config.calibration_id).spec
     task = Task(
         source=config.source,
-        spec=_resolved(spec, config),
+        spec=_resolve_source(store.get(config.calibration_id).spec, config),
         options=config.options,
         work_dir=work_dir,
         progress=reporter.progress,
         should_stop=reporter.should_stop,
-        public_only=isinstance(spec.source, HubDataset)
-        and is_public_only(spec.source.name, config.hub_datasets),
     )
-    product = _recipe(config.recipe)(task)
+    product = _load_recipe(config.recipe)(task)
     if reporter.should_stop():
         raise Cancelled("the calibration was cancelled at its end")
     reporter.progress(Progress(PUBLISHING, 0.99, {}))
     save_product(work_dir, product)
-    # Read back: JSON has turned tuples into lists, and a resumed job must publish the very same.
+    # Read back, because JSON turns tuples into lists and a resumed job must publish the same bytes.
     saved = load_product(work_dir)
     assert saved is not None
     return saved
 
 
-def _resolved(spec: JobSpec, config: ProcessConfig) -> JobSpec:
-    # Checked when the job was created, too; but files, symlinks and settings may have changed since.
-    if isinstance(spec.source, HubDataset):
-        check_hub_dataset(**asdict(spec.source))
-        check_allowed(spec.source.name, config.hub_datasets)
-    if not isinstance(spec.source, TextFile):
-        return spec
-    path = find_text_file(spec.source.path, [Path(folder) for folder in config.text_folders])
-    return replace(spec, source=replace(spec.source, path=str(path)))
+def _resolve_source(spec: CalibrationSpec, config: ProcessConfig) -> CalibrationSpec:
+    """The spec with the real path of its file, or with the access to its dataset. Raises InvalidInput, NotFound.
+
+    The source was checked when the job was created, but files, symlinks and settings may have changed since.
+    """
+    source = spec.source
+    if isinstance(source, HubDataset):
+        check_source(source, config.hub_datasets)
+        public_only = is_public_only(source.name, config.hub_datasets)
+        return replace(spec, source=replace(source, public_only=public_only))
+    if isinstance(source, TextFile):
+        path = find_text_file(source.path, [Path(folder) for folder in config.text_folders])
+        return replace(spec, source=replace(source, path=str(path)))
+    return spec
 
 
-def _recipe(name: str) -> Callable[[Task], Product]:
+def _load_recipe(name: str) -> Callable[[Task], Product]:
     module, _, attribute = name.partition(":")
     recipe: Callable[[Task], Product] = getattr(importlib.import_module(module), attribute)
     return recipe
 
 
-def _lock(lock: IO[str]) -> None:
-    """The process this one replaces may take a moment to die."""
+def _wait_for_lock(lock: IO[str]) -> None:
+    """Waits, because the process that this one replaces may take a moment to die. Raises Unavailable (JOB_LOCKED)."""
     give_up_at_s = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:

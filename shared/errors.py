@@ -3,7 +3,7 @@
     NeapError
     ├── InvalidInput            the request is invalid and repeating it cannot help
     │   ├── PromptTooLong
-    │   └── UnsupportedModel    the model lacks something that depth execution needs
+    │   └── UnsupportedModel    the model lacks a part that depth execution needs
     ├── NotFound                the model, router, job or dataset does not exist
     ├── AlreadyExists           the id is already in use with other contents
     ├── PreconditionFailed      the system is not in the state the call needs

@@ -9,7 +9,7 @@ from inference_service.engine.drafting import ladder_cache
 from inference_service.engine.drafting.planner import ExitCost
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 
 def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def fix_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _exit_timings(
-    runner: DepthRunner, ladder: BoundLadder
+    runner: Runner, ladder: BoundLadder
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
     yield from ()
     return (ExitCost(0.001, 0.0001),) * len(ladder.depths)

@@ -1,4 +1,4 @@
-"""Runners over pages, as on a GPU, on a CPU."""
+"""Paged runners on a CPU."""
 
 import torch
 
@@ -16,7 +16,7 @@ PAGED = sorted(set(FAMILIES) - NOT_PAGED)
 
 def load_family(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     model = build_family(name).to(dtype)
-    # Transformers would look for padding among a GPT-2's tokens, on the host; no real one has such a token.
+    # With a padding token, transformers would look for padding in GPT-2's input on the host. Real GPT-2 models have none.
     model.config.pad_token_id = None
     return wrap_model(model)
 

@@ -1,5 +1,6 @@
 """A recorder for tests that is as strict on a CPU as a CUDA graph is on a GPU."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ class TracingRecorder:
     Tensors that were there before keep their places; those that arise come anew in each replay, and what the recording itself
     made of them is wrecked: so a number that Python computed, a tensor that it made, a result that was not written to its place
     is the wrong number ever after. Reading a number on the host, sizes that depend on numbers and random draws are refused.
+    `executed` counts the operators of all replays. `num_held`: recordings that somebody could still replay.
     """
 
     records = True
@@ -30,6 +32,8 @@ class TracingRecorder:
     def __init__(self) -> None:
         self.executed: Counter[str] = Counter()
         self.num_recorded = 0
+        self.is_closed = False
+        self._held: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.num_recorded += 1
@@ -41,7 +45,16 @@ class TracingRecorder:
             with torch.inference_mode():
                 self.executed.update(trace.replay())
 
+        self._held.add(replay)
         return replay
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        assert not self._held
+        self.is_closed = True
 
 
 class _Trace(TorchDispatchMode):

@@ -7,7 +7,7 @@ import torch
 from shared.errors import RouterMismatch
 from shared.ladder.rungs import Draft
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 # Given all tokens so far (context and drafts), the next draft's (token, probability), or None.
 Script = Callable[[list[int]], tuple[int, float] | None]
@@ -37,7 +37,7 @@ class ScriptedLadder:
         if self.fingerprint is not None and self.fingerprint != loaded.fingerprint:
             raise RouterMismatch("another model's")
 
-    def bind(self, runner: DepthRunner) -> "ScriptedLadder":
+    def bind(self, runner: Runner) -> "ScriptedLadder":
         return self
 
     def new_sequence(self, prompt: Sequence[int]) -> "ScriptedLadder":
@@ -57,18 +57,18 @@ class ScriptedLadder:
         index: int,
         states: torch.Tensor,
         deep_states: torch.Tensor,
-        offsets: Sequence[int],
+        distances: Sequence[int],
     ) -> list[Draft]:
-        rows = zip(states, deep_states, offsets, strict=True)
+        rows = zip(states, deep_states, distances, strict=True)
         return [self._exit(index, *row) for row in rows]
 
     def _exit(
-        self, index: int, state: torch.Tensor, deep_state: torch.Tensor, offset: int
+        self, index: int, state: torch.Tensor, deep_state: torch.Tensor, distance: int
     ) -> Draft:
         depth = self.depths[index]
         if self.table is None:
-            self.drafted = self.drafted[: offset - 1]
-        self.seen_states.append((depth, state.clone(), deep_state.clone(), offset))
+            self.drafted = self.drafted[: distance - 1]
+        self.seen_states.append((depth, state.clone(), deep_state.clone(), distance))
         assert self.exits is not None
         proposal = self.exits(self.context + self.drafted) or (0, 0.0)
         draft = Draft(*proposal, rung=f"depth-{depth}", depth=depth)

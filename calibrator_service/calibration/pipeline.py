@@ -1,23 +1,41 @@
-"""The whole calibration: collect, train heads, train routers, measure, certify. Streaming, bounded, resumable."""
+"""A whole calibration, from top to bottom: text, states, training, report. Streaming, in bounded memory, resumable."""
 
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from calibrator_service.calibration.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.fit import fit_heads, fit_ladder
-from calibrator_service.calibration.material import Material
-from calibrator_service.calibration.presets import quick
-from calibrator_service.calibration.report import held_out_report
-from calibrator_service.calibration.risk_split import RiskSplit
+from calibrator_service.calibration.plan import quick, resolve
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.report.held_out import held_out_report
+from calibrator_service.calibration.report.risk import certified_risk
 from calibrator_service.calibration.run import Run
-from calibrator_service.calibration.spec import CalibrationResult, CalibrationSpec, Progress
+from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.calibration.states.material import collect_material
+from calibrator_service.calibration.text.risk_answers import write_risk_answers
+from calibrator_service.calibration.text.splits import Splitter
+from calibrator_service.calibration.text.stream import (
+    CollectingProgress,
+    plan_text,
+    split_sequences,
+)
+from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
+from calibrator_service.calibration.training.heads import fit_heads
+from calibrator_service.calibration.training.routers import fit_ladder
+from shared.ladder.ladder import Ladder
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread
-from shared.model.runner import DepthRunner
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """The ladder and its held-out figures. `report` is ready for JSON and for `pack_ladder`."""
+
+    ladder: Ladder
+    report: dict[str, Any]
 
 
 def calibrate(
@@ -28,48 +46,56 @@ def calibrate(
     progress: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CalibrationResult:
-    """A ladder for a frozen model, with its held-out figures. Without a spec, or bounds in it: `presets.quick`.
+    """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: `plan.quick`.
 
-    `work_dir` keeps what was collected and trained, so that a killed run continues where it was; the same spec, model and folder
-    give the same ladder (unless a time budget cuts differently). It may be deleted afterwards; None: a temporary folder.
-    Raises `InvalidInput`, `NotFound` and `Unavailable` for sources that do not work, `Cancelled` when `should_stop`,
-    `Corrupt` for a work folder that was tampered with, and `Exhausted` for a full disk.
+    `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder. It may be deleted
+    afterwards. The same spec, model and folder give the same ladder, unless a time budget ends a phase elsewhere.
+    Raises `InvalidInput`, `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
+    `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
-    spec = spec or quick(loaded.model_id)
+    plan = resolve(spec or quick(loaded.model_id), loaded)
     folder = work_dir or Path(tempfile.mkdtemp(prefix="neap-calibration-"))
     try:
-        return in_own_thread(run_phases, Run(loaded, spec, folder, progress, should_stop))
+        # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/004).
+        return in_own_thread(run_phases, Run(loaded, plan, folder, progress, should_stop))
     finally:
         if work_dir is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_phases(run: Run) -> CalibrationResult:
-    """One after the other, in the thread that called: its OpenMP pool ends with it. Raises as `calibrate`."""
-    run.tell("loading", 0.0)
-    runner = DepthRunner(run.loaded)
-    material = Material(run, runner)
-    risk = RiskSplit(run, material)
+    """All phases in order, in the calling thread. Raises as `calibrate`."""
+    run.report("loading", 0.0)
+    runner = ContiguousRunner(run.loaded)
 
-    def collect() -> None:
-        material.gather()
-        risk.gather()
+    with run.phase("collecting"):
+        text, splitter = plan_text(run), Splitter()
+        collecting = CollectingProgress(run, text)
+        sequences = split_sequences(run, text, splitter, collecting)  # written as they are read
+        material = collect_material(run, runner, sequences, collecting)
+        risk_answers = write_risk_answers(run, text, splitter.has_assigned)
 
-    run.timed("collecting", collect)
-    tokens = material.frequent_choices(run.plan.draft_vocabulary_size)
-    vocabulary = DraftVocabulary.of(run.loaded, tokens)
-    heads = run.timed("training_heads", lambda: fit_heads(run, material, vocabulary))
-    ladder = run.timed("training_routers", lambda: fit_ladder(run, material, vocabulary, heads))
+    with run.phase("training_heads"):
+        vocabulary = choose_draft_vocabulary(run, material)
+        heads = fit_heads(run, material, vocabulary)
 
-    def evaluate() -> dict[str, Any]:
-        report = held_out_report(run, runner, material, vocabulary, ladder)
-        return {**report, "risk": risk.certified(ladder, runner)}
+    with run.phase("training_routers"):
+        ladder = fit_ladder(run, material, vocabulary, heads)
 
-    report = run.timed("evaluating", evaluate)
+    with run.phase("evaluating"):
+        report = held_out_report(run, material, vocabulary, ladder)
+        report["risk"] = certified_risk(run, runner, ladder, risk_answers)
+        ladder = with_measured_agreement(ladder, report)
+
+    report["seconds"] = {**run.seconds, "total": run.elapsed_s()}
+    run.report("publishing", 1.0)
+    return CalibrationResult(ladder, report)
+
+
+def with_measured_agreement(ladder: Ladder, report: dict[str, Any]) -> Ladder:
+    """The ladder whose exits know the agreement that was measured for them."""
     measured = tuple(
         replace(layer_exit, agreement=report["rungs"][layer_exit.name]["agreement"])
         for layer_exit in ladder.exits
     )
-    report["seconds"] = {**run.seconds, "total": run.elapsed_s()}
-    run.tell("publishing", 1.0)
-    return CalibrationResult(replace(ladder, exits=measured), report)
+    return replace(ladder, exits=measured)

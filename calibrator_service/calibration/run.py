@@ -1,41 +1,38 @@
-"""One calibration while it runs: what was asked for, where it keeps its files, its time and its progress."""
+"""One calibration while it runs: what was asked for, where its files are, its time and its progress."""
 
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
 
-from calibrator_service.calibration.presets import Plan, bounded, resolve
-from calibrator_service.calibration.shards import write_atomically
-from calibrator_service.calibration.spec import CalibrationSpec, Phase, Progress
+from calibrator_service.calibration.files import write_atomically
+from calibrator_service.calibration.plan import Plan
+from calibrator_service.calibration.progress import Phase, Progress
 from shared.errors import Cancelled, Corrupt
 from shared.model.load import LoadedModel
 
-T = TypeVar("T")
-
 
 class Run:
-    """What the phases share. `figures` go out with every report of progress.
+    """What all phases share. `figures` go out with every report of progress; `seconds` are those of the finished phases.
 
-    Time counts from the first start: a run that was killed goes on with what is left of its budget. Raises `InvalidInput` for a
-    spec that does not fit the model, `Corrupt` for a state file that cannot be read.
+    The time budget counts from the first start: a run that was killed continues with the rest of its budget. Raises `Corrupt` for a
+    state file that cannot be read.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        spec: CalibrationSpec,
+        plan: Plan,
         folder: Path,
         progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
     ) -> None:
-        self._started = time.monotonic()
-        self.loaded, self.spec = loaded, bounded(spec)
-        self.plan: Plan = resolve(self.spec, loaded)
-        # What was begun on another device was begun otherwise.
+        self._start_s = self._phase_start_s = time.monotonic()
+        self.loaded, self.plan, self.spec = loaded, plan, plan.spec
+        # The scale depends on the device, and what was written at another scale cannot be continued.
         identity = json.dumps(
             {
                 **asdict(self.spec),
@@ -44,7 +41,7 @@ class Run:
                 "scale": asdict(self.plan.scale),
             }
         )
-        # Generated text is shared by every spec that asks for the same; states and heads are this spec's own.
+        # Generated text is shared by all specs that ask for the same text; states and heads belong to this spec.
         self.text_folder = folder / "text"
         self.folder = folder / hashlib.sha256(identity.encode()).hexdigest()[:16]
         self.should_stop = should_stop
@@ -52,32 +49,37 @@ class Run:
         self.seconds: dict[str, float] = {}
         self._progress, self._fraction = progress, 0.0
         self._state_file = self.folder / "state.json"
-        self._spent_before = self._read_spent()
+        self._spent_before_s = self._read_spent_s()
 
     def elapsed_s(self) -> float:
-        return self._spent_before + time.monotonic() - self._started
+        """Seconds spent on this calibration, including those of runs that were killed."""
+        return self._spent_before_s + time.monotonic() - self._start_s
 
-    def left_s(self, share: float) -> float:
-        """Seconds until `share` of the budget is spent; never none, so that every phase does something."""
+    def phase_s(self) -> float:
+        """Seconds since the current phase began in this process."""
+        return time.monotonic() - self._phase_start_s
+
+    def seconds_until(self, share: float) -> float:
+        """Seconds until `share` of the budget is spent; at least 0.05, so that every phase does some work."""
         return max(share * self.plan.budget_s - self.elapsed_s(), 0.05)
 
-    def tell(self, phase: Phase, fraction: float) -> None:
-        """Reports progress, which never falls. Raises `Cancelled`."""
+    def report(self, phase: Phase, fraction: float) -> None:
+        """Reports progress; the reported fraction never decreases. Raises `Cancelled`."""
         if self.should_stop():
             raise Cancelled("the calibration was cancelled")
         self._fraction = max(self._fraction, min(fraction, 1.0))
         self._progress(Progress(phase, self._fraction, dict(self.figures)))
 
-    def timed(self, phase: Phase, work: Callable[[], T]) -> T:
-        """Does the work of a phase and keeps, also on disk, how long it took."""
-        before = time.monotonic()
-        result = work()
-        self.seconds[phase] = time.monotonic() - before
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Scope of one phase. Records how long it took, and writes the time spent to disk."""
+        self._phase_start_s = time.monotonic()
+        yield
+        self.seconds[phase] = self.phase_s()
         spent = json.dumps({"elapsed_s": self.elapsed_s()})
         write_atomically(self._state_file, spent.encode())
-        return result
 
-    def _read_spent(self) -> float:
+    def _read_spent_s(self) -> float:
         try:
             return float(json.loads(self._state_file.read_text())["elapsed_s"])
         except FileNotFoundError:

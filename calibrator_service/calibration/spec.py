@@ -1,38 +1,50 @@
-"""What to calibrate, on what, and what is heard of it while it runs."""
+"""What to calibrate, and on which text. Checked when it is created, and written to JSON for the job store.
 
-import math
-from dataclasses import dataclass, field
+Free of torch: the service checks and stores specs without loading it. The calibration reads the same class.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from shared.errors import InvalidInput
-from shared.ladder.heads import HEAD_FORMS, HeadForm
-from shared.ladder.ladder import Ladder
-from shared.ladder.routers import DEFAULT_WIDTH
+from shared.errors import Corrupt, InvalidInput
+from shared.ladder.forms import DEFAULT_ROUTER_WIDTH, HEAD_FORMS, HeadForm
 
 Label = Literal["agreement", "cosine"]
-Phase = Literal[
-    "loading", "collecting", "training_heads", "training_routers", "evaluating", "publishing"
-]
-MAX_NEW_TOKENS = 128
+
+MAX_ROUTER_WIDTH = 8192
+MAX_NEW_TOKENS = 65_536
+MAX_RUNGS = 64
+# The longest google.protobuf.Duration, about 10,000 years. The service's own limit is a setting and far lower.
+MAX_BUDGET_S = 315_576_000_000.0
+_MAX_INT64 = 2**63 - 1
+_MAX_UINT32 = 2**32 - 1
 
 
 @dataclass(frozen=True)
 class SelfGenerated:
-    """Text the model writes itself; without `prompts` it writes or draws those too. `max_new_tokens` 0: the default."""
+    """Text that the model writes itself. Without `prompts` the model also writes its prompts, or they are drawn from templates.
+
+    `max_new_tokens`: longest answer; 0 means the default (`plan.DEFAULT_NEW_TOKENS`).
+    """
 
     prompts: tuple[str, ...] = ()
     max_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_new_tokens <= 65_536:
-            raise InvalidInput(f"max_new_tokens is {self.max_new_tokens}; it must be in [0, 65536]")
+        if not 0 <= self.max_new_tokens <= MAX_NEW_TOKENS:
+            raise _bad_spec(
+                "self_generated.max_new_tokens",
+                f"max_new_tokens is {self.max_new_tokens}; it must be in [0, {MAX_NEW_TOKENS}]",
+            )
         if any(not prompt.strip() for prompt in self.prompts):
             raise InvalidInput("one of the prompts is empty", reason="EMPTY_PROMPT")
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A .txt file, or a .jsonl file whose `field` holds the text."""
+    """A .txt file, or a .jsonl file with the text in `field` of each line."""
 
     path: str
     field: str = "text"
@@ -40,7 +52,10 @@ class TextFile:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the Hugging Face hub, streamed. `public_only`: read without this machine's token."""
+    """A dataset of the Hugging Face Hub, which is streamed.
+
+    `public_only`: read it without this machine's token. The job's process sets it; it is not part of a stored spec.
+    """
 
     name: str
     config: str = ""
@@ -48,16 +63,23 @@ class HubDataset:
     field: str = "text"
     public_only: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise _bad_spec("hub_dataset.name", "the hub dataset has no name")
+
 
 Source = SelfGenerated | TextFile | HubDataset
+_SOURCES: Mapping[str, type[Source]] = {
+    kind.__name__: kind for kind in (SelfGenerated, TextFile, HubDataset)
+}
 
 
 @dataclass(frozen=True)
 class CalibrationSpec:
-    """Zero and empty mean "choose for me" (see `presets`). `max_tokens` counts tokens learnt from, over all splits.
+    """A value of zero, an empty value or None leaves the choice to the calibration (see `plan.resolve`).
 
-    Collecting ends at `max_tokens` or in time for `time_budget_s`, whichever comes first; with neither the budget is
-    `presets.QUICK_BUDGET_S`.
+    `max_tokens` counts the tokens learned from, over all splits. Text is collected until `max_tokens` or the time budget is used
+    up, whichever is first; with neither the budget is `plan.QUICK_BUDGET_S`. Raises `InvalidInput` (BAD_SPEC).
     """
 
     model_id: str = ""
@@ -69,42 +91,77 @@ class CalibrationSpec:
     cosine_threshold: float = 0.98
     head_form: HeadForm = "gated"
     draft_vocabulary_size: int = 0
-    router_width: int = DEFAULT_WIDTH
+    router_width: int = DEFAULT_ROUTER_WIDTH
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 0:
-            raise InvalidInput(f"max_tokens is {self.max_tokens}; it must not be negative")
-        if self.time_budget_s is not None and not 0 < self.time_budget_s < math.inf:
-            raise InvalidInput(f"time_budget_s is {self.time_budget_s}; it must be positive")
+        if not 0 <= self.max_tokens <= _MAX_INT64:
+            raise _bad_spec(
+                "max_tokens", f"max_tokens is {self.max_tokens}; it must be in [0, 2^63)"
+            )
+        if self.time_budget_s is not None and not 0 < self.time_budget_s <= MAX_BUDGET_S:
+            raise _bad_spec(
+                "time_budget",
+                f"time_budget is {self.time_budget_s} s; it must be positive and at most {MAX_BUDGET_S:.0f} s",
+            )
+        if len(self.rung_depths) > MAX_RUNGS or len(set(self.rung_depths)) < len(self.rung_depths):
+            raise _bad_spec(
+                "rung_depths", f"rung_depths must be at most {MAX_RUNGS} different depths"
+            )
+        if any(not 0 <= depth <= _MAX_UINT32 for depth in self.rung_depths):
+            raise _bad_spec("rung_depths", "a rung's depth must be in [0, 2^32)")
         if self.label not in get_args(Label):
-            raise InvalidInput(f"label is {self.label!r}; it must be agreement or cosine")
-        if not 0.0 < self.cosine_threshold <= 1.0:
-            raise InvalidInput(f"cosine_threshold is {self.cosine_threshold}; it must be in (0, 1]")
+            raise _bad_spec("label", f"label is {self.label!r}; it must be agreement or cosine")
         if self.head_form not in HEAD_FORMS:
-            raise InvalidInput(f"head_form is {self.head_form!r}; it must be affine or gated")
-        if any(depth < 0 for depth in self.rung_depths):
-            raise InvalidInput("a rung's depth must not be negative")
-        if self.draft_vocabulary_size < 0:
-            raise InvalidInput("draft_vocabulary_size must not be negative")
-        if not 1 <= self.router_width <= 8192:
-            raise InvalidInput(f"router_width is {self.router_width}; it must be in [1, 8192]")
-        if not 0 <= self.seed < 2**64:
-            raise InvalidInput(f"seed is {self.seed}; it must be in [0, 2^64)")
+            raise _bad_spec(
+                "head_form", f"head_form is {self.head_form!r}; it must be affine or gated"
+            )
+        if not 0.0 < self.cosine_threshold <= 1.0:
+            raise _bad_spec(
+                "cosine_threshold",
+                f"cosine_threshold is {self.cosine_threshold}; it must be in (0, 1]",
+            )
+        if not 0 <= self.draft_vocabulary_size <= _MAX_UINT32:
+            raise _bad_spec(
+                "draft_vocabulary_size",
+                f"draft_vocabulary_size is {self.draft_vocabulary_size}; it must be in [0, 2^32)",
+            )
+        if not 1 <= self.router_width <= MAX_ROUTER_WIDTH:
+            raise _bad_spec(
+                "router_width",
+                f"router_width is {self.router_width}; it must be in [1, {MAX_ROUTER_WIDTH}]",
+            )
+        if not 0 <= self.seed <= _MAX_INT64:
+            raise _bad_spec("seed", f"seed is {self.seed}; it must be in [0, 2^63)")
+
+    def to_json(self) -> str:
+        """The stored form. Equal specs give equal text: the job store compares the texts of repeated requests."""
+        record = asdict(self)
+        record["source"].pop("public_only", None)
+        record["source"] = {"kind": type(self.source).__name__, **record["source"]}
+        return json.dumps(record, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CalibrationSpec":
+        """Reads the stored form.
+
+        Raises `Corrupt` for a text that this build cannot use: a newer build wrote it, or an older one whose limits were wider.
+        """
+        try:
+            record: dict[str, Any] = json.loads(text)
+            source = record.pop("source")
+            kind = _SOURCES[source.pop("kind")]
+            return cls(source=kind(**_with_tuples(source)), **_with_tuples(record))
+        except InvalidInput as error:
+            raise Corrupt(f"its spec is not one this build takes: {error.message}") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Corrupt("its spec has fields or values that this build does not know") from error
 
 
-@dataclass(frozen=True)
-class Progress:
-    """`fraction` of the whole job that is done, in [0, 1]; never falls."""
-
-    phase: Phase
-    fraction: float
-    figures: dict[str, float] = field(default_factory=dict)
+def _with_tuples(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists only; all sequences of these dataclasses are tuples."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
 
 
-@dataclass(frozen=True)
-class CalibrationResult:
-    """The ladder and its held-out figures; `report` is JSON-able and what `pack_ladder` takes."""
-
-    ladder: Ladder
-    report: dict[str, Any]
+def _bad_spec(field_name: str, message: str) -> InvalidInput:
+    return InvalidInput(message, reason="BAD_SPEC", metadata={"field": f"spec.{field_name}"})

@@ -3,8 +3,10 @@
 //   1. keys[slot(t)], values[slot(t)] = k[t], v[t]    for every token t, where slot(t) is that of positions[t] in row rows[t]
 //   2. out[t, h] = sum over p of softmax(cap(scaling * q[t, h] . keys[slot(p)])) * values[slot(p)]
 //
-// p runs from first_seen(positions[t]) to positions[t] in the token's row. Query head h reads key head h / (heads / kv_heads). A row is a
-// sequence's line of the block table `pages`.
+// p runs from first_seen(positions[t]) to positions[t] in the token's row. Query head h reads key head h / (heads / kv_heads).
+//
+// Words: a page is what shared/model calls a block of KV memory (in CUDA, a block is a group of threads), a slot is the place of one token
+// in a page, and a row of `pages` is the block table of one sequence.
 #pragma once
 #include <algorithm>
 
@@ -29,7 +31,6 @@ struct PagedArgs {
 };
 
 // The first position that the query at `position` sees.
-
 NEAP_ANYWHERE constexpr int64_t first_seen(const PagedArgs& args, int64_t position) {
   return args.window > 0 && position >= args.window ? position - args.window + 1 : 0;
 }

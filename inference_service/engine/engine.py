@@ -28,7 +28,7 @@ from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
 from shared.model.own_thread import in_own_thread
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 from shared.model.runners import make_runner
 from shared.model.sampling import SamplingParams
 
@@ -67,7 +67,7 @@ class Engine:
         prefix_cache_bytes: int | None = None,
         shadow_share: float = 0.0,
         on_failure: Callable[[], object] = lambda: None,
-        runner_of: Callable[[LoadedModel, int], DepthRunner] = make_runner,
+        runner_of: Callable[[LoadedModel, int], Runner] = make_runner,
     ) -> None:
         if ladder is not None:
             ladder.check_model(loaded)

@@ -4,7 +4,8 @@ A thread that runs PyTorch while the interpreter is finalised is ended inside C+
 stopped and joined before that: by an `atexit` callback, which runs once the main thread has ended, however it ended, and once all
 threads that are not daemons have ended. Until then these may use their engines.
 
-After a fork the child has the engines but not their threads; there they are marked as ended, so that nobody waits for them.
+A fork waits until no engine is inside a step: the child of a process whose other threads run PyTorch can hang. The child has the
+engines but not their threads; there they are marked as ended, so that nobody waits for them.
 """
 
 import atexit
@@ -21,6 +22,12 @@ class Stoppable(Protocol):
 
     def join(self) -> None:
         """Returns once the thread has ended."""
+
+    def hold(self) -> None:
+        """Before a fork: returns once the thread is between two steps, where it stays until `release`."""
+
+    def release(self) -> None:
+        """In the parent, after a fork."""
 
     def forget(self) -> None:
         """In a forked child: there is no such thread."""
@@ -48,10 +55,26 @@ def _stop_all() -> None:
         thread.join()
 
 
+_held: list[Stoppable] = []
+
+
+def _hold_all() -> None:
+    _held[:] = _running
+    for thread in _held:
+        thread.hold()
+
+
+def _release_all() -> None:
+    for thread in _held:
+        thread.release()
+    _held.clear()
+
+
 def _forget_all() -> None:
-    for thread in list(_running):
+    for thread in _held:
         thread.forget()
+    _held.clear()
     _running.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(before=_hold_all, after_in_parent=_release_all, after_in_child=_forget_all)

@@ -62,6 +62,10 @@ class EngineLoop:
         self._ladders.in_use = lambda: {id(job.ladder) for job in scheduler.running}
         self._on_failure = on_failure
         self._is_stopping = False
+        # The thread holds `_working` while it works. A fork takes it, and clears `_may_work` first so that it gets it.
+        self._working = threading.Lock()
+        self._may_work = threading.Event()
+        self._may_work.set()
         # Whoever changes something that the thread waits for puts None. Unlike a condition, a finaliser may use it.
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -89,6 +93,18 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def hold(self) -> None:
+        """See `Stoppable`. The thread itself may fork, in a callback."""
+        if threading.current_thread() is not self._thread:
+            self._may_work.clear()
+            self._working.acquire()
+
+    def release(self) -> None:
+        """See `Stoppable`."""
+        if threading.current_thread() is not self._thread:
+            self._working.release()
+            self._may_work.set()
+
     def forget(self) -> None:
         """See `Stoppable`. The parent's thread may have held the lock."""
         self.lock = threading.Lock()
@@ -104,10 +120,13 @@ class EngineLoop:
     def _run(self, ladder: Ladder | None) -> None:
         ended = stopping()
         try:
-            self._make_ready(ladder)
+            with self._working:
+                self._make_ready(ladder)
             self.is_ready.set()
             while self._wait_for_work():
-                self._run_once()
+                self._may_work.wait()
+                with self._working:
+                    self._run_once()
         except _Stopped:
             pass
         except BaseException:
@@ -147,6 +166,11 @@ class EngineLoop:
             self._check_stop()
 
     def _check_stop(self) -> None:
+        """Between the passes of `_make_ready`: lets a fork happen. Raises `_Stopped`."""
+        if not self._may_work.is_set():
+            self._working.release()
+            self._may_work.wait()
+            self._working.acquire()
         if self._is_stopping:
             raise _Stopped
 

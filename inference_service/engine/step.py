@@ -20,7 +20,7 @@ from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.statistics import EngineStatistics
 from inference_service.engine.verification import Verdict, verify
 from shared.ladder.ladder import BoundLadder
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 from shared.model.sampling import Trial
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class _Part:
 class Decoder:
     """Steps the sequences of one model. Used by one thread. `prefixes` keeps the KV caches of ended sequences for reuse."""
 
-    def __init__(self, runner: DepthRunner, prefixes: Prefixes | None = None) -> None:
+    def __init__(self, runner: Runner, prefixes: Prefixes | None = None) -> None:
         self.runner = runner
         self.prefixes = prefixes or Prefixes(0)
         self.statistics = EngineStatistics(runner.num_layers)
@@ -91,7 +91,7 @@ class Decoder:
         first = [sequence for sequence in sequences if sequence.started_s is None]
         for sequence in first:
             sequence.started_s = now
-        groups = [batch] if self.runner.can_pack else [[member] for member in batch]
+        groups = [batch] if self.runner.supports_ragged else [[member] for member in batch]
         results = [chunks for group in groups for chunks in self._step(group, sequences, costs)]
         try:
             for sequence in first:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inference_service.engine.request.logprobs import Logprobs, logprobs, unpacked
 from shared.model.choosing import choose, num_confirmed
-from shared.model.distribution import is_read_for_nothing
+from shared.model.distribution import reads_without_sync
 from shared.model.sampling import Trial
 
 
@@ -52,7 +52,7 @@ def computed(
     What `verify` reads, on the logits' device; nothing waits for that.
     """
     choices = choose(logits, trials)
-    if is_read_for_nothing(logits.device):  # so nothing is computed of rows that do not count
+    if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count
         choices = [
             tokens[: 1 + num_confirmed(tokens.tolist(), trial.drafts)]
             for tokens, trial in zip(choices, trials, strict=True)

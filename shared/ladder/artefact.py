@@ -11,7 +11,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from shared.errors import Corrupt, PreconditionFailed
-from shared.ladder.heads import HEAD_FORMS, ExitHead
+from shared.ladder.forms import HEAD_FORMS
+from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name

@@ -76,7 +76,7 @@ class FusedExit:
     def __call__(self, state: Tensor, deep_state: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
         """Indices into the draft vocabulary [N] int64 and probabilities [N].
 
-        `state` and `deep_state` [N, D], `ago` [N] int64: as `ExitHead.forward` takes them (`ago` is its `offset`).
+        `state` and `deep_state` [N, D], `ago` [N] int64: as `ExitHead.forward` takes them.
         """
         if len(state) > len(self._tickets) * ROUTE_TOKENS:
             self._tickets = new_tickets(len(state), self._mix.device)

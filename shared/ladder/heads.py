@@ -1,13 +1,11 @@
 """Exit heads: predict the full model's next token from the state at depth d."""
 
-from typing import Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-HeadForm = Literal["affine", "gated"]
-HEAD_FORMS: tuple[HeadForm, ...] = get_args(HeadForm)
+from shared.ladder.forms import HeadForm
+
 # Distances to the last settled token that a head distinguishes; longer ones count as the longest.
 NUM_OFFSETS = 4
 EPSILON = 1e-6
@@ -60,16 +58,16 @@ class ExitHead(nn.Module):
             self.out = nn.Parameter(torch.randn(head_width, rank) * rank**-0.5 * 0.5)
             self.scale = nn.Parameter(torch.full((2, head_width), 0.5))
 
-    def forward(self, state: Tensor, deep_state: Tensor, offset: Tensor) -> Tensor:
+    def forward(self, state: Tensor, deep_state: Tensor, ago: Tensor) -> Tensor:
         """The adapted state [..., head_width], float32 and normalised: the LM head's input.
 
-        `state` [..., D]: at depth d. `deep_state` [..., D]: at depth L, of the last settled token. `offset` [...] int64: how many
-        positions that token lies back, minus 1.
+        `state` [..., D]: at depth d. `deep_state` [..., D]: at depth L, of the last settled token. `ago` [...] int64: the
+        positions between that token and this one (0: it is the token before).
         """
         own, deep = unit(state), unit(deep_state)
         inner = (
             F.linear(torch.cat([own, deep], -1), self.mix)
-            + self.offset[offset.clamp(max=NUM_OFFSETS - 1)]
+            + self.offset[ago.clamp(max=NUM_OFFSETS - 1)]
         )
         if self.form == "affine":
             return unit(inner) * self.gain

@@ -16,7 +16,7 @@ from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
 from shared.ladder.suffix import SuffixIndex, SuffixMatch
 from shared.ladder.table_router import AGREES, DIFFERS, SILENT, Evidence, TableRouter
 from shared.model.load import LoadedModel
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Ladder:
                 },
             )
 
-    def bind(self, runner: DepthRunner) -> "BoundLadder":
+    def bind(self, runner: Runner) -> "BoundLadder":
         """Prepares the ladder for a model in memory. Raises `RouterMismatch` if it was calibrated for another model."""
         self.check_model(runner.loaded)
         return BoundLadder(self, runner)
@@ -105,7 +105,7 @@ class Ladder:
 class BoundLadder:
     """A ladder ready for use with its model: head rows gathered once, heads and routers in float32 on the model's device."""
 
-    def __init__(self, ladder: Ladder, runner: DepthRunner) -> None:
+    def __init__(self, ladder: Ladder, runner: Runner) -> None:
         self.ladder = ladder
         self.depths = tuple(layer_exit.depth for layer_exit in ladder.exits)
         self.agreements = tuple(layer_exit.agreement for layer_exit in ladder.exits)
@@ -137,14 +137,14 @@ class BoundLadder:
 
     @torch.inference_mode()
     def ask(
-        self, index: int, states: Tensor, deep_states: Tensor, offsets: Sequence[int]
+        self, index: int, states: Tensor, deep_states: Tensor, distances: Sequence[int]
     ) -> list[Draft]:
         """The drafts of `exits[index]` for N tokens. The results of all tokens are read back in one device synchronisation.
 
         `states` [N, D]: the tokens' states at the exit's depth. `deep_states` [N, D]: for each token, the state at depth L of the
-        last settled token of its sequence. `offsets` >= 1: how many positions that token lies back (1: it is the token before).
+        last settled token of its sequence. `distances` >= 1: how many positions that token lies back (1: it is the token before).
         """
-        tokens, probabilities = self.exits(index, states, deep_states, offsets)
+        tokens, probabilities = self.exits(index, states, deep_states, distances)
         layer_exit = self._exits[index]
         answer = torch.stack([tokens.double(), probabilities.double()]).tolist()
         return [
@@ -154,11 +154,11 @@ class BoundLadder:
 
     @torch.inference_mode()
     def exits(
-        self, index: int, states: Tensor, deep_states: Tensor, offsets: Sequence[int]
+        self, index: int, states: Tensor, deep_states: Tensor, distances: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """As `ask`, but the results stay on the device: tokens [N] int64, probabilities [N]."""
         layer_exit = self._exits[index]
-        ago = torch.tensor([offset - 1 for offset in offsets], device=self._vocabulary.device)
+        ago = torch.tensor([distance - 1 for distance in distances], device=self._vocabulary.device)
         if self._fused:
             places, probabilities = self._fused[index](states, deep_states, ago)
             return self._vocabulary[places], probabilities

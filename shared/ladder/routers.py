@@ -4,25 +4,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared.ladder.forms import DEFAULT_ROUTER_WIDTH
 from shared.ladder.heads import unit
 
-DEFAULT_WIDTH = 128
 # Inputs beside the adapted state: see `scalar_features`.
 NUM_SCALARS = 3
 # Bounds of every probability a router returns.
 LOWEST, HIGHEST = 1e-3, 0.999
 
 
-def scalar_features(logits: Tensor, offset: Tensor) -> Tensor:
-    """Scalar inputs of a `DepthRouter`: log p(top), p(top) - p(second), offset / 4.
+def scalar_features(logits: Tensor, ago: Tensor) -> Tensor:
+    """Scalar inputs of a `DepthRouter`: log p(top), p(top) - p(second), ago / 4.
 
-    `logits` [..., Vd] of the draft vocabulary; `offset` [...] as in `ExitHead.forward`. Returns [..., NUM_SCALARS].
+    `logits` [..., Vd] of the draft vocabulary; `ago` [...] as in `ExitHead.forward`. Returns [..., NUM_SCALARS].
     """
     top = torch.topk(logits, min(2, logits.shape[-1]), dim=-1).values
     log_mass = torch.logsumexp(logits, -1)
     first = top[..., 0] - log_mass
     second = (top[..., -1] - log_mass).exp() if logits.shape[-1] > 1 else torch.zeros_like(first)
-    return torch.stack([first, first.exp() - second, offset.to(first.dtype) / 4], -1)
+    return torch.stack([first, first.exp() - second, ago.to(first.dtype) / 4], -1)
 
 
 class DepthRouter(nn.Module):
@@ -31,7 +31,7 @@ class DepthRouter(nn.Module):
     The router normalises its input itself, so training and serving run the same forward.
     """
 
-    def __init__(self, head_width: int, width: int = DEFAULT_WIDTH) -> None:
+    def __init__(self, head_width: int, width: int = DEFAULT_ROUTER_WIDTH) -> None:
         super().__init__()
         self.hidden = nn.Linear(head_width, width)
         self.scalars = nn.Linear(NUM_SCALARS, width, bias=False)

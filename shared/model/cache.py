@@ -1,9 +1,10 @@
-"""A KV cache of preallocated slots that holds no lengths.
+"""KV caches that hold no lengths: the contract of all of them, and the contiguous one.
 
-Every pass says at which position it starts; slot j holds position j. Rolling back is starting the next pass at a smaller
-base, and layers that are behind simply get passes with an older base, so split depth needs no cache operation at all.
+Every pass states the position at which it starts. A cache is rolled back by starting the next pass at a smaller position. Layers that
+are behind the others get passes that start where they stopped, so running a model in parts needs no cache operation either.
 """
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from shared.errors import Exhausted, InvalidInput
-from shared.ops.layer import Slots
+from shared.ops.layer import LayerKV
 
 RETRY_AFTER_S = 1.0
-# PyTorch has no class of its own for this failure on a CPU.
+# PyTorch has no exception class for this failure on a CPU. Its message names the allocator.
 CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
@@ -26,9 +27,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class LengthlessCache(Cache):
-    """A transformers cache that is asked for its length only to place positions and masks, and answers for the pass at hand."""
+    """A transformers cache without a length. Transformers asks for it to place positions and masks; the answer is for the current pass."""
 
-    # Read by transformers; as plain attributes because our `layers` stays empty: no per-layer kind applies.
+    # Transformers reads these. They are plain attributes because `layers` stays empty and no per-layer kind applies.
     is_sliding: list[bool] = []  # noqa: RUF012
     is_linear: list[bool] = []  # noqa: RUF012
     is_dummy: list[bool] = []  # noqa: RUF012
@@ -44,33 +45,66 @@ class LengthlessCache(Cache):
         return -1
 
 
-class SlotCache(LengthlessCache):
-    """Keys and values of B rows, `capacity` slots each, allocated per layer at its first pass."""
+class KVCache(ABC):
+    """The keys and values of at most `capacity` tokens per sequence, in every layer. Made by `Runner.new_cache`."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__()
         self.capacity = capacity
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
         self._base = 0
         self._end = 0
-        self._bases: list[int] = []  # the same per row, as a fused layer wants it
-        self._counts: list[int] = []
 
     def begin(self, base: int, num_tokens: int) -> None:
-        """States that the next pass holds positions [base, base + num_tokens). Raises `InvalidInput` past the capacity."""
+        """States that the next pass holds positions [base, base + num_tokens).
+
+        Raises `InvalidInput` (reason CACHE_CAPACITY) if they exceed the capacity.
+        """
         if not 0 <= base <= base + num_tokens <= self.capacity:
             raise InvalidInput(
-                f"positions [{base}, {base + num_tokens}) do not fit {self.capacity} slots",
+                f"positions [{base}, {base + num_tokens}) do not fit a KV cache of {self.capacity} tokens",
                 reason="CACHE_CAPACITY",
             )
         self._base, self._end = base, base + num_tokens
+
+    @abstractmethod
+    def copy(self, other: "KVCache", start: int, end: int) -> None:
+        """Copies the keys and values of positions [start, end) in all layers from a cache of the same runner."""
+
+    @property
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes of memory that the cache holds now."""
+
+
+def contiguous(cache: KVCache) -> "ContiguousCache":
+    """`cache` itself. Raises `TypeError` if it is a cache of another kind, so of another runner."""
+    if not isinstance(cache, ContiguousCache):
+        raise TypeError(f"the runner needs a ContiguousCache, not a {type(cache).__name__}")
+    return cache
+
+
+class ContiguousCache(LengthlessCache, KVCache):
+    """Keys and values of B rows as one tensor each per layer, [B, Hkv, capacity, Dh]: index j holds the token at position j.
+
+    A layer's tensors are allocated at its first pass, or all at once by `reserve`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        LengthlessCache.__init__(self)
+        KVCache.__init__(self, capacity)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        # The pass per row, in the form that a fused layer takes.
+        self._bases: list[int] = []
+        self._counts: list[int] = []
+
+    def begin(self, base: int, num_tokens: int) -> None:
+        super().begin(base, num_tokens)
         self._bases, self._counts = [base], [num_tokens]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes [B, Hkv, Q, Dh] at the pass' positions; returns views [B, Hkv, base + Q, Dh] of the slots."""
+        """Writes [B, Hkv, Q, Dh] at the positions of the pass. Returns views [B, Hkv, base + Q, Dh] of the positions up to its end."""
         keys, values = self.stores(key_states, value_states, layer_idx)
         keys[:, :, self._base : self._end] = key_states
         values[:, :, self._base : self._end] = value_states
@@ -79,24 +113,24 @@ class SlotCache(LengthlessCache):
     def stores(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
-        """All slots of a layer [B, Hkv, capacity, Dh], allocated for states of this form at the first call."""
+        """A layer's whole tensors [B, Hkv, capacity, Dh]. The first call allocates them for states of this form."""
         keys = self.keys.get(layer_idx)
         if keys is None:
-            # Zeros, not empty: a masked NaN in an unused slot would still poison attention.
+            # Zeros, because attention would spread a NaN from an unused position even if the mask hides that position.
             keys = self.keys[layer_idx] = self._allocate(key_states)
             self.values[layer_idx] = self._allocate(value_states)
         return keys, self.values[layer_idx]
 
-    def slots(self, keys: Tensor, values: Tensor, layer_idx: int) -> Slots:
-        """The stores of a layer, row by row, and where in them the tokens of the pass belong, before their keys and values exist.
+    def layer_kv(self, keys: Tensor, values: Tensor, layer_idx: int) -> LayerKV:
+        """A layer's tensors per row, and the positions in them that the pass will write. Does not need the new keys and values.
 
         `keys` and `values` [B, Hkv, any, Dh] show the form of what will be written.
         """
         all_keys, all_values = self.stores(keys, values, layer_idx)
         rows = keys.shape[0]
         if rows == 1:
-            return Slots([all_keys], [all_values], self._bases, self._counts)
-        return Slots(
+            return LayerKV([all_keys], [all_values], self._bases, self._counts)
+        return LayerKV(
             list(all_keys.split(1)),
             list(all_values.split(1)),
             self._bases * rows,
@@ -104,18 +138,18 @@ class SlotCache(LengthlessCache):
         )
 
     @torch.inference_mode()
-    def copy(self, other: "SlotCache", start: int, end: int) -> None:
-        """Takes over slots [start, end) of another cache of the same model, all layers."""
-        assert 0 <= start <= end <= min(self.capacity, other.capacity)
-        for layer_idx, theirs in other.keys.items():
-            keys, values = self.stores(theirs, other.values[layer_idx], layer_idx)
+    def copy(self, other: KVCache, start: int, end: int) -> None:
+        source = contiguous(other)
+        assert 0 <= start <= end <= min(self.capacity, source.capacity)
+        for layer_idx, theirs in source.keys.items():
+            keys, values = self.stores(theirs, source.values[layer_idx], layer_idx)
             keys[:, :, start:end] = theirs[:, :, start:end]
-            values[:, :, start:end] = other.values[layer_idx][:, :, start:end]
+            values[:, :, start:end] = source.values[layer_idx][:, :, start:end]
 
-    def reserve(self, like: "SlotCache") -> None:
-        """Allocates all layers now, in the form that `like` has them, instead of at each layer's first pass.
+    def reserve(self, like: "ContiguousCache") -> None:
+        """Allocates all layers now, in the form that `like` has them.
 
-        Raises `Exhausted` (reason OUT_OF_MEMORY) where there is no memory for them.
+        Raises `Exhausted` (reason OUT_OF_MEMORY) if there is not enough memory.
         """
         try:
             for layer_idx, keys in like.keys.items():
@@ -135,7 +169,6 @@ class SlotCache(LengthlessCache):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes allocated so far."""
         tensors = [*self.keys.values(), *self.values.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -146,6 +179,6 @@ class SlotCache(LengthlessCache):
         return self._base
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        # transformers before 5.3 handed the positions themselves.
+        # Transformers before 5.3 passed the positions themselves instead of their number.
         num_queries = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self._base + num_queries, 0

@@ -1,12 +1,12 @@
-"""Distributions to draw tokens from, for all rows of a step at once, each with the same bits however many there are.
+"""Distributions to draw tokens from, for all rows of a step at once. The bits of a row do not depend on the other rows.
 
-What a sum of floating-point numbers comes to depends on the order they are added in, and PyTorch orders by shape and address: on a
-GPU the running sum of [1, V] is another algorithm than that of [3, V] and not even the same twice, and a softmax divides a row among
-threads by where it starts, which at an odd V is elsewhere for every row. So masses here are whole numbers that come to at most 2^53
-a row: float64 adds them exactly, in whichever order. All else is done number by number, or is a row's largest, its k-th largest or
-its stable order, of which there is one each.
+The result of a floating-point sum depends on the order of the additions, and PyTorch chooses the order by shape and address. On a GPU
+the running sum of [1, V] is another algorithm than that of [3, V], and it is not even the same in two calls. A softmax divides a row
+among threads by the row's address, which at an odd V differs from row to row. So the masses here are whole numbers whose sum is at most
+2^53 per row: float64 adds them exactly in any order. All other operations are elementwise, or have a unique result: a row's largest
+number, its k-th largest, its stable order.
 
-No number is read from a device where that is a wait: there, shapes follow from the requests alone.
+Where reading a tensor on the host would wait for the device, none is read: there, all shapes follow from the requests alone.
 """
 
 import math
@@ -18,17 +18,17 @@ from torch import Tensor
 from shared.model.sampling import SamplingParams, Trial
 
 _MANTISSA_BITS = 53
-# Where the host reads a tensor for nothing, what is computed may follow from what was. Elsewhere that is a wait for the device.
-_READ_FOR_NOTHING = frozenset({"cpu"})
+# Devices whose tensors the host reads without a synchronisation. There, what is computed next may depend on the numbers.
+_DEVICES_READ_WITHOUT_SYNC = frozenset({"cpu"})
 
 
-def is_read_for_nothing(device: torch.device) -> bool:
-    """Whether the host may look at a tensor of this device without waiting for one."""
-    return device.type in _READ_FOR_NOTHING
+def reads_without_sync(device: torch.device) -> bool:
+    """Whether the host reads tensors of this device without waiting for the device."""
+    return device.type in _DEVICES_READ_WITHOUT_SYNC
 
 
 def unit_mass(vocabulary_size: int) -> float:
-    """The mass of a row's most probable token: the largest power of two of which V make at most 2^53.
+    """The mass of a row's most probable token: the largest power of two u with V * u <= 2^53.
 
     At V 49,152 a token less than 3.6e-12 times as probable as that one is never drawn.
     """
@@ -36,7 +36,7 @@ def unit_mass(vocabulary_size: int) -> float:
 
 
 def penalised(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
-    """Logits [T, V] of the trials' rows after the repetition penalty (Keskar et al., 1909.05858); the same tensor if none has one."""
+    """Logits [T, V] of the trials' rows after the repetition penalty (Keskar et al., 1909.05858). The same tensor if no trial has one."""
     if all(trial.sampling.repetition_penalty == 1.0 for trial in trials):
         return logits
     rows = logits.split([trial.num_rows for trial in trials])
@@ -61,25 +61,25 @@ def candidates(logits: Tensor, trials: Sequence[Trial]) -> tuple[Tensor, Tensor]
 
 
 def nucleus(scores: Tensor, masses: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """What `candidates` gave, or rows of it, and each row's parameters -> masses [T, V] after top-p and min-p.
+    """Masses [T, V] after top-p and min-p. `scores`, `masses`: results of `candidates`, or rows of them. `params`: one per row.
 
-    With that a row is in proportion to the probabilities that Hugging Face's processors give, in their order.
+    A row of the result is proportional to the probabilities that Hugging Face's logits processors give, in their order.
     """
     kept = masses
     if any(own.top_p < 1.0 for own in params):
         kept = _top_p(scores, masses, [own.top_p for own in params])
     if any(own.min_p for own in params):
-        # A share of the most probable token's, which is in every nucleus and has the unit.
+        # A share of the mass of the most probable token, which is in every nucleus and has `unit_mass`.
         least = _column([own.min_p for own in params], masses.device) * unit_mass(masses.shape[1])
         kept = kept.masked_fill(kept < least, 0.0)
     return kept
 
 
 def drawn(masses: Tensor, uniforms: Tensor) -> Tensor:
-    """The token [T] int64 at each row's uniform number [T] float64 of its masses [T, V], in PyTorch: where there are no kernels."""
+    """The token [T] int64 of each row at its uniform number. masses [T, V], uniforms [T] float64. In PyTorch, for devices without kernels."""
     running, total = masses.cumsum(-1), masses.sum(-1, keepdim=True)
     tokens = torch.searchsorted(running, uniforms[:, None] * total, right=True)
-    # Rounding may put the point past the last token that has any mass. (Nothing is found among NaNs.)
+    # Rounding may put the point past the last token that has any mass. The clamp is for rows of NaNs, where nothing is found.
     last = torch.searchsorted(running, total).clamp_(max=masses.shape[1] - 1)
     return torch.minimum(tokens, last)[:, 0]
 
@@ -89,7 +89,7 @@ def _penalised(logits: Tensor, trial: Trial) -> Tensor:
     penalty = trial.sampling.repetition_penalty
     if penalty == 1.0:
         return logits
-    # The first row that has seen a token: a draft counts from the row that follows it.
+    # The first row whose context has the token. A draft belongs to the context from the next row on.
     since = dict.fromkeys(trial.context, 0)
     for row, draft in enumerate(trial.drafts, 1):
         since.setdefault(draft, row)
@@ -101,7 +101,7 @@ def _penalised(logits: Tensor, trial: Trial) -> Tensor:
 
 
 def _kth_largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
-    """[T, V] -> [T, 1]: of each row the number that `counts` of it reach; -inf where that is 0, or more than there are."""
+    """scores [T, V] -> [T, 1]: the k-th largest of each row, k from `counts`. -inf where k is 0 or at least V."""
     size = scores.shape[1]
     used = [count if count < size else 0 for count in counts]
     last, unused = _on_device(
@@ -114,9 +114,9 @@ def _kth_largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _top_p(scores: Tensor, masses: Tensor, shares: Sequence[float]) -> Tensor:
-    """Masses [T, V], those outside a row's nucleus put to 0."""
+    """Masses [T, V], set to 0 outside each row's nucleus."""
     rows = [row for row, share in enumerate(shares) if share < 1.0]
-    if len(rows) < len(shares):  # sorting is dear: only rows that ask for it
+    if len(rows) < len(shares):  # sorting is expensive, so only rows that ask for top-p are sorted
         index = _on_device(rows, masses.device, torch.int64)
         own = _top_p(
             scores.index_select(0, index),
@@ -125,14 +125,14 @@ def _top_p(scores: Tensor, masses: Tensor, shares: Sequence[float]) -> Tensor:
         )
         return masses.index_copy(0, index, own)
     bound = masses.sum(-1, keepdim=True) * _column(shares, masses.device)
-    if not is_read_for_nothing(masses.device):
+    if not reads_without_sync(masses.device):
         return _within(scores, masses, bound)
     parts = (part.split(1) for part in (scores, masses, bound))
     return torch.cat([_within_sorting_few(*row) for row in zip(*parts, strict=True)])
 
 
 def _within(scores: Tensor, masses: Tensor, bound: Tensor) -> Tensor:
-    """Masses [n, V], 0 where those of the tokens before it, from the most probable on, come to `bound` [n, 1]: never the first."""
+    """Masses [n, V], set to 0 where the more probable tokens already sum to `bound` [n, 1] or more. The most probable token is kept."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     ordered = masses.gather(1, order)
     before = ordered.cumsum(-1) - ordered
@@ -140,8 +140,8 @@ def _within(scores: Tensor, masses: Tensor, bound: Tensor) -> Tensor:
 
 
 def _within_sorting_few(scores: Tensor, masses: Tensor, bound: Tensor) -> Tensor:
-    """`_within` of one row [1, V], sorting only what may be in it: some hundred numbers, and sorting is most of what a row costs."""
-    # By octaves: all in those above come before any in this one. The exponent alone, for a NaN may have a sign.
+    """`_within` of one row [1, V], but sorts only the few hundred tokens that can be in the nucleus. Sorting takes most of a row's time."""
+    # Tokens are grouped by their exponent: all tokens of a larger exponent come first. The sign is masked out, for a NaN may have one.
     octaves = (masses[0].view(torch.int64) >> (_MANTISSA_BITS - 1)) & 0x7FF
     from_top = torch.bincount(octaves, weights=masses[0]).flip(0).cumsum(0)
     num_octaves = torch.searchsorted(from_top, bound[0]) + 1
@@ -156,5 +156,5 @@ def _column(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 
 def _on_device(values: object, device: torch.device, dtype: torch.dtype) -> Tensor:
-    # Not waited for: the copy is ordered with what reads it.
+    # Nothing waits for the copy: the device orders it before the operations that read it.
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The identity of a base model: what a router was calibrated for."""
+"""The identity of a base model. A router is served only with the model that it was calibrated for."""
 
 import hashlib
 import json
@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from shared.cpus import usable_cpus
 
-# What changes the function a set of weights computes. Not the whole config: its defaults differ between versions of
-# transformers, and a router must not depend on which one loaded the model.
+# The settings that change what a set of weights computes. Not the whole config, because its defaults differ between versions of
+# transformers, and the fingerprint must not depend on the version that loaded the model.
 FUNCTIONAL_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
@@ -28,9 +28,9 @@ FUNCTIONAL_KEYS = (
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """ "sha256:<hex>" over architecture and weights.
+    """A hash "sha256:<hex>" of architecture and weights.
 
-    Weights are hashed as bfloat16, so that one checkpoint has one fingerprint in whatever dtype it is loaded.
+    Weights are hashed as bfloat16, so that a checkpoint has one fingerprint whatever dtype it is loaded in.
     """
     config = model.config.get_text_config(decoder=True)
     functional = {key: getattr(config, key, None) for key in FUNCTIONAL_KEYS}

@@ -1,8 +1,8 @@
-"""Running only the decoder layers [first, last) through the model's own forward.
+"""Runs only the decoder layers [first, last), through the model's own forward.
 
-Each layer's `forward` is patched on the instance. A gate outside the range hands the hidden state through; the gate at `first`
-swaps the saved state in; the one at `last - 1` keeps what leaves it. Masks, positions, rotary tables and scaling stay the
-model's own business, so no family needs code of its own. Patching the instance keeps state-dict keys as they are.
+Each layer's `forward` is replaced on the instance by a gate. A gate outside the range returns the hidden state unchanged. The gate at
+`first` replaces the hidden state by the saved one, and the gate at `last - 1` keeps the layer's output. The model itself still computes
+masks, positions, rotary tables and scaling, so no family needs code of its own. State-dict keys do not change.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Forward = Callable[..., LayerOutput]
 
 
 class LayerCounters:
-    """What really ran: `per_layer[i]` calls of layer i, `token_layers` tokens summed over all calls."""
+    """The layers that ran: `per_layer[i]` calls of layer i, and `token_layers`, the tokens summed over all calls."""
 
     def __init__(self, num_layers: int) -> None:
         self.per_layer = [0] * num_layers
@@ -34,14 +34,14 @@ class LayerCounters:
         self.token_layers = 0
 
     def add(self, first: int, last: int, num_tokens: int) -> None:
-        """A pass over so many tokens through layers [first, last)."""
+        """Counts a pass of `num_tokens` tokens through layers [first, last)."""
         for index in range(first, last):
             self.per_layer[index] += 1
         self.token_layers += num_tokens * (last - first)
 
 
 class Gates:
-    """The gates of one model. Not re-entrant: one thread runs the model."""
+    """The gates of one model. Not thread-safe and not re-entrant: one thread runs the model."""
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
         self.num_layers = len(layers)
@@ -51,9 +51,9 @@ class Gates:
         self._entering: Tensor | None = None
         self._leaving: Tensor | None = None
         self._captured: dict[int, Tensor] | None = None
-        # 0: layers return a tensor; n: a tuple of n. Learnt from the first call.
+        # 0 if layers return a tensor, n if they return a tuple of n; None before the first call.
         self._tuple_length: int | None = None
-        # Each layer's own forward, bound; and what the pass at hand runs in their place.
+        # Each layer's own forward, bound; and the forwards that the current pass runs.
         self.forwards: tuple[Forward, ...] = tuple(layer.forward for layer in layers)
         self._running = self.forwards
         for index, layer in enumerate(layers):
@@ -77,9 +77,8 @@ class Gates:
             if self._last == index == 0:
                 self._leaving = hidden
             if self._first == self.num_layers == index + 1 and self._entering is not None:
-                hidden = (
-                    self._entering
-                )  # every gate is closed: only the final norm and the head run
+                # No layer runs, only the final norm and the head.
+                hidden = self._entering
             if self._tuple_length:
                 return (hidden,) + (None,) * (self._tuple_length - 1)
             return hidden  # type: ignore[no-any-return]
@@ -120,9 +119,9 @@ class Gates:
         forwards: tuple[Forward, ...] | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """Runs layers [first, last); returns the state at depth `last` [B, Q, D]. `entering` is the state at depth `first`.
+        """Runs layers [first, last). `entering`: the state at depth `first` [B, Q, D]. Returns the state at depth `last` [B, Q, D].
 
-        [0, 0) runs no layer and returns what enters the first. `forwards`, one per layer, run in place of the layers' own.
+        [0, 0) runs no layer and returns the state at depth 0. `forwards`: one per layer, run in place of the layers' own.
         """
         self._open(first, last, entering)
         self._running = forwards or self.forwards
@@ -134,7 +133,7 @@ class Gates:
             self._reset()
 
     def head(self, state: Tensor, **inputs: Any) -> Tensor:
-        """Final norm and head alone, by the model's own forward: state at depth L [B, Q, D] -> logits [B, Q, V]."""
+        """Runs only the final norm and the head, through the model's own forward: state at depth L [B, Q, D] -> logits [B, Q, V]."""
         self._open(self.num_layers, self.num_layers, state)
         try:
             logits: Tensor = self._model(**inputs).logits
@@ -143,7 +142,7 @@ class Gates:
             self._reset()
 
     def capture(self, depths: Sequence[int], **inputs: Any) -> dict[int, Tensor]:
-        """All layers, once; the states at `depths`, each [B, Q, D]."""
+        """Runs all layers once. Returns the states at `depths` (L included), each [B, Q, D]."""
         self._open(0, self.num_layers, None)
         nothing = torch.empty(0)
         self._captured = {depth: nothing for depth in depths if depth < self.num_layers}

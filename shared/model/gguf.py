@@ -1,8 +1,8 @@
-"""Reading .gguf files without doing the same work again and again.
+"""Reads .gguf files without repeating work.
 
-transformers reads a file's metadata, which holds the vocabulary, anew for the configuration, the weights and the tokenizer, by way of
-millions of views into a memory map, and makes the table of tensor names once per module. Within `read_once` the reader makes plain
-arrays and each of these results is made once. What is loaded is the same.
+Transformers reads a file's metadata, which includes the vocabulary, separately for the configuration, the weights and the tokenizer.
+It does so through millions of views into a memory map. It also makes the table of tensor names once per module. Within `read_once` the
+reader makes plain arrays, and each of these results is computed once. The loaded model is the same.
 """
 
 import copy
@@ -17,12 +17,12 @@ import gguf
 import numpy as np
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
-# What is replaced belongs to the whole process.
+# `read_once` replaces functions of modules, so for the whole process.
 _lock = threading.Lock()
 
 
 class ArrayReader(gguf.GGUFReader):
-    """A GGUFReader whose fields are plain arrays: a view of a memory map costs ten times as much, and there are two a token."""
+    """A GGUFReader whose fields are plain arrays. Views of a memory map take ten times as long, and there are two per token."""
 
     def _get(
         self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
@@ -33,7 +33,7 @@ class ArrayReader(gguf.GGUFReader):
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """While it lasts, transformers parses each file once. One thread at a time; others wait."""
+    """Within it, transformers parses each file once. One thread at a time can be inside; others wait."""
     with _lock, ExitStack() as stack:
         for module, name, replacement in _replacements():
             stack.callback(setattr, module, name, getattr(module, name))
@@ -48,7 +48,7 @@ def _replacements() -> Iterable[tuple[Any, str, Callable[..., Any]]]:
     def load(path: str | Path, return_tensors: bool = False, *rest: Any, **options: Any) -> Any:
         if return_tensors or rest or options:
             return loaded(path, return_tensors, *rest, **options)
-        return copy.deepcopy(parsed(str(path)))  # callers change it
+        return copy.deepcopy(parsed(str(path)))  # because callers modify the result
 
     return (
         (gguf, "GGUFReader", functools.cache(ArrayReader)),

@@ -1,4 +1,4 @@
-"""Finding what makes the host wait for the device, or decides from numbers on it: neither can be recorded."""
+"""Finds the operators that make the host wait for the device, or that depend on numbers on it. Such passes cannot be recorded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Indexing is by numbers, or by a mask: then it counts on the device and tells the host.
+# Indexing by a mask counts its elements on the device and reads the count on the host. Indexing by integers does not.
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
 class HostSyncs(TorchDispatchMode):
-    """`found` names the operators under this mode whose result or its size is read from the device's numbers, or moved to the host."""
+    """Collects in `found` the names of operators whose result's size depends on numbers on the device, or which copy to or from the host."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -27,7 +27,7 @@ class HostSyncs(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        with self:  # what is made of other operators is judged by these
+        with self:  # a composite operator is judged by the operators that it consists of
             whole = func.namespace != "aten"
             parts = NotImplemented if whole else func.decompose(*args, **(kwargs or {}))
         if parts is not NotImplemented:
@@ -48,12 +48,12 @@ class HostSyncs(TorchDispatchMode):
             return tensors[0].device.type != tensors[1].device.type
         devices = {tensor.device.type for tensor in tensors}
         landed = {value.device.type for value in tree_leaves(out) if isinstance(value, Tensor)}
-        # Numbers on the host may take part in an operator; nothing may cross over whole.
+        # An operator may read a scalar from the host, but its result must be on the device of one of its inputs.
         return bool(devices) and bool(landed) and not (devices & landed)
 
 
 def host_syncs(work: Callable[[], object]) -> list[str]:
-    """Names of the operators that make `work` wait, in order. Runs it."""
+    """Runs `work` and returns the names of the operators that make it wait for the device, in order."""
     mode = HostSyncs()
     with mode:
         work()

@@ -1,4 +1,4 @@
-"""Loading a frozen model, from wherever it is, into the form the runner needs."""
+"""Loads a frozen model from a folder, a file or the hub into the form that runners need."""
 
 import struct
 import time
@@ -19,17 +19,17 @@ from transformers import (
 from shared.errors import NotFound, UnsupportedModel
 from shared.model.fingerprint import fingerprint
 from shared.model.own_thread import in_own_thread
-from shared.model.probe import ModelParts, probe
+from shared.model.parts import ModelParts, find_parts
 
 log = structlog.get_logger("neap.model")
 
-# Where a config states no limit; the KV cache is allocated per request, so this costs nothing by itself.
+# For configs that state no limit.
 DEFAULT_CONTEXT_LENGTH = 4096
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A frozen model, probed. `fingerprint` names architecture and weights, whatever the dtype."""
+    """A frozen model and its parts. `fingerprint` identifies architecture and weights, independently of the dtype."""
 
     model_id: str
     model: PreTrainedModel
@@ -72,8 +72,9 @@ def load_model(
 ) -> LoadedModel:
     """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
 
-    `dtype` None: float32 on CPU, the checkpoint's own elsewhere. Weights come from safetensors or GGUF only, never a pickle.
-    The log has a line before, with the size on disk, and one after, with the seconds it took.
+    `dtype` None: float32 on a CPU, the checkpoint's own on other devices. Weights are read from safetensors or GGUF, never from a
+    pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate` is as in `wrap_model`. Logs the size on disk
+    before loading and the seconds taken afterwards.
     Raises `NotFound` (reason MODEL_NOT_FOUND) and `UnsupportedModel`.
     """
     started_s = time.monotonic()
@@ -107,7 +108,7 @@ def _load_model(
     accelerate: bool,
 ) -> LoadedModel:
     path = Path(source)
-    # Code that comes with a model is never run; without a word transformers would ask on standard input.
+    # Code that comes with a model is never run. If this were not set, transformers would ask on standard input.
     no_code: dict[str, Any] = {"trust_remote_code": False}
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(source), **no_code}
     if path.suffix == ".gguf":
@@ -138,7 +139,9 @@ def _load_model(
             metadata={"source": str(source)},
         ) from error
     placed: Any = model
-    placed = placed.to(device)  # whose wrapper upstream hides its own type
+    placed = placed.to(
+        device
+    )  # `Any`, because the decorator of this method upstream hides its type
     return wrap_model(
         placed,
         tokenizer,
@@ -156,9 +159,12 @@ def wrap_model(
     context_length: int | None = None,
     accelerate: bool = False,
 ) -> LoadedModel:
-    """Freezes and probes a model that is already built. `accelerate` replaces its CPU float32 matrices by packed ones."""
+    """Freezes a model that is already built, and finds its parts.
+
+    `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. Raises `UnsupportedModel`.
+    """
     model.requires_grad_(False).eval()
-    parts = probe(model)
+    parts = find_parts(model)
     limit = (
         getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         or DEFAULT_CONTEXT_LENGTH
@@ -189,7 +195,7 @@ def _reading(*, is_gguf: bool) -> AbstractContextManager[None]:
 
 
 def _size_mb(path: Path) -> float | None:
-    """Of the weights on disk, in MB; None where they are on the hub, or in its cache."""
+    """Size of the weights on disk, in MB. None if they are on the hub or in its cache."""
     if path.is_file():
         return round(path.stat().st_size / 1e6, 1)
     files = [*path.glob("*.safetensors")] if path.is_dir() else []
@@ -197,7 +203,7 @@ def _size_mb(path: Path) -> float | None:
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """From the generation config, where Hugging Face's own `generate` takes them; one id or a list."""
+    """From the generation config, as Hugging Face's own `generate`. It has one id or a list."""
     generation = getattr(model, "generation_config", None)
     ids = generation.eos_token_id if generation is not None else None
     if ids is None:

@@ -1,4 +1,4 @@
-"""Whether passes over pages give the states that the model's own attention gives: asked of every model before it is served so."""
+"""The check that every model passes before it runs over paged KV: are the states those of the model's own attention?"""
 
 from collections.abc import Callable
 
@@ -6,33 +6,32 @@ import torch
 from torch import Tensor
 
 from shared.errors import UnsupportedModel
-from shared.model.cache import SlotCache
-from shared.model.packed import Segment
-from shared.model.runner import DepthRunner
+from shared.model.cache import ContiguousCache, KVCache
+from shared.model.gated_model import GatedModel
+from shared.model.ragged import RaggedSequence
 
-# Positions that the check fills at most; windows that are longer are judged by their mask alone.
-CHECK_SLOTS = 1024
+# Largest number of tokens that the check keeps in caches. Of a longer window only the mask is checked.
+CHECK_TOKENS = 1024
 LONGEST = 488
-# Relative distance of a token's states, the median and the largest: what rounding elsewhere and sums in another order come to after
-# all layers. In bfloat16 a layer compiled whole rounds so much less than its modules that single tokens differ by a seventh; a
-# window one position off makes two fifths.
+# Largest relative distance between a token's states: the median and the maximum over all tokens. It comes from rounding at other places
+# and from sums in another order, over all layers. In bfloat16 a layer compiled as a whole rounds so much less than its modules that
+# single tokens differ by a seventh. A window that is one position off makes a difference of two fifths.
 TOLERANCE = {
     torch.float32: (1e-4, 1e-3),
     torch.float16: (1e-2, 5e-2),
     torch.bfloat16: (6e-2, 2.5e-1),
 }
 
-NewCache = Callable[[int], SlotCache]
-RunPacked = Callable[..., Tensor]
+NewCache = Callable[[int], KVCache]
+RunRagged = Callable[..., Tensor]
 
 
-class Probe:
-    """Three sequences of random tokens, one longer than the model's window, and their states as the model's own way has them."""
+class StateCheck:
+    """Three sequences of random tokens, one longer than the model's window, and their states by the model's own attention."""
 
     @torch.inference_mode()
-    def __init__(self, runner: DepthRunner) -> None:
-        """`runner` runs `SlotCache`s the model's own way."""
-        loaded = runner.loaded
+    def __init__(self, model: GatedModel) -> None:
+        loaded = model.loaded
         generator = torch.Generator().manual_seed(0)
         config = loaded.model.config.get_text_config(decoder=True)
         window = getattr(config, "sliding_window", None) or 0
@@ -44,19 +43,20 @@ class Probe:
         for length in (longest, min(3, longest), longest // 2):
             ids = torch.randint(loaded.vocabulary_size, (1, length), generator=generator)
             ids = ids.to(loaded.device)
-            states = runner.run(ids, SlotCache(length), first=0, last=self._num_layers, base=0)
+            cache = ContiguousCache(length)
+            states = model.run(ids, cache, first=0, last=self._num_layers, base=0)
             self._ids.append(ids)
             expected.append(states[0, length // 2 :])
         self._expected = torch.cat(expected).float()
 
     @torch.inference_mode()
-    def compare(self, run_packed: RunPacked, new_cache: NewCache, what: str) -> None:
-        """Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) where `what` fails or gives other states.
+    def compare(self, run_ragged: RunRagged, new_cache: NewCache, what: str) -> None:
+        """Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes of `run_ragged` fail or give other states.
 
-        The passes are ragged, rolled back once, and split by depth.
+        The passes are ragged, rolled back once, and split by depth. `what` names the tested feature in the error.
         """
         try:
-            states = self._states(run_packed, new_cache)
+            states = self._states(run_ragged, new_cache)
         except (
             ArithmeticError,
             AttributeError,
@@ -74,27 +74,29 @@ class Probe:
                 f"{what}: states differ by {usual:.1e} from the model's own, a token's by {worst:.1e}"
             )
 
-    def _states(self, run_packed: RunPacked, new_cache: NewCache) -> Tensor:
-        """[T, D] of the second half of each sequence, in one pass with the others'."""
+    def _states(self, run_ragged: RunRagged, new_cache: NewCache) -> Tensor:
+        """The states [T, D] of the second half of each sequence, in one ragged batch."""
         last, middle = self._num_layers, self._num_layers // 2
-        parts: list[Segment] = []
+        sequences: list[RaggedSequence] = []
         later = []
         for ids in self._ids:
             length, held = ids.shape[1], ids.shape[1] // 2
             cache = new_cache(length)
             if held:
-                run_packed(ids[:, :held], [Segment(cache, 0, held)], first=0, last=last)
-            parts.append(Segment(cache, held, length - held))
+                run_ragged(ids[:, :held], [RaggedSequence(cache, 0, held)], first=0, last=last)
+            sequences.append(RaggedSequence(cache, held, length - held))
             later.append(ids[:, held:])
         tokens = torch.cat(later, 1)
-        run_packed(tokens.flip(1), parts, first=0, last=last)  # wrong ones, rolled back
+        run_ragged(
+            tokens.flip(1), sequences, first=0, last=last
+        )  # wrong tokens; the next pass rolls them back
         if not middle:
-            return run_packed(tokens, parts, first=0, last=last)[0]
-        hidden = run_packed(tokens, parts, first=0, last=middle)
-        return run_packed(tokens, parts, first=middle, last=last, hidden=hidden)[0]
+            return run_ragged(tokens, sequences, first=0, last=last)[0]
+        hidden = run_ragged(tokens, sequences, first=0, last=middle)
+        return run_ragged(tokens, sequences, first=middle, last=last, hidden=hidden)[0]
 
 
 def _not_supported(why: str) -> UnsupportedModel:
     return UnsupportedModel(
-        f"passes over pages do not work for this model: {why}", reason="PAGES_NOT_SUPPORTED"
+        f"paged KV does not work for this model: {why}", reason="PAGES_NOT_SUPPORTED"
     )

@@ -1,8 +1,9 @@
-"""Keys and values in pages of one pool: nothing is allocated while requests run, and nothing falls into pieces.
+"""Paged KV (vLLM, 2309.06180): keys and values in blocks of one pool, so nothing is allocated while requests run.
 
-A page holds PAGE_SLOTS positions of one sequence in every layer. The pool has as many as its memory allows, made at start. A cache
-takes all pages that its capacity asks for at once and gives them back when it is closed or dropped. What a pass reads is a table on
-the device: row r lists the pages of one cache, position by position. A cache has a row only while it is used; the rest wait.
+A block holds BLOCK_TOKENS token positions of one sequence, in every layer. The pool is allocated at start and has as many blocks as its
+memory allows. A cache takes all blocks for its capacity at once, and returns them when it is closed or dropped. A pass finds a
+sequence's blocks through its block table: a row of a tensor on the device that lists the blocks of one cache in the order of their
+positions. A cache has a block table only while it is in use; if all are taken, the least recently used one is filled anew.
 """
 
 import itertools
@@ -12,19 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from shared.errors import Exhausted, InvalidInput
-from shared.model.cache import SlotCache
+from shared.model.cache import KVCache
 
-PAGE_SLOTS = 16
-# Of the table; at least as many as sequences can meet in one pass.
-NUM_ROWS = 256
+BLOCK_TOKENS = 16
+# At least the largest number of sequences in one pass.
+NUM_BLOCK_TABLES = 256
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of one layer's keys and values: `num_heads` Hkv, `key_width` D, `value_width` Dv."""
+    """The form of one layer's keys and values: `num_heads` Hkv, `key_width` D, `value_width` Dv."""
 
     num_heads: int
     key_width: int
@@ -32,110 +32,122 @@ class LayerShape:
     dtype: torch.dtype
 
     @property
-    def page_bytes(self) -> int:
-        return (
-            PAGE_SLOTS * self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
-        )
+    def block_bytes(self) -> int:
+        """Bytes of a block in this layer."""
+        width = self.key_width + self.value_width
+        return BLOCK_TOKENS * self.num_heads * width * self.dtype.itemsize
 
 
-def num_pages_of(num_slots: int) -> int:
-    """Pages that so many positions take."""
-    return -(-num_slots // PAGE_SLOTS)
+def num_blocks_of(num_tokens: int) -> int:
+    """Blocks needed for `num_tokens` tokens of one sequence."""
+    return -(-num_tokens // BLOCK_TOKENS)
 
 
-class PagePool:
-    """P pages: per layer keys [P, Hkv, G, D] and values [P, Hkv, G, Dv], and the table `pages` [NUM_ROWS, M] int64 of them.
+class BlockPool:
+    """P blocks: per layer keys [P, Hkv, G, D] and values [P, Hkv, G, Dv], G = BLOCK_TOKENS.
 
-    One thread takes pages and asks for rows; caches may be dropped by any.
+    `block_tables` [NUM_BLOCK_TABLES, M] int64: M blocks for a whole context each. Threads: one thread makes caches and asks for block
+    tables; any thread may close or drop a cache.
     """
 
     @torch.inference_mode()
     def __init__(
         self,
         shapes: Sequence[LayerShape],
-        num_pages: int,
+        num_blocks: int,
         context_length: int,
         device: torch.device,
     ) -> None:
-        # Zeros: what stands in a slot that no query sees must at least be a number.
+        # Zeros, because positions that no query sees must still hold finite numbers.
         self.keys = [
             torch.zeros(
-                num_pages, s.num_heads, PAGE_SLOTS, s.key_width, dtype=s.dtype, device=device
+                num_blocks, s.num_heads, BLOCK_TOKENS, s.key_width, dtype=s.dtype, device=device
             )
             for s in shapes
         ]
         self.values = [
             torch.zeros(
-                num_pages, s.num_heads, PAGE_SLOTS, s.value_width, dtype=s.dtype, device=device
+                num_blocks, s.num_heads, BLOCK_TOKENS, s.value_width, dtype=s.dtype, device=device
             )
             for s in shapes
         ]
-        self.page_bytes = sum(shape.page_bytes for shape in shapes)
-        self.num_pages = num_pages
-        self._pages_per_row = num_pages_of(context_length)
-        self.pages = torch.zeros(NUM_ROWS, self._pages_per_row, dtype=torch.int64, device=device)
-        # Deques: whoever drops a cache, on whatever thread, only appends to them.
-        self._free = deque(range(num_pages))
-        self._gone: deque[int] = deque()
-        self._rows: OrderedDict[int, int] = OrderedDict()  # cache number -> row, last used last
-        self._free_rows = deque(range(NUM_ROWS))
+        self.block_bytes = sum(shape.block_bytes for shape in shapes)
+        self.num_blocks = num_blocks
+        self._blocks_per_table = num_blocks_of(context_length)
+        self.block_tables = torch.zeros(
+            NUM_BLOCK_TABLES, self._blocks_per_table, dtype=torch.int64, device=device
+        )
+        # Deques, because whichever thread drops a cache appends to them.
+        self._free = deque(range(num_blocks))
+        self._closed: deque[int] = deque()
+        # Cache number -> index of its block table, the least recently used first.
+        self._tables: OrderedDict[int, int] = OrderedDict()
+        self._free_tables = deque(range(NUM_BLOCK_TABLES))
         self._numbers = itertools.count()
 
     @property
     def num_free(self) -> int:
-        """Pages that no cache holds."""
+        """Number of blocks that no cache holds."""
         return len(self._free)
 
     def new_cache(self, capacity: int) -> "PagedCache":
-        """A cache of at least `capacity` positions. Raises `Exhausted` (reason KV_PAGES) and `InvalidInput`."""
-        wanted = num_pages_of(capacity)
-        if wanted > self._pages_per_row:
+        """A cache for at least `capacity` tokens.
+
+        Raises `Exhausted` (reason KV_PAGES) if too few blocks are free, and `InvalidInput` (reason CACHE_CAPACITY) if `capacity`
+        exceeds the context length.
+        """
+        needed = num_blocks_of(capacity)
+        if needed > self._blocks_per_table:
             raise InvalidInput(
                 f"{capacity} positions are more than the context has", reason="CACHE_CAPACITY"
             )
-        if wanted > self.num_free:
+        if needed > self.num_free:
             raise Exhausted(
-                f"{wanted} pages of keys and values are wanted, {self.num_free} of {self.num_pages} are free",
+                f"{needed} blocks of KV memory are needed, but only {self.num_free} of {self.num_blocks} are free",
                 reason="KV_PAGES",
             )
-        pages = tuple(self._free.popleft() for _ in range(wanted))
-        return PagedCache(self, pages, next(self._numbers))
+        blocks = tuple(self._free.popleft() for _ in range(needed))
+        return PagedCache(self, blocks, next(self._numbers))
 
     @torch.inference_mode()
-    def row_of(self, cache: "PagedCache") -> int:
-        """The table's row of `cache`, filled; another's, unused for longest, where none is free.
+    def table_of(self, cache: "PagedCache") -> int:
+        """The index in `block_tables` of the cache's block table, which is filled if the cache has none yet.
 
-        It stays until NUM_ROWS - 1 other caches have been asked for.
+        If no table is free, the least recently used one is taken from its cache. So the index stays valid until
+        NUM_BLOCK_TABLES - 1 other caches have asked for theirs.
         """
         assert not cache.is_closed
-        while self._gone:
-            row = self._rows.pop(self._gone.popleft(), None)
-            if row is not None:
-                self._free_rows.append(row)
-        row = self._rows.get(cache.number)
-        if row is not None:
-            self._rows.move_to_end(cache.number)
-            return row
-        row = self._free_rows.popleft() if self._free_rows else self._rows.popitem(last=False)[1]
-        self._rows[cache.number] = row
-        listed = torch.tensor(cache.pages, dtype=torch.int64)
-        self.pages[row, : len(cache.pages)].copy_(listed, non_blocking=True)
-        return row
+        while self._closed:
+            table = self._tables.pop(self._closed.popleft(), None)
+            if table is not None:
+                self._free_tables.append(table)
+        table = self._tables.get(cache.number)
+        if table is not None:
+            self._tables.move_to_end(cache.number)
+            return table
+        if self._free_tables:
+            table = self._free_tables.popleft()
+        else:
+            table = self._tables.popitem(last=False)[1]
+        self._tables[cache.number] = table
+        listed = torch.tensor(cache.blocks, dtype=torch.int64)
+        self.block_tables[table, : len(cache.blocks)].copy_(listed, non_blocking=True)
+        return table
 
-    def _give_back(self, number: int, pages: tuple[int, ...]) -> None:
-        self._gone.append(number)
-        self._free.extend(pages)
+    def _give_back(self, number: int, blocks: tuple[int, ...]) -> None:
+        self._closed.append(number)
+        self._free.extend(blocks)
 
 
-class PagedCache(SlotCache):
-    """A sequence's pages in a pool. Only the passes of a `PagedRunner` read and write it."""
+class PagedCache(KVCache):
+    """The blocks of one sequence in a pool. Only the passes of the `PagedRunner` that made it read and write it."""
 
-    def __init__(self, pool: PagePool, pages: tuple[int, ...], number: int) -> None:
-        super().__init__(len(pages) * PAGE_SLOTS)
-        self.pages = pages
+    def __init__(self, pool: BlockPool, blocks: tuple[int, ...], number: int) -> None:
+        super().__init__(len(blocks) * BLOCK_TOKENS)
+        self.blocks = blocks
         self.number = number
         self._pool = pool
-        self._give_back = weakref.finalize(self, pool._give_back, number, pages)
+        self._give_back = weakref.finalize(self, pool._give_back, number, blocks)
         self._give_back.atexit = False
 
     @property
@@ -143,30 +155,35 @@ class PagedCache(SlotCache):
         return not self._give_back.alive
 
     def close(self) -> None:
-        """Gives the pages back; otherwise that happens when the cache is dropped. Idempotent."""
+        """Returns the blocks to the pool. Otherwise that happens when the cache is dropped. Idempotent."""
         self._give_back()
 
     @property
     def kv_bytes(self) -> int:
-        return len(self.pages) * self._pool.page_bytes
-
-    def stores(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int
-    ) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("pages of a pool are no slots in a row: use the PagedRunner")
+        return len(self.blocks) * self._pool.block_bytes
 
     @torch.inference_mode()
-    def copy(self, other: SlotCache, start: int, end: int) -> None:
-        assert isinstance(other, PagedCache)
-        assert other._pool is self._pool
+    def copy(self, other: KVCache, start: int, end: int) -> None:
+        source = paged(other)
+        assert source._pool is self._pool
         assert not self.is_closed
-        assert not other.is_closed
-        assert 0 <= start <= end <= min(self.capacity, other.capacity)
+        assert not source.is_closed
+        assert 0 <= start <= end <= min(self.capacity, source.capacity)
         if start == end:
             return
         positions = torch.arange(start, end)
-        page, slot = positions // PAGE_SLOTS, positions % PAGE_SLOTS
-        where = torch.stack([torch.tensor(self.pages)[page], torch.tensor(other.pages)[page], slot])
-        mine, theirs, slot = where.to(self._pool.pages.device, non_blocking=True).unbind()
+        index, place = positions // BLOCK_TOKENS, positions % BLOCK_TOKENS
+        where = torch.stack(
+            [torch.tensor(self.blocks)[index], torch.tensor(source.blocks)[index], place]
+        )
+        device = self._pool.block_tables.device
+        mine, theirs, place = where.to(device, non_blocking=True).unbind()
         for store in (*self._pool.keys, *self._pool.values):
-            store[mine, :, slot] = store[theirs, :, slot]
+            store[mine, :, place] = store[theirs, :, place]
+
+
+def paged(cache: KVCache) -> PagedCache:
+    """`cache` itself. Raises `TypeError` if it is a cache of another kind, so of another runner."""
+    if not isinstance(cache, PagedCache):
+        raise TypeError(f"the runner needs a PagedCache, not a {type(cache).__name__}")
+    return cache

@@ -1,7 +1,8 @@
-"""One pass over T tokens of any sequences through the model's own forward, with nothing in it that a later pass would change.
+"""One pass over T tokens of any sequences through the model's own forward, in a form that can be recorded.
 
-Tokens, positions and rows come from tensors that stay where they are, the state too: so the pass can be recorded once and replayed
-over other numbers. A token at a negative position is padding: it computes something, writes nothing and is read by nobody.
+Tokens, positions, block tables and states are read from tensors that stay in place, and nothing on the host depends on them. So the pass
+is recorded once and replayed over other numbers. A token at a negative position is padding: something is computed for it, but nothing is
+written, and nobody reads the result.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,50 +15,51 @@ from torch import Tensor
 from shared.model.cache import LengthlessCache
 from shared.model.gates import Forward, Gates, LayerOutput
 from shared.model.load import LoadedModel
-from shared.model.paged_kv import PagePool
+from shared.model.paged_kv import BlockPool
 from shared.model.substitution import paged_attention
-from shared.model.substitution.paged_attention import LayerPages, PagedMask, PagedOffset
+from shared.model.substitution.paged_attention import LayerBlocks, PagedMask, PagedOffset
 
-# Given a layer's index and its own forward, what to run in its place: see `shared.model.substitution.compiled`.
+# Takes a layer's index and its own forward. Returns what runs in its place: see `shared.model.substitution.compiled`.
 LayerTransform = Callable[[int, Forward], Forward]
 
 
 class TokenBuffer:
-    """Tokens of passes to come, `num_tokens` each time, in a place that stays.
+    """The tokens of a pass, in tensors that stay in place. Every pass has T = `num_tokens` tokens.
 
-    `ids`, their `positions` (negative: padding) and their `rows` of the page table, each [T] int64: views of `packed` [3, T].
+    `ids`, `positions` (negative: padding) and `tables`, the index of each token's block table: each [T] int64, views of
+    `stacked` [3, T].
     """
 
     @torch.inference_mode()
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.num_tokens = num_tokens
-        self.packed = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
-        self.ids, self.positions, self.rows = self.packed.unbind()
+        self.stacked = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
+        self.ids, self.positions, self.tables = self.stacked.unbind()
         self.clear()
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """All padding."""
+        """Makes all tokens padding."""
         self.positions.fill_(-1)
 
     @torch.inference_mode()
-    def fill(self, ids: Tensor, positions: list[int], rows: list[int]) -> None:
-        """The tokens `ids` [N <= T] at their positions and rows; the rest is padding. One copy, where `ids` are on the host."""
+    def fill(self, ids: Tensor, positions: list[int], tables: list[int]) -> None:
+        """Sets N <= T tokens: `ids` [N], their positions and block tables. The rest is padding. One copy if `ids` are on the host."""
         padding = self.num_tokens - len(positions)
         host = torch.tensor(
-            [[0] * self.num_tokens, positions + [-1] * padding, rows + [0] * padding]
+            [[0] * self.num_tokens, positions + [-1] * padding, tables + [0] * padding]
         )
         on_host = ids.device.type == "cpu"
         if on_host:
             host[0, : len(ids)] = ids
-        # Pageable memory: the driver takes it over before it returns, and waits for no pass under way.
-        self.packed.copy_(host, non_blocking=True)
+        # From pageable memory: the driver copies it before the call returns, and does not wait for a running pass.
+        self.stacked.copy_(host, non_blocking=True)
         if not on_host:
             self.ids[: len(ids)].copy_(ids)
 
 
 class _LayerCache(LengthlessCache):
-    """A pass' cache as one layer sees it. Keys and values stay what they are: attention writes them, knowing the layer."""
+    """The transformers cache of a paged pass. It returns keys and values unchanged, because attention writes them to the pool."""
 
     def __init__(self, num_tokens: int, checks: bool) -> None:
         super().__init__()
@@ -80,13 +82,13 @@ class _LayerCache(LengthlessCache):
 
 
 class PagedForward:
-    """Passes of one model over one pool. One thread. `transform` changes what runs in place of each layer's own forward."""
+    """Runs passes of one model over one block pool, on one thread. `transform` replaces each layer's own forward."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         gates: Gates,
-        pool: PagePool,
+        pool: BlockPool,
         transform: LayerTransform | None = None,
     ) -> None:
         paged_attention.register()
@@ -99,7 +101,7 @@ class PagedForward:
         if transform is not None:
             forwards = tuple(transform(index, forward) for index, forward in enumerate(forwards))
         self._layers = tuple(
-            self._with_pages(index, forward) for index, forward in enumerate(forwards)
+            self._with_blocks(index, forward) for index, forward in enumerate(forwards)
         )
         self._tokens: TokenBuffer | None = None
 
@@ -113,9 +115,9 @@ class PagedForward:
         *,
         checks: bool = False,
     ) -> Tensor:
-        """Layers [first, last) over T tokens; `entering` [T, D] is their state at depth `first` (None only for depth 0).
+        """Runs layers [first, last) over T tokens. `entering` [T, D]: their state at depth `first`, or None for depth 0.
 
-        Returns their state at depth `last` [T, D]. With `checks`, masks are proved: see `PagedOffset`. Counts nothing.
+        Returns their state at depth `last` [T, D]. With `checks`, masks are verified: see `PagedOffset`. Leaves the counters unchanged.
         """
         counters = self._gates.counters
         counted = list(counters.per_layer), counters.token_layers
@@ -128,7 +130,7 @@ class PagedForward:
                     None if entering is None else entering[None],
                     forwards=self._layers,
                     input_ids=tokens.ids[None],
-                    # Padding has to have some position that the model knows.
+                    # Padding needs a position that is valid for the model.
                     position_ids=tokens.positions.clamp(min=0)[None],
                     past_key_values=_LayerCache(tokens.num_tokens, checks),
                     use_cache=True,
@@ -138,16 +140,17 @@ class PagedForward:
             self._tokens = None
             counters.per_layer, counters.token_layers = counted
 
-    def _with_pages(self, index: int, forward: Forward) -> Forward:
-        keys, values, pages = self._pool.keys[index], self._pool.values[index], self._pool.pages
+    def _with_blocks(self, index: int, forward: Forward) -> Forward:
+        keys, values = self._pool.keys[index], self._pool.values[index]
+        block_tables = self._pool.block_tables
 
         def paged(*args: Any, **kwargs: Any) -> LayerOutput:
             tokens = self._tokens
             assert tokens is not None
-            layer = LayerPages(keys, values, pages, tokens.rows, tokens.positions)
+            layer = LayerBlocks(keys, values, block_tables, tokens.tables, tokens.positions)
 
             def located(value: Any) -> Any:
-                return value.at(layer) if isinstance(value, PagedMask) else value
+                return value.for_layer(layer) if isinstance(value, PagedMask) else value
 
             named = {name: located(value) for name, value in kwargs.items()}
             return forward(*map(located, args), **named)
@@ -156,7 +159,7 @@ class PagedForward:
 
     @contextmanager
     def _attention(self) -> Iterator[None]:
-        """Our attention under the model, for this pass alone: other users of the model keep its own."""
+        """Switches the model to our attention for this pass only. Other users of the model keep its own attention."""
         held = [config._attn_implementation for config in self._configs]
         for config in self._configs:
             config._attn_implementation = paged_attention.NAME

@@ -1,8 +1,8 @@
-"""The executor on a GPU: passes over pages, of a few sizes, each recorded once and replayed.
+"""The runner over paged KV, for GPUs: passes of a few fixed sizes, each recorded once as a CUDA graph and replayed.
 
-A pass of N tokens runs in the smallest bucket that holds them; what is left over is padding. The smallest bucket is 16: reading the
-weights takes as long for one token as for sixteen, and all passes of up to sixteen run the very same kernels over the very same
-shapes, so that a token gets the same bits alone and in company. See docs/decisions/015.
+A pass of N tokens runs in the smallest bucket that holds N; the rest of the bucket is padding. The smallest bucket is 16: reading the
+weights takes as long for one token as for sixteen. All passes of up to sixteen tokens run the same kernels over the same shapes, so a
+token gets the same bits alone and in a batch. See docs/decisions/015.
 """
 
 import logging
@@ -13,33 +13,44 @@ import torch
 from torch import Tensor
 
 from shared.errors import UnsupportedModel
-from shared.model.cache import SlotCache
+from shared.model.cache import KVCache
+from shared.model.gated_model import GatedModel
+from shared.model.gates import LayerCounters
 from shared.model.host_syncs import host_syncs
 from shared.model.load import LoadedModel
-from shared.model.packed import Segment
-from shared.model.paged_check import CHECK_SLOTS, Probe
-from shared.model.paged_kv import PAGE_SLOTS, LayerShape, PagedCache, PagePool, num_pages_of
+from shared.model.paged_check import CHECK_TOKENS, StateCheck
+from shared.model.paged_kv import (
+    BLOCK_TOKENS,
+    BlockPool,
+    LayerShape,
+    PagedCache,
+    num_blocks_of,
+    paged,
+)
 from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer
+from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder, Recorder, Work
-from shared.model.runner import DepthRunner
 
 logger = logging.getLogger(__name__)
 
 BUCKETS = (16, 32, 64, 128, 256)
-# Rows of logits at once: a row is as wide as the vocabulary.
+# Rows of logits at once. These buckets are smaller because a row is as wide as the vocabulary.
 HEAD_BUCKETS = (16, 32, 64)
-# Positions beside the budget: for the check, and for what the engine measures and tests while requests hold all else.
-RESERVED_SLOTS = CHECK_SLOTS
+# Tokens on top of the budget: for the check, and for what the engine measures and tests while requests hold all other blocks.
+RESERVED_TOKENS = CHECK_TOKENS
 
 
-class PagedRunner(DepthRunner):
-    """A `DepthRunner` whose caches are `PagedCache`s of one pool; a `SlotCache` runs the model's own way, as there.
+class PagedRunner:
+    """A `Runner` whose caches are `PagedCache`s of one pool.
 
-    `kv_budget_bytes` are for caches, in whole pages, and RESERVED_SLOTS positions come on top. `recorder` makes passes replayable,
-    `transform` is as in `PagedForward`; a model that works without one of them only is served so, which is logged, and told by
-    `records` and `compiles`. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) where passes over pages do not give the states that the
-    model's own attention gives.
+    `kv_budget_bytes`: for caches, in whole blocks. RESERVED_TOKENS tokens come on top. `recorder` makes passes replayable; `transform`
+    is as in `PagedForward`. If one of the two does not work for the model, the runner works without it: a warning is logged, and
+    `records` or `compiles` is False. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the
+    states of the model's own attention.
     """
+
+    supports_ragged = True
+    block_tokens = BLOCK_TOKENS
 
     def __init__(
         self,
@@ -49,108 +60,102 @@ class PagedRunner(DepthRunner):
         recorder: Recorder,
         transform: LayerTransform | None = None,
     ) -> None:
-        self._pool: PagePool | None = None
-        super().__init__(loaded)
-        probe = Probe(self)
+        self.loaded = loaded
+        self.num_layers = loaded.num_layers
+        self._model = GatedModel(loaded)
+        check = StateCheck(self._model)
         shapes = self._layer_shapes()
-        page_bytes = sum(shape.page_bytes for shape in shapes)
-        self.num_budget_pages = kv_budget_bytes // page_bytes
-        self._pool = PagePool(
+        self.num_budget_blocks = kv_budget_bytes // sum(shape.block_bytes for shape in shapes)
+        self.pool = BlockPool(
             shapes,
-            self.num_budget_pages + num_pages_of(RESERVED_SLOTS),
+            self.num_budget_blocks + num_blocks_of(RESERVED_TOKENS),
             loaded.context_length,
             loaded.device,
         )
         self._make_buffers()
-        self.can_pack = True
         self._recorder: Recorder = NoRecorder()
-        self._use(None, checks=True)
-        probe.compare(self.run_packed, self.new_cache, "paged attention")
+        self._set_up(None, checks=True)
+        check.compare(self.run_ragged, self.new_cache, "paged attention")
         self.compiles = False
         if transform is not None:
-            self.compiles = self._agrees(probe, transform, "compiled layers")
+            self.compiles = self._works(check, transform, "compiled layers")
         chosen = transform if self.compiles else None
         if recorder.records and self._can_be_recorded():
             self._recorder = recorder
-            if not self._agrees(probe, chosen, "recorded passes"):
+            if not self._works(check, chosen, "recorded passes"):
                 self._recorder = NoRecorder()
+                self._set_up(chosen)  # drops what was recorded
+                recorder.close()
         if not self.records:
-            self._use(chosen)
+            self._set_up(chosen)
         self.counters.reset()
 
     @property
-    def block_tokens(self) -> int:
-        return PAGE_SLOTS
+    def counters(self) -> LayerCounters:
+        return self._model.counters
 
     @property
     def records(self) -> bool:
-        """Whether passes are replayed without their Python."""
         return self._recorder.records
 
     @property
-    def pool(self) -> PagePool:
-        assert self._pool is not None
-        return self._pool
+    def description(self) -> str:
+        recorded = "recorded" if self.records else "not recorded"
+        compiled = "compiled" if self.compiles else "not compiled"
+        return f"over {self.pool.num_blocks} blocks of KV memory, {recorded}, layers {compiled}"
 
     def usable_bytes(self, wanted: int) -> int:
-        return self.num_budget_pages * self.pool.page_bytes
+        return self.num_budget_blocks * self.pool.block_bytes
 
     def ids(self, tokens: Sequence[int]) -> Tensor:
-        """[1, T] on the host: they go to the device with their positions, in one copy."""
+        """Token ids [1, T] on the host: a pass copies them to the device together with their positions."""
         return torch.tensor([list(tokens)])
 
-    def new_cache(self, capacity: int) -> SlotCache:
-        """Raises `Exhausted` (reason KV_PAGES) where so many pages are not free."""
-        if self._pool is None:
-            return super().new_cache(capacity)
-        return self._pool.new_cache(capacity)
+    def new_cache(self, capacity: int) -> PagedCache:
+        return self.pool.new_cache(capacity)
 
-    def reserve(self, cache: SlotCache) -> None:
-        """Pages are taken when a cache is made."""
-        if not isinstance(cache, PagedCache):
-            super().reserve(cache)
+    def reserve(self, cache: KVCache) -> None:
+        """Does nothing: a cache takes its blocks when it is made."""
 
     def prepare(self, depths: Sequence[int]) -> Iterator[None]:
-        """Records the passes that requests will ask for: all sizes of the whole model, small ones between `depths`."""
+        """Records the passes that requests will need: every bucket for the whole model, the smallest between `depths`."""
         widest = min(BUCKETS[-1], self.loaded.context_length)
         for bucket in BUCKETS:
             if bucket <= max(widest, BUCKETS[0]):
-                self._segment(0, self.num_layers, bucket)
+                self._recorded_layers(0, self.num_layers, bucket)
                 yield
         for bucket in HEAD_BUCKETS:
-            self._head(bucket)
+            self._recorded_head(bucket)
             yield
         stops = sorted({0, self.num_layers, *depths})
         for place, first in enumerate(stops):
             for last in stops[place + 1 :]:
-                self._segment(first, last, BUCKETS[0])
+                self._recorded_layers(first, last, BUCKETS[0])
                 yield
-        if not self._embedding_is_direct:
-            self._segment(0, 0, BUCKETS[0])
+        if not self._model.embedding_is_direct:
+            self._recorded_layers(0, 0, BUCKETS[0])
             yield
 
     @torch.inference_mode()
     def run(
         self,
         token_ids: Tensor,
-        cache: SlotCache,
+        cache: KVCache,
         *,
         first: int,
         last: int,
         base: int,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        if not isinstance(cache, PagedCache):
-            return super().run(token_ids, cache, first=first, last=last, base=base, hidden=hidden)
         assert token_ids.shape[0] == 1
-        segment = Segment(cache, base, token_ids.shape[1])
-        return self.run_packed(token_ids, [segment], first=first, last=last, hidden=hidden)
+        sequence = RaggedSequence(cache, base, token_ids.shape[1])
+        return self.run_ragged(token_ids, [sequence], first=first, last=last, hidden=hidden)
 
     @torch.inference_mode()
-    def run_packed(
+    def run_ragged(
         self,
         token_ids: Tensor,
-        segments: Sequence[Segment],
+        sequences: Sequence[RaggedSequence],
         *,
         first: int,
         last: int,
@@ -158,131 +163,138 @@ class PagedRunner(DepthRunner):
     ) -> Tensor:
         assert (hidden is None) == (first == 0)
         assert 0 <= first < last <= self.num_layers
-        owners: list[PagedCache] = []
+        caches: list[PagedCache] = []
         positions: list[int] = []
-        for segment in segments:
-            assert isinstance(segment.cache, PagedCache)
-            segment.cache.begin(segment.base, segment.num_tokens)
-            owners += [segment.cache] * segment.num_tokens
-            positions += range(segment.base, segment.base + segment.num_tokens)
+        for sequence in sequences:
+            cache = paged(sequence.cache)
+            cache.begin(sequence.base, sequence.num_tokens)
+            caches += [cache] * sequence.num_tokens
+            positions += range(sequence.base, sequence.base + sequence.num_tokens)
         entering = None if hidden is None else hidden[0]
-        return self._pass(token_ids[0], owners, positions, first, last, entering)[None]
+        return self._run_in_buckets(token_ids[0], caches, positions, first, last, entering)[None]
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
-        if self._embedding_is_direct or self._pool is None:
-            return super().embed(token_ids.to(self.loaded.device), base)
-        count = token_ids.shape[1]
-        return self._pass(token_ids[0], [], list(range(base, base + count)), 0, 0, None)[None]
+        if self._model.embedding_is_direct:
+            return self._model.embed(token_ids.to(self.loaded.device), base)
+        positions = list(range(base, base + token_ids.shape[1]))
+        return self._run_in_buckets(token_ids[0], [], positions, 0, 0, None)[None]
 
     @torch.inference_mode()
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        if self._embedding_is_direct or self._pool is None:
-            return super().embed_tokens(tokens, positions)
-        return self._pass(torch.tensor(tokens), [], list(positions), 0, 0, None)
+        if self._model.embedding_is_direct:
+            return self.embed(self.ids(tokens))[0]
+        return self._run_in_buckets(torch.tensor(tokens), [], list(positions), 0, 0, None)
+
+    def normed(self, state: Tensor) -> Tensor:
+        return self._model.normed(state)
 
     @torch.inference_mode()
     def logits(self, state: Tensor) -> Tensor:
-        if self._pool is None:
-            return super().logits(state)
         flat = state.reshape(-1, state.shape[-1])
         pieces = []
         for rows in flat.split(HEAD_BUCKETS[-1]):
             bucket = bucket_of(len(rows), HEAD_BUCKETS)
-            replay = self._head(bucket)
+            replay = self._recorded_head(bucket)
             self._to_head[: len(rows)].copy_(rows)
             replay()
             pieces.append(self._logits[: len(rows)].clone())
-        return _together(pieces).reshape(*state.shape[:-1], -1)
+        return _joined(pieces).reshape(*state.shape[:-1], -1)
 
-    # From here on: how.
+    def capture(
+        self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
+    ) -> dict[int, Tensor]:
+        return self._model.capture(token_ids, depths, attention_mask=attention_mask)
 
-    def _pass(
+    def _run_in_buckets(
         self,
         ids: Tensor,
-        owners: Sequence[PagedCache],
+        caches: Sequence[PagedCache],
         positions: list[int],
         first: int,
         last: int,
         entering: Tensor | None,
     ) -> Tensor:
-        """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D], in passes of the largest bucket at most.
+        """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D]. `caches`: each token's; empty if no layer runs.
 
-        A token sees those before it in its cache, so passes one after another do what one would.
+        More tokens than the largest bucket holds run in several passes. The result is that of one pass, because a token sees those
+        before it through its cache.
         """
         pieces = []
         for start in range(0, len(positions), BUCKETS[-1]):
             piece = slice(start, start + BUCKETS[-1])
             count = len(positions[piece])
             bucket = bucket_of(count, BUCKETS)
-            replay = self._segment(first, last, bucket)
-            rows = [self.pool.row_of(owner) for owner in owners[piece]] or [0] * count
-            self._tokens[bucket].fill(ids[piece], positions[piece], rows)
+            replay = self._recorded_layers(first, last, bucket)
+            tables = [self.pool.table_of(cache) for cache in caches[piece]] or [0] * count
+            self._tokens[bucket].fill(ids[piece], positions[piece], tables)
             if entering is not None:
                 self._entering[:count].copy_(entering[piece])
             replay()
             self.counters.add(first, last, count)
             pieces.append(self._leaving[:count].clone())
-        return _together(pieces)
+        return _joined(pieces)
 
-    def _segment(self, first: int, last: int, bucket: int) -> Work:
-        """The pass through layers [first, last) over one bucket, recorded if it has not been."""
-        found = self._segments.get((first, last, bucket))
+    def _recorded_layers(self, first: int, last: int, bucket: int) -> Work:
+        """The pass through layers [first, last) over one bucket. Records it at the first call."""
+        found = self._layer_passes.get((first, last, bucket))
         if found is None:
-            self._tokens[bucket].clear()  # nobody's page is written meanwhile
-            work = partial(self._run_segment, first, last, bucket)
-            found = self._segments[first, last, bucket] = self._recorder.record(work)
+            self._tokens[bucket].clear()  # so that recording writes to no sequence's blocks
+            work = partial(self._run_layers, first, last, bucket)
+            found = self._layer_passes[first, last, bucket] = self._recorder.record(work)
         return found
 
     @torch.inference_mode()
-    def _run_segment(self, first: int, last: int, bucket: int) -> None:
+    def _run_layers(self, first: int, last: int, bucket: int) -> None:
         entering = self._entering[:bucket] if first else None
         state = self._forward.run(self._tokens[bucket], entering, first, last, checks=self._checks)
         self._leaving[:bucket].copy_(state)
 
-    def _head(self, bucket: int) -> Work:
-        found = self._heads.get(bucket)
+    def _recorded_head(self, bucket: int) -> Work:
+        """The final norm and the head over one bucket of states. Records them at the first call."""
+        found = self._head_passes.get(bucket)
         if found is None:
-            found = self._heads[bucket] = self._recorder.record(partial(self._run_head, bucket))
+            work = partial(self._run_head, bucket)
+            found = self._head_passes[bucket] = self._recorder.record(work)
         return found
 
     @torch.inference_mode()
     def _run_head(self, bucket: int) -> None:
-        self._logits[:bucket].copy_(super().logits(self._to_head[:bucket]))
+        self._logits[:bucket].copy_(self._model.logits(self._to_head[:bucket]))
 
-    def _use(self, transform: LayerTransform | None, *, checks: bool = False) -> None:
-        """From here on passes run so; none is recorded yet."""
-        self._forward = PagedForward(self.loaded, self._gates, self.pool, transform)
+    def _set_up(self, transform: LayerTransform | None, *, checks: bool = False) -> None:
+        """Makes later passes run with `transform`, and drops all recorded passes. `checks` is as in `PagedForward.run`."""
+        self._forward = PagedForward(self.loaded, self._model.gates, self.pool, transform)
         self._checks = checks
-        self._segments: dict[tuple[int, int, int], Work] = {}
-        self._heads: dict[int, Work] = {}
+        self._layer_passes: dict[tuple[int, int, int], Work] = {}
+        self._head_passes: dict[int, Work] = {}
 
-    def _agrees(self, probe: Probe, transform: LayerTransform | None, what: str) -> bool:
-        """Whether passes are right with `transform` and the recorder there is; they stay so set up."""
+    def _works(self, check: StateCheck, transform: LayerTransform | None, what: str) -> bool:
+        """Sets passes up with `transform` and the current recorder. Returns whether they give the right states; if not, logs why."""
         try:
-            self._use(transform)
-            probe.compare(self.run_packed, self.new_cache, what)
+            self._set_up(transform)
+            check.compare(self.run_ragged, self.new_cache, what)
         except UnsupportedModel as error:
             logger.warning("%s is served without %s: %s", self.loaded.model_id, what, error.message)
             return False
         return True
 
     def _can_be_recorded(self) -> bool:
-        self._use(None)
+        self._set_up(None)
         self._tokens[BUCKETS[0]].clear()
-        syncs = host_syncs(partial(self._run_segment, 0, self.num_layers, BUCKETS[0]))
+        syncs = host_syncs(partial(self._run_layers, 0, self.num_layers, BUCKETS[0]))
         syncs += host_syncs(partial(self._run_head, HEAD_BUCKETS[0]))
         if syncs:
             logger.warning(
-                "passes of %s are not recorded, and slower, for they wait for the device: %s",
+                "passes of %s are not recorded, and are slower, because they wait for the device: %s",
                 self.loaded.model_id,
                 ", ".join(sorted(set(syncs))),
             )
         return not syncs
 
     def _layer_shapes(self) -> list[LayerShape]:
-        """What the model's own attention puts into a cache, layer by layer."""
-        cache, shapes = self._one_slot, []
+        """The form of the keys and values that the model's own attention puts into a cache, layer by layer."""
+        cache, shapes = self._model.one_token_cache, []
         for index in range(self.num_layers):
             if index not in cache.keys:
                 raise UnsupportedModel(
@@ -295,6 +307,7 @@ class PagedRunner(DepthRunner):
 
     @torch.inference_mode()
     def _make_buffers(self) -> None:
+        """Allocates the tensors that recorded passes read and write."""
         device, dtype = self.loaded.device, self.loaded.model.dtype
         width = self.loaded.hidden_size
         self._tokens = {bucket: TokenBuffer(bucket, device) for bucket in BUCKETS}
@@ -305,9 +318,9 @@ class PagedRunner(DepthRunner):
 
 
 def bucket_of(count: int, buckets: Sequence[int]) -> int:
-    """The smallest of the ascending `buckets` that holds so many."""
+    """The smallest of the ascending `buckets` that holds `count`."""
     return next(bucket for bucket in buckets if bucket >= count)
 
 
-def _together(pieces: list[Tensor]) -> Tensor:
+def _joined(pieces: list[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,12 +1,13 @@
-"""Which runner serves a model: passes over pages, recorded, on a GPU; the model's own way anywhere else."""
+"""Chooses the runner of a model: paged KV and recorded passes on a GPU, the model's own forward elsewhere."""
 
 import logging
 
 from shared.errors import PreconditionFailed, UnsupportedModel
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder, NoRecorder
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 from shared.model.substitution.compiled import LayerCompiler
 from shared.ops import library
 
@@ -19,21 +20,20 @@ def make_runner(
     *,
     record: bool | None = None,
     compile_layers: bool | None = None,
-) -> DepthRunner:
-    """`record` passes as CUDA graphs, `compile_layers` by torch.compile; None: where it works, and what does not is logged.
+) -> Runner:
+    """The best runner that works for the model on its device.
 
-    Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE) where one was asked for and cannot be had.
+    `record`: whether passes are recorded as CUDA graphs. `compile_layers`: whether layers run through torch.compile. None: if it
+    works; if not, the log says why. Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE) if the argument is True but it
+    does not work.
     """
     runner = _runner(loaded, kv_budget_bytes, record is not False, compile_layers is not False)
-    records, compiles = False, False
-    if isinstance(runner, PagedRunner):
-        records, compiles = runner.records, runner.compiles
-    if record and not records:
+    if record and not runner.records:
         raise PreconditionFailed(
             f"passes of {loaded.model_id} cannot be recorded on {loaded.device}: the log says why",
             reason="CANNOT_RECORD",
         )
-    if compile_layers and not compiles:
+    if compile_layers and not runner.compiles:
         raise PreconditionFailed(
             f"layers of {loaded.model_id} cannot be compiled on {loaded.device}: the log says why",
             reason="CANNOT_COMPILE",
@@ -43,12 +43,14 @@ def make_runner(
 
 def _runner(
     loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_layers: bool
-) -> DepthRunner:
+) -> Runner:
     if loaded.device.type != "cuda":
-        return DepthRunner(loaded)
+        return ContiguousRunner(loaded)
     if not library.runs_on("cuda"):
-        logger.warning("neap's kernels are not built for CUDA: requests go one by one, and slowly")
-        return DepthRunner(loaded)
+        logger.warning(
+            "neap's kernels are not built for CUDA: requests run one at a time, which is slow"
+        )
+        return ContiguousRunner(loaded)
     try:
         runner = PagedRunner(
             loaded,
@@ -59,13 +61,7 @@ def _runner(
     except UnsupportedModel as error:
         if error.reason != "PAGES_NOT_SUPPORTED":
             raise
-        logger.warning("requests go one by one, and slowly: %s", error.message)
-        return DepthRunner(loaded)
-    logger.info(
-        "%s runs over %d pages, %s, layers %s",
-        loaded.model_id,
-        runner.pool.num_pages,
-        "recorded" if runner.records else "not recorded",
-        "compiled" if runner.compiles else "not compiled",
-    )
+        logger.warning("requests run one at a time, which is slow: %s", error.message)
+        return ContiguousRunner(loaded)
+    logger.info("%s runs %s", loaded.model_id, runner.description)
     return runner

@@ -1,9 +1,9 @@
-"""How a request wants its next token chosen, repeatably.
+"""How a request wants its next token to be chosen. The choice is repeatable.
 
-Every position of a sequence draws its own uniform number from (seed, position). A token is then a function of the logits, the
-tokens before it and the seed alone, whichever pass computed the logits. So verifying a draft is: sample as the full model would,
-accept if that is the draft. For a draft that is a single token this accepts with probability p(draft) and otherwise yields the
-residual distribution, which is speculative rejection sampling (Leviathan et al., 2211.17192) coupled to the plain sampler.
+Every position of a sequence has its own uniform number, drawn from (seed, position). So a token depends only on the logits, the tokens
+before it and the seed, whichever pass computed the logits. To verify a draft, a token is sampled from the full model's distribution; the
+draft is accepted if it is that token. A draft of a single token is thus accepted with probability p(draft), and otherwise the result
+follows the residual distribution. This is speculative rejection sampling (Leviathan et al., 2211.17192) coupled to the plain sampler.
 """
 
 import math
@@ -14,14 +14,14 @@ import numpy as np
 
 from shared.errors import InvalidInput
 
-# Beyond these, logits overflow: several would be infinite, and no token the most probable.
+# Beyond these limits logits overflow: several would be infinite, and no token would be the most probable one.
 MIN_TEMPERATURE = 1e-6
 MAX_PENALTY = 100.0
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """`temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch the filter off."""
+    """`temperature` 0 is greedy decoding. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch the respective filter off."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -54,15 +54,15 @@ class SamplingParams:
 
 
 def uniform_at(seed: int, position: int) -> float:
-    """The uniform number in [0, 1) that belongs to one position of a sequence (Philox, counter-based)."""
+    """The uniform number in [0, 1) of one position of a sequence, from the counter-based generator Philox."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One sequence's rows of logits, one per draft and one more: row i is what follows `context` and the drafts before i.
+    """The rows of logits of one sequence: one per draft and one more. Row i predicts the token after `context` and drafts [0, i).
 
-    That is what the full model's own row would be wherever row i counts: it does only if all drafts before it were right.
+    Row i counts only if all drafts before it are accepted. In that case it is the row that plain decoding would compute.
     """
 
     sampling: SamplingParams
@@ -74,5 +74,5 @@ class Trial:
         return len(self.drafts) + 1
 
     def uniform(self, row: int) -> float:
-        """The number that decides what is drawn at a row."""
+        """The uniform number of the position that row `row` predicts."""
         return uniform_at(self.sampling.seed, len(self.context) + row)

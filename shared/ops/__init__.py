@@ -1,12 +1,12 @@
-"""neap's kernels as typed functions. CPU, float32; `reference` says in PyTorch what each must compute.
+"""neap's kernels for the CPU in float32, as typed functions. `reference` specifies each of them in PyTorch.
 
-Every op is *batch-invariant*: what it returns for a token has the same bits whatever else is in the call: other tokens,
-a longer cache, more threads. A pass over eight tokens therefore equals eight passes over one, which is what lets drafts
-be verified without changing the output. (It may differ in the last bits between machines of different instruction sets.)
+Every op is *batch-invariant*: the bits of a token's result do not depend on what else is in the call, such as other tokens, a longer
+cache or more threads. So a pass over eight tokens equals eight passes over one token, and drafts can be verified without changing the
+output. The last bits may differ between instruction sets.
 
-Inference only: no op has a gradient. All raise `PreconditionFailed` where the library is not built, `RuntimeError` for
-tensors of the wrong shape, dtype, device or layout, and `ValueError` for inputs that ask for a gradient. The letters of
-the shapes are those of `shared.model`; `Hq` and `Hkv` are query and key heads, `K` and `N` inputs and outputs.
+Inference only: no op has a gradient. All ops raise `PreconditionFailed` if the library is not built, `RuntimeError` for tensors of the
+wrong shape, dtype, device or layout, and `ValueError` for inputs that require a gradient. The letters of shapes are those of
+`shared.model`; `Hq` and `Hkv` are query and key heads, `K` and `N` inputs and outputs.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def refuse_gradient(*tensors: Tensor | None) -> None:
-    """Raises `ValueError` if a result would silently be cut off from the graph."""
+    """Raises `ValueError` if an input requires a gradient, because the result would silently have none."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise ValueError("neap's kernels have no gradient: call them under torch.no_grad()")
 
@@ -41,7 +41,7 @@ def refuse_gradient(*tensors: Tensor | None) -> None:
 def pack_linear(weight: Tensor) -> Tensor:
     """weight [N, K] float32, any strides -> panels [ceil(N / 16), K, 16], zero-padded.
 
-    A copy: the caller may free `weight`.
+    The result is a copy, so the caller may free `weight`.
     """
     load()
     packed: Tensor = torch.ops.neap.pack_linear.default(weight.detach())
@@ -109,12 +109,12 @@ def slot_attention(
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of q over the first `kv_length` slots of a cache -> [B, Q, Hq, Dv] contiguous.
+    """Attention of q over the first `kv_length` positions of a contiguous KV cache -> [B, Q, Hq, Dv] contiguous.
 
-    q [B, Hq, Q, D] any strides; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] views whose last dimension is contiguous; all
-    float32. `mask` [B or 1, 1, Q, kv_length] bool, True where a query may look. With `causal`, query j sees slots up
-    to `kv_length - Q + j`; both may be given. `scaling` defaults to D ** -0.5. A query that sees no slot yields 0.
-    Slots that are hidden must still hold finite numbers.
+    q [B, Hq, Q, D] of any strides; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] with a contiguous last dimension; all float32.
+    `mask` [B or 1, 1, Q, kv_length] bool: True where a query sees the position. With `causal`, query j sees positions up to
+    `kv_length - Q + j`. Both may be given. `scaling` defaults to D ** -0.5. The result of a query that sees no position is 0. Hidden
+    positions must hold finite numbers, too.
     """
     load()
     refuse_gradient(q, k, v)
@@ -137,12 +137,12 @@ def packed_slot_attention(
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Several sequences in one row: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv] contiguous.
+    """Attention of a ragged batch over contiguous KV caches: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
 
-    Segment s holds the next `counts[s]` tokens, at positions from `bases[s]` on. Its keys and values are first written to
-    those slots of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv], then its queries attend over slots
-    [0, bases[s] + counts[s]): causally where `masks[s]` is empty, else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]]
-    bool is True. The same bits as `slot_attention` per segment.
+    Sequence s has the next `counts[s]` of the T tokens, at positions from `bases[s]` on. Its new keys and values are written to those
+    positions of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv]. Then its queries attend over positions
+    [0, bases[s] + counts[s]): causally if `masks[s]` is empty, else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is
+    True. The result is contiguous, and has the same bits as `slot_attention` per sequence.
     """
     load()
     refuse_gradient(q, k, v)
@@ -161,6 +161,6 @@ def cpu_isa() -> str:
 
 
 def set_cpu_isa(name: str) -> None:
-    """Forces an instruction set for the whole process, "auto" for the best; for tests. Raises `RuntimeError`."""
+    """Sets the instruction set of the whole process; "auto" is the best one. For tests. Raises `RuntimeError` if it is unknown."""
     load()
     torch.ops.neap.set_cpu_isa(name)

@@ -1,7 +1,8 @@
-"""Builds csrc/ into one library with plain g++ or clang++, and nvcc where it is, through ninja: `python -m shared.ops.build`.
+"""Builds csrc/ into one library with g++ or clang++, and with nvcc if it is installed, through ninja: `python -m shared.ops.build`.
 
-Not `torch.utils.cpp_extension`: it needs no setuptools, refuses no compiler, builds for GPUs beside a torch without CUDA, and can
-compile one kernel file once per instruction set. The library lands in `shared/ops/_lib/`, objects in `build/neap_ops/`, both git-ignored.
+It does not use `torch.utils.cpp_extension`. So it needs no setuptools, accepts every compiler, can build for GPUs with a torch without
+CUDA, and compiles one kernel file once per instruction set. The library is written to `shared/ops/_lib/`, objects to `build/neap_ops/`.
+Git ignores both.
 """
 
 import argparse
@@ -31,12 +32,12 @@ SOURCES = ROOT / "csrc"
 BUILD_DIR = ROOT / "build" / "neap_ops"
 
 COMMON_FLAGS = "-O3 -fPIC -fvisibility=hidden -Wall -Wextra"
-# No contraction by the compiler's choice: see `fma` in csrc/include/simd.h.
-# GCC takes the undefined vectors in its own AVX-512 header for mistakes.
+# The compiler must not contract a * b + c on its own: see `fma` in csrc/include/simd.h.
+# GCC warns of undefined vectors in its own AVX-512 header.
 KERNEL_FLAGS = "-std=c++17 -ffp-contract=off -fno-math-errno -Wno-psabi -Wno-maybe-uninitialized"
-# A spilled register is an error: it would be slow and nobody would know.
+# A spilled register is an error, because it makes a kernel slow without any other sign.
 NVCC_FLAGS = "-std=c++17 -O3 -lineinfo --threads 2 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -warn-spills,-Werror"
-# The oldest torch whose symbols the library may use. It runs on that one and on every later one.
+# The oldest torch that the library supports. It may use no later symbols, and runs with every later torch.
 TORCH_TARGET_VERSION = "0x020b000000000000"
 ISA_FLAGS = {
     "portable": "",
@@ -54,7 +55,7 @@ class Object:
 
 
 def objects(toolkit: Toolkit | None = None) -> list[Object]:
-    """The object files of this machine's architecture; with a toolkit, those for GPUs, too."""
+    """The object files for this machine's architecture and, with a toolkit, for GPUs."""
     include = Path(torch.__file__).parent / "include"
     binding = f"-std=c++20 -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {include}"
     if toolkit:
@@ -96,7 +97,7 @@ def find_compiler() -> str:
 
 
 def find_ninja() -> str:
-    """The ninja beside this interpreter (it is a dependency of the package), else the one on PATH."""
+    """The ninja beside this interpreter, since the package depends on it, else the one on PATH. Raises `NotFound`."""
     beside = Path(sys.executable).parent / "ninja"
     found = str(beside) if beside.exists() else shutil.which("ninja")
     if found is None:
@@ -105,9 +106,9 @@ def find_ninja() -> str:
 
 
 def ninja_file(compiler: str, toolkit: Toolkit | None, library: Path, build_dir: Path) -> str:
-    """The text of build.ninja: what makes `library` with `compiler` and, for GPUs, `toolkit`."""
+    """The text of build.ninja, which builds `library` with `compiler` and, for GPUs, with `toolkit`."""
     torch_lib = Path(torch.__file__).parent / "lib"
-    # libtorch.so brings what of torch is for GPUs; it defines no symbol itself, so the linker would leave it out.
+    # libtorch.so loads the GPU part of torch. It defines no symbols itself, so the linker would otherwise leave it out.
     libraries = f"-L{torch_lib} -Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu -lc10"
     if toolkit:
         libraries += f" -L{toolkit.libraries} -lcudart_static -lrt -ldl -lpthread"
@@ -127,7 +128,7 @@ def ninja_file(compiler: str, toolkit: Toolkit | None, library: Path, build_dir:
             else []
         ),
         "rule link",
-        # Linked beside the target and moved: a process that maps the old library keeps it whole.
+        # Linked under another name and moved, so that a process that has loaded the old library keeps it intact.
         f"  command = {compiler} -shared -o $out.new $in {libraries} && mv $out.new $out",
     ]
     built = []
@@ -140,9 +141,9 @@ def ninja_file(compiler: str, toolkit: Toolkit | None, library: Path, build_dir:
 
 
 def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool = False) -> Path:
-    """Builds what is stale and returns the library's path. Safe to call from several processes at once.
+    """Builds what is out of date, and returns the library's path. Several processes may call it at once.
 
-    Raises `NotFound` without a compiler or ninja, `PreconditionFailed` with the compiler's output if it fails.
+    Raises `NotFound` if there is no compiler or ninja, and `PreconditionFailed` with the compiler's output if compiling fails.
     """
     if not SOURCES.is_dir():
         raise NotFound(f"{SOURCES} does not exist: build from a checkout", reason="NO_SOURCES")
@@ -168,7 +169,7 @@ def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool
 
 
 def described() -> str:
-    """What a build here is for."""
+    """The devices that a build on this machine is for, in words."""
     if find_toolkit():
         return f"for the CPU and for GPUs of {wanted_architectures()}"
     why = "it is switched off" if os.environ.get(SWITCH) == "0" else "there is no nvcc"
@@ -176,7 +177,7 @@ def described() -> str:
 
 
 def main() -> int:
-    """Command line: builds, prints the library's path; 1 and the compiler's output on failure."""
+    """The command line. Builds, and prints the library's path. If that fails, prints the compiler's output and returns 1."""
     parser = argparse.ArgumentParser(description=build.__doc__)
     parser.add_argument("--verbose", action="store_true", help="print ninja's output")
     arguments = parser.parse_args()

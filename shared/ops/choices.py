@@ -1,7 +1,7 @@
-"""The token that each row of scores chooses, as typed functions. CPU and CUDA.
+"""The choice of a token for each row of scores, as typed functions. CPU and CUDA.
 
-Inference only. Raise `PreconditionFailed` where the library is not built and `RuntimeError`, which names the argument, for wrong
-shapes, dtypes, devices or layouts. `reference` says in PyTorch what each computes.
+Inference only. The functions raise `PreconditionFailed` if the library is not built, and `RuntimeError`, which names the argument, for
+wrong shapes, dtypes, devices or layouts. `reference` specifies each in PyTorch.
 """
 
 import torch
@@ -12,7 +12,7 @@ from shared.ops.library import load
 
 
 def choose_greedy(logits: Tensor) -> Tensor:
-    """logits [T, V] float32, float16, bfloat16 or float64 -> [T] int64, the first of each row's largest."""
+    """logits [T, V] float32, float16, bfloat16 or float64 -> [T] int64: the index of each row's largest score, the first one of equals."""
     load()
     refuse_gradient(logits)
     tokens: Tensor = torch.ops.neap.choose_greedy.default(logits)
@@ -20,10 +20,10 @@ def choose_greedy(logits: Tensor) -> Tensor:
 
 
 def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The token [T] int64 at each row's uniform number in the running sum of its probabilities, scaled by their sum.
+    """The token [T] int64 of each row: where uniform number * sum of the probabilities falls in their running sum.
 
-    probabilities [T, V] of the dtypes of `choose_greedy`, uniforms [T] float64 in [0, 1). A token depends on its own row and
-    uniform number alone: see docs/decisions/002.
+    probabilities [T, V] of the dtypes of `choose_greedy`, uniforms [T] float64 in [0, 1). A token depends only on its own row
+    and uniform number: see docs/decisions/002.
     """
     load()
     refuse_gradient(probabilities)

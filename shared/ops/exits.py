@@ -1,8 +1,8 @@
-"""The ops of a layer exit as typed functions: head, best of the draft vocabulary, router. CPU and CUDA.
+"""The ops of a layer exit as typed functions: exit head, largest logits of the draft vocabulary, router. CPU and CUDA.
 
-`N` tokens of width `D`; weights are row-major [out, in], float32, float16 or bfloat16, each tensor as it likes; sums are taken in
-float32. Inference only. Raise `PreconditionFailed` where the library is not built and `RuntimeError`, which names the argument,
-for wrong shapes, dtypes, devices or layouts. `reference` says in PyTorch what each computes.
+`N` tokens of width `D`. Weights are row-major [out, in], each tensor float32, float16 or bfloat16. Sums are in float32. `ago` is as in
+`shared.ladder.heads.ExitHead.forward`. Inference only. The functions raise `PreconditionFailed` if the library is not built, and
+`RuntimeError`, which names the argument, for wrong shapes, dtypes, devices or layouts. `reference` specifies each in PyTorch.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,11 @@ def exit_head(
     gain: Tensor,
     eps: float,
 ) -> Tensor:
-    """state, deep_state [N, D], ago [N] int64 -> the LM head's input [N, W] float32, normed, times `gain` [W].
+    """The input of the LM head [N, W] float32, from state and deep_state [N, D] and ago [N] int64.
 
-    mix [I, 2 * D] over both states, normed; plus offset [O, I] float32, row `ago`, at most the last. Without `out`: I = W. With
-    `out` [W, I / 2]: silu(first half) * second half goes through it, and where W = D, `scale` [2, D] times the states is added."""
+    Both states are normed and multiplied by `mix` [I, 2 * D]. Row min(ago, O - 1) of `offset` [O, I] float32 is added. With `out`
+    [W, I / 2], silu(first half) * second half is multiplied by it, and if W = D, `scale` [2, D] times the normed states is added; without
+    `out`, I = W. The result is normed and multiplied by `gain` [W]."""
     load()
     refuse_gradient(state, deep_state, mix)
     adapted: Tensor = torch.ops.neap.exit_head.default(
@@ -44,8 +45,8 @@ def draft_top(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The k (at most 8) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their exps.
 
-    -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. Of equals the lower index comes first; a NaN is
-    never chosen. The logits [N, V] are never held.
+    -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. Of equal logits the lower index comes first. A NaN
+    is never chosen. The logits [N, V] are not stored.
     """
     load()
     refuse_gradient(x, rows)
@@ -55,9 +56,10 @@ def draft_top(
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """hidden [R, D], bias and output [R], features [3, R], skip [3]: all but `hidden` float32.
+    """hidden [R, D], bias and output [R], features [3, R], skip [3]. All but `hidden` are float32.
 
-    A gain of the norm belongs into `hidden`, its bias into `bias`, a calibrating slope into `output`, `skip` and `shift`.
+    The gain of the norm is part of `hidden`, its bias part of `bias`, and the slope of a calibration part of `output`, `skip` and
+    `shift`.
     """
 
     hidden: Tensor
@@ -70,7 +72,7 @@ class RouterWeights:
 
 
 def new_tickets(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
-    """What `route` needs for up to `num_tokens` tokens: zeros, and zeros again after each call. One call at a time may use it."""
+    """The counters that `route` needs for up to `num_tokens` tokens. They are 0 before and after each call. One call at a time may use them."""
     tiles = (num_tokens + ROUTE_TOKENS - 1) // ROUTE_TOKENS
     return torch.zeros(tiles, dtype=torch.int32, device=device)
 
@@ -85,9 +87,10 @@ def route(
     highest: float,
     tickets: Tensor,
 ) -> Tensor:
-    """How probable each token's draft is, from norm and router, on a GPU in one launch -> [N] float32 in [lowest, highest].
+    """The probability of each token's draft [N] float32 in [lowest, highest], from norm and router. One launch on a GPU.
 
-    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] as `draft_top` gives them, ago [N] int64; `tickets` from `new_tickets`.
+    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] from `draft_top`; ago [N] int64; `tickets` from
+    `new_tickets`.
     """
     load()
     refuse_gradient(x)

@@ -1,4 +1,4 @@
-"""What each op returns as far as shapes go, for torch.compile and export. Sizes may be symbolic."""
+"""The fake of each op: the shape and dtype of its result, for torch.compile and export. Sizes may be symbolic."""
 
 from collections.abc import Callable
 from typing import Any
@@ -127,7 +127,7 @@ def _paged_attention(
 
 
 def register() -> None:
-    """Ties the fakes to the ops, which must be loaded."""
+    """Registers the fakes. The library must be loaded."""
     fakes: dict[str, Callable[..., Any]] = {
         "pack_linear": _pack_linear,
         "packed_linear": _packed_linear,

@@ -1,4 +1,4 @@
-"""A whole pre-norm decoder layer as one op: the bits of its modules' kernels, without what lies between them."""
+"""A whole pre-norm decoder layer as one op. It gives the same bits as the kernels of its modules, without the overhead between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from shared.ops.library import load
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What a layer is made of. Matrices are packed (`shared.ops.pack_linear`); a bias of no elements is none,
-    no biases at all are none of any.
+    """The weights of a layer.
 
-    `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are any.
-    `packed` and `biases`: queries, keys and values (or all three in one), out, gate and up (`pack_gated_linear`), down.
+    `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are any. `packed`: queries, keys and
+    values, or all three in one; out; gate and up (`shared.ops.pack_gated_linear`); down. All others are packed by
+    `shared.ops.pack_linear`. `biases`: in the same order; an empty tensor where there is none, or an empty list if there are none at all.
     """
 
     norms: Sequence[Tensor]
@@ -32,8 +32,11 @@ class LayerWeights:
     softcap: float | None = None
 
 
-class Slots(NamedTuple):
-    """Where one layer's new keys and values belong: per sequence its stores [1, Hkv, S, Dh], first position and count."""
+class LayerKV(NamedTuple):
+    """Where the new keys and values of one layer are written.
+
+    Per sequence its tensors [1, Hkv, S, Dh], the first position of its new tokens, and their number.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -46,14 +49,14 @@ def decoder_layer(
     cos: Tensor,
     sin: Tensor,
     weights: LayerWeights,
-    slots: Slots,
+    kv: LayerKV,
     masks: Sequence[Tensor] = (),
 ) -> Tensor:
     """h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B, Q, D] -> [B, Q, D].
 
-    Tokens stand sequence after sequence, `slots.counts[s]` of sequence s. Queries and keys are turned by cos, sin [B or 1, Q, R]
-    in their first R numbers, halves paired; keys and values are written to their slots, then queries attend as in
-    `shared.ops.packed_slot_attention` (no `masks`: all causal). The bits are those of the single ops one after another.
+    The tokens of x are those of all sequences, one after another: `kv.counts[s]` of sequence s. The first R numbers of queries and keys
+    are rotated by cos, sin [B or 1, Q, R], halves paired. Keys and values are written to `kv`, then queries attend as in
+    `shared.ops.packed_slot_attention`; without `masks`, all causally. The bits are those of the single ops, called one after another.
     """
     load()
     refuse_gradient(x)
@@ -64,7 +67,7 @@ def decoder_layer(
         weights.norms,
         weights.packed,
         weights.biases,
-        *slots,
+        *kv,
         masks,
         weights.num_heads,
         weights.intermediate,

@@ -1,4 +1,4 @@
-"""Finding and loading the compiled library, once per process and only when an op is first wanted."""
+"""Finds and loads the compiled library, once per process, when an op is first needed."""
 
 import threading
 from functools import cache
@@ -20,7 +20,7 @@ def is_available() -> bool:
 
 
 def runs_on(device_type: str) -> bool:
-    """Whether the library is built, and for "cpu" or "cuda". Loads it if it is."""
+    """Whether the library is built and has kernels for `device_type`, "cpu" or "cuda". Loads the library if it is built."""
     if not is_available() or device_type not in ("cpu", "cuda"):
         return False
     load()
@@ -29,7 +29,7 @@ def runs_on(device_type: str) -> bool:
 
 @cache
 def _has_kernels(device_type: str) -> bool:
-    """Of the library once it is loaded: asked several times a step."""
+    """As `runs_on`, for a loaded library. Cached, because it is called several times per step."""
     has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
         "neap::exit_head", device_type.upper()
     )
@@ -37,10 +37,10 @@ def _has_kernels(device_type: str) -> bool:
 
 
 def load() -> None:
-    """Registers the ops and their fakes with torch. Costs one comparison once done.
+    """Registers the ops and their fakes with torch. Later calls cost one comparison.
 
-    Raises `PreconditionFailed` if the library is not built or does not load. There is no slower stand-in: what runs
-    without the library must say so itself.
+    Raises `PreconditionFailed` if the library is not built or does not load. The ops have no slower fallback: a caller that can work
+    without the library decides that itself.
     """
     global _loaded
     if _loaded:

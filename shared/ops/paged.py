@@ -1,7 +1,8 @@
-"""Attention over a cache of pages as a typed function: one op for a pass' tokens of any rows. CPU and CUDA.
+"""Paged attention as a typed function: one op for a ragged batch of tokens of any sequences. CPU and CUDA.
 
-Inference only. Raises `PreconditionFailed` where the library is not built and `RuntimeError`, which names the argument, for wrong
-shapes, dtypes, devices or layouts. `reference` says in PyTorch what it computes.
+Inference only. It raises `PreconditionFailed` if the library is not built, and `RuntimeError`, which names the argument, for wrong
+shapes, dtypes, devices or layouts. `reference` specifies it in PyTorch. The arguments have the names of the op: a page is a block of KV
+memory, and a row of `pages` is the block table of one sequence.
 """
 
 import torch
@@ -24,19 +25,20 @@ def paged_attention(
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """Writes the keys and values of T tokens into their slots, then attends: -> [T, Hq, Dv] contiguous, of q's dtype.
+    """Writes the keys and values of T tokens to their pages, then attends -> [T, Hq, Dv] contiguous, of q's dtype.
 
-    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], float32, float16 or bfloat16, of any strides but the last, which is 1.
-    keys [P, Hkv, G, D] and values [P, Hkv, G, Dv], contiguous and of the same dtype: a pool of P pages of G slots. pages [R, M]
-    int64: position p of row r is in page pages[r, p // G], slot p % G; entries that no query sees may be anything. rows and
-    positions [T] int64: a token's row, and its position in it; negative: padding, nothing is written and the output is 0.
+    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]: float32, float16 or bfloat16, with a contiguous last dimension. keys [P, Hkv, G, D] and
+    values [P, Hkv, G, Dv]: contiguous, of the same dtype, a pool of P pages of G tokens each. pages [R, M] int64: position p of row r is
+    at index p % G of page pages[r, p // G]; entries that no query sees are ignored. rows and positions [T] int64: a token's row and its
+    position in it. A negative position is padding: nothing is written, and the result is 0.
 
-    A query sees positions [0, its own] of its row, or the last `window` of them, also those that this call writes; no two tokens
-    may be at one position of one row. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to D ** -0.5; with `softcap`,
-    scores are softcap * tanh(scores / softcap). Sums are taken in float32. What a token gets has the same bits whatever else is
-    in the pass.
+    A query sees positions [0, its own] of its row, or the last `window` of them if `window` is not 0. That includes those written by
+    this call. No two tokens may have the same row and position. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
+    D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in float32. The bits of a token's result do not
+    depend on the other tokens of the pass.
 
-    A row, position or page that does not exist raises on the CPU. On a GPU nobody may ask: such a token gets NaN.
+    On the CPU, a row, position or page that does not exist raises `RuntimeError`. On a GPU that check would need a synchronisation, so
+    the result of such a token is NaN instead.
     """
     load()
     refuse_gradient(q, k, v)

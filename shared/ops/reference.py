@@ -1,4 +1,4 @@
-"""Every op in plain PyTorch: the specification that each backend's kernels are held to. Slow, and meant to be read."""
+"""Every op in plain PyTorch: the specification of the kernels, against which they are tested. Written for reading, not for speed."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def packed_linear(
 
 
 def pack_gated_linear(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [N, K] -> panels [2 * ceil(N / 16), K, 16], gate's and up's in turn."""
+    """gate, up [N, K] -> panels [2 * ceil(N / 16), K, 16], gate's and up's alternating."""
     return torch.stack([pack_linear(gate), pack_linear(up)], dim=1).flatten(0, 1)
 
 
@@ -71,7 +71,7 @@ def slot_attention(
     scaling: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention over the first `kv_length` slots -> [B, Q, Hq, Dv]. A row that sees no key is 0."""
+    """Attention over the first `kv_length` positions -> [B, Q, Hq, Dv]. The result of a query that sees no key is 0."""
     group = q.shape[1] // k.shape[1]
     keys = k[:, :, :kv_length].repeat_interleave(group, 1)
     values = v[:, :, :kv_length].repeat_interleave(group, 1)
@@ -100,7 +100,7 @@ def packed_slot_attention(
     scaling: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Per segment: write its new keys and values to its slots, then attend over them. -> [1, T, Hq, Dv]."""
+    """Per sequence: writes its new keys and values to its tensors, then attends over them. -> [1, T, Hq, Dv]."""
     out, start = [], 0
     for key, value, base, count, mask in zip(keys, values, bases, counts, masks, strict=True):
         own = slice(start, start + count)
@@ -136,7 +136,7 @@ def paged_attention(
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """Tokens written to pages, then attention -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
+    """Writes tokens to pages, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
     tokens, slots, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
     places = [
         (token, row, position)
@@ -207,7 +207,7 @@ def decoder_layer(
     rotated = cos.shape[-1]
     turned = rotary(q[..., :rotated], k[..., :rotated], cos, sin)
     q, k = (torch.cat([part, x[..., rotated:]], -1) for part, x in zip(turned, (q, k), strict=True))
-    # One row of tokens, sequence after sequence, as `packed_slot_attention` has it.
+    # All tokens in one row, sequence after sequence, as `packed_slot_attention` takes them.
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
     attended = packed_slot_attention(q, k, v, keys, values, bases, counts, masks, scaling, softcap)

@@ -1,4 +1,4 @@
-"""The CUDA toolkit that compiles the kernels, where there is one, and the architectures they are compiled for."""
+"""Finds the CUDA toolkit that compiles the kernels, if there is one, and the GPU architectures to compile for."""
 
 import os
 import re
@@ -11,9 +11,9 @@ import torch
 
 from shared.errors import InvalidInput, PreconditionFailed
 
-# Every generation since Turing; the last also as PTX, for those to come.
+# Every generation since Turing. The last one also as PTX, for later generations.
 ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
-# "0" builds for the CPU only although there is a compiler for GPUs.
+# The environment variable. "0" builds for the CPU only, even if nvcc is installed.
 SWITCH = "NEAP_BUILD_CUDA"
 
 
@@ -26,9 +26,9 @@ class Toolkit:
 
 
 def find_toolkit() -> Toolkit | None:
-    """$CUDA_HOME's nvcc, else the one on PATH, else /usr/local/cuda's; None where there is none or it is switched off.
+    """The nvcc of $CUDA_HOME, else the one on PATH, else that of /usr/local/cuda. None if there is none or SWITCH is "0".
 
-    Raises `PreconditionFailed` where nvcc does not run or its runtime library is missing: half a toolkit is an error.
+    Raises `PreconditionFailed` if nvcc does not run or its runtime library is missing.
     """
     if os.environ.get(SWITCH) == "0":
         return None
@@ -37,7 +37,7 @@ def find_toolkit() -> Toolkit | None:
     nvcc = next((found for name in names if (found := shutil.which(name))), None)
     if nvcc is None:
         return None
-    # Not from nvcc's own path, which may be a wrapper or a link.
+    # nvcc's own path does not tell the folder, because it may be a wrapper or a link.
     dry = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null", "-o", "/dev/null"],
         capture_output=True,
@@ -58,7 +58,7 @@ def find_toolkit() -> Toolkit | None:
 
 
 def wanted_architectures() -> str:
-    """$TORCH_CUDA_ARCH_LIST, else those of the GPUs in this machine, else all of ARCHITECTURES."""
+    """$TORCH_CUDA_ARCH_LIST, else the architectures of the GPUs in this machine, else ARCHITECTURES."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if listed:
         return listed
@@ -69,7 +69,7 @@ def wanted_architectures() -> str:
 
 
 def architecture_flags(listed: str) -> list[str]:
-    """nvcc's flags for "8.0;9.0+PTX" (also with spaces or commas). Raises `InvalidInput` for anything else."""
+    """nvcc's flags for a list like "8.0;9.0+PTX". Spaces and commas separate, too. Raises `InvalidInput` for anything else."""
     flags = []
     for item in re.split(r"[;,\s]+", listed.strip()):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)

@@ -6,7 +6,7 @@ import torch
 from bench.imposed import SHAPES, Imposed, impose
 from inference_service.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
-from shared.model.runner import DepthRunner
+from shared.model.contiguous_runner import ContiguousRunner
 from tests.fixed_costs import fix_costs
 
 DEPTH, SHARE = 2, 0.8
@@ -24,7 +24,7 @@ def test_each_token_is_followed_by_the_next_of_the_cycle(imposed: Imposed) -> No
 
 
 def test_the_exit_is_right_at_the_share_asked_for(imposed: Imposed) -> None:
-    runner = DepthRunner(imposed.loaded)
+    runner = ContiguousRunner(imposed.loaded)
     bound = imposed.ladder.bind(runner)
     size = min(len(imposed.cycle), imposed.loaded.context_length)
     tokens = imposed.prompt(0, size)
@@ -53,7 +53,7 @@ def test_exact_answers_as_full_and_drafts_by_the_exit(
 
 def test_the_first_of_two_exits_is_sure_of_about_half_the_tokens() -> None:
     two = impose(SHAPES["tiny"], (1, DEPTH), SHARE)
-    runner = DepthRunner(two.loaded)
+    runner = ContiguousRunner(two.loaded)
     bound = two.ladder.bind(runner)
     size = min(len(two.cycle), two.loaded.context_length)
     tokens = two.prompt(0, size)

@@ -1,4 +1,4 @@
-"""A calibration service as a real process, and clients of it."""
+"""A calibration service in a real process, and its clients."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ WITH_FAKES = (
 
 
 def rewrite(database: Path, calibration_id: str, **columns: object) -> None:
-    """Changes what is recorded of a job, as another build of the service may have left it."""
+    """Changes the record of a job, as another build of the service may have written it."""
     changes = ", ".join(f"{name} = ?" for name in columns)
     with sqlite3.connect(database) as connection:
         query = f"UPDATE jobs SET {changes} WHERE calibration_id = ?"
@@ -37,7 +37,7 @@ def rewrite(database: Path, calibration_id: str, **columns: object) -> None:
 
 
 class Service:
-    """One service process over `folder`, which outlives it. `patch`: statements it executes first, to break it."""
+    """A service process on `folder`, which it does not delete. `patch`: statements that it executes first, to inject a fault."""
 
     def __init__(self, folder: Path, *flags: str, real: bool = False, patch: str = "") -> None:
         self.folder = folder
@@ -145,7 +145,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 def error_of(call: Callable[[], Any]) -> NeapError:
-    """What the call raises, as the service raised it."""
+    """The NeapError that the service raised in this call."""
     with pytest.raises(grpc.RpcError) as raised:
         call()
     return from_rpc_error(raised.value)

@@ -1,4 +1,4 @@
-"""Recipes that stand in for calibration, run in a real job process. What they do is told by the spec's first prompt.
+"""Recipes that replace the calibration in a real job process. The spec's first prompt selects what they do.
 
 The service's process finds this module through PYTHONPATH.
 """
@@ -10,7 +10,8 @@ import signal
 import time
 from pathlib import Path
 
-from calibrator_service.job_spec import Progress, SelfGenerated
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import SelfGenerated
 from calibrator_service.recipe import Product, Task
 from shared.errors import Cancelled, Exhausted, NotFound, UnsupportedModel
 from shared.registry import blobs
@@ -20,7 +21,7 @@ MANIFEST = Path(__file__).parents[2] / "bench" / "router" / "manifest.json"
 
 
 def count(task: Task, name: str) -> int:
-    """How often this was reached, over all processes of the job."""
+    """Counts the calls over all processes of the job."""
     file = task.work_dir / name
     number = int(file.read_text()) + 1 if file.exists() else 1
     file.write_text(str(number))
@@ -79,7 +80,7 @@ def _full(descriptor: int) -> None:
 
 
 def _refuse_the_end() -> None:
-    """The job store's disk is full just when the publication is to be recorded."""
+    """Simulates a full disk when the publication is recorded in the job store."""
     from calibrator_service.jobs import JobStore
 
     def full(*_: object) -> None:
@@ -89,7 +90,7 @@ def _refuse_the_end() -> None:
 
 
 def _die_after_the_publication(task: Task) -> None:
-    """The first process dies between the registry's commit and the job store's."""
+    """Kills the first process after the registry's commit and before the job store's."""
     from calibrator_service.jobs import JobStore
 
     if not hasattr(JobStore, "real_succeed"):

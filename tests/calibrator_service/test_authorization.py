@@ -1,4 +1,4 @@
-"""The calibration service with tokens: who may move aliases, and who is said to have done it."""
+"""The calibration service with tokens: who may move aliases, and which actor is recorded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ def _create(request_id: str, *aliases: str) -> pb.CreateCalibrationRequest:
     return pb.CreateCalibrationRequest(request_id=request_id, spec=spec)
 
 
-def test_only_admins_decide_what_others_are_served_with(
+def test_only_admins_move_aliases(
     start_service: Callable[..., Service], tokens: dict[str, str], tmp_path: Path
 ) -> None:
     service = start_service(

@@ -1,4 +1,4 @@
-"""Specs between proto and dataclass, and published routers as protos."""
+"""Conversion of specs and published routers to and from protos."""
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -24,8 +24,8 @@ def test_a_time_budget_keeps_its_fractions(nanoseconds: int) -> None:
     assert spec_to_proto(spec, []).time_budget == budget
 
 
-def test_figures_of_a_packed_ladder_are_told() -> None:
-    """The manifest as `pack_ladder` writes it today, not as one was checked in."""
+def test_figures_of_a_packed_ladder_are_converted() -> None:
+    """With the manifest that `pack_ladder` writes, not one that was checked in."""
     loaded = wrap_model(build_family("llama"))
     figures = {"agreement": 0.5, "router_auc": 0.75, "router_brier": 0.125}
     figures |= {"router_precision": 0.875, "coverage": 1.0}

@@ -1,13 +1,13 @@
-"""Names that are no dataset of the Hub are refused before anything is looked up."""
+"""Names that are not datasets of the Hub are refused without a request to the Hub."""
 
 from pathlib import Path
 
 import pytest
 from datasets import packaged_modules
 
+from calibrator_service.calibration.spec import CalibrationSpec, HubDataset
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
 from calibrator_service.job import JobState
-from calibrator_service.job_spec import HubDataset, JobSpec
 from calibrator_service.jobs import JobStore
 from calibrator_service.process_config import JobFolder, ModelOptions, ProcessConfig
 from calibrator_service.worker_process import run_job
@@ -22,13 +22,13 @@ PATHS = [
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_a_path_or_url_is_no_name(name: str) -> None:
+def test_paths_and_urls_are_refused(name: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         check_hub_dataset(name)
     assert caught.value.reason == "BAD_DATASET_NAME"
 
 
-def test_a_reader_is_no_dataset() -> None:
+def test_names_of_file_readers_are_refused() -> None:
     for reader in packaged_modules._PACKAGED_DATASETS_MODULES:
         with pytest.raises(InvalidInput, match="file reader"):
             check_hub_dataset(reader)
@@ -45,18 +45,18 @@ def test_a_reader_is_no_dataset() -> None:
         ("field", "\x00", "BAD_DATASET_FIELD"),
     ],
 )
-def test_parts_that_cannot_be(part: str, value: str, reason: str) -> None:
+def test_invalid_config_split_and_field_are_refused(part: str, value: str, reason: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         check_hub_dataset("owner/name", **{part: value})
     assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize("name", ["wikitext", "Salesforce/wikitext", "a/b.c_d-e"])
-def test_names_of_the_hub(name: str) -> None:
+def test_valid_names_are_accepted(name: str) -> None:
     check_hub_dataset(name, config="wikitext-103-raw-v1", split="validation.clean", field="text")
 
 
-def test_what_the_operator_allows() -> None:
+def test_only_allowed_datasets_are_read() -> None:
     check_allowed("a/b", ["c/d", "a/*"])
     check_allowed("a/b", ["*"])
     for patterns in ([], ["b/*"], ["A/b"]):
@@ -72,13 +72,19 @@ def test_what_the_operator_allows() -> None:
     ("name", "allowed", "reason"),
     [("a/b", ("c/*",), "DATASET_NOT_ALLOWED"), ("./here", ("*",), "BAD_DATASET_NAME")],
 )
-def test_a_job_checks_again(
+def test_a_job_checks_its_dataset_again(
     tmp_path: Path, name: str, allowed: tuple[str, ...], reason: str
 ) -> None:
-    """It may have been created by an older version or under other settings."""
+    """Another version of the service or other settings may have created the job."""
     folder = JobFolder(tmp_path)
     store = JobStore(folder.store)
-    job = store.create("one", JobSpec("tiny", HubDataset(name)), ("latest",), max_queued=1)
+    job = store.create(
+        "one",
+        CalibrationSpec("tiny", HubDataset(name)),
+        ("latest",),
+        max_queued=1,
+        answer=lambda job: job,
+    )
     assert store.claim() is not None
     config = ProcessConfig(
         folder=str(tmp_path),

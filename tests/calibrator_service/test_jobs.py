@@ -1,17 +1,17 @@
-"""The job store by itself: what a process that was replaced may no longer do, and where cancelling ends."""
+"""The job store: writes of a replaced process are refused, and a job can be cancelled until it publishes."""
 
 import multiprocessing
 from pathlib import Path
 
 import pytest
 
+from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, SelfGenerated, TextFile
 from calibrator_service.job import Job, JobState
-from calibrator_service.job_spec import HubDataset, JobSpec, SelfGenerated, TextFile
 from calibrator_service.jobs import MAX_RESUMES, JobStore
 from shared.errors import Cancelled, Conflict, Corrupt
 from tests.calibrator_service.conftest import rewrite
 
-SPEC = JobSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
+SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> JobStore:
     return JobStore(tmp_path / "jobs.db")
 
 
-def create(store: JobStore, request_id: str = "one", spec: JobSpec = SPEC) -> Job:
+def create(store: JobStore, request_id: str = "one", spec: CalibrationSpec = SPEC) -> Job:
     return store.create(request_id, spec, ["latest"], max_queued=99, answer=lambda job: job)
 
 
@@ -30,12 +30,14 @@ def started(store: JobStore) -> str:
 
 
 @pytest.mark.parametrize("source", [SPEC.source, TextFile("a", "b"), HubDataset("a", "b")])
-def test_specs_survive_the_store(store: JobStore, source: SelfGenerated) -> None:
-    spec = JobSpec("tiny", source, time_budget_s=1.5, rung_depths=(1, 2), head_form="affine")
+def test_a_stored_spec_is_read_back(store: JobStore, source: SelfGenerated) -> None:
+    spec = CalibrationSpec(
+        "tiny", source, time_budget_s=1.5, rung_depths=(1, 2), head_form="affine"
+    )
     assert create(store, spec=spec).spec == spec
 
 
-def test_a_replaced_process_can_do_nothing(store: JobStore) -> None:
+def test_a_replaced_process_cannot_write(store: JobStore) -> None:
     job_id = started(store)
     store.heartbeat(job_id, 1)
     store.interrupted(job_id, "by test", is_death=True)
@@ -89,7 +91,7 @@ def test_stops_of_the_service_do_not_count_as_deaths(store: JobStore) -> None:
     assert (failed.state, failed.failure_reason) == (JobState.FAILED, "JOB_PROCESS_DIED")
 
 
-def test_heartbeats_are_no_news_and_progress_is(store: JobStore) -> None:
+def test_progress_changes_the_revision_and_heartbeats_do_not(store: JobStore) -> None:
     job_id = started(store)
     before = store.get(job_id).revision
     store.heartbeat(job_id, 1)
@@ -119,7 +121,7 @@ def test_two_processes_never_claim_the_same_job(store: JobStore, tmp_path: Path)
     assert len(one) + len(two) == len({*one, *two}) == 20
 
 
-def test_a_job_that_cannot_be_answered_for_is_not_kept(store: JobStore) -> None:
+def test_a_job_whose_answer_fails_is_not_kept(store: JobStore) -> None:
     def refuse(job: Job) -> None:
         raise ValueError(job.calibration_id)
 

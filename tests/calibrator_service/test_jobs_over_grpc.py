@@ -1,4 +1,4 @@
-"""CalibrationService end to end: real service process, real job processes, the work itself replaced by fake_recipes."""
+"""CalibrationService end to end: a real service process and real job processes, with fake_recipes in place of the calibration."""
 
 import time
 from collections.abc import Callable
@@ -116,7 +116,7 @@ def test_bad_specs_are_refused_at_once(service: Service) -> None:
     assert not listed.calibrations
 
 
-def test_text_files_only_under_the_folders_named(
+def test_text_files_must_be_in_an_allowed_folder(
     start_service: StartService, tmp_path: Path
 ) -> None:
     allowed, secret = tmp_path / "texts", tmp_path / "secret.txt"
@@ -148,7 +148,7 @@ def test_text_files_only_under_the_folders_named(
         assert create(path).spec.text_file.path == path
 
 
-def test_datasets_only_of_the_hub_and_as_the_operator_allows(
+def test_datasets_must_be_on_the_hub_and_allowed(
     start_service: StartService, tmp_path: Path
 ) -> None:
     service = start_service("--model", "tiny=/nowhere", "--hub-dataset", "good/*")
@@ -382,8 +382,8 @@ def test_health_per_service(service: Service) -> None:
         )
 
 
-def test_records_that_cannot_be_shown_hide_nothing(service: Service) -> None:
-    """As after a downgrade: one that waits, one that ended, and damage of every other kind."""
+def test_unreadable_records_do_not_hide_other_jobs(service: Service) -> None:
+    """Records as after a downgrade, of a queued and of an ended job, and records with every other damage."""
     blocker = service.create("wait", "blocker")
     service.wait_for(blocker, pb.PHASE_COLLECTING)
     bad = {
@@ -435,7 +435,7 @@ def health_of(service: Service) -> int:
     return stub.Check(request, timeout=20).status
 
 
-def test_a_service_whose_queue_has_died_does_not_say_serving(start_service: StartService) -> None:
+def test_a_service_whose_queue_has_died_reports_not_serving(start_service: StartService) -> None:
     service = start_service(
         *("--model", "tiny=/a", "--grace-s", "60"),
         patch="from calibrator_service.supervisor import Supervisor; Supervisor._take_up = None",
@@ -449,7 +449,7 @@ def test_a_service_whose_queue_has_died_does_not_say_serving(start_service: Star
     assert service.end_of(job).state == pb.STATE_SUCCEEDED
 
 
-def test_a_job_that_cannot_be_supervised_ends_and_the_queue_goes_on(
+def test_a_job_that_cannot_be_supervised_fails_and_the_queue_continues(
     start_service: StartService,
 ) -> None:
     service = start_service(
@@ -462,10 +462,10 @@ def test_a_job_that_cannot_be_supervised_ends_and_the_queue_goes_on(
     assert service.end_of(service.create(request_id="next")).state == pb.STATE_SUCCEEDED
 
 
-def test_numbers_at_their_extremes_are_refused_or_can_be_shown(
+def test_extreme_numbers_are_refused_or_returned(
     start_service: StartService,
 ) -> None:
-    """Every number and enum of the requests, one at a time in a request that is valid otherwise."""
+    """Each number and enum of the requests in turn, in a request that is otherwise valid."""
     service = start_service("--model", "tiny=/a", "--max-queued-jobs", "1000")
     service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
     valid = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())

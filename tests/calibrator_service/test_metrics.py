@@ -1,4 +1,4 @@
-"""What the calibration service exports, read as Prometheus would."""
+"""The metrics of the calibration service, scraped as Prometheus does."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 from neap.calibration.v1 import calibration_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 
-from calibrator_service.job_spec import JobSpec, SelfGenerated
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
@@ -18,7 +18,7 @@ from shared.errors import Exhausted
 from tests.calibrator_service.conftest import Service
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-SPEC = JobSpec("tiny", SelfGenerated())
+SPEC = CalibrationSpec("tiny", SelfGenerated())
 Samples = dict[tuple[str, ...], float]
 
 
@@ -35,7 +35,7 @@ def scraped(service: Service) -> Samples:
     }
 
 
-def test_a_service_counts_what_becomes_of_its_jobs(
+def test_a_service_counts_the_outcomes_of_its_jobs(
     start_service: Callable[..., Service],
 ) -> None:
     service = start_service("--model", "tiny=/a", "--metrics-listen", "127.0.0.1:0")
@@ -62,7 +62,7 @@ def test_a_service_counts_what_becomes_of_its_jobs(
         assert samples.get(sample) == value, sample
 
 
-def test_a_store_that_cannot_be_read_hides_its_own_metrics_alone(
+def test_an_unreadable_store_hides_only_its_own_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = CalibratorMetrics()

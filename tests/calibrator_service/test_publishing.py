@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from calibrator_service import publishing
-from calibrator_service.job_spec import JobSpec, SelfGenerated
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.jobs import JobStore
 from calibrator_service.process_config import ModelOptions, ProcessConfig
 from calibrator_service.recipe import Product
@@ -17,7 +17,7 @@ from shared.registry.factory import open_registry
 from tests.registry_servers import shared_url
 from tests.servers import RedisServer, S3Server
 
-SPEC = JobSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
+SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
 PRODUCT = Product({"a": 1}, {"x": b"weights"})
 
 
@@ -34,7 +34,7 @@ def config(store: JobStore, tmp_path: Path, own_redis: RedisServer, s3: S3Server
     return ProcessConfig(str(tmp_path), job.calibration_id, 1, 1, "", url, (), (), ModelOptions())
 
 
-def test_redis_comes_back_while_a_product_waits(store, config, own_redis):
+def test_publishing_waits_until_redis_is_available(store, config, own_redis):
     open_registry(config.registry).close()
     own_redis.kill()
     timer = threading.Timer(1.0, own_redis.start)
@@ -54,7 +54,7 @@ def test_waiting_ends_when_the_job_is_cancelled(store, config, own_redis):
     assert time.monotonic() - started_s < 30
 
 
-def test_waiting_ends_at_last(store, config, own_redis, monkeypatch):
+def test_waiting_ends_after_the_time_limit(store, config, own_redis, monkeypatch):
     own_redis.kill()
     monkeypatch.setattr(publishing, "PATIENCE_S", 1.0)
     with pytest.raises(Unavailable) as raised:
@@ -62,7 +62,7 @@ def test_waiting_ends_at_last(store, config, own_redis, monkeypatch):
     assert raised.value.reason == "REDIS_UNAVAILABLE"
 
 
-def test_what_did_not_pass_its_checks_is_published_without_an_alias(store, config):
+def test_a_router_that_fails_its_checks_is_published_without_an_alias(store, config):
     checks = {"routers": {"passed": False, "detail": "worse than guessing"}}
     assert (
         publishing.publish(config, store, Product({"checks": checks}, PRODUCT.blobs)).version == 1

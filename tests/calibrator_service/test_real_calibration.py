@@ -1,4 +1,4 @@
-"""The whole way with the real pipeline, on a tiny random model saved to disk."""
+"""Jobs that run the real pipeline, on a tiny random model saved to disk."""
 
 import json
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from calibrator_service import recipe
-from calibrator_service.calibration import presets
+from calibrator_service.calibration import plan
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.convert import spec_from_proto
-from calibrator_service.job_spec import JobSpec, SelfGenerated
 from calibrator_service.process_config import ModelOptions
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel
 from shared.ladder.artefact import unpack_ladder
@@ -66,11 +66,11 @@ def test_killed_mid_job_resumes_and_publishes_a_ladder(
     assert made.manifest["model"]["num_layers"] == 6
 
 
-def test_a_request_without_bounds_gets_the_quick_budget(
+def test_a_request_without_limits_gets_the_quick_budget(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the proto to the manifest, as the job's process would; the preset is shortened for the test."""
-    monkeypatch.setattr(presets, "QUICK_BUDGET_S", 8.0)
+    monkeypatch.setattr(plan, "QUICK_BUDGET_S", 8.0)
     request = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
     task = recipe.Task(
         str(model_folder),
@@ -92,7 +92,7 @@ def test_model_and_dataset_that_do_not_exist(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The hub is out of reach (offline mode): the job says so and learns from nothing else."""
+    """The Hub cannot be reached (offline mode): the job fails and uses no other text."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     service = start_service(
         *("--model", f"tiny={model_folder}", "--model", f"missing={tmp_path / 'nowhere'}"),
@@ -112,18 +112,20 @@ def test_model_and_dataset_that_do_not_exist(
     assert LocalRegistry(tmp_path / "registry").list_versions("tiny") == []
 
 
-def test_what_else_cannot_be_calibrated(model_folder: Path, tmp_path: Path) -> None:
-    """As the job's process would run it, without the process."""
+def test_unsupported_model_rung_too_deep_and_cancellation(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Runs the recipe in this process."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
 
-    def run(source: Path, spec: JobSpec, *, stop: bool = False) -> None:
+    def run(source: Path, spec: CalibrationSpec, *, stop: bool = False) -> None:
         recipe.run(
             recipe.Task(
                 str(source), spec, ModelOptions(), tmp_path / "work", lambda _: None, lambda: stop
             )
         )
 
-    spec = JobSpec("tiny", SelfGenerated(), max_tokens=1000)
+    spec = CalibrationSpec("tiny", SelfGenerated(), max_tokens=1000)
     with pytest.raises(UnsupportedModel):
         run(tmp_path, spec)
     with pytest.raises(InvalidInput) as raised:

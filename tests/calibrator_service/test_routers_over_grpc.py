@@ -1,4 +1,4 @@
-"""RouterService through real gRPC, over a registry that this process writes to as well."""
+"""RouterService over real gRPC, on a registry to which this process writes, too."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -141,7 +141,7 @@ def test_canary(
     assert isinstance(lost, Conflict)
 
 
-def test_no_alias_names_what_is_damaged(
+def test_an_alias_cannot_be_set_to_a_damaged_version(
     service: Service,
     registry: LocalRegistry,
     publish: Callable[..., int],
@@ -190,7 +190,7 @@ def test_bad_requests(
         assert isinstance(error, InvalidInput)
 
 
-def test_watch_tells_what_was_and_what_comes(
+def test_watch_streams_past_and_new_events(
     service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
 ) -> None:
     publish(0)

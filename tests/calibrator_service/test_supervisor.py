@@ -1,4 +1,4 @@
-"""What the supervisor makes of jobs that are recorded as running while no process of theirs is there."""
+"""How the supervisor handles jobs that are recorded as running but have no process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from calibrator_service import supervisor as module
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.job import Job, JobState
-from calibrator_service.job_spec import JobSpec, SelfGenerated
 from calibrator_service.jobs import MAX_RESUMES
 from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.errors import Exhausted
 from tests.calibrator_service.conftest import wait_until
 
-SPEC = JobSpec("tiny", SelfGenerated())
+SPEC = CalibrationSpec("tiny", SelfGenerated())
 
 
 def supervisor_of(folder: Path, recipe: str = "fake_recipes:run") -> Supervisor:
@@ -31,11 +31,11 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 
 def create(supervisor: Supervisor, *prompts: str) -> Job:
-    spec = JobSpec("tiny", SelfGenerated(prompts))
+    spec = CalibrationSpec("tiny", SelfGenerated(prompts))
     return supervisor.store.create("one", spec, [], max_queued=9, answer=lambda job: job)
 
 
-def test_deaths_of_the_service_are_not_the_jobs(tmp_path: Path) -> None:
+def test_death_of_the_service_does_not_count_against_the_job(tmp_path: Path) -> None:
     first = supervisor_of(tmp_path)
     job = create(first)
     first.stop()
@@ -67,10 +67,10 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     assert (after.state, after.num_deaths) == (JobState.SUCCEEDED, 0), after.failure_message
 
 
-def test_silence_counts_only_where_heartbeats_can_be_recorded(
+def test_missing_heartbeats_count_only_if_they_can_be_recorded(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk silences a process that is well; one that is stuck dies of it."""
+    """A healthy process cannot record heartbeats on a full disk and goes on; a stuck process is killed."""
     monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_S", 0.0)
     looks = [Exhausted("full", reason="DISK_FULL")] * 5
 

@@ -20,6 +20,7 @@ DOCUMENTS = [
     document
     for document in (
         ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
         ROOT / "bench/RESULTS.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     )
@@ -44,6 +45,12 @@ def code_of(document: Path) -> list[str]:
     blocks = [block.replace("\\\n", " ") for block in FENCE.findall(text)]
     spans = [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
     return [line for block in blocks for line in block.splitlines()] + spans
+
+
+def test_the_index_lists_every_document():
+    index = ROOT / "docs/README.md"
+    linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text())}
+    assert not {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - linked - {index}
 
 
 def exists(path: str) -> bool:
@@ -149,7 +156,7 @@ def test_a_command_line_with_a_slip_is_noticed(line):
 
 
 def test_command_lines_are_found():
-    found = command_lines(ROOT / "README.md") + command_lines(ROOT / "docs/rollout.md")
+    found = command_lines(ROOT / "docs/running.md") + command_lines(ROOT / "docs/rollout.md")
     assert ["routers", "list", "--model", "my-model"] in found
     assert ["routers", "import", "FOLDER", "--alias", "candidate"] in found
     assert len(found) > 15

@@ -15,7 +15,7 @@ from inference_service.convert import to_generation_request
 from inference_service.engine.engine import Engine
 from inference_service.servicer import InferenceServicer
 from shared.errors import DeadlineExceeded, Exhausted
-from shared.model.cache import SlotCache
+from shared.model.cache import ContiguousCache
 from shared.model.load import load_model
 from tests.generation import answer, explained, request_of, wait_for
 from tests.worker import save_model, serving
@@ -166,7 +166,7 @@ def test_what_a_slow_reader_held_is_free_once_it_is_ended(registry, tmp_path):
 def _num_caches():
     """KV caches with anything in them, of any engine in this process."""
     gc.collect()
-    return sum(type(item) is SlotCache and bool(item.keys) for item in gc.get_objects())
+    return sum(type(item) is ContiguousCache and bool(item.keys) for item in gc.get_objects())
 
 
 def test_one_client_cannot_take_all_places(engine, registry, handles):

@@ -1,4 +1,4 @@
-"""On a GPU: CUDA graphs over pages give what the model's own forward gives, and exact is full."""
+"""On a GPU: CUDA graphs over paged KV give what the model's own forward gives, and exact is full."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from inference_service.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
-from shared.model.packed import Segment
 from shared.model.paged_runner import PagedRunner
+from shared.model.ragged import RaggedSequence
 from shared.model.recorder import CudaRecorder
 from shared.model.substitution.compiled import LayerCompiler
 from tests.families import VOCABULARY_SIZE, build_family
@@ -77,8 +77,8 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded: LoadedModel) -
     alone = [
         runner.run(row, runner.new_cache(9), first=0, last=runner.num_layers, base=0) for row in ids
     ]
-    segments = [Segment(runner.new_cache(9), 0, row.shape[1]) for row in ids]
-    together = runner.run_packed(torch.cat(ids, 1), segments, first=0, last=runner.num_layers)
+    sequences = [RaggedSequence(runner.new_cache(9), 0, row.shape[1]) for row in ids]
+    together = runner.run_ragged(torch.cat(ids, 1), sequences, first=0, last=runner.num_layers)
     assert torch.equal(together, torch.cat(alone, 1))
 
 

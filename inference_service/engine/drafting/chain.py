@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from shared.ladder.rungs import Draft
-from shared.model.cache import SlotCache
-from shared.model.packed import Segment
-from shared.model.runner import DepthRunner
+from shared.model.cache import KVCache
+from shared.model.ragged import RaggedSequence
+from shared.model.runner import Runner
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Chain:
 
     base: int
     tokens: list[int]
-    cache: SlotCache
+    cache: KVCache
     drafts: list[Draft] = field(default_factory=list)
     # As trusted for this request; 1 for what is final.
     probabilities: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ _Part = tuple[Chain, slice]
 
 
 def bring_to(
-    depth: int, chains: Sequence[Chain], runner: DepthRunner, *, but_last: bool = False
+    depth: int, chains: Sequence[Chain], runner: Runner, *, but_last: bool = False
 ) -> Tensor | None:
     """Takes every token that has not been to `depth` there, but the chains' last ones if so asked; chains of several sequences only
     where the runner can pack.
@@ -86,7 +86,7 @@ def bring_to(
     return states
 
 
-def settle(chains: Sequence[Chain], runner: DepthRunner) -> Tensor:
+def settle(chains: Sequence[Chain], runner: Runner) -> Tensor:
     """Takes all tokens through the remaining layers: their states at depth L [T, D], chain after chain.
 
     None has been there, and all have been brought to where the deepest has: so the last pass is one of all.
@@ -97,7 +97,7 @@ def settle(chains: Sequence[Chain], runner: DepthRunner) -> Tensor:
     return states
 
 
-def _run(parts: Sequence[_Part], first: int, last: int, runner: DepthRunner) -> Tensor:
+def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tensor:
     ids = runner.ids([token for chain, part in parts for token in chain.tokens[part]])
     hidden = None
     if first:
@@ -109,11 +109,11 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: DepthRunner) -> 
             ids, chain.cache, first=first, last=last, base=chain.base + part.start, hidden=hidden
         )[0]
     else:
-        segments = [
-            Segment(chain.cache, chain.base + part.start, part.stop - part.start)
+        sequences = [
+            RaggedSequence(chain.cache, chain.base + part.start, part.stop - part.start)
             for chain, part in parts
         ]
-        states = runner.run_packed(ids, segments, first=first, last=last, hidden=hidden)[0]
+        states = runner.run_ragged(ids, sequences, first=first, last=last, hidden=hidden)[0]
     rows = iter(states.unbind(0))
     for chain, part in parts:
         count = part.stop - part.start

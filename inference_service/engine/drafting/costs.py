@@ -10,8 +10,8 @@ from torch import Tensor
 from inference_service.engine.drafting.planner import ExitCost
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
-from shared.model.cache import SlotCache
-from shared.model.runner import DepthRunner
+from shared.model.cache import KVCache
+from shared.model.runner import Runner
 
 MAX_PASS_TOKENS = 9
 CONTEXT_TOKENS = 128
@@ -24,7 +24,7 @@ EXIT_COMPANY = 8
 
 
 def measure_deep(
-    runner: DepthRunner, *, between: Callable[[], None] = lambda: None
+    runner: Runner, *, between: Callable[[], None] = lambda: None
 ) -> tuple[float, ...]:
     """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head, smoothed: see `smoothed`.
 
@@ -51,7 +51,7 @@ def measure_deep(
 
 
 def measure_wide(
-    runner: DepthRunner, deep: tuple[float, ...], *, between: Callable[[], None] = lambda: None
+    runner: Runner, deep: tuple[float, ...], *, between: Callable[[], None] = lambda: None
 ) -> tuple[tuple[int, float], ...]:
     """(tokens, seconds) of wider passes than `deep` has, never falling; () where the context is too short. `between` as there."""
     points: list[tuple[int, float]] = []
@@ -62,7 +62,7 @@ def measure_wide(
         cache = runner.new_cache(width)
         ids = torch.ones(1, width, dtype=torch.long, device=runner.loaded.device)
 
-        def deep_pass(ids: Tensor = ids, cache: SlotCache = cache) -> None:
+        def deep_pass(ids: Tensor = ids, cache: KVCache = cache) -> None:
             between()
             state = runner.run(ids, cache, first=0, last=runner.num_layers, base=0)
             runner.logits(state[0]).argmax(-1).tolist()
@@ -89,7 +89,7 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def exit_timings(
-    runner: DepthRunner, ladder: BoundLadder
+    runner: Runner, ladder: BoundLadder
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
     """What taking tokens from the embedding to each layer exit and through its head and router costs; yields what each timed exit
     said, so that other work may come between.

@@ -19,13 +19,13 @@ from inference_service.engine.failure import attempt, fail_all
 from inference_service.engine.request.request import GenerationRequest
 from inference_service.engine.request.sequence import Sequence
 from shared.ladder.ladder import BoundLadder
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 
 class Drafter:
     """Asks a ladder's rungs for one model."""
 
-    def __init__(self, runner: DepthRunner, costs: PassCosts, gains: ExitGains) -> None:
+    def __init__(self, runner: Runner, costs: PassCosts, gains: ExitGains) -> None:
         self.costs = costs
         self._runner = runner
         self._gains = gains
@@ -46,8 +46,8 @@ class Drafter:
                 continue
             states = last_states_at(depth, [one.chain for one in asked], self._runner)
             deep_states = torch.stack([one.deep_state for one in asked])
-            offsets = [len(one.chain.tokens) for one in asked]
-            drafts = ladder.ask(index, states, deep_states, offsets)
+            distances = [len(one.chain.tokens) for one in asked]
+            drafts = ladder.ask(index, states, deep_states, distances)
             for one, draft in zip(asked, drafts, strict=True):
                 known = one.known
                 probability = attempt(one.sequence, one.consider, draft)
@@ -101,7 +101,7 @@ def _by_ladder(
         yield drafter, one.sequence.ladder, [one for one, _ in own]
 
 
-def last_states_at(depth: int, chains: Rows[Chain], runner: DepthRunner) -> Tensor:
+def last_states_at(depth: int, chains: Rows[Chain], runner: Runner) -> Tensor:
     """States at `depth` [N, D] of the chains' last tokens. Exits are asked shallowest first, so none is deeper already."""
     if depth == 0:
         return runner.embed_tokens(

@@ -10,7 +10,7 @@ from inference_service.engine.drafting.drafter import Drafter
 from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassCosts
 from inference_service.engine.quality.self_test import check_draft, self_test
 from shared.ladder.ladder import BoundLadder, Ladder
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 # Unless told otherwise, ladders kept bound beside those in use.
 MAX_BOUND_LADDERS = 4
@@ -27,7 +27,7 @@ class LadderCache:
     bound.
     """
 
-    def __init__(self, runner: DepthRunner, max_ladders: int = MAX_BOUND_LADDERS) -> None:
+    def __init__(self, runner: Runner, max_ladders: int = MAX_BOUND_LADDERS) -> None:
         self.in_use: Callable[[], Collection[int]] = lambda: ()
         self._runner = runner
         self._max_ladders = max_ladders

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 # Share of the memory that is free once the model is loaded. Activations and other processes need the rest.
 BUDGET_SHARE = 0.5
@@ -12,7 +12,7 @@ CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 
-def kv_token_bytes(runner: DepthRunner) -> int:
+def kv_token_bytes(runner: Runner) -> int:
     """Bytes of the keys and values of one token, over all layers."""
     cache = runner.new_cache(1)
     token = torch.zeros(1, 1, dtype=torch.long, device=runner.loaded.device)

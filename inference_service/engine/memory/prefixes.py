@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.model.cache import SlotCache
+from shared.model.cache import KVCache
 
 # A shorter prefix is computed faster than it is found, and every chat starts with the same few tokens of its template.
 MIN_SHARED = 16
@@ -18,7 +18,7 @@ class Donor(Protocol):
     @property
     def num_settled(self) -> int: ...
     @property
-    def cache(self) -> SlotCache: ...
+    def cache(self) -> KVCache: ...
 
 
 class Reader(Donor, Protocol):
@@ -36,7 +36,7 @@ class _Kept:
     """The cache of an ended sequence. `num_tokens`: its capacity, used or not."""
 
     tokens: tuple[int, ...]
-    cache: SlotCache
+    cache: KVCache
     num_tokens: int
 
     @property

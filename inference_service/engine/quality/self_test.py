@@ -11,7 +11,7 @@ from shared.errors import Corrupt, NeapError
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 
 PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS = 16, 4, 3
 
@@ -23,7 +23,7 @@ def check_draft(draft: Draft, vocabulary_size: int) -> None:
         raise _failed(f"rung {draft.rung} gave token {draft.token} the probability {probability}")
 
 
-def self_test(runner: DepthRunner, ladder: BoundLadder, costs: PassCosts) -> Slices:
+def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
     """Decodes by the policy exact, drafting wherever it can; one step per slice. Counted nowhere.
 
     Raises Corrupt (SELF_TEST_FAILED).

@@ -17,8 +17,8 @@ from inference_service.engine.quality.disagreement import exceeds, lower_limit
 from inference_service.engine.request.request import GenerationRequest
 from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.verification import verify
-from shared.model.cache import SlotCache
-from shared.model.runner import DepthRunner
+from shared.model.cache import KVCache
+from shared.model.runner import Runner
 from shared.model.sampling import SamplingParams, Trial
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class _Check:
     num_prompt_tokens: int
     sampling: SamplingParams
     stratum: Stratum
-    cache: SlotCache
+    cache: KVCache
     num_settled: int = 0
     num_cached: int = 0
 
@@ -68,7 +68,7 @@ class Shadow:
 
     def __init__(
         self,
-        runner: DepthRunner,
+        runner: Runner,
         prefixes: Prefixes,
         *,
         share: float = 0.0,

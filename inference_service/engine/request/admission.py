@@ -82,6 +82,10 @@ class Admission:
                 reason="MAX_TOKENS_TOO_LARGE",
                 metadata={"available": str(room)},
             )
+        if request.logprobs is not None and request.logprobs > self._loaded.vocabulary_size:
+            raise InvalidInput(
+                f"logprobs is {request.logprobs}; the model has {self._loaded.vocabulary_size} tokens"
+            )
         if request.policy.min_layers > self._loaded.num_layers:
             raise InvalidInput(
                 f"min_layers is {request.policy.min_layers}; the model has {self._loaded.num_layers} layers"

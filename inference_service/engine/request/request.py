@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import index
 
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
@@ -31,7 +32,8 @@ class StoppingParams:
                 f"{len(self.stop_strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed"
             )
         for stop in self.stop_strings:
-            if not 0 < len(stop.encode()) <= MAX_STOP_STRING_BYTES:
+            # "replace": a lone surrogate has no bytes of its own.
+            if not 0 < len(stop.encode(errors="replace")) <= MAX_STOP_STRING_BYTES:
                 raise InvalidInput(
                     f"a stop string must have 1 to {MAX_STOP_STRING_BYTES} bytes of UTF-8"
                 )
@@ -60,6 +62,15 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
+        try:
+            ids = tuple(map(index, self.prompt_ids))
+        except TypeError as error:
+            raise InvalidInput("the prompt's token ids must be integers") from error
+        object.__setattr__(
+            self, "prompt_ids", ids
+        )  # frozen from here on; this is still construction
+        if math.isnan(self.deadline_s):
+            raise InvalidInput("deadline_s is NaN; it must be a time, or infinite for none")
         if self.logprobs is not None:
             if not 0 <= self.logprobs <= MAX_LOGPROBS:
                 raise InvalidInput(

@@ -18,7 +18,7 @@ from inference_service.engine.request.text import Detokenizer, StopStrings
 from inference_service.engine.statistics import Progress
 from shared.errors import NeapError
 from shared.ladder.ladder import BoundLadder, SequenceDrafter
-from shared.model.cache import SlotCache
+from shared.model.cache import KVCache
 from shared.model.load import LoadedModel
 
 
@@ -36,7 +36,7 @@ class Sequence:
         request: GenerationRequest,
         loaded: LoadedModel,
         ladder: BoundLadder | None,
-        cache: SlotCache,
+        cache: KVCache,
         max_tokens: int,
         served: Reliability,
     ) -> None:

@@ -1,13 +1,13 @@
 """neap's kernels and torch.compile under the modules of Hugging Face transformers, whatever the family.
 
-All that knows transformers' classes, its attention interfaces and its modelling files to put something in their place is here;
-`shared.ops` knows tensors only.
+All code that depends on transformers' classes, attention interfaces and modelling files in order to replace them is here. `shared.ops`
+works with tensors only.
 
-    match           whether a module computes what a replacement computes: by running both, never by its name
+    match           runs a module and its replacement on random input and compares the results
     linear          replacements of linear layers, RMS norms and gated MLPs
     rotary          the replacement of `apply_rotary_pos_emb`
-    attention       attention over slots; `paged_attention`: over pages; `packing`: what packed passes hand through
-    layer           a decoder layer as one op; `fused_layers`: which layers prove to be one
+    attention       attention over contiguous KV caches; `paged_attention`: over paged KV; `ragged`: what ragged batches pass through
+    layer           a decoder layer as one op; `fused_layers`: finds the layers that can be one
     compiled        a decoder layer compiled by torch.compile
-    apply           does it for a model on a CPU, and reports; `reversible`: how every step is taken back
+    apply           replaces the modules of a model on a CPU, and reports; `reversible`: undoes every step
 """

@@ -1,9 +1,9 @@
-"""Puts neap's CPU kernels under the modules of a Hugging Face causal LM, whatever its family.
+"""Makes the modules of a Hugging Face causal LM of any family run neap's CPU kernels.
 
-*Verified substitution*: no module is replaced because of its name or its family. Each candidate is run beside its kernel
-on random input and replaced only if they agree to 1e-5; what does not agree stays as it is and is named in the report.
-Decoder layers made of such modules then become one op each where that has the very same bits (`fused_layers`).
-At the end the whole model is compared with its former self. Modules keep their place: only their `forward` changes.
+*Verified substitution*: no module is replaced because of its name or its family. Each candidate and its kernel run on the same random
+input, and the module is replaced only if the results agree to 1e-5. The report names the modules that were not replaced. Decoder layers
+that consist of replaced modules then become one op each, if the op gives the same bits (`fused_layers`). At the end the logits of the
+whole model are compared with those before. Modules stay in the model; only their `forward` changes.
 """
 
 import weakref
@@ -24,38 +24,39 @@ from shared.model.substitution.linear import gated_mlp, linear, rms_norm
 from shared.model.substitution.match import Unsuitable, relative_error
 from shared.model.substitution.reversible import Substitutions
 
-MODEL_TOLERANCE = (
-    1e-3  # of logits, relative: tens of layers amplify what each module's own check allowed
-)
+# Largest relative error of logits. It is larger than that of a module, because tens of layers amplify the errors of the modules.
+MODEL_TOLERANCE = 1e-3
 
-_UNDO = "_neap_undo"  # on the model: a table beside it would keep the model alive
+_UNDO = "_neap_undo"  # an attribute of the model, because a table of models would keep them alive
 
 
 @dataclass(frozen=True)
 class AccelerationReport:
-    """What `accelerate` did. `left_alone` maps a module's name to the reason it kept its own forward."""
+    """What `accelerate` did. `left_alone` maps a module's name to the reason why it kept its own forward."""
 
     linears: int
     gated_mlps: int
     norms: int
     rotary: tuple[str, ...]  # Python modules whose `apply_rotary_pos_emb` runs the kernel
-    attention: bool  # whether the model attends through `slot_attention`
-    layers: int  # decoder layers that run as one op in passes over slots
+    attention: bool  # whether the model's attention is `slot_attention`
+    layers: int  # decoder layers that run as one op over contiguous KV caches
     packed_bytes: int
     freed_bytes: int
-    batch_invariant: bool  # whether eight tokens in one pass gave the bits of eight passes
+    batch_invariant: (
+        bool  # whether a pass of eight tokens gave the same bits as eight passes of one
+    )
     left_alone: Mapping[str, str]
 
 
 def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> AccelerationReport:
-    """Makes a float32 CPU model run on neap's kernels, in place; inference only.
+    """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
-    Weights that are packed and not shared are freed (they become meta tensors, so `state_dict` keeps its keys but the
-    model cannot be saved until `restore`), unless `keep_weights`. Calling it twice is an error.
+    Weights that are packed and not shared are freed unless `keep_weights`: they become meta tensors, so `state_dict` keeps its keys, but
+    the model cannot be saved until `restore`.
 
-    Raises `ValueError` for a model that trains, is not float32 on the CPU or is accelerated already,
-    `PreconditionFailed` without the built kernels, and `UnsupportedModel`, after undoing everything, if the model as a
-    whole does not compute what it did.
+    Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already; `PreconditionFailed` if
+    the kernels are not built; and `UnsupportedModel` (reason ACCELERATION_MISMATCH), after undoing everything, if the logits of the whole
+    model have changed.
     """
     ops.load()
     if hasattr(model, _UNDO):
@@ -69,11 +70,11 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
             )
     run = Substitutions(model, keep_weights)
     with torch.no_grad():
-        expected = _probe(model)
+        expected = _padded_logits(model)
         try:
             _substitute_modules(run)
             files = tuple(_substitute_rotary(run))
-            error = relative_error(_probe(model), expected)
+            error = relative_error(_padded_logits(model), expected)
             attends = _substitute_attention(run, expected)
             layers = substitute_layers(run, _random_ids(model, 1, 9)) if attends else 0
             invariant = error <= MODEL_TOLERANCE and _is_batch_invariant(model)
@@ -102,7 +103,7 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Takes `accelerate` back, freed weights included. Does nothing for a model that is not accelerated."""
+    """Undoes `accelerate`, and restores freed weights. Does nothing if the model is not accelerated."""
     undo = vars(model).pop(_UNDO, [])
     while undo:
         undo.pop()()
@@ -113,7 +114,7 @@ def _substitute_modules(run: Substitutions) -> None:
     for name, module in modules:
         if sum(type(child) is nn.Linear for child in module.children()) in (2, 3):
             run.attempt("gated_mlp", name, module, partial(gated_mlp, module))
-            # Attention blocks have three linear layers as well: no news, their layers follow one by one.
+            # Attention blocks have three linear layers, too. They need no note: their layers are tried one by one below.
             run.left_alone.pop(name, None)
     for name, module in modules:
         if module in run.consumed:
@@ -142,7 +143,9 @@ def _substitute_rotary(run: Substitutions) -> Iterator[str]:
         except Unsuitable as reason:
             run.left_alone[f"{file}.{rotary.FUNCTION}"] = str(reason)
             continue
-        release = weakref.finalize(run.model, rotary.release, file)  # also if nobody restores
+        release = weakref.finalize(
+            run.model, rotary.release, file
+        )  # also if `restore` is never called
         release.atexit = False
         run.undo.append(release)
         yield file
@@ -157,7 +160,7 @@ def _substitute_attention(run: Substitutions, expected: Tensor) -> bool:
     model.set_attn_implementation(attention.NAME)
     reason = None
     try:
-        error = relative_error(_probe(model), expected)
+        error = relative_error(_padded_logits(model), expected)
         if error > MODEL_TOLERANCE:
             reason = f"logits differ by {error:.1e} (relative)"
     except NotImplementedError as refusal:
@@ -175,20 +178,20 @@ def _random_ids(model: PreTrainedModel, *shape: int) -> Tensor:
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
-def _probe(model: PreTrainedModel) -> Tensor:
-    """Logits [2, 7, V] of two random rows, the second left-padded, the last three tokens over a cache."""
+def _padded_logits(model: PreTrainedModel) -> Tensor:
+    """Logits [2, 7, V] of two random sequences, the second one left-padded. The last three tokens run over a cache."""
     ids = _random_ids(model, 2, 7)
     seen = torch.ones_like(ids)
     seen[1, :2] = 0
     first = model(input_ids=ids[:, :4], attention_mask=seen[:, :4], use_cache=True)
     second = model(input_ids=ids[:, 4:], attention_mask=seen, past_key_values=first.past_key_values)
     logits: Tensor = torch.cat([first.logits, second.logits], dim=1)
-    logits[1, :2] = 0  # what a padded position computes is nobody's business
+    logits[1, :2] = 0  # the logits of padding are arbitrary
     return logits
 
 
 def _is_batch_invariant(model: PreTrainedModel) -> bool:
-    """Compares the bits of the logits of 8 tokens after a prefix of 4: in one pass, and one by one."""
+    """Whether the logits of 8 tokens after a prefix of 4 have the same bits in one pass as in 8 passes."""
     ids = _random_ids(model, 1, 12)
     cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
     together = model(input_ids=ids[:, 4:], past_key_values=cache).logits

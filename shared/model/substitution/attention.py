@@ -1,6 +1,6 @@
 """`slot_attention` as an attention implementation of Hugging Face transformers, under the name "neap".
 
-Works with any cache whose `update` returns views [B, Hkv, S, D] of what the layer may see, preallocated or not.
+Works with every cache whose `update` returns [B, Hkv, S, D], the keys or values that the layer may see: preallocated or growing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from shared import ops
-from shared.model.substitution.packing import PackedMask, PackedOffset, PackedStates, Span
+from shared.model.substitution.ragged import RaggedMask, RaggedOffset, RaggedStates, Span
 
 NAME = "neap"
 
-# What would change the result and is not implemented. A value other than None is refused.
+# Arguments that would change the result and are not implemented. A value other than None is refused.
 _REFUSED = ("s_aux", "position_bias", "head_mask", "cache")
 
 
@@ -32,14 +32,14 @@ def attention_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
-) -> Tensor | PackedMask | None:
-    """The mask of one pass: bool [B, 1, Q, S], or None where it is plain causal with the queries at the end.
+) -> Tensor | RaggedMask | None:
+    """The mask of one pass: bool [B, 1, Q, S], or None if it is causal with the queries at the end. A `RaggedMask` for a ragged batch.
 
-    Of a packed pass (`packing`) a `PackedMask`. Called by transformers once per pass and kind of layer. Windows and chunks of `local_size` or more keys do not bite
-    on shorter views, so those pass as plain too.
+    Transformers calls this once per pass and kind of layer. A window or chunk of `local_size` keys has no effect on fewer keys, so such a
+    mask counts as causal, too.
     """
-    if isinstance(q_offset, PackedOffset):
-        return _packed_mask(
+    if isinstance(q_offset, RaggedOffset):
+        return _ragged_mask(
             q_offset.spans,
             mask_function=mask_function,
             local_size=local_size,
@@ -49,7 +49,7 @@ def attention_mask(
     plain = (
         allow_is_causal_skip
         and kv_offset == 0
-        # A tensor belongs to a static cache.
+        # It is a tensor if the cache is a static one of transformers.
         and type(q_offset) is int
         and q_offset + q_length == kv_length
         and (local_size is None or kv_length < local_size)
@@ -72,15 +72,15 @@ def attention_mask(
     return mask
 
 
-def _packed_mask(spans: Sequence[Span], **kwargs: Any) -> PackedMask:
+def _ragged_mask(spans: Sequence[Span], **kwargs: Any) -> RaggedMask:
     nothing = torch.empty(0, dtype=torch.bool)
     masks = []
     for span in spans:
         end = span.base + span.num_tokens
         mask = attention_mask(1, span.num_tokens, end, q_offset=span.base, **kwargs)
-        assert not isinstance(mask, PackedMask)
+        assert not isinstance(mask, RaggedMask)
         masks.append(nothing if mask is None else mask)
-    return PackedMask(tuple(masks))
+    return RaggedMask(tuple(masks))
 
 
 def _nothing_hidden(padding: Tensor, kv_length: int) -> bool:
@@ -88,17 +88,22 @@ def _nothing_hidden(padding: Tensor, kv_length: int) -> bool:
 
 
 def _as_bool(mask: Tensor) -> Tensor:
-    """A 4-D mask of the caller's own may be additive: 0 and the dtype's minimum are as good as a bool."""
+    """Converts an additive mask of zeros and the dtype's minimum to bool. Callers of a model may pass such 4-D masks.
+
+    Raises `NotImplementedError` for other numbers.
+    """
     if mask.dtype == torch.bool:
         return mask
     visible = mask == 0
     if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        raise NotImplementedError("attention 'neap' takes masks that show or hide, not biases")
+        raise NotImplementedError(
+            "attention 'neap' supports masks that show or hide a position, but not biases"
+        )
     return visible
 
 
 def refuse_unserved(name: str, dropout: float, kwargs: Mapping[str, Any]) -> None:
-    """Raises `NotImplementedError` for what an attention of ours, `name`, was asked and does not compute."""
+    """Raises `NotImplementedError` if attention `name` is asked for something that it does not compute."""
     refused = [asked for asked in _REFUSED if kwargs.get(asked) is not None]
     if dropout:
         refused.append("dropout")
@@ -111,54 +116,54 @@ def refuse_unserved(name: str, dropout: float, kwargs: Mapping[str, Any]) -> Non
 def attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | PackedStates,
-    value: Tensor | PackedStates,
-    attention_mask: Tensor | PackedMask | None,
+    key: Tensor | RaggedStates,
+    value: Tensor | RaggedStates,
+    attention_mask: Tensor | RaggedMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, Hq, Q, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] -> ([B, Q, Hq, Dv], no weights).
+    """query [B, Hq, Q, D], key [B, Hkv, S, D], value [B, Hkv, S, Dv] -> ([B, Q, Hq, Dv], None).
 
     Raises `NotImplementedError` for attention sinks, biases, dropout and requests for the weights.
     """
     refuse_unserved(NAME, dropout, kwargs)
-    if isinstance(key, PackedStates) or isinstance(value, PackedStates):
-        assert isinstance(key, PackedStates)
-        assert isinstance(value, PackedStates)
-        return _packed_attention(query, key, value, attention_mask, scaling, softcap), None
-    assert not isinstance(attention_mask, PackedMask)
+    if isinstance(key, RaggedStates) or isinstance(value, RaggedStates):
+        assert isinstance(key, RaggedStates)
+        assert isinstance(value, RaggedStates)
+        return _ragged_attention(query, key, value, attention_mask, scaling, softcap), None
+    assert not isinstance(attention_mask, RaggedMask)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     else:
         causal, attention_mask = False, _as_bool(attention_mask)
-    key, value = _rows_together(key), _rows_together(value)
+    key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
     out = ops.slot_attention(
         query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap
     )
     return out, None
 
 
-def _rows_together(states: Tensor) -> Tensor:
+def _with_contiguous_rows(states: Tensor) -> Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _packed_attention(
+def _ragged_attention(
     query: Tensor,
-    key: PackedStates,
-    value: PackedStates,
-    mask: Tensor | PackedMask | None,
+    key: RaggedStates,
+    value: RaggedStates,
+    mask: Tensor | RaggedMask | None,
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    if not isinstance(mask, PackedMask):
-        raise NotImplementedError("attention 'neap' was given another mask than its own")
+    if not isinstance(mask, RaggedMask):
+        raise NotImplementedError("attention 'neap' needs a mask that it made itself")
     return ops.packed_slot_attention(
         query,
-        _rows_together(key.fresh),
-        _rows_together(value.fresh),
+        _with_contiguous_rows(key.fresh),
+        _with_contiguous_rows(value.fresh),
         key.stores,
         value.stores,
         [span.base for span in key.spans],
@@ -171,13 +176,13 @@ def _packed_attention(
 
 @contextmanager
 def observed(see: Callable[..., None]) -> Iterator[None]:
-    """Within, every attention of a model that uses ours is first told to `see`, with the arguments of `attention`."""
+    """Within it, each call of our attention first calls `see` with the same arguments."""
 
-    def told(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def observing(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         see(*args, **kwargs)
         return attention(*args, **kwargs)
 
-    AttentionInterface.register(NAME, told)
+    AttentionInterface.register(NAME, observing)
     try:
         yield
     finally:
@@ -185,6 +190,6 @@ def observed(see: Callable[..., None]) -> Iterator[None]:
 
 
 def register() -> None:
-    """Makes "neap" known to transformers. Changes no model by itself."""
+    """Registers "neap" with transformers. Changes no model by itself."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)

@@ -1,8 +1,8 @@
-"""Decoder layers compiled by torch.compile, one by one: the gates outside, everything in a layer in one graph.
+"""Decoder layers compiled by torch.compile, each as one graph. The gates stay outside.
 
-All layers of a model run the same code over other weights, so one compilation per kind of layer and size of pass serves them all: the
-caches of paged passes ignore a layer's number, so nothing that is compiled depends on it. A model that uses the number otherwise
-compiles once per layer.
+All layers of a model run the same code over different weights. The caches of paged passes ignore the layer's number, so the compiled
+code does not depend on it, and one compilation per kind of layer and size of pass serves all layers. A model that uses the number in
+another way compiles once per layer.
 """
 
 from collections.abc import Callable
@@ -14,23 +14,23 @@ import torch
 from shared.errors import UnsupportedModel
 from shared.model.gates import Forward, LayerOutput
 
-# Kinds of layers times sizes of passes; beyond this torch would run uncompiled.
+# Limit for kinds of layers times sizes of passes. Beyond its own, lower limit, torch would run layers uncompiled.
 MAX_COMPILATIONS = 64
 
 
 class LayerCompiler:
-    """A `LayerTransform`. `backend` is torch.compile's."""
+    """A `LayerTransform` that compiles. `backend` is an argument of torch.compile."""
 
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
         self._backend = backend
         self._by_class: dict[type, Callable[..., LayerOutput]] = {}
 
     def __call__(self, index: int, forward: Forward) -> Forward:
-        """Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) where a layer's forward is not its class' own."""
+        """The compiled forward of a layer. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if the layer's forward was replaced."""
         layer = getattr(forward, "__self__", None)
         if layer is None or getattr(forward, "__func__", None) is not type(layer).forward:
             raise UnsupportedModel(
-                f"layer {index} runs a forward of somebody else's", reason="PAGES_NOT_SUPPORTED"
+                f"layer {index} does not run the forward of its class", reason="PAGES_NOT_SUPPORTED"
             )
         kind = type(layer)
         if kind not in self._by_class:

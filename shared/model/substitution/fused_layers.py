@@ -1,4 +1,4 @@
-"""Puts one op under each decoder layer that proves to be what the op computes, bit for bit."""
+"""Replaces the forward of each decoder layer by one op, if the op gives the same bits."""
 
 from functools import partial
 from typing import Any
@@ -7,20 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from shared.errors import UnsupportedModel
-from shared.model.cache import SlotCache
-from shared.model.probe import find_layers
+from shared.model.cache import ContiguousCache
+from shared.model.parts import find_layers
 from shared.model.substitution.layer import Call, FusedLayer, plan, watch
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.reversible import Substitutions
 
-# Tokens per pass: a prompt, one token, several, each over the slots of those before.
+# Tokens per pass of the comparison: a prompt, one token, several tokens, each after the tokens of the passes before.
 PASSES = (5, 1, 3)
 
 
 def substitute_layers(run: Substitutions, ids: Tensor) -> int:
-    """Fuses what can be; `ids` [1, >= 9] are random tokens. Returns the number of layers; the others are in `run.left_alone`.
+    """Fuses all layers that can be fused, and returns their number. `run.left_alone` says why the others cannot.
 
-    To be called last: the layers' own modules run on kernels already, and attention through `attention`.
+    `ids` [1, >= 9] int64: random tokens. To be called last, when the layers' modules and attention have been replaced.
     """
     config = run.model.config.get_text_config(decoder=True)
     try:
@@ -46,12 +46,12 @@ def substitute_layers(run: Substitutions, ids: Tensor) -> int:
 
 def _take_back(layer: nn.Module, fused: FusedLayer) -> None:
     fused.retire()
-    if vars(layer).get("forward") == fused.forward:  # else a gate calls it, and goes on doing so
+    if vars(layer).get("forward") == fused.forward:  # if not, a gate calls it and continues to
         del vars(layer)["forward"]
 
 
 def _calls(run: Substitutions, layers: list[nn.Module], ids: Tensor) -> dict[nn.Module, Call]:
-    """How the model calls each of its layers in a pass over `ids`."""
+    """The arguments with which the model calls each of its layers in a pass over `ids`."""
     calls: dict[nn.Module, Call] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -59,14 +59,14 @@ def _calls(run: Substitutions, layers: list[nn.Module], ids: Tensor) -> dict[nn.
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        _pass(run, SlotCache(ids.shape[1]), ids, 0)
+        _pass(run, ContiguousCache(ids.shape[1]), ids, 0)
     finally:
         for hook in hooks:
             hook.remove()
     return calls
 
 
-def _pass(run: Substitutions, cache: SlotCache, ids: Tensor, base: int) -> None:
+def _pass(run: Substitutions, cache: ContiguousCache, ids: Tensor, base: int) -> None:
     cache.begin(base, ids.shape[1])
     run.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
 
@@ -74,9 +74,9 @@ def _pass(run: Substitutions, cache: SlotCache, ids: Tensor, base: int) -> None:
 def _refuted(
     run: Substitutions, candidates: dict[nn.Module, FusedLayer], ids: Tensor
 ) -> dict[nn.Module, str]:
-    """Runs the model with each candidate beside its layer, over a cache of its own. Returns those that differ, and how."""
+    """Runs the model and, beside each layer, its candidate over a second cache. Returns the layers whose candidate differs, and how."""
     refuted: dict[nn.Module, str] = {}
-    cache, twin = SlotCache(sum(PASSES)), SlotCache(sum(PASSES))
+    cache, twin = ContiguousCache(sum(PASSES)), ContiguousCache(sum(PASSES))
 
     def compare(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Any) -> None:
         try:
@@ -85,7 +85,7 @@ def _refuted(
             refuted[layer] = f"the op refuses it: {error}"
             return
         if out is None:
-            refuted[layer] = "is called in another way than the op can be"
+            refuted[layer] = "is called with arguments that the op does not support"
         elif not torch.equal(out, own):
             refuted[layer] = "the op computes something else"
 
@@ -103,5 +103,5 @@ def _refuted(
         index = fused.layer_idx
         kept = ((cache.keys, twin.keys), (cache.values, twin.values))
         if layer not in refuted and not all(torch.equal(a[index], b[index]) for a, b in kept):
-            refuted[layer] = "the op keeps other keys or values"
+            refuted[layer] = "the op writes other keys or values"
     return refuted

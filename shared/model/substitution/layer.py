@@ -1,8 +1,7 @@
-"""Decoder layers of Hugging Face transformers as one op each, found by watching what a layer runs.
+"""Decoder layers of Hugging Face transformers as one op each, found by recording which modules a layer runs.
 
-A layer whose modules all have kernels already (`linear`) and that calls them in the order of a pre-norm
-layer is proposed as `shared.ops.layer.decoder_layer` over the same packed weights. Whether it is that layer, not the order
-but the comparison of bits decides (`fused_layers`).
+A layer is a candidate for `shared.ops.layer.decoder_layer`, over the same packed weights, if all its modules run kernels already
+(`linear`) and it calls them in the order of a pre-norm layer. The order alone does not decide: `fused_layers` compares the bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,12 @@ from shared.model.substitution.match import (
     Substitute,
     Unsuitable,
 )
-from shared.model.substitution.packing import PackedMask
+from shared.model.substitution.ragged import RaggedMask
 from shared.ops.layer import LayerWeights, decoder_layer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-# What a layer may be told without changing what it computes; the first four the fused form reads.
+# Arguments that a layer may get. The fused layer reads the first four; the others do not change the result.
 _KNOWN = frozenset(
     [
         "hidden_states",
@@ -41,7 +40,7 @@ _KNOWN = frozenset(
 
 @dataclass(frozen=True)
 class _Attention:
-    """What was seen of one call of our attention."""
+    """The sizes and parameters of one call of our attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -56,7 +55,7 @@ _Event = PackedLinear | RmsNorm | GatedMlp | _Attention
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer as numbers, and the form of its keys and values [*, Hkv, *, Dh] that a cache asks for."""
+    """The weights of a layer, its number, and the form of its keys and values [*, Hkv, *, Dh] for the cache."""
 
     weights: LayerWeights
     layer_idx: int
@@ -65,7 +64,7 @@ class LayerPlan:
 
 
 def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -> list[_Event]:
-    """What `layer` runs of its substituted modules and of attention, in order, when called like this."""
+    """The replaced modules and the attention that `layer` runs in `call`, in order. Raises `Unsuitable` if the layer returns a tuple."""
     events: list[_Event] = []
 
     def note(event: _Event, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +100,7 @@ def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -
 
 
 def plan(layer: nn.Module, events: Sequence[_Event]) -> LayerPlan:
-    """The events as one pre-norm layer. Raises `Unsuitable` where they are none."""
+    """The recorded events as one pre-norm layer. Raises `Unsuitable` if they are not one."""
     places = [index for index, event in enumerate(events) if isinstance(event, _Attention)]
     if len(places) != 1:
         raise Unsuitable(f"attends {len(places)} times through 'neap', not once")
@@ -140,7 +139,7 @@ def plan(layer: nn.Module, events: Sequence[_Event]) -> LayerPlan:
     indices: set[object] = {getattr(module, "layer_idx", None) for module in layer.modules()}
     numbers = [index for index in indices if isinstance(index, int)]
     if len(numbers) != 1:
-        raise Unsuitable(f"has {len(numbers)} numbers as layer_idx, want one")
+        raise Unsuitable(f"has {len(numbers)} different values of layer_idx, not one")
     keys, values = (
         torch.empty(1, attention.num_kv_heads, 0, width)
         for width in (attention.width, attention.value_width)
@@ -153,35 +152,35 @@ def _named(events: Sequence[_Event]) -> str:
 
 
 class FusedLayer:
-    """A layer's `forward`: one op for passes over slots, the layer's own forward for all others, with the same bits."""
+    """A layer's `forward`: one op for passes over contiguous KV caches, and the layer's own forward for all others. The bits are the same."""
 
     def __init__(self, layer: nn.Module, plan: LayerPlan) -> None:
         self.layer_idx = plan.layer_idx
         self._own = layer.forward
         self._plan: LayerPlan | None = plan
         inside = [module for module in layer.modules() if module is not layer]
-        # What hooks are registered in. The op would pass them by.
+        # The modules' hooks. If there are any, the op is not used, because it would not call them.
         self._hooks = [m._forward_hooks for m in inside] + [m._forward_pre_hooks for m in inside]
 
     def retire(self) -> None:
-        """From now on the layer's own forward, whoever still calls this; lets go of the weights."""
+        """Makes all later calls run the layer's own forward, and releases the weights."""
         self._plan = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer's own forward takes and returns."""
+        """Takes and returns the same as the layer's own forward."""
         out = self.fused(args, kwargs)
         return self._own(*args, **kwargs) if out is None else out
 
     def fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """The layer's output [B, Q, D], or None, with nothing done, for a call that only its own forward can serve."""
+        """The layer's output [B, Q, D]. For a call that the op does not support, does nothing and returns None."""
         plan, cache = self._plan, kwargs.get("past_key_values")
-        slots = getattr(cache, "slots", None)
+        layer_kv = getattr(cache, "layer_kv", None)
         angles = kwargs.get("position_embeddings")
-        if plan is None or slots is None or len(args) > 1:
+        if plan is None or layer_kv is None or len(args) > 1:
             return None
         if type(angles) is not tuple or len(angles) != 2:
             return None
-        if any(self._hooks) or not (_KNOWN.issuperset(kwargs) or _says_nothing_else(kwargs)):
+        if any(self._hooks) or not (_KNOWN.issuperset(kwargs) or _others_are_unset(kwargs)):
             return None
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
@@ -190,20 +189,20 @@ class FusedLayer:
         keys, values = plan.keys_like, plan.values_like
         if hidden.shape[0] > 1:
             keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
-        places = slots(keys, values, plan.layer_idx)
-        return decoder_layer(hidden, *angles, weights=plan.weights, slots=places, masks=masks)
+        kv = layer_kv(keys, values, plan.layer_idx)
+        return decoder_layer(hidden, *angles, weights=plan.weights, kv=kv, masks=masks)
 
 
-def _says_nothing_else(kwargs: dict[str, Any]) -> bool:
+def _others_are_unset(kwargs: dict[str, Any]) -> bool:
     others = (kwargs[name] for name in kwargs.keys() - _KNOWN)
     return all(value is None or value is False for value in others)
 
 
 def _masks(mask: object, rows: int) -> Sequence[Tensor] | None:
-    """Per sequence a bool mask or an empty one; nothing where all are plain causal; None where the op takes no such mask."""
+    """Per sequence a bool mask, or an empty tensor if it is causal. () if all are causal, None if the op does not support the mask."""
     if mask is None:
         return ()
-    if isinstance(mask, PackedMask):
+    if isinstance(mask, RaggedMask):
         return mask.masks if any(own.numel() for own in mask.masks) else ()
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4:
         each: tuple[Tensor, ...] = torch.split(mask.expand(rows, -1, -1, -1), 1)

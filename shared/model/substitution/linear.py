@@ -21,11 +21,11 @@ from shared.model.substitution.match import (
     Substitute,
     Unsuitable,
     agrees,
-    probe_input,
+    random_input,
 )
 from shared.ops import reference
 
-PROBE_ROWS = 3
+INPUT_ROWS = 3
 
 
 def _bias(module: nn.Module) -> Tensor | None:
@@ -42,7 +42,7 @@ def _packable(weight: Any) -> Tensor:
 
 
 def linear(module: nn.Module, *, transposed: bool = False) -> Substitute:
-    """x @ weight.T + bias; `transposed` where the weight is stored [K, N] (GPT-2's Conv1D)."""
+    """A module that computes x @ weight.T + bias. `transposed`: whether the weight is stored as [K, N], as in GPT-2's Conv1D."""
     stored = _packable(module.weight)
     weight = stored.T if transposed else stored
     out_features, bias = weight.shape[0], _bias(module)
@@ -51,7 +51,7 @@ def linear(module: nn.Module, *, transposed: bool = False) -> Substitute:
     def forward(x: Tensor) -> Tensor:
         return ops.packed_linear(x, packed, out_features, bias)
 
-    if not agrees(forward, module, probe_input(PROBE_ROWS, weight.shape[1])):
+    if not agrees(forward, module, random_input(INPUT_ROWS, weight.shape[1])):
         raise Unsuitable("does more than x @ weight.T + bias")
 
     def unpack() -> list[Tensor]:
@@ -64,20 +64,20 @@ def linear(module: nn.Module, *, transposed: bool = False) -> Substitute:
 
 
 def rms_norm(module: nn.Module) -> Substitute:
-    """x / sqrt(mean(x^2) + eps) * (weight + offset), offset 0 or 1, eps as the module has it."""
+    """A module that computes x / sqrt(mean(x^2) + eps) * (weight + offset), with offset 0 or 1. eps is one of the module's attributes."""
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
     if len(parameters) != 1 or weight is None or weight.dim() != 1 or weight.dtype != torch.float32:
         raise Unsuitable("has other parameters than one float32 vector")
     frozen = weight.detach()
-    x = probe_input(PROBE_ROWS, 2, frozen.shape[0])
-    # Small input shows eps, a shift shows whether the mean is taken off.
-    probes = (x, x * 1e-3, x + 1)
+    x = random_input(INPUT_ROWS, 2, frozen.shape[0])
+    # Small input reveals eps. Shifted input reveals whether the mean is subtracted.
+    inputs = (x, x * 1e-3, x + 1)
     epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
     for eps in sorted(epsilons):
         for offset in (0.0, 1.0):
             forward = partial(ops.rms_norm, weight=frozen, eps=eps, weight_offset=offset)
-            if agrees(forward, module, *probes):
+            if agrees(forward, module, *inputs):
                 return Substitute(forward, RmsNorm(frozen, eps, offset))
     raise Unsuitable("is not an RMS norm")
 
@@ -109,7 +109,7 @@ def _joined_bias(gate: nn.Linear, up: nn.Linear) -> Tensor | None:
 
 
 def _gates(linears: list[nn.Linear]) -> Iterator[_Gate]:
-    """Every way to read the linear layers as gate, up and down."""
+    """All ways of assigning the linear layers to gate, up and down, with both activations."""
     for activation in ("silu", "gelu_tanh"):
         for order in permutations(linears):
             down = order[-1]
@@ -124,17 +124,17 @@ def _gates(linears: list[nn.Linear]) -> Iterator[_Gate]:
 
 
 def gated_mlp(module: nn.Module) -> Substitute:
-    """down(activation(gate(x)) * up(x)), the gate and up layers stored apart or as one."""
+    """A module that computes down(activation(gate(x)) * up(x)). Gate and up may be two layers or one."""
     children = list(module.children())
     linears = [child for child in children if type(child) is nn.Linear]
     if len(linears) not in (2, 3) or list(module.parameters(recurse=False)):
-        raise Unsuitable("has not the layers of a gated MLP")
+        raise Unsuitable("does not have the layers of a gated MLP")
     if any(child._forward_hooks or child._forward_pre_hooks for child in linears):
-        raise Unsuitable("has hooks on its layers, which a fused kernel would pass by")
+        raise Unsuitable("has hooks on its layers, which a fused kernel would not call")
     for layer in linears:
         _packable(layer.weight)
-    probe = probe_input(PROBE_ROWS, linears[0].in_features)
-    found = next((g for g in _gates(linears) if agrees(g.plain, module, probe)), None)
+    x = random_input(INPUT_ROWS, linears[0].in_features)
+    found = next((g for g in _gates(linears) if agrees(g.plain, module, x)), None)
     if found is None:
         raise Unsuitable("is not down(activation(gate(x)) * up(x))")
     width, hidden = found.down.shape[1], found.down.shape[0]
@@ -155,7 +155,7 @@ def gated_mlp(module: nn.Module) -> Substitute:
         first = halves if len(layers) == 3 else [torch.cat(halves)]
         return [*first, reference.unpack_linear(down, hidden)]
 
-    if not agrees(forward, module, probe):
+    if not agrees(forward, module, x):
         raise Unsuitable("its fused form differs by more than the tolerance")
     recipe = GatedMlp(pairs, width, activation, bias, PackedLinear(down, hidden, down_bias))
     return Substitute(forward, recipe, (pairs, down), layers, unpack)

@@ -1,4 +1,4 @@
-"""Whether a module computes what its replacement computes. Decided by running both on random input, never by the module's name."""
+"""Compares a module with its replacement by running both on random input. The module's name does not matter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class Unsuitable(Exception):
-    """The module is not what the op computes; the text says why."""
+    """The module does not compute what the op computes. The text says why."""
 
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """x @ weight.T + bias: the panels, N, and bias [N]."""
+    """x @ weight.T + bias: the packed weight, N = `out_features`, and bias [N]."""
 
     packed: Tensor
     out_features: int
@@ -36,7 +36,7 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)); `bias` is gate's, then up's."""
+    """down(activation(gate(x)) * up(x)). `pairs`: gate and up, packed. `bias` [2 * width]: gate's, then up's."""
 
     pairs: Tensor
     width: int
@@ -47,22 +47,22 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class Substitute:
-    """`forward` [..., K] -> [..., N] does what the module does, from `packed` instead of `weights`."""
+    """`forward` [..., K] -> [..., N] computes what the module computes, from the tensors `packed` instead of the module's weights."""
 
     forward: Forward
-    recipe: PackedLinear | RmsNorm | GatedMlp  # the same as numbers, for who fuses several modules
+    recipe: PackedLinear | RmsNorm | GatedMlp  # the weights, for fusing several modules
     packed: tuple[Tensor, ...] = ()
-    sources: tuple[nn.Module, ...] = ()  # modules whose `weight` is not read any more
-    unpack: Callable[[], list[Tensor]] = list  # their weights again, in the same order
+    sources: tuple[nn.Module, ...] = ()  # modules whose `weight` is no longer read
+    unpack: Callable[[], list[Tensor]] = list  # returns the weights of `sources`, in the same order
 
 
-def probe_input(*shape: int) -> Tensor:
-    """Normal random numbers from a generator of their own: the caller's random state stays."""
+def random_input(*shape: int) -> Tensor:
+    """Normal random numbers of the given shape, always the same. Does not change the global random state."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """max |actual - expected| / max |expected|; infinite where shapes differ or a number is not finite."""
+    """max |actual - expected| / max |expected|; infinite if the shapes differ or a number is not finite."""
     if actual.shape != expected.shape or not (
         actual.isfinite().all() and expected.isfinite().all()
     ):
@@ -71,15 +71,15 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / scale)
 
 
-def agrees(actual: Forward, expected: Forward, *probes: Tensor) -> bool:
-    """Whether both give the same, within TOLERANCE, for each probe. Raises `Unsuitable` where `expected` gives no tensor."""
-    for probe in probes:
+def agrees(actual: Forward, expected: Forward, *inputs: Tensor) -> bool:
+    """Whether both functions agree within TOLERANCE on each input. Raises `Unsuitable` if `expected` fails or returns no tensor."""
+    for x in inputs:
         try:
-            wanted: Any = expected(probe)
+            wanted: Any = expected(x)
         except Exception as error:
             raise Unsuitable(f"does not run on a random tensor: {type(error).__name__}") from error
         if not isinstance(wanted, Tensor):
             raise Unsuitable("does not return a tensor")
-        if relative_error(actual(probe), wanted) > TOLERANCE:
+        if relative_error(actual(x), wanted) > TOLERANCE:
             return False
     return True

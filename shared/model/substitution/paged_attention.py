@@ -1,10 +1,12 @@
 """`paged_attention` as an attention implementation of Hugging Face transformers, under the name "neap_paged".
 
-For passes over tokens of any sequences in one row [1, T]. Transformers asks for a mask and hands it, unseen, to the attention of
-each layer: what it gets here is a `PagedMask`, which says how far back a layer looks and where its keys and values are.
+For ragged batches over paged KV: tokens of any sequences in one row [1, T]. Transformers asks for a mask and passes it to the attention
+of each layer without looking inside. The mask here is a `PagedMask`: it says how far back a layer looks and where its keys and values
+are.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +22,10 @@ NAME = "neap_paged"
 
 
 class PagedOffset(int):
-    """What transformers is told the first query's position is: 0; positions are the tokens' own.
+    """The position of the first query as transformers sees it: 0. Each token has a position of its own.
 
-    With `checks`, the mask function proves that the mask it stands for is causal or a sliding window. That reads tensors on the
-    host, so not while a pass is recorded.
+    With `checks`, the mask function verifies that the mask is causal or a sliding window. That reads tensors on the host, so it must
+    not happen while a pass is recorded.
     """
 
     checks: bool
@@ -34,24 +36,32 @@ class PagedOffset(int):
         return offset
 
 
-class LayerPages:
-    """One layer's pool and a pass' tokens in it: the tensors that `paged_attention` takes after q, k and v."""
+@dataclass(eq=False)
+class LayerBlocks:
+    """One layer's part of a block pool, and the tokens of a pass: the tensors that `paged_attention` takes after q, k and v.
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, pages: Tensor, rows: Tensor, positions: Tensor
-    ) -> None:
-        self.keys, self.values, self.pages = keys, values, pages
-        self.rows, self.positions = rows, positions
+    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, tables and positions [T] int64: the index of each token's
+    block table, and its position.
+    """
+
+    keys: Tensor
+    values: Tensor
+    block_tables: Tensor
+    tables: Tensor
+    positions: Tensor
 
 
 class PagedMask:
-    """How many positions a query sees at most, its own included (0: all), and from `at` on, where."""
+    """Stands for a mask: the number of last positions that a query sees, its own included, or 0 for all of them.
 
-    def __init__(self, window: int, layer: LayerPages | None = None) -> None:
+    `for_layer` adds where the layer's keys and values are.
+    """
+
+    def __init__(self, window: int, layer: LayerBlocks | None = None) -> None:
         self.window = window
         self.layer = layer
 
-    def at(self, layer: LayerPages) -> "PagedMask":
+    def for_layer(self, layer: LayerBlocks) -> "PagedMask":
         return PagedMask(self.window, layer)
 
 
@@ -66,17 +76,22 @@ def attention_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> PagedMask:
-    """The mark of a causal mask or a sliding window. Raises `NotImplementedError` for any other, and for passes without pages."""
+    """The `PagedMask` of a causal mask or a sliding window.
+
+    Raises `NotImplementedError` for any other mask, and for passes that are not paged.
+    """
     if not isinstance(q_offset, PagedOffset) or attention_mask is not None:
-        raise NotImplementedError(f"attention {NAME!r} serves paged passes only")
+        raise NotImplementedError(f"attention {NAME!r} supports paged passes only")
     window = local_size or 0
     if q_offset.checks and not _is_window(mask_function, window):
-        raise NotImplementedError(f"attention {NAME!r} knows causal masks and sliding windows only")
+        raise NotImplementedError(
+            f"attention {NAME!r} supports causal masks and sliding windows only"
+        )
     return PagedMask(window)
 
 
 def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
-    """Whether queries see what comes before them, or its last `window` positions, at every edge there may be."""
+    """Whether each query sees all positions up to its own, or the last `window` of them. Tests positions around every likely edge."""
     around = {0, 1, 2, 3, 7, 64, 4095, 4096, 8192, 65536}
     around |= {times * window + near for times in range(4) for near in (-2, -1, 0, 1, 2)}
     at = torch.tensor(sorted(position for position in around if position >= 0))
@@ -96,22 +111,22 @@ def attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] of the pass' tokens alone -> ([1, T, Hq, Dv], no weights).
+    """query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] of the pass' new tokens -> ([1, T, Hq, Dv], None).
 
-    Raises `NotImplementedError` for attention sinks, biases, dropout, requests for the weights, and passes without pages.
+    Raises `NotImplementedError` for attention sinks, biases, dropout, requests for the weights, and passes that are not paged.
     """
     refuse_unserved(NAME, dropout, kwargs)
     layer = attention_mask.layer if isinstance(attention_mask, PagedMask) else None
     if layer is None:
-        raise NotImplementedError(f"attention {NAME!r} was given another mask than its own")
+        raise NotImplementedError(f"attention {NAME!r} needs a mask that it made itself")
     out = paged_attention(
         _by_token(query),
         _by_token(key),
         _by_token(value),
         layer.keys,
         layer.values,
-        layer.pages,
-        layer.rows,
+        layer.block_tables,
+        layer.tables,
         layer.positions,
         scaling,
         softcap or 0.0,
@@ -122,12 +137,12 @@ def attention(
 
 def _by_token(states: Tensor) -> Tensor:
     """[1, H, T, D] -> a view [T, H, D]."""
-    rows = states[0].transpose(0, 1)
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    by_token = states[0].transpose(0, 1)
+    return by_token if by_token.stride(-1) == 1 else by_token.contiguous()
 
 
 def register() -> None:
-    """Makes "neap_paged" known to transformers. Changes no model by itself. Raises `PreconditionFailed` without the library."""
+    """Registers "neap_paged" with transformers. Changes no model by itself. Raises `PreconditionFailed` without the library."""
     load()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)

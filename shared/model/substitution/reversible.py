@@ -1,4 +1,4 @@
-"""Substituted forwards and how to take them back: one model's, while `apply` puts kernels under it."""
+"""The replacements made in one model, and how to undo them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +11,9 @@ from shared.model.substitution.match import Substitute, Unsuitable
 
 
 class Substitutions:
-    """One call of `accelerate`: what it did, in numbers, and how to take every step back.
+    """The state of one call of `accelerate`: counts of what it replaced, and the steps that undo it.
 
-    `left_alone` maps a module's name to why it kept its own forward; `consumed` are modules that need no substitute any more.
+    `left_alone` maps a module's name to the reason why it kept its own forward. `consumed`: modules that need no replacement any more.
     """
 
     def __init__(self, model: PreTrainedModel, keep_weights: bool) -> None:
@@ -34,7 +34,7 @@ class Substitutions:
     def attempt(
         self, kind: str, name: str, module: nn.Module, propose: Callable[[], Substitute]
     ) -> None:
-        """Puts what `propose` finds under `module`, or notes why it found nothing."""
+        """Replaces the forward of `module` by what `propose` returns, or notes the reason why it raised `Unsuitable`."""
         try:
             found = propose()
         except Unsuitable as reason:
@@ -53,7 +53,7 @@ class Substitutions:
             self.consumed.add(source)
 
     def free(self, found: Substitute) -> None:
-        """Drops the weights that only the substituted modules own; a meta tensor keeps name, shape and dtype."""
+        """Frees the weights that no other module shares. A meta tensor keeps their name, shape and dtype."""
         freed: list[tuple[int, nn.Module, bool]] = []
         for index, source in enumerate(found.sources):
             weight = source.get_parameter("weight")
@@ -74,7 +74,7 @@ class Substitutions:
             self.undo.append(restore)
 
     def step_back(self) -> None:
-        """Undoes everything, the last step first."""
+        """Undoes all steps, the last one first."""
         while self.undo:
             self.undo.pop()()
 

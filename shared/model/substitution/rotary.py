@@ -1,7 +1,7 @@
-"""The rotary kernel under transformers' `apply_rotary_pos_emb`, which is a function of each modelling file.
+"""Replaces transformers' `apply_rotary_pos_emb`, a function of each modelling file, by the rotary kernel.
 
-It is replaced in the file's module, hence for every model of the family in this process: only where the bits are the
-same, and only for calls that the kernel takes; all others go to the original. Reversible, and counted per user.
+The function is replaced in the file's module, so for every model of the family in this process. It is replaced only if the kernel gives
+the same bits. Calls that the kernel does not support go to the original. Users are counted; the last one puts the original back.
 """
 
 import sys
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shared import ops
-from shared.model.substitution.match import Unsuitable, probe_input
+from shared.model.substitution.match import Unsuitable, random_input
 
 FUNCTION = "apply_rotary_pos_emb"
 
@@ -29,7 +29,7 @@ def has_rotary(file: str) -> bool:
 
 
 def acquire(file: str) -> None:
-    """Puts the kernel under `file`'s function, or counts one more user of it. Raises `Unsuitable`."""
+    """Replaces the function in `file`, or counts one more user. Raises `Unsuitable` if the kernel does not give the same bits."""
     with _lock:
         if file not in _originals:
             original = getattr(sys.modules[file], FUNCTION)
@@ -40,7 +40,7 @@ def acquire(file: str) -> None:
 
 
 def release(file: str) -> None:
-    """The reverse of `acquire`: the last user puts the original back."""
+    """Undoes one `acquire`. The last one puts the original back."""
     with _lock:
         _users[file] -= 1
         if _users[file] == 0:
@@ -75,9 +75,9 @@ def _with_kernel(original: _Rotary) -> _Rotary:
 
 def _check_same_bits(original: _Rotary) -> None:
     for batch, heads, kv_heads, length, width in ((1, 4, 2, 1, 64), (2, 3, 3, 5, 12)):
-        q = probe_input(batch, length, heads, width).transpose(1, 2)
-        k = probe_input(batch, length, kv_heads, width).transpose(1, 2)
-        cos, sin = probe_input(2, batch, length, width).unbind()
+        q = random_input(batch, length, heads, width).transpose(1, 2)
+        k = random_input(batch, length, kv_heads, width).transpose(1, 2)
+        cos, sin = random_input(2, batch, length, width).unbind()
         try:
             wanted = original(q, k, cos, sin)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A tiny model with habits: a random Llama trained for a moment to count upwards, so that there is something to learn."""
+"""A tiny Llama, briefly trained to count upwards so that exits have something to learn."""
 
 import pytest
 import torch

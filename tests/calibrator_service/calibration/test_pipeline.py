@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from calibrator_service.calibration import fit, material
 from calibrator_service.calibration.pipeline import calibrate
-from calibrator_service.calibration.presets import (
+from calibrator_service.calibration.plan import (
     QUICK_BUDGET_S,
     THOROUGH_TOKENS,
     Scale,
@@ -19,12 +18,10 @@ from calibrator_service.calibration.presets import (
     resolve,
     thorough,
 )
-from calibrator_service.calibration.spec import (
-    CalibrationSpec,
-    Progress,
-    SelfGenerated,
-    TextFile,
-)
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated, TextFile
+from calibrator_service.calibration.text import stream
+from calibrator_service.calibration.training import heads
 from shared.errors import Cancelled, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
 from shared.ladder.ladder import Ladder
@@ -41,9 +38,9 @@ def contents(ladder: Ladder, report: dict[str, Any]) -> tuple[Any, Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _many_rows() -> Iterator[None]:
-    """The tiny model starts alike so often that most rows are known already."""
+    """The tiny model repeats its beginnings, so most rows are duplicates and many rows are needed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("calibrator_service.calibration.presets.rows_together", lambda _: 160)
+        patch.setattr("calibrator_service.calibration.plan.rows_together", lambda _: 160)
         yield
 
 
@@ -99,7 +96,7 @@ def test_progress_moves_while_the_first_text_is_written(finished: Any) -> None:
     assert writing[-1] > 0.2
 
 
-def test_what_is_published_is_what_was_measured(finished: Any) -> None:
+def test_the_published_ladder_is_the_measured_one(finished: Any) -> None:
     result, _, _ = finished
     manifest, blobs = pack_ladder(result.ladder, result.report)
     again = unpack_ladder(manifest, blobs)
@@ -113,7 +110,7 @@ def test_what_is_published_is_what_was_measured(finished: Any) -> None:
 
 
 class Killed(BaseException):
-    """Stands for a process that dies: nothing may catch it."""
+    """Stands for the death of the process: no handler may catch it."""
 
 
 @pytest.mark.parametrize(
@@ -132,12 +129,12 @@ def test_a_killed_run_continues_to_the_same_ladder(
     assert contents(again.ladder, again.report) == contents(finished[0].ladder, finished[0].report)
 
 
-def test_states_made_anew_teach_what_states_kept_teach(
+def test_recomputed_states_give_the_same_ladder(
     base_model: LoadedModel, tmp_path: Path, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: only tokens are on disk."""
+    """As on a GPU, with tokens only on disk."""
     scale = Scale(rows=160, keeps_states=False)
-    monkeypatch.setattr("calibrator_service.calibration.presets.scale_of", lambda _: scale)
+    monkeypatch.setattr("calibrator_service.calibration.plan.scale_of", lambda _: scale)
     anew = calibrate(base_model, SPEC, work_dir=tmp_path)
     assert contents(anew.ladder, anew.report) == contents(finished[0].ladder, finished[0].report)
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.safetensors")}
@@ -149,7 +146,7 @@ def test_a_finished_run_is_not_trained_again(
     base_model: LoadedModel, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result, _, folder = finished
-    monkeypatch.setattr(fit, "train_heads", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(heads, "train_heads", lambda *_, **__: pytest.fail("trained again"))
     again = calibrate(base_model, SPEC, work_dir=folder)
     assert contents(again.ladder, again.report) == contents(result.ladder, result.report)
 
@@ -177,7 +174,7 @@ def test_a_rung_at_the_last_layer_is_refused(base_model: LoadedModel) -> None:
         resolve(replace(SPEC, draft_vocabulary_size=33), base_model)
 
 
-def test_the_draft_vocabulary_holds_what_the_model_says_most(
+def test_the_draft_vocabulary_has_the_models_most_frequent_choices(
     finished: Any, base_model: LoadedModel, tmp_path: Path
 ) -> None:
     spec = replace(SPEC, draft_vocabulary_size=6, max_tokens=2000)
@@ -212,7 +209,7 @@ def test_given_text_and_the_cosine_label(base_model: LoadedModel, tmp_path: Path
 def test_a_model_that_repeats_itself_ends(
     counting: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(material, "MAX_STALE_SEQUENCES", 100)
+    monkeypatch.setattr(stream, "MAX_STALE_SEQUENCES", 100)
     spec = replace(SPEC, source=SelfGenerated(prompts=("w1 w2",) * 1000), max_tokens=5000)
     with pytest.raises(InvalidInput) as caught:
         calibrate(counting, spec)
@@ -240,7 +237,7 @@ def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting: LoadedM
     assert "time budget" in caught.value.message
 
 
-def test_without_bounds_the_quick_budget_holds(counting: LoadedModel) -> None:
+def test_without_limits_the_quick_budget_applies(counting: LoadedModel) -> None:
     def bounds(spec: CalibrationSpec) -> tuple[float, float]:
         plan = resolve(spec, counting)
         return plan.max_tokens, plan.budget_s

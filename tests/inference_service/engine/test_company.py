@@ -15,8 +15,8 @@ from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.step import Decoder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import wrap_model
-from shared.model.runner import DepthRunner
 from shared.model.sampling import SamplingParams
 from tests.families import VOCABULARY_SIZE, build_family
 
@@ -64,12 +64,12 @@ class _Ladder:
         return _Drafts(self._right, prompt, self._seed)
 
     def ask(
-        self, index: int, states: torch.Tensor, deep_states: torch.Tensor, offsets: Rows[int]
+        self, index: int, states: torch.Tensor, deep_states: torch.Tensor, distances: Rows[int]
     ) -> list[Draft]:
-        assert states.shape == deep_states.shape == (len(offsets), states.shape[1])
+        assert states.shape == deep_states.shape == (len(distances), states.shape[1])
         assert torch.isfinite(states).all()
         assert torch.isfinite(deep_states).all()
-        self.num_shared += len(offsets) > 1
+        self.num_shared += len(distances) > 1
         numbers = (states.abs().sum(-1) * 1000).long().tolist()
         return [
             Draft(number % VOCABULARY_SIZE, (number % 10) / 10, f"depth-{DEPTH}", DEPTH)
@@ -105,9 +105,9 @@ def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) ->
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     torch.manual_seed(0)
     made = Decoder(
-        DepthRunner(wrap_model(build_family(request.param), accelerate=True)), Prefixes(200)
+        ContiguousRunner(wrap_model(build_family(request.param), accelerate=True)), Prefixes(200)
     )
-    assert made.runner.can_pack
+    assert made.runner.supports_ragged
     return made
 
 

@@ -15,6 +15,7 @@ from inference_service.engine.request.request import (
 )
 from shared.errors import (
     Cancelled,
+    Corrupt,
     DeadlineExceeded,
     Exhausted,
     InvalidInput,
@@ -276,6 +277,54 @@ def test_what_cannot_work_is_refused_before_it_is_queued(loaded: LoadedModel) ->
         with pytest.raises(InvalidInput, match="min_layers"):
             engine.submit(request(policy=DepthPolicy("full", min_layers=99)))
         assert engine.num_waiting == engine.num_running == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"prompt_ids": (1, 2.5)}, {"prompt_ids": ("a",)}, {"deadline_s": float("nan")}],
+)
+def test_what_would_harm_others_is_no_request(changes: dict[str, object]) -> None:
+    """A number that is no token would fail in a pass that others share; a deadline that compares with nothing would hide theirs."""
+    with pytest.raises(InvalidInput):
+        request(**changes)
+
+
+def test_a_callers_later_changes_do_not_reach_the_engine(loaded: LoadedModel) -> None:
+    ids = list(PROMPT)
+    asked = request(prompt_ids=ids)
+    ids[:] = [10**6]
+    assert asked.prompt_ids == PROMPT
+
+
+def test_an_engine_that_cannot_get_ready_says_so(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(loop, "measure_deep", broken)
+    told = threading.Event()
+    with Engine(loaded, on_failure=told.set) as engine:
+        for call in (engine.warm_up, lambda: engine.submit(request())):
+            with pytest.raises(Unavailable) as caught:
+                call()
+            assert caught.value.reason == "ENGINE_FAILED"
+        assert told.wait(10)
+
+
+def test_a_ladder_of_its_own_that_cannot_be_bound_is_told_and_full_is_served(
+    loaded: LoadedModel,
+) -> None:
+    class Broken(ScriptedLadder):
+        def bind(self, runner: object) -> "Broken":
+            raise Corrupt("broken", reason="BROKEN")
+
+    with Engine(loaded, Broken()) as engine:  # type: ignore[arg-type]
+        for call in (engine.warm_up, lambda: engine.generate(PROMPT, max_tokens=4)):
+            with pytest.raises(Corrupt) as caught:
+                call()
+            assert caught.value.reason == "BROKEN"
+        assert len(engine.generate(PROMPT, policy="full", max_tokens=4).tokens) == 4
 
 
 def test_the_whole_context_can_be_filled(loaded: LoadedModel) -> None:

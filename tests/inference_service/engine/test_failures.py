@@ -20,7 +20,7 @@ from inference_service.engine.request.request import (
 )
 from shared.errors import Cancelled, Corrupt, Exhausted, NeapError, Unavailable
 from shared.ladder.policy import DepthPolicy
-from shared.model.cache import SlotCache
+from shared.model.cache import ContiguousCache
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
 from tests.generation import wait_for
@@ -185,7 +185,7 @@ OWN = {
         with_error(torch.OutOfMemoryError("CUDA"), None, "new_cache"), Exhausted, "OUT_OF_MEMORY"
     ),
     "allocating a cache": Case(
-        with_error(RuntimeError("DefaultCPUAllocator: can't"), SlotCache, "_allocate"),
+        with_error(RuntimeError("DefaultCPUAllocator: can't"), ContiguousCache, "_allocate"),
         Exhausted,
         "OUT_OF_MEMORY",
     ),
@@ -304,7 +304,7 @@ def test_what_no_answer_needs_costs_nobody_an_answer(loaded, alone, monkeypatch,
         assert engine.kv_usage_ratio == 0
 
 
-@pytest.mark.parametrize("part", ["run_packed", "logits"])
+@pytest.mark.parametrize("part", ["run_ragged", "logits"])
 def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, monkeypatch, part) -> None:
     with Engine(loaded) as engine:
         kept = collected(engine.submit(request(tuple(range(100, 130)), 4)))[0]

@@ -1,4 +1,4 @@
-"""The engine on pages and recorded passes, as on a GPU: the same answers as ever, and every page back in the end."""
+"""The engine on paged KV and recorded passes, as on a GPU: the same answers as ever, and every block back in the end."""
 
 import gc
 import random
@@ -21,7 +21,7 @@ from inference_service.engine.request.request import (
 from shared.errors import Cancelled, Exhausted
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
-from shared.model.paged_kv import PAGE_SLOTS
+from shared.model.paged_kv import BLOCK_TOKENS
 from shared.model.paged_runner import PagedRunner
 from tests.families import VOCABULARY_SIZE
 from tests.paged import load_family, make_runner
@@ -41,7 +41,7 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Answers of the engine as it is without pages. One engine at a time: it owns the model."""
+    """Answers of the engine as it is without paged KV. One engine at a time: it owns the model."""
     with Engine(loaded) as plain:
         return {
             prompt: plain.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids
@@ -52,7 +52,7 @@ def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
 @pytest.fixture
 def engine(loaded: LoadedModel, own: object) -> Iterator[Engine]:
     """Room for about three of these requests at once, prefixes included."""
-    budget = 3 * 5 * make_runner(loaded).pool.page_bytes
+    budget = 3 * 5 * make_runner(loaded).pool.block_bytes
     with Engine(
         loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget // 3, runner_of=make_runner
     ) as made:
@@ -75,12 +75,12 @@ def all_tokens(handle) -> tuple[int, ...]:
     return tuple(token.token_id for chunk in chunks for token in chunk.tokens)
 
 
-def pages_taken(engine: Engine) -> int:
+def blocks_taken(engine: Engine) -> int:
     gc.collect()
     runner = engine._decoder.runner
     assert isinstance(runner, PagedRunner)
     assert runner.records
-    return runner.pool.num_pages - runner.pool.num_free
+    return runner.pool.num_blocks - runner.pool.num_free
 
 
 def ladder_over(answers: dict[tuple[int, ...], tuple[int, ...]]) -> ScriptedLadder:
@@ -138,9 +138,9 @@ def test_company_waiting_and_cancels_change_no_token_and_leave_no_page(engine: E
                 last = event
             assert isinstance(last, Cancelled | Finished)
     prefixes = engine._decoder.prefixes
-    assert pages_taken(engine) == sum(len(kept.cache.pages) for kept in prefixes._kept)
+    assert blocks_taken(engine) == sum(len(kept.cache.blocks) for kept in prefixes._kept)
     prefixes.fit(0)
-    assert pages_taken(engine) == 0
+    assert blocks_taken(engine) == 0
 
 
 def test_a_prompt_that_starts_alike_takes_over_pages(engine: Engine) -> None:
@@ -159,9 +159,9 @@ def test_a_prompt_that_starts_alike_takes_over_pages(engine: Engine) -> None:
 
 def test_a_request_counts_by_whole_pages(engine: Engine) -> None:
     admission = engine._admission
-    assert admission.kv_budget_bytes == 15 * PAGE_SLOTS * admission.kv_token_bytes
-    asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six pages
-    admission.kv_budget_bytes = 6 * PAGE_SLOTS * admission.kv_token_bytes - 1
+    assert admission.kv_budget_bytes == 15 * BLOCK_TOKENS * admission.kv_token_bytes
+    asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six blocks
+    admission.kv_budget_bytes = 6 * BLOCK_TOKENS * admission.kv_token_bytes - 1
     with pytest.raises(Exhausted) as refused:
         engine.submit(asked)
     assert refused.value.reason == "KV_BUDGET"
@@ -170,23 +170,23 @@ def test_a_request_counts_by_whole_pages(engine: Engine) -> None:
 
 
 def test_a_check_in_idle_time_takes_pages_from_what_is_kept(loaded: LoadedModel) -> None:
-    runner = make_runner(loaded, 4 * make_runner(loaded).pool.page_bytes)
-    prefixes = Prefixes(4 * PAGE_SLOTS)
+    runner = make_runner(loaded, 4 * make_runner(loaded).pool.block_bytes)
+    prefixes = Prefixes(4 * BLOCK_TOKENS)
     for start in (0, 1):  # kept, and all there is but the reserve
-        kept = runner.new_cache(2 * PAGE_SLOTS)
+        kept = runner.new_cache(2 * BLOCK_TOKENS)
         prefixes.insert(SimpleNamespace(tokens=STEM[start:], num_settled=30, cache=kept))  # type: ignore[arg-type]
     del kept
     reserve = []
     while runner.pool.num_free:
-        reserve.append(runner.new_cache(PAGE_SLOTS))
+        reserve.append(runner.new_cache(BLOCK_TOKENS))
     shadow = Shadow(runner, prefixes, share=1.0)
     asked = request(STEM[:20], DepthPolicy("relaxed", threshold=0.5))
     shadow.offer(
         SimpleNamespace(request=asked, tokens=STEM, num_prompt_tokens=20),  # type: ignore[arg-type]
-        4 * PAGE_SLOTS,
+        4 * BLOCK_TOKENS,
     )
     while not shadow.is_idle:
-        shadow.slice(4 * PAGE_SLOTS)
+        shadow.slice(4 * BLOCK_TOKENS)
     (counts,) = shadow.counts.values()
     assert (counts.num_checked, counts.num_dropped) == (1, 0)
 

@@ -16,8 +16,8 @@ from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.step import Decoder
 from shared.ladder.policy import DepthPolicy
 from shared.model import distribution
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, wrap_model
-from shared.model.runner import DepthRunner
 from shared.model.sampling import SamplingParams
 from tests.device_waits import Reads
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
@@ -73,19 +73,19 @@ def test_an_exit_sees_the_models_own_states(loaded: LoadedModel, answer: list[in
     with Engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         ids = torch.tensor([PROMPT + answer])
-        states = DepthRunner(loaded).capture(ids, [2, NUM_LAYERS])
+        states = ContiguousRunner(loaded).capture(ids, [2, NUM_LAYERS])
     assert list(exact.token_ids) == answer
     assert exact.stats.exits["depth-2"][0] == 2
     asked = ladder.seen_states
     position = len(PROMPT)
     matched = 0
-    for _, state, deep_state, offset in asked:
-        expected = states[2][0, position + offset - 1]
+    for _, state, deep_state, distance in asked:
+        expected = states[2][0, position + distance - 1]
         assert torch.allclose(expected, state, atol=1e-4)
-        # `offset` positions back stands the last settled token.
+        # `distance` positions back stands the last settled token.
         assert torch.allclose(states[NUM_LAYERS][0, position - 1], deep_state, atol=1e-4)
         matched += 1
-        if offset == 4:
+        if distance == 4:
             position += 5
     assert matched == 18
 
@@ -114,12 +114,12 @@ def test_rejected_drafts_leave_nothing_settled(
     with Engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         ids = torch.tensor([PROMPT + answer])
-        states = DepthRunner(loaded).capture(ids, [NUM_LAYERS])[NUM_LAYERS][0]
+        states = ContiguousRunner(loaded).capture(ids, [NUM_LAYERS])[NUM_LAYERS][0]
     assert list(exact.token_ids) == answer
     assert exact.stats.num_drafted > exact.stats.num_accepted > 0
     assert set(num_pending) == {1}  # the last token chosen has been nowhere yet
-    for length, (_, _, deep_state, offset) in zip(asked_after, ladder.seen_states, strict=True):
-        assert torch.allclose(states[length - 1 - offset], deep_state, atol=1e-4)
+    for length, (_, _, deep_state, distance) in zip(asked_after, ladder.seen_states, strict=True):
+        assert torch.allclose(states[length - 1 - distance], deep_state, atol=1e-4)
 
 
 def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(
@@ -249,10 +249,10 @@ def test_a_step_of_mixed_requests_reads_the_device_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each reading is a wait."""
-    monkeypatch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
+    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
     accelerated = wrap_model(build_family("llama"), accelerate=True)
-    decoder = Decoder(DepthRunner(accelerated))
-    assert decoder.runner.can_pack
+    decoder = Decoder(ContiguousRunner(accelerated))
+    assert decoder.runner.supports_ragged
     drafter = Drafter(decoder.runner, COSTS, ExitGains(()))
     ladder = ScriptedLadder(lambda context: (len(context) % 7, 0.9))
     batch = []

@@ -11,7 +11,8 @@ from safetensors.torch import load, save
 
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.artefact import BLOB, pack_ladder, round_weights, unpack_ladder
-from shared.ladder.heads import ExitHead, HeadForm
+from shared.ladder.forms import HeadForm
+from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.successor_builder import SuccessorBuilder

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shared.ladder.forms import HEAD_FORMS, HeadForm
 from shared.ladder.head_rows import gather_rows, projection
-from shared.ladder.heads import HEAD_FORMS, NUM_OFFSETS, ExitHead, HeadForm
+from shared.ladder.heads import NUM_OFFSETS, ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 
 ZERO = torch.tensor(0)
@@ -17,14 +18,14 @@ def test_a_heads_output_depends_on_all_inputs_but_not_on_their_scale(form: HeadF
     head = ExitHead(form, 8, 8, 4)
     nn.init.normal_(head.offset)
     state, deep = torch.randn(3, 8), torch.randn(3, 8)
-    offset = torch.zeros(3, dtype=torch.long)
-    plain = head(state, deep, offset)
-    assert not torch.allclose(head(torch.randn(3, 8), deep, offset), plain)
-    assert not torch.allclose(head(state, torch.randn(3, 8), offset), plain)
-    assert not torch.allclose(head(state, deep, offset + 1), plain)
-    torch.testing.assert_close(head(state * 50, deep * 0.1, offset), plain, rtol=1e-3, atol=1e-3)
-    last = head(state, deep, offset + NUM_OFFSETS - 1)
-    torch.testing.assert_close(head(state, deep, offset + 60), last)
+    ago = torch.zeros(3, dtype=torch.long)
+    plain = head(state, deep, ago)
+    assert not torch.allclose(head(torch.randn(3, 8), deep, ago), plain)
+    assert not torch.allclose(head(state, torch.randn(3, 8), ago), plain)
+    assert not torch.allclose(head(state, deep, ago + 1), plain)
+    torch.testing.assert_close(head(state * 50, deep * 0.1, ago), plain, rtol=1e-3, atol=1e-3)
+    last = head(state, deep, ago + NUM_OFFSETS - 1)
+    torch.testing.assert_close(head(state, deep, ago + 60), last)
 
 
 def test_a_head_starts_with_the_final_norms_gain_where_it_fits() -> None:

@@ -13,8 +13,8 @@ from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity, SequenceDraft
 from shared.ladder.routers import DepthRouter, scalar_features
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, Evidence, TableRouter, fit_table_router
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, wrap_model
-from shared.model.runner import DepthRunner
 
 VOCABULARY = torch.tensor([1, 5, 9, 30])
 
@@ -53,7 +53,7 @@ def test_names_are_in_draft_order() -> None:
 def test_another_model_is_refused_with_both_fingerprints() -> None:
     mine, other = model(0), model(1)
     with pytest.raises(RouterMismatch) as caught:
-        ladder(mine).bind(DepthRunner(other))
+        ladder(mine).bind(ContiguousRunner(other))
     assert caught.value.metadata == {
         "router_fingerprint": mine.fingerprint,
         "model_fingerprint": other.fingerprint,
@@ -63,17 +63,17 @@ def test_another_model_is_refused_with_both_fingerprints() -> None:
 def test_an_exit_computes_what_its_modules_compute() -> None:
     loaded = model()
     mine = ladder(loaded)
-    bound = mine.bind(DepthRunner(loaded))
+    bound = mine.bind(ContiguousRunner(loaded))
     assert bound.depths == (0, 2)
     cases = ((0, 1), (1, 3), (1, 9), (1, 1000))
     states, deep_states = torch.randn(2, len(cases), 16).unbind()
-    offsets = [offset for _, offset in cases]
-    together = [bound.ask(index, states, deep_states, offsets) for index in range(2)]
-    for row, (index, offset) in enumerate(cases):
+    distances = [distance for _, distance in cases]
+    together = [bound.ask(index, states, deep_states, distances) for index in range(2)]
+    for row, (index, distance) in enumerate(cases):
         state, deep = states[row], deep_states[row]
-        [draft] = bound.ask(index, state[None], deep[None], [offset])
+        [draft] = bound.ask(index, state[None], deep[None], [distance])
         assert together[index][row] == draft, "a token's result does not depend on the batch"
-        ago = torch.tensor(offset - 1)
+        ago = torch.tensor(distance - 1)
         adapted = mine.exits[index].head(state, deep, ago)
         logits = adapted @ loaded.parts.head.weight[VOCABULARY].T
         expected = mine.exits[index].router(adapted, scalar_features(logits, ago))

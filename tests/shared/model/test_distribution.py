@@ -1,4 +1,4 @@
-"""Distributions: Hugging Face's, and the same bits for a row whatever is beside it."""
+"""Distributions are those of Hugging Face, and the bits of a row do not depend on the other rows."""
 
 import math
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ DRAWN = settings(max_examples=60, deadline=None)
 
 
 def masses(logits: Tensor, trials: list[Trial]) -> Tensor:
-    """Masses [T, V], all filters passed."""
+    """Masses [T, V] after all filters."""
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
     return nucleus(*candidates(logits, trials), params)
 
@@ -69,7 +69,7 @@ def test_the_distribution_is_hugging_faces(params: SamplingParams) -> None:
 
 
 def alone(logits: Tensor, trials: list[Trial]) -> list[Tensor]:
-    """The masses [1, V] of every row, each made by itself."""
+    """The masses [1, V] of each row, computed for that row alone."""
     rows = iter(logits.split(1))
     return [
         masses(next(rows), [Trial(trial.sampling, [*trial.context, *trial.drafts[:row]])])
@@ -80,9 +80,9 @@ def alone(logits: Tensor, trials: list[Trial]) -> list[Tensor]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """What is read there is waited for, and sums come out otherwise for every number of rows."""
+    """A device where reading a tensor would wait, and where sums depend on the number of rows."""
     with pytest.MonkeyPatch.context() as patch, OrdersOfSums():
-        patch.setattr(distribution, "_READ_FOR_NOTHING", frozenset())
+        patch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
         yield
 
 
@@ -102,7 +102,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company(case: tuple[Tensor, list[T
 @DRAWN
 @given(size=st.sampled_from([97, 1000, 1501]), seed=st.integers(0, 10**6))
 def test_a_row_has_the_same_bits_where_a_sum_decides_by_a_hair(size: int, seed: int) -> None:
-    """What precedes some token in the row comes to the very share that is asked for, or to the very number that draws."""
+    """The masses before some token sum exactly to top-p's bound, or exactly to the drawn point."""
     torch.manual_seed(seed)
     logits = 3 * torch.randn(4, size)
     plain = SamplingParams(temperature=1.0)
@@ -133,7 +133,7 @@ def test_masses_are_whole_and_exact_in_any_order(case: tuple[Tensor, list[Trial]
 
 
 def test_sums_in_another_order_are_others() -> None:
-    """Else the tests above could not fail."""
+    """Otherwise the tests above could not fail."""
     x = torch.rand(3, 1000, dtype=torch.float64)
     with OrdersOfSums():
         for work in (lambda y: y.cumsum(-1), lambda y: y.sum(-1), lambda y: y.softmax(-1)):

@@ -1,4 +1,4 @@
-"""A .gguf file: what is loaded, how often it is parsed, and what the log says meanwhile."""
+"""Loading a .gguf file: the model is that of the file, the file is parsed once, and the log has its lines."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""A pass waits for nothing: asked of a device whose tensors hold no numbers, where whoever reads one fails."""
+"""A paged pass does not wait for the device. Tested on the meta device, where tensors hold no numbers and reading one fails."""
 
 import pytest
 import torch
 
 from shared.model.gates import Gates
 from shared.model.host_syncs import host_syncs
-from shared.model.paged_kv import LayerShape, PagePool
+from shared.model.paged_kv import BlockPool, LayerShape
 from shared.model.paged_pass import PagedForward, TokenBuffer
 from tests.paged import PAGED, load_family
 
@@ -15,14 +15,14 @@ NUM_TOKENS = 16
 
 @pytest.mark.parametrize("family", PAGED)
 def test_no_pass_reads_a_number_or_moves_one(family: str) -> None:
-    # As on a GPU; experts are multiplied in it only.
+    # The dtype of GPUs. In others, experts take another path.
     loaded = load_family(family, torch.bfloat16)
     gates = Gates(loaded.model, loaded.parts.layers)
     loaded.model.to(META)
     head_dim = getattr(loaded.model.config, "head_dim", None) or 8
     num_heads = getattr(loaded.model.config, "num_key_value_heads", None) or 4
     shape = LayerShape(num_heads, head_dim, head_dim, torch.bfloat16)
-    pool = PagePool([shape] * loaded.num_layers, 4, 128, META)
+    pool = BlockPool([shape] * loaded.num_layers, 4, 128, META)
     forward = PagedForward(loaded, gates, pool)
     tokens = TokenBuffer(NUM_TOKENS, META)
     with torch.inference_mode():

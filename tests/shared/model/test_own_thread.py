@@ -1,4 +1,6 @@
+import _thread
 import threading
+import time
 
 import pytest
 
@@ -21,3 +23,21 @@ def test_it_raises_what_the_work_raises() -> None:
 
     with pytest.raises(KeyError, match="lost"):
         in_own_thread(work)
+
+
+def test_what_interrupts_the_caller_interrupts_the_work() -> None:
+    interrupted: list[threading.Thread] = []
+
+    def work() -> None:
+        _thread.interrupt_main()
+        deadline_s = time.monotonic() + 30
+        try:
+            while time.monotonic() < deadline_s:
+                pass
+        except KeyboardInterrupt:
+            interrupted.append(threading.current_thread())
+
+    with pytest.raises(KeyboardInterrupt):
+        in_own_thread(work)
+    [thread] = interrupted
+    assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""Passes over pages, recorded, compute what the model itself computes: for every family, alone and in company."""
+"""Recorded passes over paged KV compute what the model itself computes, for every family, alone and in ragged batches."""
 
 import pytest
 import torch
@@ -7,16 +7,16 @@ from transformers import masking_utils
 
 from shared.errors import UnsupportedModel
 from shared.model import paged_check
-from shared.model.packed import Segment
 from shared.model.paged_runner import BUCKETS, PagedRunner
+from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder
 from shared.model.substitution import paged_attention
 from tests.families import VOCABULARY_SIZE
 from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
-from tests.recorders import TracingRecorder
+from tests.recorders import NotRecordable, TracingRecorder
 
 TOLERANCE = 1e-4
-# Experts are multiplied group by group, and what a group holds depends on all tokens of a pass.
+# Experts are multiplied group by group, and the tokens in a group depend on all tokens of the pass.
 INEXACT = {"mixtral"}
 SPLIT = 2
 
@@ -47,7 +47,7 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def test_pieces_splits_and_rollback_give_the_models_own_logits(runner: PagedRunner) -> None:
-    """Past every window of the families, in pieces of many sizes, each first read wrongly."""
+    """A sequence longer than every window, in pieces of many sizes. Each piece is first run with wrong tokens and rolled back."""
     ids = random_ids(60)
     expected = own_logits(runner, ids)
     cache, depth = runner.new_cache(60), runner.num_layers
@@ -83,10 +83,10 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(
         ],
         1,
     )
-    segments = [Segment(c, h, n) for c, h, n in zip(together, held, new, strict=True)]
+    sequences = [RaggedSequence(c, h, n) for c, h, n in zip(together, held, new, strict=True)]
     fresh = torch.cat([tokens[:, h:] for tokens, h in zip(ids, held, strict=True)], 1)
-    shallow = runner.run_packed(fresh, segments, first=0, last=SPLIT)
-    deep = runner.run_packed(fresh, segments, first=SPLIT, last=depth, hidden=shallow)
+    shallow = runner.run_ragged(fresh, sequences, first=0, last=SPLIT)
+    deep = runner.run_ragged(fresh, sequences, first=SPLIT, last=depth, hidden=shallow)
     if request.node.callspec.params["runner"] in INEXACT:
         assert distance(deep, expected) < TOLERANCE
         return
@@ -95,23 +95,23 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(
 
 
 def test_a_pass_after_a_larger_one_writes_only_its_own_positions(llama: PagedRunner) -> None:
-    """Padding of a bucket must not repeat what the pass before it held there."""
+    """The padding of a bucket must not write the tokens of the pass before it."""
     ids, other = random_ids(14), random_ids(2)
     caches = [llama.new_cache(16), llama.new_cache(16)]
     llama.run(ids, caches[0], first=0, last=llama.num_layers, base=0)
-    held = [store[list(caches[0].pages)].clone() for store in llama.pool.keys]
+    held = [store[list(caches[0].blocks)].clone() for store in llama.pool.keys]
     llama.run(other, caches[1], first=0, last=llama.num_layers, base=0)
     for store, before in zip(llama.pool.keys, held, strict=True):
-        assert torch.equal(store[list(caches[0].pages)], before)
+        assert torch.equal(store[list(caches[0].blocks)], before)
 
 
 def test_passes_beyond_the_largest_bucket_go_piece_by_piece() -> None:
-    runner = make_runner(load_family("opt"))  # its positions and its embedding are no plain rows
+    runner = make_runner(load_family("opt"))  # state at depth 0 is more than a row of the embedding
     lengths = (100, 90, 125)
     ids = [random_ids(length) for length in lengths]
     assert sum(lengths) > BUCKETS[-1]
-    segments = [Segment(runner.new_cache(length), 0, length) for length in lengths]
-    states = runner.run_packed(torch.cat(ids, 1), segments, first=0, last=runner.num_layers)
+    sequences = [RaggedSequence(runner.new_cache(length), 0, length) for length in lengths]
+    states = runner.run_ragged(torch.cat(ids, 1), sequences, first=0, last=runner.num_layers)
     counted = runner.counters.layer_executions, runner.counters.token_layers
     expected = torch.cat([own_logits(runner, tokens) for tokens in ids], 1)
     assert distance(runner.logits(states), expected) < TOLERANCE
@@ -169,7 +169,7 @@ def test_attention_that_cannot_be_reached_is_refused(family: str) -> None:
 
 
 def test_a_window_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks look like windows by their size, and agree with them as long as nothing is longer."""
+    """Chunks and windows have a size each, and give the same mask for sequences that are not longer."""
     loaded = load_family("mistral-sliding")
     loaded.model.config.sliding_window = 400
     monkeypatch.setattr(paged_check, "LONGEST", 32)
@@ -186,7 +186,9 @@ def test_a_window_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_states_are_refused(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(
-        paged_attention.PagedMask, "at", lambda mask, layer: paged_attention.PagedMask(6, layer)
+        paged_attention.PagedMask,
+        "for_layer",
+        lambda mask, layer: paged_attention.PagedMask(6, layer),
     )
     with pytest.raises(UnsupportedModel, match="states differ"):
         make_runner(load_family("mistral-sliding", dtype))
@@ -214,3 +216,22 @@ def test_unrecorded_passes_are_the_recorded_ones(llama: PagedRunner) -> None:
         r.run(ids, r.new_cache(20), first=0, last=r.num_layers, base=0) for r in (llama, plain)
     ]
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("num_good", [0, 2])
+def test_recording_that_fails_half_way_leaves_nothing_recorded(llama, num_good: int) -> None:
+    class Failing(TracingRecorder):
+        def record(self, work):
+            if self.num_recorded == num_good:
+                raise NotRecordable("the driver is out of memory")
+            return super().record(work)
+
+    recorder = Failing()
+    runner = PagedRunner(llama.loaded, kv_budget_bytes=1 << 20, recorder=recorder)
+    assert not runner.records
+    assert recorder.is_closed
+    ids = random_ids(5)
+    states, own = (
+        r.run(ids, r.new_cache(20), first=0, last=r.num_layers, base=0) for r in (runner, llama)
+    )
+    torch.testing.assert_close(states, own, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The tests' recorder must fail on what a CUDA graph would get wrong, and host waits must be found, on a device there is not, too."""
+"""The tests' recorder fails where a CUDA graph would be wrong, and waits for the device are found, even without the device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -93,7 +93,7 @@ def test_waits_are_found_on_a_cpu(work: Callable[[Tensor], object]) -> None:
 
 
 class FakeCuda:
-    """What `CudaRecorder` uses of torch.cuda; `graph` ends as torch's does where capturing fails."""
+    """The parts of torch.cuda that `CudaRecorder` uses. `graph` ends as torch's does when a capture fails."""
 
     CUDAGraph = Stream = MagicMock
 
@@ -104,6 +104,9 @@ class FakeCuda:
         return nullcontext()
 
     def graph_pool_handle(self) -> int:
+        return 7
+
+    def current_device(self) -> int:
         return 0
 
     def current_stream(self) -> object:
@@ -134,10 +137,32 @@ def test_a_recording_that_fails_leaves_the_current_stream(monkeypatch: pytest.Mo
     assert cuda.current is engines
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_capture_that_fails_gives_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Where torch could not end the capture, it goes on allocating for it until it is told not to."""
+    calls: list[tuple[str, int, object]] = []
+
+    def end(device: int, pool: object) -> None:
+        calls.append(("end", device, pool))
+        if ended:
+            raise RuntimeError("not currently recording to the pool")
+
+    monkeypatch.setattr(torch, "cuda", FakeCuda())
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(
+        torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args))
+    )
+    with pytest.raises(RuntimeError, match="capturing has failed"):
+        CudaRecorder(torch.device("cpu")).record(lambda: None)
+    assert calls == [("end", 0, 7), ("release", 0, 7)][: 1 if ended else 2]
+
+
 def test_inputs_are_padded_and_leave_nothing_of_the_pass_before() -> None:
     tokens = TokenBuffer(4, torch.device("cpu"))
     assert tokens.positions.tolist() == [-1] * 4
     tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], [1, 1, 2])
-    assert tokens.packed.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0]]
+    assert tokens.stacked.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0]]
     tokens.fill(torch.tensor([3]), [2], [5])
-    assert tokens.packed.tolist() == [[3, 0, 0, 0], [2, -1, -1, -1], [5, 0, 0, 0]]
+    assert tokens.stacked.tolist() == [[3, 0, 0, 0], [2, -1, -1, -1], [5, 0, 0, 0]]

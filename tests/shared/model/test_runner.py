@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from shared.errors import InvalidInput
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, wrap_model
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 
 TOLERANCE = 1e-4
@@ -11,13 +12,13 @@ SPLIT = 3
 
 
 @pytest.fixture(params=sorted(FAMILIES))
-def runner(request: pytest.FixtureRequest) -> DepthRunner:
-    return DepthRunner(wrap_model(build_family(request.param)))
+def runner(request: pytest.FixtureRequest) -> Runner:
+    return ContiguousRunner(wrap_model(build_family(request.param)))
 
 
 @pytest.fixture
-def llama() -> DepthRunner:
-    return DepthRunner(wrap_model(build_family("llama")))
+def llama() -> Runner:
+    return ContiguousRunner(wrap_model(build_family("llama")))
 
 
 def full_logits(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -36,7 +37,7 @@ def random_ids(length: int) -> torch.Tensor:
 
 
 def test_shallow_one_by_one_then_one_deep_pass_gives_the_full_models_logits(
-    runner: DepthRunner,
+    runner: Runner,
 ) -> None:
     ids = random_ids(24)
     expected = full_logits(runner.loaded, ids)
@@ -62,7 +63,7 @@ def test_shallow_one_by_one_then_one_deep_pass_gives_the_full_models_logits(
         position += num_pending
 
 
-def test_rollback_leaves_no_trace(runner: DepthRunner) -> None:
+def test_rollback_leaves_no_trace(runner: Runner) -> None:
     ids = random_ids(12)
     wrong = random_ids(5)
     cache = runner.new_cache(32)
@@ -74,7 +75,7 @@ def test_rollback_leaves_no_trace(runner: DepthRunner) -> None:
     assert relative_error(runner.logits(state), expected) < TOLERANCE
 
 
-def test_capture_returns_the_state_at_each_depth(runner: DepthRunner) -> None:
+def test_capture_returns_the_state_at_each_depth(runner: Runner) -> None:
     ids = random_ids(10)
     depths = [0, 2, runner.num_layers]
     states = runner.capture(ids, depths)
@@ -89,10 +90,10 @@ def test_capture_returns_the_state_at_each_depth(runner: DepthRunner) -> None:
     assert relative_error(shallow, states[2]) < TOLERANCE
 
 
-def test_counters_count_what_the_layers_really_ran(llama: DepthRunner) -> None:
+def test_counters_count_what_the_layers_really_ran(llama: Runner) -> None:
     calls: list[int] = []
     for index, layer in enumerate(llama.loaded.parts.layers):
-        # The layer's own __call__ also happens at a closed gate; its attention only runs when the gate is open.
+        # A closed gate also calls the layer's __call__. Its attention runs only if the gate is open.
         layer.self_attn.register_forward_hook(lambda *_, index=index: calls.append(index))
     cache = llama.new_cache(16)
     ids = random_ids(7)
@@ -106,7 +107,7 @@ def test_counters_count_what_the_layers_really_ran(llama: DepthRunner) -> None:
 
 
 def test_a_pass_beyond_the_capacity_is_refused_and_leaves_the_gates_open(
-    llama: DepthRunner,
+    llama: Runner,
 ) -> None:
     ids = random_ids(9)
     with pytest.raises(InvalidInput, match="do not fit"):
@@ -116,8 +117,8 @@ def test_a_pass_beyond_the_capacity_is_refused_and_leaves_the_gates_open(
     assert relative_error(llama.logits(state), expected) < TOLERANCE
 
 
-def test_two_runners_share_one_models_gates(llama: DepthRunner) -> None:
-    other = DepthRunner(llama.loaded)
+def test_two_runners_share_one_models_gates(llama: Runner) -> None:
+    other = ContiguousRunner(llama.loaded)
     ids = random_ids(5)
     state = other.run(ids, other.new_cache(8), first=0, last=other.num_layers, base=0)
     assert relative_error(other.logits(state), full_logits(llama.loaded, ids)) < TOLERANCE

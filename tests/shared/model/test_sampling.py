@@ -1,4 +1,4 @@
-"""What a request may ask for, and the claim that drafting does not bend the distribution."""
+"""Which parameters a request may have, and that drafting does not change the distribution of tokens."""
 
 import math
 from collections import Counter
@@ -53,14 +53,14 @@ def test_senseless_parameters_are_refused(bad: dict[str, float]) -> None:
 
 
 def _pairs(policy: DepthPolicy, prompt: list[int]) -> tuple[Counter[tuple[int, ...]], torch.Tensor]:
-    """How often each pair of tokens follows the prompt over many seeds, and the true probabilities [V, V]."""
+    """The frequency of each pair of tokens after the prompt over many seeds, and the true probabilities [V, V]."""
     config = FAMILIES["llama"]()
     config.vocab_size, config.num_hidden_layers, config.initializer_range = 5, 2, 0.6
     torch.manual_seed(4)
     import transformers
 
     loaded = wrap_model(transformers.LlamaForCausalLM(config).float())
-    # A draft at every position, right now and then, always the same token.
+    # A draft at every position, always the same token, so that it is sometimes accepted.
     ladder = ScriptedLadder(lambda context: (2, 0.9))
     counts: Counter[tuple[int, ...]] = Counter()
     with Engine(loaded, ladder) as engine:  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def test_sampling_in_exact_keeps_the_full_models_distribution() -> None:
 
 
 def test_the_test_would_see_a_wrong_acceptance_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accepting a draft whenever it is fairly probable, instead of with its probability, must not pass."""
+    """A rule that accepts every fairly probable draft, instead of accepting with its probability, must fail the test."""
     right: Callable[..., torch.Tensor] = choosing._at
 
     def too_kind(numbers: list[float], masses: torch.Tensor) -> torch.Tensor:

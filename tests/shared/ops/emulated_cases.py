@@ -1,4 +1,4 @@
-"""What the kernels are asked on the emulator, and what must come out. Each check makes its calls in every order of warps."""
+"""Calls of the kernels on the emulator and their expected results. Each check runs its calls in every order of warps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -113,7 +113,7 @@ def check_choose(program: Path) -> None:
         draws = torch.rand(rows, dtype=torch.float64)
         logits = torch.randint(-3, 4, (rows, vocabulary)).to(dtype)
         target = torch.randn(rows, vocabulary).mul(2).softmax(-1).to(dtype)
-        # The reference's argmax need not take the first of equals: these have one largest each.
+        # The reference's argmax need not take the first of equal numbers, so each row has a unique largest one.
         logits[torch.arange(rows), torch.tensor([0, 3, 5, 6, 2])] = 9
         wanted = [
             (logits, None, reference.choose_greedy(logits)),

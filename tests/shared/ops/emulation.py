@@ -1,4 +1,4 @@
-"""Compiles the GPU's kernels for the emulator and calls them: see emulator.h and emulated.cpp."""
+"""Compiles the GPU kernels for the emulator, and calls them: see emulator.h and emulated.cpp."""
 
 import os
 import shutil
@@ -18,12 +18,12 @@ FLAGS = "-std=c++20 -O0 -g0 -DNEAP_EMULATED -fno-sanitize-recover=all"
 
 
 class EmulationError(Exception):
-    """The emulator or a sanitizer ended the run; the text is what it said."""
+    """The emulator or a sanitizer ended the run. The text is its message."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A mistake to plant: the only place of `right` in the source becomes `wrong`."""
+    """A bug to plant: `right`, which occurs once in the source, becomes `wrong`."""
 
     name: str
     file: str
@@ -56,7 +56,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What no kernel has written yet: NaN, or -1."""
+    """A buffer that no kernel has written yet: NaN, or -1."""
     out = torch.empty(shape, dtype=dtype)
     raw(out).fill_(255)
     return out
@@ -69,7 +69,7 @@ def compiled(
     harness: str = "emulated",
     flags: str = "",
 ) -> Path:
-    """The harness with the kernels of csrc, or of a copy with `bug` in it."""
+    """Compiles the harness with the kernels of csrc, or with a copy of them that has `bug`."""
     root = ROOT
     if bug is not None:
         root = folder / "tree"
@@ -89,7 +89,7 @@ def compiled(
 
 
 def run(program: Path, calls: Sequence[Call]) -> None:
-    """Makes the calls, one after another in one process. Raises `EmulationError`."""
+    """Runs the calls one after another in one process. Raises `EmulationError`."""
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0"}
     result = subprocess.run(
         [str(program)],

@@ -1,4 +1,4 @@
-"""Passes over pages for tests of `paged_attention`, on any device."""
+"""Random arguments for tests of `paged_attention`, on any device."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ CLOSE = {
 
 @dataclass(frozen=True)
 class Pass:
-    """The arguments of one call. `pages` are in no order, and rows share none."""
+    """The arguments of one call. `pages` are in random order, and no two rows share a page."""
 
     q: Tensor
     k: Tensor
@@ -34,11 +34,11 @@ class Pass:
         return paged_attention(**vars(self))
 
     def copied(self) -> "Pass":
-        """With pools of its own, as each call changes them."""
+        """Runs the call on copies of the pools, because a call changes them."""
         return replace(self, keys=self.keys.clone(), values=self.values.clone())
 
     def alone(self, tokens: Tensor) -> "Pass":
-        """The pass of some of its tokens [N] int64."""
+        """The pass over some of its tokens, given by their indices [N] int64."""
         q, k, v = (t[tokens] for t in (self.q, self.k, self.v))
         return replace(
             self, q=q, k=k, v=v, rows=self.rows[tokens], positions=self.positions[tokens]
@@ -56,7 +56,7 @@ def drawn_pass(
     transposed: bool = False,
     **options: float,
 ) -> Pass:
-    """Per row its number of tokens and how many positions stand before them; then `padding` tokens. Slots past the end hold NaN."""
+    """A pass. Per row: its number of new tokens, and of positions before them. `padding` tokens are added. Slots past the end hold NaN."""
     (group, kv_heads), (width, value_width) = heads, widths
     needed = [(count + length + slots - 1) // slots for count, length in zip(counts, lengths, strict=True)]  # fmt: skip
     num_pages = sum(needed) + 2

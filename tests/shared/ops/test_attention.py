@@ -16,7 +16,7 @@ DRAWN = settings(
 
 
 def _cache_views(batch: int, heads: int, slots: int, width: int) -> Tensor:
-    """A view [B, H, slots, D] into a larger buffer, as a preallocated cache hands out."""
+    """A view [B, H, slots, D] of a larger buffer, as a preallocated cache returns."""
     return torch.randn(batch, heads, slots + 7, width)[:, :, :slots]
 
 
@@ -24,7 +24,7 @@ def _cache_views(batch: int, heads: int, slots: int, width: int) -> Tensor:
 def problems(draw: st.DrawFn) -> dict:
     kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 60]))
     queries = draw(st.one_of(st.integers(1, 20), st.sampled_from([49, 97])))
-    # 256 keys make a block; fewer keys than queries leave rows that see nothing.
+    # The kernel processes keys in blocks of 256. With fewer keys than queries, some queries see no key.
     keys = draw(st.one_of(st.integers(1, 40), st.sampled_from([255, 256, 257, 300, 600])))
     return {
         "batch": draw(st.integers(1, 2)),
@@ -145,7 +145,7 @@ def test_wrong_arguments_are_named(change: dict, message: str) -> None:
 
 
 @st.composite
-def packed_problems(draw: st.DrawFn) -> dict:
+def ragged_problems(draw: st.DrawFn) -> dict:
     lengths = st.sampled_from([0, 1, 5, 20, 255, 256, 300, 600])
     spans = st.tuples(lengths, st.sampled_from([1, 2, 3, 9, 50]), st.booleans())
     return {
@@ -159,8 +159,8 @@ def packed_problems(draw: st.DrawFn) -> dict:
 
 
 @DRAWN
-@given(p=packed_problems())
-def test_packed_sequences_attend_as_each_does_alone(isa: str, p: dict) -> None:
+@given(p=ragged_problems())
+def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict) -> None:
     bases, counts, masked = (list(column) for column in zip(*p["spans"], strict=True))
     tokens = sum(counts)
     q = torch.randn(1, tokens, p["kv_heads"] * p["group"], p["width"]).transpose(1, 2)
@@ -212,7 +212,7 @@ def test_packed_sequences_attend_as_each_does_alone(isa: str, p: dict) -> None:
         ({"q": torch.zeros(2, 4, 2, 8)}, "do not fit"),
     ],
 )
-def test_packed_attention_refuses_what_does_not_fit(change: dict, message: str) -> None:
+def test_attention_of_a_ragged_batch_refuses_what_does_not_fit(change: dict, message: str) -> None:
     arguments = {
         "q": torch.zeros(1, 4, 2, 8),
         "k": torch.zeros(1, 2, 2, 8),

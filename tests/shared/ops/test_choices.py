@@ -1,4 +1,4 @@
-"""The token that a row of scores chooses: the CPU's kernels against their references."""
+"""The choice of a token for each row of scores: the CPU kernels against their references."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.fl
 def test_the_first_of_the_largest_is_chosen(
     isa: str, rows: int, vocabulary: int, dtype: torch.dtype, strided: bool
 ) -> None:
-    # Few values: ties, of which the first counts.
+    # Few different values, so that there are ties.
     logits = torch.randint(-3, 4, (rows, vocabulary + 3 * strided)).to(dtype)[:, :vocabulary]
     expected = [int((row == row.max()).nonzero()[0]) for row in logits]
     assert choose_greedy(logits).tolist() == expected

@@ -1,4 +1,4 @@
-"""Attention over pages on the emulator: the kernels against their reference in any order of warps, and mistakes that must be seen."""
+"""Paged attention on the emulator: the kernels against their reference in any order of warps, and planted bugs that must be caught."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -48,13 +48,13 @@ BUGS = [
 
 
 def paged_call(made: Pass, shares: int, seed: int) -> Call:
-    """The call of a pass; its buffers are copies, the output the last of them."""
+    """The call of a pass. Its buffers are copies; the last one is the output."""
     tokens, heads, width = made.q.shape
     kv_heads, value_width = made.v.shape[1:]
     sizes = (tokens, heads, kv_heads, width, value_width, len(made.keys), made.keys.shape[2], *made.pages.shape)  # fmt: skip
     strides = [stride for t in (made.q, made.k, made.v) for stride in t.stride()[:2]]
     numbers = (CODES[made.q.dtype], *sizes, *strides, made.scaling, made.softcap, made.window, shares)  # fmt: skip
-    # As they lie in memory: what the strides of a view pass over belongs to the buffer.
+    # The whole memory of a view, with the elements that its strides skip.
     inputs = [t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)) for t in (made.q, made.k, made.v)]  # fmt: skip
     others = (made.keys, made.values, made.pages, made.rows, made.positions)
     out = blank(tokens, heads, value_width, dtype=made.q.dtype)
@@ -65,7 +65,7 @@ def check_paged(program: Path) -> None:
     short, long, longer = ([1, 1], [3, 40]), ([1, 2], [5, 140]), ([1, 1], [5, 270])
     cases = [  # rows, padding, (group, kv heads), (width, value width), slots, dtype, transposed, options, shares to try
         (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {}, (0, 1)),
-        # In float32, or rounding would hide another order of sums.
+        # In float32, because rounding to fewer bits would hide another order of sums.
         (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {"window": 260, "softcap": 2.0}, (2, 3, 1)),
         (short, 0, (1, 1), (8, 132), 3, torch.float32, True, {}, (1,)),
         (short, 1, (9, 1), (8, 8), 16, torch.bfloat16, False, {"window": 34}, (1,)),
@@ -75,7 +75,7 @@ def check_paged(program: Path) -> None:
         made = drawn_pass(counts, lengths, *shape, **options)
         expected = made.copied()
         wanted = reference.paged_attention(**vars(expected))
-        # Every order of warps; then other numbers of blocks, in a random order.
+        # First every order of warps, then other numbers of thread blocks in a random order.
         orders = [(shares[0], seed) for seed in SEEDS] + [(share, 2) for share in shares[1:]]
         calls = [paged_call(made, share, seed) for share, seed in orders]
         last = made.alone(made.positions.argmax()[None])
@@ -105,7 +105,7 @@ def check_lost_pages(program: Path) -> None:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "Future[Path]"]:
-    """The kernels as they are ("") and with each bug, compiled side by side."""
+    """The programs with the original kernels ("") and with each bug, compiled in parallel."""
     pool = ThreadPoolExecutor(2)
     folder = tmp_path_factory.mktemp
     built = {"": pool.submit(compiled, folder("sound"), harness="emulated_paged")}

@@ -1,4 +1,4 @@
-"""The real kernel source on the host, under AddressSanitizer and UBSan, and proof that mistakes in it would be seen."""
+"""The kernel sources run on the host under AddressSanitizer and UBSan. Planted bugs show that errors would be caught."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.shared.ops.emulated_cases import CHECKS
 from tests.shared.ops.emulation import Bug, EmulationError, compiled
 
-# With the check that must catch it.
+# Each bug with the check that must catch it.
 BUGS = {
     "exit_head": Bug(
         "a missing bound", "include/exit_head.cuh", "if (row >= (gated ? rank : size)) return;", ""
@@ -48,7 +48,7 @@ BUGS = {
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "Future[Path]"]:
-    """The kernels as they are ("") and with each bug, compiled side by side."""
+    """The programs with the original kernels ("") and with each bug, compiled in parallel."""
     pool = ThreadPoolExecutor(2)
     sound = pool.submit(compiled, tmp_path_factory.mktemp("sound"))
     broken = {

@@ -1,4 +1,4 @@
-"""Exit head, draft vocabulary and router: the CPU's kernels against their references, over shapes that hypothesis draws."""
+"""Exit head, draft vocabulary and router: the CPU kernels against their references, over shapes drawn by hypothesis."""
 
 import pytest
 import torch
@@ -14,17 +14,17 @@ DRAWN = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
-# The kernels' own seams: lanes of 4 to 16, groups of 4 rows and 2 tokens, blocks of 16 and 64 rows.
+# The sizes around which the kernels change their path: lanes of 4 to 16, groups of 4 rows and 2 tokens, blocks of 16 and 64 rows.
 TOKENS = st.integers(1, 5)
 WIDTHS = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 100]))
-# Sums of the same float32 products in another order.
+# The tolerance for sums of the same float32 products in another order.
 CLOSE = {"atol": 2e-5, "rtol": 2e-4}
 
 
 def head(
     form: str, tokens: int, width: int, size: int, state: torch.dtype, weights: torch.dtype
 ) -> tuple:
-    """Arguments of `exit_head` but for the norm."""
+    """The arguments of `exit_head`, without those of the norm."""
     inner = size if form == "affine" else 2 * (size // 2 + 1)
     own, deep = torch.randn(2, tokens, width).unbind()
     gated = form == "gated"

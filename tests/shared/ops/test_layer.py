@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shared import ops
 from shared.ops import reference
-from shared.ops.layer import LayerWeights, Slots, decoder_layer
+from shared.ops.layer import LayerKV, LayerWeights, decoder_layer
 
 DRAWN = settings(
     max_examples=25,
@@ -71,11 +71,11 @@ def _weights(p: dict) -> LayerWeights:
     )
 
 
-def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, Slots, list[Tensor]]:
+def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
     bases, counts, masked = (list(column) for column in zip(*p["spans"], strict=True))
     tokens, kv = sum(counts), p["kv_heads"]
     sizes = [base + count + 3 for base, count in zip(bases, counts, strict=True)]
-    slots = Slots(
+    kv = LayerKV(
         [torch.randn(1, kv, size, p["head"]) for size in sizes],
         [torch.randn(1, kv, size, p["value_head"]) for size in sizes],
         *(bases, counts),
@@ -85,45 +85,45 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, Slots, list[Tensor]]:
         for base, count, hide in zip(bases, counts, masked, strict=True)
     ]
     cos, sin = torch.randn(2, 1, tokens, p["rotated"]).unbind()
-    return torch.randn(1, tokens, p["width"]), cos, sin, slots, masks
+    return torch.randn(1, tokens, p["width"]), cos, sin, kv, masks
 
 
-def _copy(slots: Slots) -> Slots:
-    keys, values = ([t.clone() for t in stores] for stores in slots[:2])
-    return Slots(keys, values, slots.bases, slots.counts)
+def _copy(kv: LayerKV) -> LayerKV:
+    keys, values = ([t.clone() for t in stores] for stores in kv[:2])
+    return LayerKV(keys, values, kv.bases, kv.counts)
 
 
-def _flat(weights: LayerWeights, slots: Slots, masks: list[Tensor]) -> tuple:
+def _flat(weights: LayerWeights, kv: LayerKV, masks: list[Tensor]) -> tuple:
     w = weights
     return (
-        *(w.norms, w.packed, w.biases, *slots, masks, w.num_heads, w.intermediate),
+        *(w.norms, w.packed, w.biases, *kv, masks, w.num_heads, w.intermediate),
         *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap),
     )
 
 
 def _step_by_step(
-    x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, slots: Slots, masks: list[Tensor]
+    x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: LayerKV, masks: list[Tensor]
 ) -> Tensor:
-    """The reference's own steps, with the single ops in place of PyTorch."""
+    """The steps of the reference, with the single ops in place of PyTorch."""
     names = ("packed_linear", "packed_gated_linear", "rms_norm", "rotary", "packed_slot_attention")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(reference, name, getattr(ops, name))
-        return reference.decoder_layer(x, cos, sin, *_flat(w, slots, masks))
+        return reference.decoder_layer(x, cos, sin, *_flat(w, kv, masks))
 
 
 @DRAWN
 @given(p=layers(), threads=st.sampled_from([1, 2, 3]))
 def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None:
-    weights, (x, cos, sin, slots, masks) = _weights(p), _inputs(p)
-    expected_slots, spec_slots = _copy(slots), _copy(slots)
+    weights, (x, cos, sin, kv, masks) = _weights(p), _inputs(p)
+    expected_kv, spec_kv = _copy(kv), _copy(kv)
     torch.set_num_threads(threads)
-    out = decoder_layer(x, cos, sin, weights, slots, masks)
+    out = decoder_layer(x, cos, sin, weights, kv, masks)
     torch.set_num_threads(1)
-    assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_slots, masks))
-    for kept, expected in zip(slots[:2], expected_slots[:2], strict=True):
+    assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, masks))
+    for kept, expected in zip(kv[:2], expected_kv[:2], strict=True):
         assert all(map(torch.equal, kept, expected))
-    spec = reference.decoder_layer(x, cos, sin, *_flat(weights, spec_slots, masks))
+    spec = reference.decoder_layer(x, cos, sin, *_flat(weights, spec_kv, masks))
     torch.testing.assert_close(out, spec, atol=1e-4 * float(spec.abs().max()), rtol=1e-3)
 
 
@@ -131,17 +131,15 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
 @given(p=layers())
 def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
     p = {**p, "spans": [(base, min(count, 5), False) for base, count, _ in p["spans"]]}
-    weights, (x, cos, sin, slots, _) = _weights(p), _inputs(p)
-    alone_slots = _copy(slots)
-    out = decoder_layer(x, cos, sin, weights, slots)
+    weights, (x, cos, sin, kv, _) = _weights(p), _inputs(p)
+    alone_kv = _copy(kv)
+    out = decoder_layer(x, cos, sin, weights, kv)
     token = 0
     for index, (base, count, _) in enumerate(p["spans"]):
         for step in range(count):
             own = slice(token, token + 1)
-            places = Slots(
-                [alone_slots.keys[index]], [alone_slots.values[index]], [base + step], [1]
-            )
-            alone = decoder_layer(x[:, own], cos[:, own], sin[:, own], weights, places)
+            own_kv = LayerKV([alone_kv.keys[index]], [alone_kv.values[index]], [base + step], [1])
+            alone = decoder_layer(x[:, own], cos[:, own], sin[:, own], weights, own_kv)
             assert torch.equal(alone, out[:, own])
             token += 1
 
@@ -168,16 +166,16 @@ def test_rows_of_a_batch_share_positions_or_have_their_own() -> None:
     x, (cos, sin) = torch.randn(2, 3, 12), torch.randn(2, 2, 3, 8).unbind()
     stores = [torch.zeros(1, 2, 7, 8) for _ in range(4)]
     for angles in ((cos, sin), (cos[:1], sin[:1])):
-        out = decoder_layer(x, *angles, weights, Slots(stores[:2], stores[2:], [4, 1], [3, 3]))
+        out = decoder_layer(x, *angles, weights, LayerKV(stores[:2], stores[2:], [4, 1], [3, 3]))
         for row, base in enumerate((4, 1)):
             own = [angle[row : row + 1] if len(angle) > 1 else angle for angle in angles]
-            places = Slots(stores[row : row + 1], stores[2 + row : 3 + row], [base], [3])
-            assert torch.equal(decoder_layer(x[row : row + 1], *own, weights, places)[0], out[row])
+            own_kv = LayerKV(stores[row : row + 1], stores[2 + row : 3 + row], [base], [3])
+            assert torch.equal(decoder_layer(x[row : row + 1], *own, weights, own_kv)[0], out[row])
 
 
 def test_no_tokens_are_no_work() -> None:
-    weights, (x, cos, sin, slots, _) = _weights(SMALL), _inputs(SMALL)
-    out = decoder_layer(x[:, :0], cos[:, :0], sin[:, :0], weights, slots)
+    weights, (x, cos, sin, kv, _) = _weights(SMALL), _inputs(SMALL)
+    out = decoder_layer(x[:, :0], cos[:, :0], sin[:, :0], weights, kv)
     assert out.shape == (1, 0, 12)
 
 
@@ -194,17 +192,17 @@ def test_no_tokens_are_no_work() -> None:
         ({"biases": [torch.ones(3)] + [NOTHING] * 5}, "a projection must be contiguous"),
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"eps": -1.0}, "eps is negative"),
-        ({"slots": {"bases": [7]}}, "cannot take 2 tokens at 7"),
-        ({"slots": {"counts": [1]}}, "counts sum to 1 tokens, but x has 2"),
-        ({"slots": {"keys": []}}, "0 stores of keys"),
+        ({"kv": {"bases": [7]}}, "cannot take 2 tokens at 7"),
+        ({"kv": {"counts": [1]}}, "counts sum to 1 tokens, but x has 2"),
+        ({"kv": {"keys": []}}, "0 stores of keys"),
         ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
         ({"masks": [PLAIN, PLAIN]}, "2 masks for 1 sequences"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict, message: str) -> None:
-    weights, (x, cos, sin, slots, masks) = _weights(SMALL), _inputs(SMALL)
-    slots = slots._replace(**change.pop("slots", {}))
+    weights, (x, cos, sin, kv, masks) = _weights(SMALL), _inputs(SMALL)
+    kv = kv._replace(**change.pop("kv", {}))
     x, masks = change.pop("x", x), change.pop("masks", masks)
     with pytest.raises(RuntimeError, match=message):
-        decoder_layer(x, cos, sin, replace(weights, **change), slots, masks)
+        decoder_layer(x, cos, sin, replace(weights, **change), kv, masks)

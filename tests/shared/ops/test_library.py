@@ -205,7 +205,7 @@ def test_a_failed_build_shows_what_the_compiler_said(
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="widens the kernels by x86 flags")
 def test_the_paths_of_wider_instruction_sets_hold(tmp_path: Path) -> None:
-    """AVX-512's tiles and panel groups, run on 16 lanes that the compiler makes of narrower ones."""
+    """The tiles and panel groups of AVX-512, on 16 lanes that the compiler builds from narrower ones."""
     wide = f"{build.COMMON_FLAGS} {build.KERNEL_FLAGS} -mavx2 -mfma -DNEAP_PORTABLE_LANES=16 -O1"
     kernels, wider = tmp_path / "kernels.o", tmp_path / "wide.so"
     compiler = build.find_compiler()

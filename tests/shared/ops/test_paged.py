@@ -1,4 +1,4 @@
-"""Attention over pages: the CPU's kernel against its reference, over what hypothesis draws."""
+"""Paged attention: the CPU kernel against its reference, over passes drawn by hypothesis."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
     torch.testing.assert_close(out, expected, **CLOSE[dtype])
     for pool, same in ((own.keys, other.keys), (own.values, other.values)):
         assert torch.equal(pool.view(torch.uint8), same.view(torch.uint8))
-    # Token by token, the earlier ones of a row first: the same bits.
+    # Token by token in the order of positions, the bits must be the same.
     one_by_one = made.copied()
     for token in made.positions.argsort():
         assert torch.equal(one_by_one.alone(token[None]).run()[0], out[token])

@@ -1,4 +1,4 @@
-"""Which architectures the kernels are built for, and that none of them is left out in silence."""
+"""Which architectures the kernels are built for, and that none is silently left out."""
 
 import stat
 from pathlib import Path
@@ -71,7 +71,7 @@ needs_nvcc = pytest.mark.skipif(toolkit.find_toolkit() is None, reason="there is
 
 @needs_nvcc
 def test_a_spilled_register_ends_the_build(tmp_path: Path) -> None:
-    """As many live sums as a thread has registers, and more."""
+    """A kernel with more live sums than a thread has registers."""
     (tmp_path / "spill.cu").write_text(
         "__global__ void __launch_bounds__(1024) f(const float* x, float* y) {\n"
         "  float sums[200];\n#pragma unroll\n  for (int i = 0; i < 200; ++i) sums[i] = x[i];\n"

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.drafting.costs import exit_timings, measure_deep
-from shared.model.runner import DepthRunner
+from shared.model.contiguous_runner import ContiguousRunner
 from tests.paged import load_family
 from tests.scripted_ladder import ScriptedLadder
 
 
-class Watched(DepthRunner):
+class Watched(ContiguousRunner):
     """Notes when passes are begun; `under_way` until a number of what they gave has been read."""
 
     under_way = False

@@ -14,8 +14,9 @@ from inference_service.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import wrap_model
-from shared.model.runner import DepthRunner
+from shared.model.runner import Runner
 from tests.families import build_family
 from tests.random_ladder import random_ladder
 
@@ -31,13 +32,13 @@ class _Eager(ExitGains):
 
 
 @pytest.fixture(scope="module")
-def runner() -> DepthRunner:
+def runner() -> Runner:
     torch.manual_seed(0)
-    return DepthRunner(wrap_model(build_family("llama"), accelerate=True))
+    return ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
 
 
 def members(
-    runner: DepthRunner, ladders: Rows[Ladder], policies: Rows[DepthPolicy]
+    runner: Runner, ladders: Rows[Ladder], policies: Rows[DepthPolicy]
 ) -> list[tuple[Sequence, Drafter]]:
     """Sequences that have read prompts of their own, each beside its ladder's drafter."""
     decoder = Decoder(runner)
@@ -60,7 +61,7 @@ def members(
     return found
 
 
-def test_company_changes_no_draft(runner: DepthRunner) -> None:
+def test_company_changes_no_draft(runner: Runner) -> None:
     first, second = (random_ladder(runner.loaded, seed) for seed in (1, 2))
     exact = DepthPolicy("exact", max_drafts=3)
     policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
@@ -76,26 +77,30 @@ def test_company_changes_no_draft(runner: DepthRunner) -> None:
 
 
 def test_each_exit_is_told_how_far_the_settled_state_is(
-    runner: DepthRunner, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [member] = members(runner, [random_ladder(runner.loaded, 1)], [DepthPolicy("exact", max_drafts=3)])  # fmt: skip
     asked: list[tuple[int, list[int]]] = []
     ask = BoundLadder.ask
 
     def noted(
-        self: BoundLadder, index: int, states: torch.Tensor, deep: torch.Tensor, offsets: Rows[int]
+        self: BoundLadder,
+        index: int,
+        states: torch.Tensor,
+        deep: torch.Tensor,
+        distances: Rows[int],
     ) -> list[Draft]:
-        asked.append((index, list(offsets)))
+        asked.append((index, list(distances)))
         assert torch.equal(deep[0], member[0].deep_state)
-        return ask(self, index, states, deep, offsets)
+        return ask(self, index, states, deep, distances)
 
     monkeypatch.setattr(BoundLadder, "ask", noted)
     draft_chains([member], 1)
-    assert asked == [(index, [offset]) for offset in (1, 2, 3) for index in range(len(DEPTHS))]
+    assert asked == [(index, [distance]) for distance in (1, 2, 3) for index in range(len(DEPTHS))]
 
 
 def test_one_exit_is_asked_once_for_all_that_want_it(
-    runner: DepthRunner, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ladder = random_ladder(runner.loaded, 1)
     batch = members(runner, [ladder] * 3, [DepthPolicy("exact", max_drafts=n) for n in (1, 2, 2)])
@@ -112,7 +117,7 @@ def test_one_exit_is_asked_once_for_all_that_want_it(
 
 
 def test_an_exit_that_is_too_dear_is_not_asked(
-    runner: DepthRunner, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ladder = random_ladder(runner.loaded, 1)
     [(sequence, drafter)] = members(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])

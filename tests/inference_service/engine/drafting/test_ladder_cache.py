@@ -1,6 +1,9 @@
 """New ladders are bound and tested between the steps of what runs."""
 
+import gc
 import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,8 +15,9 @@ from inference_service.engine.drafting.costs import exit_timings
 from inference_service.engine.drafting.ladder_cache import MAX_BOUND_LADDERS
 from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
-from shared.errors import Corrupt, RouterMismatch, Unavailable
+from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
 from shared.ladder.policy import DepthPolicy
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, wrap_model
 from tests.families import build_family
 from tests.scripted_ladder import ScriptedLadder
@@ -135,3 +139,71 @@ def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
         assert numbers == [1] * len(ladders)
         list(engine.submit(exact, ladders[-1]).events())
         assert len(engine._ladders) == MAX_BOUND_LADDERS
+
+
+def test_bound_ladders_stay_few_on_an_idle_engine(loaded) -> None:
+    alive: weakref.WeakSet[ScriptedLadder] = weakref.WeakSet()
+    with Engine(loaded, max_ladders=2) as engine:
+        for _ in range(12):
+            ladder = exits()
+            alive.add(ladder)
+            engine.prepare(ladder)
+            del ladder
+            gc.collect()
+            assert len(alive) <= 2
+            assert len(engine._ladders) <= 2
+
+
+class SlowlyPrepared(ContiguousRunner):
+    """Preparing passes between the depths of a ladder takes `num_slices` slices; `on_slice` is called before each."""
+
+    num_slices = 5
+
+    def __init__(self, loaded: LoadedModel, on_slice: Callable[[], object]) -> None:
+        super().__init__(loaded)
+        self._on_slice = on_slice
+
+    def prepare(self, depths: Sequence[int]) -> Iterator[None]:
+        number = 0
+        while depths and number < self.num_slices:
+            self._on_slice()
+            yield
+            number += 1
+
+
+def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded) -> None:
+    """Between two slices of the binding the others are stepped."""
+    steps: list[int] = []
+    with Engine(
+        loaded,
+        runner_of=lambda loaded, _: SlowlyPrepared(
+            loaded, lambda: steps.append(engine.statistics.num_generated_tokens)
+        ),
+    ) as engine:
+        running = engine.submit(request())
+        running.next_event(30)
+        mine = engine.submit(request(policy=DepthPolicy("exact")), exits())
+        assert sum(1 for _ in running.events()) == 100
+        assert sum(1 for _ in mine.events()) == 101
+    assert len(steps) == SlowlyPrepared.num_slices
+    assert all(later > earlier for earlier, later in pairwise(steps)), steps
+
+
+def test_a_cancelled_request_leaves_no_binding_behind(loaded) -> None:
+    started = threading.Event()
+
+    class NeverPrepared(SlowlyPrepared):
+        num_slices = 1 << 62
+
+    with Engine(loaded, runner_of=lambda loaded, _: NeverPrepared(loaded, started.set)) as engine:
+        ladder = exits()
+        alive = weakref.ref(ladder)
+        waiting = engine.submit(request(policy=DepthPolicy("exact")), ladder)
+        assert started.wait(30)
+        waiting.cancel()
+        with pytest.raises(Cancelled):
+            list(waiting.events())
+        del ladder, waiting
+        engine.prepare(ScriptedLadder())  # runs after what is left of the cancelled binding
+        gc.collect()
+        assert alive() is None

@@ -15,7 +15,7 @@ from inference_service.engine.request.request import (
     TokenChunk,
 )
 from shared.ladder.policy import DepthPolicy
-from shared.model.cache import SlotCache
+from shared.model.cache import ContiguousCache
 from shared.model.load import LoadedModel, wrap_model
 from tests.families import build_family
 
@@ -27,14 +27,14 @@ STEM = tuple(range(2, 2 + LENGTH))
 class _Sequence:
     tokens: list[int]
     num_settled: int
-    cache: SlotCache
+    cache: ContiguousCache
     num_prompt_tokens: int = 0
     num_cached: int = 0
 
 
 def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _Sequence:
     """With one slot per token, keys `fill` and values -`fill` where settled."""
-    cache = SlotCache(len(tokens))
+    cache = ContiguousCache(len(tokens))
     states = torch.full((1, 1, 1, 2), fill)
     keys, values = cache.stores(states, states, 0)
     keys[:, :, :num_settled] = fill

@@ -7,13 +7,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from shared.errors import UnsupportedModel
-from shared.model.cache import SlotCache
+from shared.model.cache import ContiguousCache
 from shared.model.substitution.apply import accelerate, restore
 from shared.ops.build import build
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 
-# Families whose attention does not go through transformers' interface, and families with experts in one parameter:
-# those parts stay as they are, so the whole is not batch-invariant.
+# Families whose attention does not use transformers' interface, and families with experts in one parameter. These parts are not
+# replaced, so the model is not batch-invariant.
 OWN_ATTENTION = {"falcon", "falcon-alibi"}
 EXPERTS = {"mixtral"}
 
@@ -103,7 +103,7 @@ def test_any_split_of_a_sequence_gives_the_same_bits(family: str, tokens: int) -
     accelerate(model)
     ids = _ids(1, 24)
     whole = model(input_ids=ids, use_cache=False).logits
-    cache, parts = SlotCache(40), []
+    cache, parts = ContiguousCache(40), []
     for start in range(0, 24, tokens):
         cache.begin(start, tokens)
         part = model(input_ids=ids[:, start : start + tokens], past_key_values=cache)
@@ -181,9 +181,9 @@ def test_the_rotary_function_comes_back_with_the_last_user() -> None:
 def test_a_growing_cache_gives_the_bits_of_a_preallocated_one() -> None:
     model, ids = build_family("qwen3"), _ids(1, 12)
     accelerate(model)
-    growing, slots = DynamicCache(), SlotCache(20)
+    growing, preallocated = DynamicCache(), ContiguousCache(20)
     for start in range(0, 12, 4):
-        slots.begin(start, 4)
+        preallocated.begin(start, 4)
         inputs = {"input_ids": ids[:, start : start + 4]}
         one = model(**inputs, past_key_values=growing).logits
-        assert torch.equal(model(**inputs, past_key_values=slots).logits, one)
+        assert torch.equal(model(**inputs, past_key_values=preallocated).logits, one)

@@ -1,4 +1,4 @@
-"""Masks and attention as transformers asks ours for them."""
+"""Our mask and attention functions, called as transformers calls them."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Layers compile whole, once per kind and size of pass, whichever of them runs."""
+"""A layer compiles as one graph, once per kind of layer and size of pass."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_a_layer_that_needs_its_number_is_compiled_for_it(monkeypatch: pytest.Mo
 
 
 def test_layers_compiled_in_half_the_width_count_as_the_models_own() -> None:
-    """Compiled whole, a layer rounds to bfloat16 where its modules do, but seldom in between: that is no other model."""
+    """Compiled as a whole, a layer rounds to bfloat16 less often than its modules do. The check must accept that difference."""
     torch._dynamo.reset()
     loaded = load_family("llama", torch.bfloat16)
     assert make_runner(loaded, recorder=NoRecorder(), transform=LayerCompiler()).compiles

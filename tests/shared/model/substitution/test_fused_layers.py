@@ -1,4 +1,4 @@
-"""Which layers become one op, when that op runs, and that nothing but speed tells."""
+"""Which layers become one op, when the op runs, and that its results are those of the modules."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from shared.model.cache import SlotCache
+from shared.model.cache import ContiguousCache
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import wrap_model
-from shared.model.packed import PackedCache, Segment
-from shared.model.runner import DepthRunner
+from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.substitution import attention
 from shared.model.substitution.apply import accelerate, restore
 from shared.model.substitution.layer import FusedLayer
@@ -37,7 +37,7 @@ def _inference() -> Iterator[None]:
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Per call of a fused layer, whether the op ran."""
+    """For each call of a fused layer, whether the op ran."""
     calls: list[bool] = []
     original = FusedLayer.fused
 
@@ -55,7 +55,7 @@ def _ids(*shape: int) -> Tensor:
 
 
 def _in_parts(model: PreTrainedModel, ids: Tensor, parts: list[int]) -> Tensor:
-    cache, logits, base = SlotCache(ids.shape[1]), [], 0
+    cache, logits, base = ContiguousCache(ids.shape[1]), [], 0
     for count in parts:
         cache.begin(base, count)
         own = ids[:, base : base + count]
@@ -84,26 +84,26 @@ def test_layers_as_one_op_have_the_bits_of_their_modules(
         fused_calls.clear()
 
 
-def test_packed_sequences_run_as_one_op_with_the_bits_of_each_alone(
+def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(
     fused_calls: list[bool],
 ) -> None:
     model = build_family("mistral-sliding")
     accelerate(model)
     rows, held = [_ids(1, 12), _ids(1, 9)], (8, 6)
-    alone, segments = [], []
+    alone, sequences = [], []
     for ids, base in zip(rows, held, strict=True):
         count = ids.shape[1] - base
         alone.append(_in_parts(model, ids, [base, count])[:, base:])
-        cache = SlotCache(16)
+        cache = ContiguousCache(16)
         cache.begin(0, base)
         model(input_ids=ids[:, :base], past_key_values=cache)
-        segments.append(Segment(cache, base, count))
+        sequences.append(RaggedSequence(cache, base, count))
     fused_calls.clear()
-    positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in segments])
+    positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in sequences])
     out = model(
         input_ids=torch.cat([row[:, base:] for row, base in zip(rows, held, strict=True)], 1),
         position_ids=positions[None],
-        past_key_values=PackedCache(segments),
+        past_key_values=RaggedCache(sequences),
     )
     assert fused_calls == [True] * NUM_LAYERS
     assert torch.equal(out.logits, torch.cat(alone, 1))
@@ -138,7 +138,7 @@ def test_other_scaling_is_seen_not_assumed() -> None:
 def test_what_the_op_cannot_do_is_left_to_the_modules(fused_calls: list[bool]) -> None:
     model, ids = build_family("llama"), _ids(1, 4)
     accelerate(model)
-    cache = SlotCache(4)
+    cache = ContiguousCache(4)
     cache.begin(0, 4)
     expected = model(input_ids=ids, past_key_values=cache)
     fused_calls.clear()
@@ -171,7 +171,7 @@ def test_restored_layers_are_the_models_own_again_also_behind_gates() -> None:
     assert torch.equal(model(input_ids=ids).logits, expected)
 
     loaded = wrap_model(model, accelerate=True)
-    runner = DepthRunner(loaded)
+    runner = ContiguousRunner(loaded)
     cache = runner.new_cache(5)
     runner.run(ids, cache, first=0, last=NUM_LAYERS, base=0)
     restore(model)

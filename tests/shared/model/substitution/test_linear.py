@@ -1,4 +1,4 @@
-"""Which modules are found to be linear layers, norms and gated MLPs, and what takes their place."""
+"""Which modules are recognised as linear layers, norms and gated MLPs, and what replaces them."""
 
 from collections.abc import Iterator
 

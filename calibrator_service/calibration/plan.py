@@ -1,0 +1,185 @@
+"""The choices that a spec leaves open, made from measurements on SmolLM2-135M."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
+from calibrator_service.calibration.text.splits import SPLIT_PATTERN
+from shared.errors import InvalidInput
+from shared.ladder.heads import default_rank
+from shared.model.load import LoadedModel
+
+QUICK_BUDGET_S = 150.0
+THOROUGH_TOKENS = 700_000
+ARTEFACT_BYTES = 8_000_000
+DEFAULT_NEW_TOKENS = 128
+# Shares of the time budget at which the phases end.
+COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
+# Prompts of the risk split if there is no time budget: enough to tell a risk of zero from a risk of one in fifty.
+RISK_PROMPTS = 300
+MAX_STATE_BYTES = 4 << 30
+MAX_DEFAULT_VOCABULARY = 8192
+# Tokens of one forward pass, padding included, and positions of one chunk of states, both on a CPU.
+PASS_TOKENS = 2048
+CHUNK_POSITIONS = 8192
+# Heads are trained for at most MAX_EPOCHS epochs, for fewer if these have more than TRAINED_POSITIONS positions, and for at least
+# MIN_EPOCHS.
+MAX_EPOCHS, MIN_EPOCHS, TRAINED_POSITIONS = 6, 2, 120_000_000
+# On a GPU the time of a training step is the time to launch it, so batches grow as long as this many steps are left.
+MIN_STEPS, MAX_BATCH_SIZE = 3000, 4096
+HEADS_SHARE = SPLIT_PATTERN.count("heads") / len(SPLIT_PATTERN)
+# Keys and values of the rows that are decoded together: their memory on a CPU and the length it is computed for.
+ROW_CACHE_BYTES, ROW_TOKENS = 2 << 30, 512
+
+
+@dataclass(frozen=True)
+class HeadTraining:
+    """How exit heads are trained: AdamW with a warm-up and a cosine schedule. `seconds`: time limit."""
+
+    epochs: int = MAX_EPOCHS
+    batch_size: int = 512
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.02
+    warm_up_share: float = 0.05
+    seconds: float = math.inf
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much goes through the model at once, and whether states are kept on disk (see `states.collect.Collector`)."""
+
+    rows: int
+    pass_tokens: int = PASS_TOKENS
+    chunk_positions: int = CHUNK_POSITIONS
+    keeps_states: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A spec with every choice made. `spec` itself has a limit: see `bounded`.
+
+    `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
+    successor table. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
+    """
+
+    spec: CalibrationSpec
+    depths: tuple[int, ...]
+    draft_vocabulary_size: int
+    rank: int
+    max_tokens: float
+    max_new_tokens: int
+    scale: Scale
+    table_bytes: int
+    training: HeadTraining
+    budget_s: float
+
+    @property
+    def rows(self) -> int:
+        """Rows decoded together."""
+        return self.scale.rows
+
+
+def quick(model_id: str = "") -> CalibrationSpec:
+    """The default: under three minutes on two cores with a model of the demo's size."""
+    return bounded(CalibrationSpec(model_id=model_id))
+
+
+def thorough(model_id: str = "") -> CalibrationSpec:
+    """Hours on two cores, minutes on a GPU; the artefact has at most ARTEFACT_BYTES."""
+    return CalibrationSpec(model_id=model_id, max_tokens=THOROUGH_TOKENS)
+
+
+def bounded(spec: CalibrationSpec) -> CalibrationSpec:
+    """The spec itself, or with the quick preset's time budget if it has neither `max_tokens` nor a budget."""
+    if spec.max_tokens or spec.time_budget_s is not None:
+        return spec
+    return replace(spec, time_budget_s=QUICK_BUDGET_S)
+
+
+def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
+    """Raises `InvalidInput` for a rung at the last layer or beyond, and for a draft vocabulary larger than the model's."""
+    spec = bounded(spec)
+    depths = tuple(sorted(spec.rung_depths)) or default_depths(loaded.num_layers)
+    if depths[-1] >= loaded.num_layers:
+        raise InvalidInput(
+            f"a rung at depth {depths[-1]} of {loaded.num_layers} layers skips nothing",
+            reason="RUNG_TOO_DEEP",
+            metadata={"depth": str(depths[-1]), "num_layers": str(loaded.num_layers)},
+        )
+    if spec.draft_vocabulary_size > loaded.vocabulary_size:
+        raise InvalidInput(
+            f"a draft vocabulary of {spec.draft_vocabulary_size} tokens is larger than the model's "
+            f"{loaded.vocabulary_size}"
+        )
+    vocabulary_size = spec.draft_vocabulary_size or min(
+        loaded.vocabulary_size, MAX_DEFAULT_VOCABULARY
+    )
+    rank = default_rank(loaded.hidden_size)
+    if spec.head_form == "gated":
+        head_bytes = 2 * 5 * rank * loaded.hidden_size
+    else:
+        head_bytes = 2 * loaded.hidden_size * 2 * loaded.hidden_size
+    exit_bytes = head_bytes + 2 * spec.router_width * loaded.hidden_size
+    other_bytes = 100_000 + len(depths) * exit_bytes + 4 * vocabulary_size
+    source = spec.source
+    max_new_tokens = source.max_new_tokens if isinstance(source, SelfGenerated) else 0
+    return Plan(
+        spec=spec,
+        depths=depths,
+        draft_vocabulary_size=vocabulary_size,
+        rank=rank,
+        max_tokens=spec.max_tokens or math.inf,
+        max_new_tokens=max_new_tokens or DEFAULT_NEW_TOKENS,
+        scale=scale_of(loaded),
+        table_bytes=max(ARTEFACT_BYTES - other_bytes, 1 << 20),
+        training=head_training(spec, loaded.device),
+        budget_s=spec.time_budget_s or math.inf,
+    )
+
+
+def default_depths(num_layers: int) -> tuple[int, ...]:
+    """Depth 0, and an eighth of the model if that is another depth."""
+    return tuple(sorted({0, num_layers // 8}))
+
+
+def scale_of(loaded: LoadedModel) -> Scale:
+    """A GPU gets larger passes: a small pass takes as long as a large one, because the launches of its kernels decide."""
+    rows = rows_together(loaded)
+    if loaded.device.type == "cpu":
+        return Scale(rows)
+    return Scale(rows, pass_tokens=32_768, chunk_positions=65_536, keeps_states=False)
+
+
+def head_training(spec: CalibrationSpec, device: torch.device) -> HeadTraining:
+    """For `spec.max_tokens`; the defaults if only time bounds the text, because then its amount is unknown."""
+    if not spec.max_tokens:
+        return HeadTraining(seed=spec.seed)
+    positions = HEADS_SHARE * spec.max_tokens
+    epochs = max(MIN_EPOCHS, min(MAX_EPOCHS, int(TRAINED_POSITIONS / positions)))
+    params = HeadTraining(seed=spec.seed, epochs=epochs)
+    if device.type == "cpu":
+        return params
+    batch_size = params.batch_size
+    while batch_size < MAX_BATCH_SIZE and positions * epochs >= 2 * batch_size * MIN_STEPS:
+        batch_size *= 2
+    return replace(params, batch_size=batch_size)
+
+
+def rows_together(loaded: LoadedModel) -> int:
+    """Rows decoded together: at most 64 on a CPU and 2,048 on a GPU, fewer if their keys and values need too much memory.
+
+    The limit is 2 GiB on a CPU and a quarter of a GPU's memory. It is the GPU's total memory: the memory that is free at the moment
+    must not decide which text is written.
+    """
+    config = loaded.model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * loaded.num_layers * heads * width * loaded.model.dtype.itemsize
+    max_rows, cache_bytes = 64, ROW_CACHE_BYTES
+    if loaded.device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(loaded.device).total_memory
+        max_rows, cache_bytes = 2048, total_bytes // 4
+    return int(min(max_rows, max(4, cache_bytes // (token_bytes * ROW_TOKENS))))

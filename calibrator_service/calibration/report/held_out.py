@@ -1,0 +1,149 @@
+"""The figures of a ladder on the report split, from which nothing was learned."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from calibrator_service.calibration.report.metrics import rung_figures
+from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.spec import Label
+from calibrator_service.calibration.states.chunk import StateChunk
+from calibrator_service.calibration.states.collect import LabelledSequence
+from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.routers import exit_samples
+from shared.ladder.ladder import Ladder, SequenceDrafter, suffix_evidence
+from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
+
+# Simulated limits on the table rungs' drafts per deep pass, and the probability from which on a draft is made.
+DRAFT_LIMITS = (1, 3, 5)
+MIN_DRAFT_PROBABILITY = 0.3
+# Samples per call of a router.
+PASS_SIZE = 4096
+
+
+def held_out_report(
+    run: Run, material: Material, vocabulary: DraftVocabulary, ladder: Ladder
+) -> dict[str, Any]:
+    """Figures per rung ("rungs") and of the whole ladder, ready for JSON. Raises `Cancelled`."""
+    held_out = material.table_sequences["report"]
+    rungs = table_figures(ladder, held_out)
+    run.report("evaluating", 0.95)
+    rungs |= exit_figures(
+        ladder, material.chunks["report"], vocabulary, run.spec.label, run.spec.seed
+    )
+    simulated = tokens_per_pass(ladder, held_out)
+    for name, figure in rungs.items():
+        for key, value in figure.items():
+            if isinstance(value, float):
+                run.figures[f"{name}.{key}"] = value
+    run.figures.update(simulated)
+    run.report("evaluating", 0.99)
+    choices = np.concatenate([s.choices[s.first :] for s in held_out])
+    is_covered = vocabulary.lookup[torch.from_numpy(choices)] >= 0
+    return {
+        "rungs": rungs,
+        "simulated": simulated,
+        "tokens": {**material.num_tokens, "total": sum(material.num_tokens.values())},
+        "draft_vocabulary_coverage": float(is_covered.float().mean()),
+        "successor_entries": ladder.successors.num_entries if ladder.successors else 0,
+        "spec": asdict(run.spec),
+        "depths": [exit_name(depth) for depth in run.plan.depths],
+    }
+
+
+def table_figures(
+    ladder: Ladder, sequences: Sequence[LabelledSequence]
+) -> dict[str, dict[str, object]]:
+    """Figures of the table rungs by name, for the first draft at every position; of the successor table its best order."""
+    found: dict[str, tuple[list[float], list[bool]]] = {SUFFIX: ([], []), SUCCESSOR: ([], [])}
+    num_positions = 0
+    only_successors = Ladder(ladder.model, None, ladder.successors, ladder.successor_router)
+    for sequence in sequences:
+        tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
+        both = SequenceDrafter(ladder, tokens[: sequence.first + 1])
+        successor = SequenceDrafter(only_successors, tokens[: sequence.first + 1])
+        for position in range(sequence.first, len(tokens)):
+            if position > sequence.first:
+                both.append(tokens[position : position + 1])
+                successor.append(tokens[position : position + 1])
+            num_positions += 1
+            suffix, successors = both.table_matches(())
+            if suffix is not None and ladder.suffix_router is not None:
+                evidence = suffix_evidence(suffix, successors, 0)
+                found[SUFFIX][0].append(ladder.suffix_router.probability(evidence))
+                found[SUFFIX][1].append(suffix.token == choices[position])
+            draft = successor.table_draft(())
+            if draft is not None:
+                found[SUCCESSOR][0].append(draft.probability)
+                found[SUCCESSOR][1].append(draft.token == choices[position])
+    return {
+        name: rung_figures(np.array(probability), np.array(agreed, dtype=np.bool_), num_positions)
+        for name, (probability, agreed) in found.items()
+        if name in ladder.rung_names
+    }
+
+
+def tokens_per_pass(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict[str, float]:
+    """Simulated decoding with the table rungs alone: tokens per deep pass with at most 1, 3 and 5 drafts in one chain."""
+    figures = {}
+    for limit in DRAFT_LIMITS:
+        num_tokens = num_passes = 0
+        for sequence in sequences:
+            tokens = sequence.tokens.tolist()
+            if sequence.first == 0 and not _is_greedy(sequence):
+                continue  # given text: the model would have continued differently
+            drafter = SequenceDrafter(ladder, tokens[: sequence.first + 1])
+            settled = sequence.first
+            while settled + 1 < len(tokens):
+                drafted: list[int] = []
+                while len(drafted) < limit and settled + len(drafted) + 1 < len(tokens):
+                    draft = drafter.table_draft(drafted)
+                    if draft is None or draft.probability < MIN_DRAFT_PROBABILITY:
+                        break
+                    drafted.append(draft.token)
+                num_right = 0
+                while (
+                    num_right < len(drafted)
+                    and drafted[num_right] == tokens[settled + 1 + num_right]
+                ):
+                    num_right += 1
+                num_final = min(num_right + 1, len(tokens) - settled - 1)
+                drafter.append(tokens[settled + 1 : settled + 1 + num_final])
+                settled += num_final
+                num_tokens, num_passes = num_tokens + num_final, num_passes + 1
+        if num_passes:
+            figures[f"rung0.tokens_per_pass_{limit}"] = num_tokens / num_passes
+    return figures
+
+
+def _is_greedy(sequence: LabelledSequence) -> bool:
+    """Whether every token of the sequence is the full model's choice."""
+    return bool((sequence.choices[:-1] == sequence.tokens[1:]).all())
+
+
+def exit_figures(
+    ladder: Ladder,
+    chunks: Sequence[StateChunk],
+    vocabulary: DraftVocabulary,
+    label: Label,
+    seed: int,
+) -> dict[str, dict[str, object]]:
+    """Figures of the layer exits by name. Agreement is that of the token, whichever label the routers were trained with."""
+    figures = {}
+    for layer_exit in ladder.exits:
+        depth, head = layer_exit.depth, layer_exit.head
+        samples = exit_samples(depth, head, chunks, vocabulary, label, seed=seed)
+        parts = zip(samples.adapted.split(PASS_SIZE), samples.scalars.split(PASS_SIZE), strict=True)
+        with torch.no_grad():
+            probability = torch.cat([layer_exit.router(a.float(), s) for a, s in parts])
+        agreed = samples.label.numpy()
+        figure = rung_figures(probability.double().numpy(), agreed, len(agreed))
+        if label == "cosine":
+            by_token = exit_samples(depth, head, chunks, vocabulary, "agreement", seed=seed)
+            figure["agreement"] = float(by_token.label.float().mean())
+        figures[layer_exit.name] = figure
+    return figures

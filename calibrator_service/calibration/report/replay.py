@@ -1,0 +1,146 @@
+"""Replays recorded greedy answers: up to which threshold would `relaxed` have differed from the answer, whatever the timing?
+
+Which positions `relaxed` drafts, with which rung and how many in a row depends on costs that the worker measures and on its recent
+requests. So the replay follows every chain of drafts that a worker could build. A chain begins at a settled position. Its drafts are
+final one after the other, as long as some rung's draft has at least the threshold's probability. While each is the full model's
+choice, the text is the recorded one, and so is the input of all later drafts: table lookups see the final tokens and the chain so
+far, exits see the true state of the last token and the deep state of the last settled one. The first wrong draft that is final makes
+the generation differ. A worker builds some of these chains, so the result is an upper bound of what happens there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from calibrator_service.calibration.states.collect import batches, padded
+from calibrator_service.calibration.states.labels import greedy_choices
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.training.tables import MAX_CHAIN
+from shared.ladder.ladder import Ladder
+from shared.model.runner import Runner
+
+# Added to the exits' probabilities, because exits that are served one at a time round differently than in a batch.
+ROUNDING = 1e-4
+
+# (token, probability) of each rung's draft.
+Drafts = list[tuple[int, float]]
+
+
+@dataclass
+class _Replay:
+    """The replay of one answer.
+
+    states: depth -> [S, D] and deep [S, D], float, on the model's device; reach: settled position -> the highest threshold at which
+    a chain from there gets as long as the current round's chains; highest: the highest threshold at which a wrong draft is final, 0
+    if there is none.
+    """
+
+    sequence: TokenSequence
+    states: dict[int, Tensor]
+    deep: Tensor
+    reach: dict[int, float] = field(default_factory=dict)
+    highest: float = 0.0
+
+    def take(self, settled: int, drafts: Drafts, chained: int) -> float:
+        """Takes all rungs' drafts after `chained` earlier ones. Returns the reach of the chain with one more draft."""
+        reach, choice = self.reach[settled], self.sequence.tokens[settled + chained + 1]
+        wrong = [probability for token, probability in drafts if token != choice]
+        right = [probability for token, probability in drafts if token == choice]
+        self.highest = max(self.highest, min(reach, max(wrong, default=0.0)))
+        return min(reach, max(right, default=0.0))
+
+
+class Replayer:
+    """Replays with one ladder, as it is published, and its model."""
+
+    def __init__(self, ladder: Ladder, runner: Runner) -> None:
+        self._ladder, self._runner = ladder.bind(runner), runner
+
+    @torch.inference_mode()
+    def highest_differing(
+        self,
+        sequences: Sequence[TokenSequence],
+        lowest: float,
+        *,
+        on_batch: Callable[[], object] = lambda: None,
+    ) -> list[float]:
+        """Per sequence the highest threshold at which `relaxed` may differ from the answer. Values below `lowest` are not exact.
+
+        It is 1 for an answer that differs from the greedy choices of the runner's own passes: then the answer of a worker's full
+        model is unknown.
+        """
+        highest = [0.0] * len(sequences)
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        for batch in batches(sorted(range(len(sequences)), key=lengths.__getitem__), lengths):
+            on_batch()
+            states, deep = self._capture([sequences[i] for i in batch])
+            replays = [
+                _Replay(sequences[i], {depth: states[depth][row] for depth in states}, deep[row])
+                for row, i in enumerate(batch)
+            ]
+            for replay in replays:
+                tokens, start = replay.sequence.tokens, replay.sequence.answer_start
+                deep = replay.deep[start - 1 : len(tokens) - 1]
+                if tuple(greedy_choices(self._runner, deep).tolist()) != tokens[start:]:
+                    replay.highest = 1.0
+            self._follow_chains([replay for replay in replays if replay.highest < 1.0], lowest)
+            for i, replay in zip(batch, replays, strict=True):
+                highest[i] = replay.highest
+        return highest
+
+    def _capture(self, sequences: Sequence[TokenSequence]) -> tuple[dict[int, Tensor], Tensor]:
+        """(depth -> states [B, S, D], states at depth L [B, S, D]). Rows are padded on the right, where causal attention does not look."""
+        runner, depths = self._runner, self._ladder.depths
+        tokens = padded(sequences).to(runner.loaded.device)
+        captured = runner.capture(tokens, [*depths, runner.num_layers])
+        return {depth: captured[depth] for depth in depths}, captured[runner.num_layers]
+
+    def _follow_chains(self, replays: Sequence[_Replay], lowest: float) -> None:
+        """One round per length of a chain; all chains of all replays in each round."""
+        for replay in replays:
+            # The prompt's deep pass chooses the first token, so the earliest chain begins there.
+            first, end = replay.sequence.answer_start, len(replay.sequence.tokens)
+            replay.reach = dict.fromkeys(range(first, end - 1), 1.0)
+        for chained in range(MAX_CHAIN):
+            places = [(replay, settled) for replay in replays for settled in replay.reach]
+            if not places:
+                return
+            tables = [d for replay in replays for d in self._table_drafts(replay, chained)]
+            exits = self._exit_drafts(places, chained)
+            reaches = [
+                (replay, settled, replay.take(settled, [*table, *others], chained))
+                for (replay, settled), table, others in zip(places, tables, exits, strict=True)
+            ]
+            for replay in replays:
+                replay.reach = {}
+            for replay, settled, reach in reaches:
+                if reach >= lowest and settled + chained + 2 < len(replay.sequence.tokens):
+                    replay.reach[settled] = reach
+
+    def _table_drafts(self, replay: _Replay, chained: int) -> list[Drafts]:
+        """The table rungs' drafts for each chain of one replay."""
+        tokens, end = replay.sequence.tokens, replay.sequence.answer_start
+        drafter, found = self._ladder.new_sequence(tokens[:end]), []
+        for settled in replay.reach:
+            drafter.append(tokens[end : settled + 1])
+            end = settled + 1
+            draft = drafter.table_draft(tokens[end : end + chained])
+            found.append([(draft.token, draft.probability)] if draft else [])
+        return found
+
+    def _exit_drafts(self, places: Sequence[tuple[_Replay, int]], chained: int) -> list[Drafts]:
+        """The layer exits' drafts for each (replay, settled position)."""
+        found: list[Drafts] = [[] for _ in places]
+        if not self._ladder.depths:
+            return found
+        deep = torch.stack([replay.deep[settled - 1] for replay, settled in places])
+        distances = [chained + 1] * len(places)
+        for index, depth in enumerate(self._ladder.depths):
+            states = torch.stack([r.states[depth][settled + chained] for r, settled in places])
+            tokens, probabilities = self._ladder.exits(index, states, deep, distances)
+            probabilities = probabilities + ROUNDING
+            for drafts, *draft in zip(found, tokens.tolist(), probabilities.tolist(), strict=True):
+                drafts.append((draft[0], draft[1]))
+        return found

@@ -1,0 +1,238 @@
+"""Passes sequences through the frozen model once, and keeps its choices and the states at the rungs' depths.
+
+Sequences are buffered per split into chunks of bounded size, and each chunk becomes a file, which a later run reads instead of
+running the model. On a GPU a pass is as fast as reading its states from disk. There a file holds tokens only and the states are
+computed again at each use, so that the disk does not bound the amount of text.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from calibrator_service.calibration.files import write_atomically
+from calibrator_service.calibration.plan import CHUNK_POSITIONS, PASS_TOKENS
+from calibrator_service.calibration.states.chunk import (
+    StateChunk,
+    StateChunks,
+    chunk_from_tensors,
+    read_chunk,
+    read_tensors,
+)
+from calibrator_service.calibration.states.labels import cosine_converged, greedy_choices
+from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
+from calibrator_service.calibration.text.splits import Split
+from shared.ladder.heads import NUM_OFFSETS, unit
+from shared.ladder.successors import Array
+from shared.model.runner import Runner
+
+
+@dataclass(frozen=True)
+class LabelledSequence:
+    """`choices[i]` is the full model's greedy choice after tokens[: i + 1]; valid from position `first` on. Both [S] int64."""
+
+    tokens: Array
+    choices: Array
+    first: int
+
+    @property
+    def num_labelled(self) -> int:
+        return len(self.tokens) - self.first
+
+
+@dataclass
+class _SplitBuffer:
+    """What one split has: sequences that wait for a chunk, their positions, and the chunks so far."""
+
+    waiting: list[TokenSequence] = field(default_factory=list)
+    num_waiting_positions: int = 0
+    num_chunks: int = 0
+    num_stored_positions: int = 0
+    files: list[Path] = field(default_factory=list)
+
+
+class Collector:
+    """Labels sequences, and captures states if there are depths to capture at.
+
+    With `keeps_states`, chunks are files of states, of at most `max_state_bytes` per split; otherwise files of tokens without a
+    limit. `pass_tokens`: tokens of one forward pass, padding included.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        depths: Sequence[int],
+        folder: Path,
+        *,
+        max_state_bytes: int,
+        cosine_threshold: float | None = None,
+        chunk_positions: int = CHUNK_POSITIONS,
+        pass_tokens: int = PASS_TOKENS,
+        keeps_states: bool = True,
+    ) -> None:
+        self._runner = runner
+        self._depths = tuple(depths)
+        self._folder = folder
+        self._cosine_threshold = cosine_threshold
+        self._chunk_positions = chunk_positions
+        self._pass_tokens, self._keeps_states = pass_tokens, keeps_states
+        self._splits: dict[Split, _SplitBuffer] = {}
+        row_bytes = 2 * runner.loaded.hidden_size * (len(self._depths) + 1)
+        self._max_positions = max_state_bytes // row_bytes if self._depths else 0
+
+    def add(self, split: Split, sequence: TokenSequence) -> list[LabelledSequence]:
+        """Buffers a sequence. Returns the sequences that were labelled by this call: none, or those of a whole chunk."""
+        own = self._splits.setdefault(split, _SplitBuffer())
+        own.waiting.append(sequence)
+        own.num_waiting_positions += len(sequence.tokens) - first_position(sequence)
+        return self._flush(split, own) if own.num_waiting_positions >= self._chunk_positions else []
+
+    def finish(self, split: Split) -> list[LabelledSequence]:
+        """Labels the rest of a split."""
+        own = self._splits.get(split)
+        return self._flush(split, own) if own is not None and own.waiting else []
+
+    def chunks(self, split: Split) -> StateChunks:
+        """The split's chunks so far."""
+        own = self._splits.get(split)
+        read = read_chunk if self._keeps_states else self._recompute
+        return StateChunks(own.files if own is not None else (), read)
+
+    def _recompute(self, path: Path) -> StateChunk:
+        return chunk_from_tensors(self._capture(read_shard(path), wants_states=True))
+
+    def _flush(self, split: Split, own: _SplitBuffer) -> list[LabelledSequence]:
+        sequences, index = own.waiting, own.num_chunks
+        own.waiting, own.num_waiting_positions, own.num_chunks = [], 0, index + 1
+        # The disk is bounded, too. Sequences beyond the bound only feed the tables.
+        wants_states = bool(self._depths) and own.num_stored_positions < self._max_positions
+        needs_choices = any(s.num_answer_tokens == 0 for s in sequences)
+        if not self._keeps_states and self._depths:
+            path = self._folder / f"tokens-{split}-{index:05d}.safetensors"
+            if not path.exists():
+                write_shard(path, sequences)
+            own.files.append(path)
+            wants_states = False
+        if not wants_states and not needs_choices:
+            return [_labelled(s, None) for s in sequences]
+        path = self._folder / f"states-{split}-{index:05d}.safetensors"
+        if path.exists():
+            tensors = read_tensors(path)
+        else:
+            tensors = self._capture(sequences, wants_states)
+            write_atomically(path, save({name: t.cpu() for name, t in tensors.items()}))
+        if wants_states:
+            own.num_stored_positions += len(tensors["rows"])
+            own.files.append(path)
+        choices = tensors["choices"].long().split(tensors["counts"].tolist())
+        return [_labelled(s, part.numpy()) for s, part in zip(sequences, choices, strict=True)]
+
+    def _capture(self, sequences: list[TokenSequence], wants_states: bool) -> dict[str, Tensor]:
+        """The tensors of a chunk (see `chunk_from_tensors`); only choices and their counts without `wants_states`."""
+        parts: list[dict[str, Tensor]] = [{} for _ in sequences]
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i].tokens))
+        for batch in batches(order, [len(s.tokens) for s in sequences], self._pass_tokens):
+            self._forward(batch, sequences, parts, wants_states)
+        if wants_states:
+            offset = 0
+            for part in parts:
+                part["rows"] = part["rows"] + offset
+                offset += len(part["deep"])
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    @torch.inference_mode()
+    def _forward(
+        self,
+        batch: list[int],
+        sequences: list[TokenSequence],
+        parts: list[dict[str, Tensor]],
+        wants_states: bool,
+    ) -> None:
+        """One pass over the sequences of `batch`; fills their `parts`. States stay on the model's device.
+
+        Rows are padded on the right, where causal attention does not look.
+        """
+        runner = self._runner
+        tokens = padded(sequences[i] for i in batch).to(runner.loaded.device)
+        captured = runner.capture(tokens, [*self._depths, runner.num_layers])
+        spans = [_captured_span(sequences[i]) for i in batch]
+        for row, (i, (start, end)) in enumerate(zip(batch, spans, strict=True)):
+            sequence, part = sequences[i], parts[i]
+            first = first_position(sequence)
+            deep = captured[runner.num_layers][row, start:end]
+            if first == 0:
+                part["choices"] = greedy_choices(runner, deep).to(torch.int32).cpu()
+            else:
+                part["choices"] = torch.tensor(sequence.tokens[first + 1 :], dtype=torch.int32)
+            part["counts"] = torch.tensor([len(part["choices"])], dtype=torch.int32)
+            if not wants_states:
+                continue
+            own = torch.arange(first - start, end - start)
+            part["rows"], part["room"] = own, own.clamp(max=NUM_OFFSETS)
+            if self._cosine_threshold is not None:
+                for depth in self._depths:
+                    state = captured[depth][row, start:end]
+                    converged = cosine_converged(runner, state, deep, self._cosine_threshold)
+                    part[f"converged.{depth}"] = converged.cpu()[own]
+        if wants_states:
+            # All rows of the pass at once: one sequence at a time, a GPU would mostly wait for launches.
+            width = tokens.shape[1]
+            places = [
+                torch.arange(start, end) + row * width for row, (start, end) in enumerate(spans)
+            ]
+            place = torch.cat(places).to(runner.loaded.device)
+            names = {"deep": runner.num_layers} | {
+                f"state.{depth}": depth for depth in self._depths
+            }
+            for name, depth in names.items():
+                kept = unit(captured[depth].flatten(0, 1)[place]).half()
+                for i, piece in zip(batch, kept.split([len(p) for p in places]), strict=True):
+                    parts[i][name] = piece
+
+
+def first_position(sequence: TokenSequence) -> int:
+    """The first position after which the next token is the full model's choice; 0 for given text, whose choices are computed."""
+    return sequence.answer_start - 1 if sequence.num_answer_tokens else 0
+
+
+def _captured_span(sequence: TokenSequence) -> tuple[int, int]:
+    """[start, end) of the positions whose states are kept: those learned from, and NUM_OFFSETS before them for their deep states."""
+    first = first_position(sequence)
+    # The choice after an answer's last token is unknown. Given text has one, computed from the logits.
+    return max(0, first - NUM_OFFSETS), len(sequence.tokens) - (0 if first == 0 else 1)
+
+
+def _labelled(sequence: TokenSequence, choices: Array | None) -> LabelledSequence:
+    """`choices` [S - first] from position `first` on; None: the answer's own tokens. An answer's last token has no choice."""
+    tokens = np.array(sequence.tokens, dtype=np.int64)
+    first = first_position(sequence)
+    if choices is None:
+        choices = tokens[first + 1 :]
+    size = first + len(choices)
+    whole = np.zeros(size, dtype=np.int64)
+    whole[first:] = choices
+    return LabelledSequence(tokens[:size], whole, first)
+
+
+def padded(sequences: Iterable[TokenSequence]) -> Tensor:
+    """Token ids [B, S] int64 of several sequences, padded with zeros on the right."""
+    rows = [torch.tensor(sequence.tokens) for sequence in sequences]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def batches(
+    order: list[int], lengths: list[int], pass_tokens: int = PASS_TOKENS
+) -> Iterator[list[int]]:
+    """Splits `order` into batches of at most `pass_tokens` tokens, padding included. `lengths` must ascend in that order."""
+    batch: list[int] = []
+    for i in order:
+        if batch and (len(batch) + 1) * lengths[i] > pass_tokens:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch

@@ -1,0 +1,105 @@
+"""What a calibration learns from and is evaluated on: the labelled text and the states of each split."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from calibrator_service.calibration.plan import MAX_STATE_BYTES
+from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.states.chunk import StateChunks
+from calibrator_service.calibration.states.collect import Collector, LabelledSequence
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.text.splits import SPLITS, Split
+from calibrator_service.calibration.text.stream import CollectingProgress
+from shared.errors import InvalidInput
+from shared.ladder.successor_builder import SuccessorBuilder
+from shared.model.runner import Runner
+
+# Tokens of the routers split, and of the report split, on which the table rungs are evaluated; they are held in memory.
+MAX_TABLE_TOKENS = 100_000
+
+
+@dataclass(frozen=True)
+class Material:
+    """chunks: states of each split; table_sequences: sequences of the routers and report splits, for the tables.
+
+    choice_counts: [V] int64, how often the full model chose each token in the heads split; successors: has counted the successors
+    of that split; num_tokens: tokens learned from, per split.
+    """
+
+    chunks: Mapping[Split, StateChunks]
+    table_sequences: Mapping[Split, tuple[LabelledSequence, ...]]
+    choice_counts: Tensor
+    successors: SuccessorBuilder
+    num_tokens: Mapping[Split, int]
+
+
+def collect_material(
+    run: Run,
+    runner: Runner,
+    sequences: Iterable[tuple[Split, TokenSequence]],
+    progress: CollectingProgress,
+) -> Material:
+    """Passes `sequences` through the model.
+
+    Raises `InvalidInput` (TOO_LITTLE_TEXT) if a split stays empty, what `sequences` raises, and `Cancelled`.
+    """
+    plan = run.plan
+    collector = Collector(
+        runner,
+        plan.depths,
+        run.folder,
+        max_state_bytes=MAX_STATE_BYTES,
+        cosine_threshold=run.spec.cosine_threshold if run.spec.label == "cosine" else None,
+        chunk_positions=plan.scale.chunk_positions,
+        pass_tokens=plan.scale.pass_tokens,
+        keeps_states=plan.scale.keeps_states,
+    )
+    num_tokens: dict[Split, int] = dict.fromkeys(SPLITS, 0)
+    table_sequences: dict[Split, list[LabelledSequence]] = {"routers": [], "report": []}
+    num_table_tokens: dict[Split, int] = {"routers": 0, "report": 0}
+    choice_counts = torch.zeros(run.loaded.vocabulary_size, dtype=torch.long)
+    successors = SuccessorBuilder()
+
+    def take(split: Split, labelled: list[LabelledSequence]) -> None:
+        for sequence in labelled:
+            num_tokens[split] += sequence.num_labelled
+            if split == "heads":
+                successors.add(sequence.tokens, sequence.choices, sequence.first)
+            elif num_table_tokens[split] < MAX_TABLE_TOKENS:
+                table_sequences[split].append(sequence)
+                num_table_tokens[split] += len(sequence.tokens)
+        if split == "heads" and labelled:
+            choices = np.concatenate([s.choices[s.first :] for s in labelled])
+            choice_counts.add_(
+                torch.bincount(torch.from_numpy(choices), minlength=len(choice_counts))
+            )
+        progress.learned(sum(num_tokens.values()))
+
+    for split, sequence in sequences:
+        take(split, collector.add(split, sequence))
+    for split in SPLITS:
+        take(split, collector.finish(split))
+        if num_tokens[split] == 0:
+            raise _too_little_text(run, split, is_cut=progress.is_late())
+    return Material(
+        chunks={split: collector.chunks(split) for split in SPLITS},
+        table_sequences={split: tuple(own) for split, own in table_sequences.items()},
+        choice_counts=choice_counts,
+        successors=successors,
+        num_tokens=num_tokens,
+    )
+
+
+def _too_little_text(run: Run, split: Split, *, is_cut: bool) -> InvalidInput:
+    cause = "the source gave too little text"
+    if is_cut:
+        # The caller may not have asked for that budget: it may be the default.
+        cause = (
+            f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model "
+            "and source; give a larger one, or max_tokens"
+        )
+    return InvalidInput(f"{cause}: nothing is left for the {split} split", reason="TOO_LITTLE_TEXT")

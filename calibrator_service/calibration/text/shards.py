@@ -1,0 +1,59 @@
+"""Token sequences, and the files (shards) that hold them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from calibrator_service.calibration.files import write_atomically
+from shared.errors import Corrupt
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """The `tokens` of one conversation or text. From `answer_start` on, each token is the full model's greedy choice.
+
+    For given text `answer_start` is the length: the model chose none of it.
+    """
+
+    tokens: tuple[int, ...]
+    answer_start: int
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return len(self.tokens) - self.answer_start
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.tokens[: self.answer_start]
+
+
+def write_shard(path: Path, sequences: Sequence[TokenSequence]) -> None:
+    """Writes `sequences` atomically: a killed process leaves no partial shard under `path`. Raises as `write_atomically`."""
+    tensors = {
+        "tokens": torch.tensor([t for s in sequences for t in s.tokens], dtype=torch.int32),
+        "lengths": torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int32),
+        "answer_starts": torch.tensor([s.answer_start for s in sequences], dtype=torch.int32),
+    }
+    write_atomically(path, save(tensors))
+
+
+def read_shard(path: Path) -> list[TokenSequence]:
+    """Raises `Corrupt` if `write_shard` did not write the file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            flat, lengths, starts = (
+                file.get_tensor(name).tolist() for name in ("tokens", "lengths", "answer_starts")
+            )
+    except (SafetensorError, OSError) as error:
+        raise Corrupt(f"{path.name} is not a shard of token sequences") from error
+    if sum(lengths) != len(flat) or len(starts) != len(lengths):
+        raise Corrupt(f"{path.name} holds {len(flat)} tokens for {sum(lengths)} announced")
+    sequences, offset = [], 0
+    for length, start in zip(lengths, starts, strict=True):
+        sequences.append(TokenSequence(tuple(flat[offset : offset + length]), start))
+        offset += length
+    return sequences

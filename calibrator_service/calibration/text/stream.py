@@ -1,0 +1,138 @@
+"""The text of a calibration: what it is made from, and its sequences with the splits they belong to.
+
+Whoever reads the sequences decides the pace, so text is written and passed through the model in turn, in bounded memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from calibrator_service.calibration.plan import COLLECTING_ENDS
+from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.spec import HubDataset, SelfGenerated, TextFile
+from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.text.sources import text_sequences
+from calibrator_service.calibration.text.splits import Split, Splitter, hold_out_prompts
+
+# A model that only repeats itself would write for ever. After this many known sequences in a row the text ends.
+MAX_STALE_SEQUENCES = 2000
+# Share of the collecting phase's time after which no more text is begun.
+TEXT_SHARE = 0.85
+# Share of the work for a token of generated text that is done when it is written. The rest is one pass over many tokens at once.
+WRITING_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class GivenText:
+    """A text file or dataset. The model chose none of it, so there is no risk split."""
+
+    source: TextFile | HubDataset
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """Text that the model writes. `risk_prompts`: held out of the given prompts, () if prompts are drawn or too few were given."""
+
+    config: SelfGenerationConfig
+    risk_prompts: tuple[str, ...]
+
+
+Text = GivenText | GeneratedText
+
+
+def plan_text(run: Run) -> Text:
+    """What the text of this run is made from."""
+    source = run.spec.source
+    if not isinstance(source, SelfGenerated):
+        return GivenText(source)
+    prompts, risk_prompts = hold_out_prompts(source.prompts, run.spec.seed)
+    config = SelfGenerationConfig(
+        seed=run.spec.seed,
+        prompts=prompts,
+        max_new_tokens=run.plan.max_new_tokens,
+        rows=run.plan.rows,
+    )
+    return GeneratedText(config, risk_prompts)
+
+
+class CollectingProgress:
+    """Progress of the collecting phase, in tokens: those being written, those assigned to splits, and those learned from."""
+
+    def __init__(self, run: Run, text: Text) -> None:
+        self._run = run
+        self._is_written = isinstance(text, GeneratedText)
+        self._expected = run.plan.max_tokens
+        if isinstance(text, GeneratedText) and text.config.prompts:
+            most = len(text.config.prompts) * text.config.max_new_tokens
+            self._expected = min(self._expected, most)
+        self._num_being_written = self._num_learned = 0
+        self.num_assigned = 0
+
+    def is_late(self) -> bool:
+        """Whether it is too late to begin more text."""
+        budget_s = self._run.plan.budget_s
+        return self._run.elapsed_s() > TEXT_SHARE * COLLECTING_ENDS * budget_s
+
+    def written(self, num_tokens: int) -> None:
+        """The model has written `num_tokens` more. Raises `Cancelled`."""
+        figures = self._run.figures
+        figures["generated_tokens"] = figures.get("generated_tokens", 0.0) + num_tokens
+        self._num_being_written += num_tokens
+        self._report()
+
+    def shard_done(self) -> None:
+        """The shard in work is complete; its tokens count again when they are assigned."""
+        self._num_being_written = 0
+
+    def learned(self, num_tokens: int) -> None:
+        """`num_tokens` in total, over all splits, have gone through the model. Raises `Cancelled`."""
+        self._num_learned = num_tokens
+        self._report()
+
+    def _report(self) -> None:
+        run = self._run
+        run.figures["tokens"] = float(self._num_learned)
+        by_time = run.elapsed_s() / (COLLECTING_ENDS * run.plan.budget_s)
+        done = float(self._num_learned)
+        if self._is_written:
+            # Hours may pass until the first shard is complete, so the part that is written counts.
+            written = min(self.num_assigned + self._num_being_written, self._expected)
+            done = WRITING_SHARE * written + (1 - WRITING_SHARE) * self._num_learned
+        by_tokens = done / self._expected
+        run.report("collecting", COLLECTING_ENDS * min(1.0, max(by_time, by_tokens)))
+
+
+def split_sequences(
+    run: Run, text: Text, splitter: Splitter, progress: CollectingProgress
+) -> Iterator[tuple[Split, TokenSequence]]:
+    """Yields new sequences with their splits until there are enough tokens, the phase's time is over, or nothing new comes.
+
+    Raises what the source raises, and `Cancelled`.
+    """
+    num_stale = 0
+    for sequence in _sequences(run, text, progress):
+        split = splitter.assign(sequence)
+        if split is None:
+            num_stale += 1
+        else:
+            num_stale = 0
+            progress.num_assigned += sequence.num_answer_tokens or len(sequence.tokens)
+            yield split, sequence
+        # Generated text ends by itself once it is late: what the last shard holds is used.
+        is_over = isinstance(text, GivenText) and progress.is_late()
+        is_stale = num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.rows)
+        if progress.num_assigned >= run.plan.max_tokens or is_stale or is_over:
+            return
+
+
+def _sequences(run: Run, text: Text, progress: CollectingProgress) -> Iterator[TokenSequence]:
+    if isinstance(text, GivenText):
+        yield from text_sequences(run.loaded, text.source)
+        return
+    generator = SelfGenerator(run.loaded, text.config, run.text_folder)
+    shards = generator.shards(
+        should_stop=run.should_stop, is_late=progress.is_late, on_tokens=progress.written
+    )
+    for shard in shards:
+        progress.shard_done()
+        yield from shard

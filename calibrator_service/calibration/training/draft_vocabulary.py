@@ -1,0 +1,49 @@
+"""The draft vocabulary: the tokens that layer exits may propose, with the LM head's rows for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.states.material import Material
+from shared.ladder.head_rows import gather_rows, projection
+from shared.model.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """tokens [Vd] int64, ascending; rows [Vd, head_width] and bias [Vd] of the frozen head; lookup [V]: token -> index or -1."""
+
+    tokens: Tensor
+    rows: Tensor
+    bias: Tensor | None
+    lookup: Tensor
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, tokens: Tensor) -> "DraftVocabulary":
+        """The vocabulary of `tokens`, [Vd] int64, ascending."""
+        rows, bias = gather_rows(loaded.parts.head, tokens)
+        lookup = torch.full((loaded.vocabulary_size,), -1, dtype=torch.long)
+        lookup[tokens] = torch.arange(len(tokens))
+        return cls(tokens, rows, bias, lookup)
+
+    @property
+    def device(self) -> torch.device:
+        """Where heads are trained and run: the device of the LM head's rows."""
+        return self.rows.device
+
+    @cached_property
+    def project(self) -> Callable[[Tensor], Tensor]:
+        """Maps an exit's adapted state [..., head_width] to logits [..., Vd], as it is served."""
+        return projection(self.rows, self.bias)
+
+
+def choose_draft_vocabulary(run: Run, material: Material) -> DraftVocabulary:
+    """The tokens that the full model chose most often in the heads split, and none that it never chose there."""
+    counts = material.choice_counts
+    size = min(run.plan.draft_vocabulary_size, int((counts > 0).sum()))
+    order = torch.argsort(counts, descending=True, stable=True)
+    return DraftVocabulary.of(run.loaded, order[:size].sort().values)

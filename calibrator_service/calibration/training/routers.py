@@ -1,0 +1,205 @@
+"""Routers learn when their rung is right, on sequences that the heads were not trained on. With them the ladder is complete."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from calibrator_service.calibration.plan import HEADS_END, ROUTERS_END
+from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.spec import Label
+from calibrator_service.calibration.states.chunk import StateChunk
+from calibrator_service.calibration.states.labels import agreement
+from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.heads import draw_ago, gather_batch
+from calibrator_service.calibration.training.tables import fit_tables
+from shared.errors import Cancelled
+from shared.ladder.artefact import round_weights
+from shared.ladder.heads import ExitHead
+from shared.ladder.ladder import Ladder, LayerExit
+from shared.ladder.routers import NUM_SCALARS, DepthRouter, scalar_features
+
+# Positions per router, which are held in memory as float16.
+MAX_SAMPLES = 100_000
+# The last samples are held out to calibrate the router: one in HELD_OUT_INTERVAL. If these are fewer than MIN_HELD_OUT, up to one in
+# MIN_HELD_OUT_INTERVAL.
+HELD_OUT_INTERVAL, MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT = 10, 3, 1000
+PASS_SIZE = 1024
+BATCH_SIZE = 256
+LEARNING_RATE = 1e-3
+# Weight of the prior in the calibration, in samples.
+PRIOR_SAMPLES = 10
+
+
+def fit_ladder(
+    run: Run, material: Material, vocabulary: DraftVocabulary, heads: dict[int, ExitHead]
+) -> Ladder:
+    """The ladder of all rungs, with routers trained on the routers split. The agreement of its exits is not measured yet.
+
+    Raises `Cancelled`.
+    """
+    tables = fit_tables(run, material)
+    exits = []
+    for number, (depth, head) in enumerate(heads.items(), 1):
+        samples = exit_samples(
+            depth,
+            head,
+            material.chunks["routers"],
+            vocabulary,
+            run.spec.label,
+            seed=run.spec.seed,
+        )
+        end_share = HEADS_END + (ROUTERS_END - HEADS_END) * number / len(heads)
+        router = train_router(
+            samples,
+            run.spec.router_width,
+            seed=run.spec.seed,
+            seconds=run.seconds_until(end_share),
+            should_stop=run.should_stop,
+        )
+        exits.append(LayerExit(depth, head, router))
+        run.report("training_routers", end_share)
+    return replace(tables, exits=tuple(exits), draft_vocabulary=vocabulary.tokens)
+
+
+@dataclass(frozen=True)
+class RouterSamples:
+    """One exit at N positions: adapted [N, head_width] float16, scalars [N, NUM_SCALARS], label [N] bool."""
+
+    adapted: Tensor
+    scalars: Tensor
+    label: Tensor
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+@torch.no_grad()
+def exit_samples(
+    depth: int,
+    head: ExitHead,
+    chunks: Sequence[StateChunk],
+    vocabulary: DraftVocabulary,
+    label: Label,
+    *,
+    seed: int,
+) -> RouterSamples:
+    """Runs one exit as it will be served, at up to MAX_SAMPLES positions of `chunks`, with ago drawn as in training."""
+    adapted, scalars, labels = [], [], []
+    num_samples = 0
+    device = vocabulary.device
+    generator = torch.Generator().manual_seed(seed)
+    lookup = vocabulary.lookup.to(device)
+    for stored in chunks:
+        chunk = stored.to(device)
+        ago = draw_ago(max(len(chunk), 1), generator)
+        size = min(len(chunk), MAX_SAMPLES - num_samples)
+        for index in torch.arange(size).split(PASS_SIZE):
+            batch = gather_batch(chunk, index, ago[index], lookup, device)
+            state = head(batch.states[depth], batch.deep, batch.ago)
+            logits = vocabulary.project(state)
+            converged = chunk.converged.get(depth)
+            reached = (
+                torch.zeros(len(index), dtype=torch.bool)
+                if converged is None
+                else converged.cpu()[index]
+            )
+            adapted.append(state.half().cpu())
+            scalars.append(scalar_features(logits, batch.ago).cpu())
+            labels.append(agreement(label, logits.argmax(-1).cpu(), batch.choices.cpu(), reached))
+        num_samples += size
+        if num_samples >= MAX_SAMPLES:
+            break
+    if not labels:
+        return RouterSamples(
+            torch.zeros(0, head.head_width),
+            torch.zeros(0, NUM_SCALARS),
+            torch.zeros(0, dtype=torch.bool),
+        )
+    return RouterSamples(torch.cat(adapted), torch.cat(scalars), torch.cat(labels))
+
+
+def train_router(
+    samples: RouterSamples,
+    width: int,
+    *,
+    seed: int,
+    seconds: float = math.inf,
+    epochs: int = 8,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> DepthRouter:
+    """A router trained on all but the last `samples` and calibrated on those; rounded as published.
+
+    Training ends after `seconds`. Raises `Cancelled`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        router = DepthRouter(samples.adapted.shape[1], width)
+    num_held_out = max(
+        len(samples) // HELD_OUT_INTERVAL,
+        min(len(samples) // MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT),
+    )
+    num_trained = len(samples) - num_held_out
+    optimiser = torch.optim.AdamW(router.parameters(), lr=LEARNING_RATE, weight_decay=0.05)
+    generator = torch.Generator().manual_seed(seed)
+    start_s = time.monotonic()
+    num_batches = max(1, num_trained // BATCH_SIZE)
+    for epoch in range(epochs if num_trained else 0):
+        shuffled = torch.randperm(num_trained, generator=generator)
+        for number, index in enumerate(shuffled.split(BATCH_SIZE)):
+            if should_stop():
+                raise Cancelled("stopped while the routers were trained")
+            share = (epoch + number / num_batches) / epochs
+            done = max(share, (time.monotonic() - start_s) / seconds)
+            if done >= 1.0:
+                break
+            for group in optimiser.param_groups:
+                group["lr"] = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+            with torch.enable_grad():
+                score = router.score(samples.adapted[index].float(), samples.scalars[index])
+                loss = F.binary_cross_entropy_with_logits(score, samples.label[index].float())
+                optimiser.zero_grad()
+                loss.backward()
+            optimiser.step()
+    round_weights(router)
+    calibrate_router(router, samples, num_trained)
+    round_weights(router)
+    return router.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def calibrate_router(router: DepthRouter, samples: RouterSamples, first: int) -> None:
+    """Platt scaling on samples[first:]: sets the slope (at least 0) and shift that minimise the log loss, by Newton's method.
+
+    A weak prior, worth PRIOR_SAMPLES towards slope 1 and one towards shift 0, bounds the influence of a handful of samples.
+    """
+    score = router.score(samples.adapted[first:].float(), samples.scalars[first:]).double()
+    target = samples.label[first:].double()
+    slope, shift = 1.0, 0.0
+    for _ in range(30):
+        p = torch.sigmoid(slope * score + shift)
+        weight = (p * (1 - p)).clamp_min(1e-9)
+        gradient = torch.stack(
+            [
+                ((p - target) * score).sum() + PRIOR_SAMPLES * (slope - 1),
+                (p - target).sum() + shift,
+            ]
+        )
+        cross = (weight * score).sum()
+        hessian = torch.stack(
+            [
+                torch.stack([(weight * score**2).sum() + PRIOR_SAMPLES, cross]),
+                torch.stack([cross, weight.sum() + 1]),
+            ]
+        )
+        step = torch.linalg.solve(hessian, gradient).clamp(-2, 2)
+        slope, shift = slope - float(step[0]), shift - float(step[1])
+        if float(step.abs().max()) < 1e-6:
+            break
+    router.slope.fill_(max(slope, 0.0))
+    router.shift.fill_(shift)

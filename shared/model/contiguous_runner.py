@@ -1,0 +1,143 @@
+"""The runner over contiguous KV caches: the model's own forward, on any device."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shared.model.cache import ContiguousCache, KVCache, contiguous
+from shared.model.gated_model import GatedModel
+from shared.model.gates import LayerCounters
+from shared.model.load import LoadedModel
+from shared.model.ragged import RaggedCache, RaggedSequence
+from shared.model.substitution import attention
+
+# Largest relative difference between the states of a sequence alone and in a ragged batch.
+RAGGED_TOLERANCE = 1e-4
+
+
+class ContiguousRunner:
+    """A `Runner` whose caches are `ContiguousCache`s. `run`, `embed` and `capture` also take B rows [B, Q] at once."""
+
+    records = False
+    compiles = False
+    block_tokens = 1
+    description = "by the model's own forward"
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.num_layers = loaded.num_layers
+        self._model = GatedModel(loaded)
+        self.supports_ragged = self._check_ragged()
+        self.counters.reset()
+
+    @property
+    def counters(self) -> LayerCounters:
+        return self._model.counters
+
+    def usable_bytes(self, wanted: int) -> int:
+        return wanted
+
+    def prepare(self, depths: Sequence[int]) -> Iterator[None]:
+        """There is nothing to prepare."""
+        return iter(())
+
+    def ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([list(tokens)], device=self.loaded.device)
+
+    def new_cache(self, capacity: int) -> ContiguousCache:
+        return ContiguousCache(capacity)
+
+    def reserve(self, cache: KVCache) -> None:
+        contiguous(cache).reserve(self._model.one_token_cache)
+
+    def run(
+        self,
+        token_ids: Tensor,
+        cache: KVCache,
+        *,
+        first: int,
+        last: int,
+        base: int,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        return self._model.run(
+            token_ids, contiguous(cache), first=first, last=last, base=base, hidden=hidden
+        )
+
+    @torch.inference_mode()
+    def run_ragged(
+        self,
+        token_ids: Tensor,
+        sequences: Sequence[RaggedSequence],
+        *,
+        first: int,
+        last: int,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        assert (hidden is None) == (first == 0)
+        assert 0 <= first < last <= self.num_layers
+        positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in sequences])
+        return self._model.gates.run(
+            first,
+            last,
+            hidden,
+            input_ids=token_ids,
+            position_ids=positions[None].to(token_ids.device),
+            past_key_values=RaggedCache(sequences),
+            use_cache=True,
+        )
+
+    def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
+        return self._model.embed(token_ids, base)
+
+    def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        if self._model.embedding_is_direct:
+            return self.embed(self.ids(tokens))[0]
+        alone = [
+            self.embed(self.ids([token]), position)[0]
+            for token, position in zip(tokens, positions, strict=True)
+        ]
+        return torch.cat(alone)
+
+    def normed(self, state: Tensor) -> Tensor:
+        return self._model.normed(state)
+
+    def logits(self, state: Tensor) -> Tensor:
+        return self._model.logits(state)
+
+    def capture(
+        self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
+    ) -> dict[int, Tensor]:
+        return self._model.capture(token_ids, depths, attention_mask=attention_mask)
+
+    @torch.inference_mode()
+    def _check_ragged(self) -> bool:
+        """Whether three sequences get the same states in a ragged batch as alone, one of them longer than the model's window."""
+        if self.loaded.model.config._attn_implementation != attention.NAME:
+            return False
+        generator = torch.Generator().manual_seed(0)
+        window = getattr(self.loaded.model.config, "sliding_window", None) or 0
+        longest = min(max(24, min(window, 512) + 8), self.loaded.context_length)
+        alone, sequences, tokens = [], [], []
+        for length in (longest, 3, longest // 2):
+            ids = torch.randint(self.loaded.vocabulary_size, (1, length), generator=generator)
+            caches = self.new_cache(length), self.new_cache(length)
+            held = length // 2
+            for cache in caches:
+                if held:
+                    self.run(ids[:, :held], cache, first=0, last=self.num_layers, base=0)
+            alone.append(
+                self.run(ids[:, held:], caches[0], first=0, last=self.num_layers, base=held)
+            )
+            sequences.append(RaggedSequence(caches[1], held, length - held))
+            tokens.append(ids[:, held:])
+        expected = torch.cat(alone, 1)
+        try:
+            together = self.run_ragged(
+                torch.cat(tokens, 1), sequences, first=0, last=self.num_layers
+            )
+        except (AttributeError, TypeError, RuntimeError, NotImplementedError):
+            return False  # the family's own code looks inside the objects of `substitution.ragged`
+        scale = expected.abs().max().clamp_min(1e-9)
+        return bool((together - expected).abs().max() <= RAGGED_TOLERANCE * scale)

@@ -1,0 +1,133 @@
+"""A model's own forward, run in parts: what the contiguous and the paged runner have in common."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shared.model.cache import ContiguousCache
+from shared.model.gates import Gates, LayerCounters
+from shared.model.load import LoadedModel
+
+# Largest relative difference at which final norm + head, called directly, count as what the model itself computes from a state.
+HEAD_TOLERANCE = 1e-4
+
+
+class GatedModel:
+    """The gates of a model, and whether its embedding and its head may be called directly. Not thread-safe."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self.num_layers = loaded.num_layers
+        self.gates = _gates_of(loaded)
+        self._head_is_direct = self._check_direct_head()
+        # Whether a state at depth 0 is the token's row of the embedding and nothing else.
+        self.embedding_is_direct = False
+        self.embedding_is_direct = self._check_direct_embedding()
+        # The model's own keys and values of one token. They show what each layer puts into a cache.
+        self.one_token_cache = self._run_one_token()
+        self.counters.reset()
+
+    @property
+    def counters(self) -> LayerCounters:
+        return self.gates.counters
+
+    @torch.inference_mode()
+    def run(
+        self,
+        token_ids: Tensor,
+        cache: ContiguousCache,
+        *,
+        first: int,
+        last: int,
+        base: int,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """As `Runner.run`, for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B, Q, D]."""
+        assert (hidden is None) == (first == 0)
+        assert 0 <= first < last <= self.num_layers
+        cache.begin(base, token_ids.shape[1])
+        return self.gates.run(
+            first, last, hidden, input_ids=token_ids, past_key_values=cache, use_cache=True
+        )
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
+        """As `Runner.embed`, for B rows: token_ids [B, Q] -> [B, Q, D]."""
+        if self.embedding_is_direct:
+            rows: Tensor = self.loaded.parts.embedding(token_ids)
+            return rows
+        cache = ContiguousCache(base + token_ids.shape[1])
+        cache.begin(base, token_ids.shape[1])
+        return self.gates.run(
+            0, 0, None, input_ids=token_ids, past_key_values=cache, use_cache=True
+        )
+
+    @torch.inference_mode()
+    def normed(self, state: Tensor) -> Tensor:
+        """See `Runner.normed`."""
+        norm = self.loaded.parts.final_norm
+        return state if norm is None else norm(state)
+
+    @torch.inference_mode()
+    def logits(self, state: Tensor) -> Tensor:
+        """See `Runner.logits`."""
+        if self._head_is_direct:
+            logits: Tensor = self.loaded.parts.head(self.normed(state))
+            return logits.float()
+        flat = state.reshape(1, -1, state.shape[-1])
+        return self._own_head(flat).reshape(*state.shape[:-1], -1)
+
+    @torch.inference_mode()
+    def capture(
+        self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
+    ) -> dict[int, Tensor]:
+        """See `Runner.capture`."""
+        return self.gates.capture(
+            depths, input_ids=token_ids, attention_mask=attention_mask, use_cache=False
+        )
+
+    def _own_head(self, state: Tensor) -> Tensor:
+        tokens = torch.ones(state.shape[:2], dtype=torch.long, device=state.device)
+        return self.gates.head(state, input_ids=tokens, use_cache=False).float()
+
+    @torch.inference_mode()
+    def _check_direct_head(self) -> bool:
+        """Whether final norm + head is all that the model does after its layers: no scaling, capping or projection."""
+        generator = torch.Generator().manual_seed(0)
+        state = torch.randn(1, 3, self.loaded.hidden_size, generator=generator)
+        state = 10 * state.to(self.loaded.device, self.loaded.model.dtype)
+        own = self._own_head(state)
+        try:
+            direct = self.loaded.parts.head(self.normed(state)).float()
+        except RuntimeError:  # a projection stands between norm and head, as in some OPT models
+            return False
+        scale = own.abs().max().clamp_min(1e-9)
+        return direct.shape == own.shape and bool(
+            (direct - own).abs().max() <= HEAD_TOLERANCE * scale
+        )
+
+    @torch.inference_mode()
+    def _check_direct_embedding(self) -> bool:
+        """Whether layer 0 receives the rows of the embedding: the model adds no positions, norm, scale or projection."""
+        count = min(8, self.loaded.vocabulary_size, self.loaded.context_length - 1)
+        tokens = torch.arange(count, device=self.loaded.device)[None]
+        rows = self.loaded.parts.embedding(tokens)
+        entering = self.embed(tokens, base=1)
+        return rows.shape == entering.shape and torch.equal(rows, entering)
+
+    def _run_one_token(self) -> ContiguousCache:
+        cache = ContiguousCache(1)
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.loaded.device)
+        self.run(token, cache, first=0, last=self.num_layers, base=0)
+        return cache
+
+
+def _gates_of(loaded: LoadedModel) -> Gates:
+    """The model's gates. A model is patched once, however many runners are made for it."""
+    gates = getattr(loaded.model, "_neap_gates", None)
+    if gates is None:
+        gates = Gates(loaded.model, loaded.parts.layers)
+        object.__setattr__(loaded.model, "_neap_gates", gates)
+    assert isinstance(gates, Gates)
+    return gates

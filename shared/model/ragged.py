@@ -1,0 +1,71 @@
+"""Ragged batches: tokens of several sequences in one pass, without padding.
+
+All tokens stand in one row [1, T], sequence after sequence. Linear layers, norms and rotary tables get tokens with explicit positions;
+only attention has to know which sequence a token belongs to. It processes one sequence after another, each over its own cache, so the
+results of a sequence do not depend on the other sequences. The masks come from the model's own mask function, which is called once per
+sequence, so sliding windows and chunks are kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shared.model.cache import KVCache, LengthlessCache, contiguous
+from shared.model.substitution.ragged import RaggedOffset, RaggedStates, Span
+from shared.ops.layer import LayerKV
+
+
+@dataclass(frozen=True)
+class RaggedSequence:
+    """One sequence of a ragged batch: `num_tokens` tokens at positions [base, base + num_tokens) of its own cache."""
+
+    cache: KVCache
+    base: int
+    num_tokens: int
+
+
+class RaggedCache(LengthlessCache):
+    """The contiguous caches of a ragged batch as one transformers cache."""
+
+    def __init__(self, sequences: Sequence[RaggedSequence]) -> None:
+        """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
+        super().__init__()
+        self._caches = tuple(contiguous(sequence.cache) for sequence in sequences)
+        for cache, sequence in zip(self._caches, sequences, strict=True):
+            cache.begin(sequence.base, sequence.num_tokens)
+        self._spans = tuple(Span(sequence.base, sequence.num_tokens) for sequence in sequences)
+        self._offset = RaggedOffset(self._spans)
+        self._bases = [span.base for span in self._spans]
+        self._counts = [span.num_tokens for span in self._spans]
+        self._num_tokens = sum(self._counts)
+
+    def update(  # type: ignore[override]  # transformers passes the result to our attention without looking inside
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[RaggedStates, RaggedStates]:
+        """The new keys and values [1, Hkv, T, Dh] together with the tensors that they belong in. Our attention writes them there."""
+        stores = [cache.stores(key_states, value_states, layer_idx) for cache in self._caches]
+        return (
+            RaggedStates(key_states, tuple(keys for keys, _ in stores), self._spans),
+            RaggedStates(value_states, tuple(values for _, values in stores), self._spans),
+        )
+
+    def layer_kv(self, keys: Tensor, values: Tensor, layer_idx: int) -> LayerKV:
+        """A layer's tensors per sequence, and the positions in them that the pass will write: see `ContiguousCache.layer_kv`."""
+        stores = [cache.stores(keys, values, layer_idx) for cache in self._caches]
+        return LayerKV(
+            [keys for keys, _ in stores],
+            [values for _, values in stores],
+            self._bases,
+            self._counts,
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._offset
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self._num_tokens, 0

@@ -1,0 +1,44 @@
+"""What a ragged batch passes through a model's own forward to our attention.
+
+Transformers passes masks, keys and values on without looking inside, so these objects can stand in their place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """`num_tokens` tokens of one sequence at positions [base, base + num_tokens)."""
+
+    base: int
+    num_tokens: int
+
+
+class RaggedOffset(int):
+    """The position of the first query as transformers sees it: 0. It carries the spans of all sequences to the mask function."""
+
+    spans: tuple[Span, ...]
+
+    def __new__(cls, spans: Sequence[Span]) -> "RaggedOffset":
+        offset = super().__new__(cls, 0)
+        offset.spans = tuple(spans)
+        return offset
+
+
+@dataclass(frozen=True)
+class RaggedMask:
+    """Per span a bool mask [1, 1, Q, base + Q], or an empty tensor where the mask is causal."""
+
+    masks: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class RaggedStates:
+    """Keys or values of a ragged batch: the new ones `fresh` [1, Hkv, T, Dh], and per span the tensor [1, Hkv, S, Dh] they belong in."""
+
+    fresh: Tensor
+    stores: tuple[Tensor, ...]
+    spans: tuple[Span, ...]

@@ -1,0 +1,178 @@
+"""The replay follows every chain that a worker could build, and only those."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from calibrator_service.calibration.report.replay import ROUNDING, Replayer
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.training.tables import MAX_CHAIN
+from inference_service.engine.drafting.costs import MAX_PASS_TOKENS
+from shared.ladder.heads import ExitHead
+from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.routers import DepthRouter
+from shared.ladder.rungs import Draft
+from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.table_router import SIZES, TableRouter
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.load import LoadedModel
+
+PROMPT = (0, 7, 9)
+NUM_NEW = 14
+FIRST = len(PROMPT)  # the position of the first token that the prompt's pass chooses
+LOWEST = 0.7
+
+Script = Callable[[int, int], tuple[bool, float] | None]
+
+
+def greedy(loaded: LoadedModel, prompt: Sequence[int] = PROMPT) -> TokenSequence:
+    runner = ContiguousRunner(loaded)
+    tokens = list(prompt)
+    for _ in range(NUM_NEW):
+        deep = runner.capture(torch.tensor([tokens]), [runner.num_layers])[runner.num_layers]
+        tokens.append(int(runner.logits(deep[0, -1]).argmax()))
+    return TokenSequence(tuple(tokens), len(prompt))
+
+
+def scripted(
+    monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, sequence: TokenSequence, script: Script
+) -> float:
+    """The replay's result if the table drafts are those of `script`: (settled position, earlier drafts) -> (is right, probability)."""
+
+    class Scripted:
+        def __init__(self, _: Any, prompt: Sequence[int]) -> None:
+            self.tokens = list(prompt)
+
+        def append(self, tokens: Sequence[int]) -> None:
+            self.tokens += tokens
+
+        def table_draft(self, drafted: Sequence[int] = ()) -> Draft | None:
+            settled, chained = len(self.tokens) - 1, len(drafted)
+            whole = [*self.tokens, *drafted]
+            assert whole == list(sequence.tokens[: len(whole)]), "drafts see nothing but the truth"
+            said = script(settled, chained)
+            if said is None:
+                return None
+            choice = sequence.tokens[settled + chained + 1]
+            return Draft(choice if said[0] else choice + 1, said[1], "suffix", 0)
+
+    monkeypatch.setattr("shared.ladder.ladder.SequenceDrafter", Scripted)
+    replayer = Replayer(Ladder(ModelIdentity.of(loaded)), ContiguousRunner(loaded))
+    (found,) = replayer.highest_differing([sequence], LOWEST)
+    return found
+
+
+def test_a_wrong_draft_at_a_chained_position_is_found(
+    monkeypatch: pytest.MonkeyPatch, counting: LoadedModel
+) -> None:
+    sequence = greedy(counting)
+
+    def planted(before: float, probability: float, chained: int = 2) -> Script:
+        """Wrong only as the third draft of the chain from position FIRST + 4."""
+
+        def script(settled: int, place: int) -> tuple[bool, float] | None:
+            if settled != FIRST + 4 or place > chained:
+                return None
+            return (False, probability) if place == chained else (True, before)
+
+        return script
+
+    def found(script: Script) -> float:
+        return scripted(monkeypatch, counting, sequence, script)
+
+    assert found(planted(0.95, 0.9)) == 0.9
+    # No threshold above what the drafts before have lets the chain come so far.
+    assert found(planted(0.8, 0.9)) == 0.8
+    assert found(planted(0.6, 0.9)) == 0.0
+    assert found(planted(0.95, 0.9, chained=0)) == 0.9
+    assert found(planted(0.95, 0.9, chained=MAX_CHAIN - 1)) == 0.9
+    assert found(planted(0.95, 0.9, chained=MAX_CHAIN)) == 0.0
+    assert found(lambda settled, place: (True, 0.999)) == 0.0
+
+
+def test_every_position_after_the_first_token_counts_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, counting: LoadedModel
+) -> None:
+    sequence = greedy(counting)
+    last = len(sequence.tokens) - 1
+    for wrong_after, expected in ((FIRST - 1, 0.0), (FIRST, 0.9), (last - 1, 0.9), (last, 0.0)):
+
+        def script(settled: int, place: int, at: int = wrong_after) -> tuple[bool, float] | None:
+            return (False, 0.9) if (settled, place) == (at, 0) else None
+
+        assert scripted(monkeypatch, counting, sequence, script) == expected
+
+
+def test_an_answer_that_is_not_the_models_differs_at_every_threshold(counting: LoadedModel) -> None:
+    sequence = greedy(counting)
+    other = (*sequence.tokens[:-1], sequence.tokens[-1] + 1)
+    replayer = Replayer(Ladder(ModelIdentity.of(counting)), ContiguousRunner(counting))
+    found = replayer.highest_differing([sequence, TokenSequence(other, FIRST)], LOWEST)
+    assert found == [0.0, 1.0]
+
+
+def test_a_worker_chains_no_more_drafts_than_the_replay() -> None:
+    assert MAX_PASS_TOKENS - 1 <= MAX_CHAIN
+
+
+def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
+    """A ladder with untrained exits, tables of part of the text, and routers with high probabilities."""
+    torch.manual_seed(seed)
+    exits = []
+    for depth in (0, 2):
+        head, router = ExitHead("gated", 32, 32, 16), DepthRouter(32, 8)
+        torch.nn.init.constant_(router.output.bias, 2.0)
+        exits.append(LayerExit(depth, head.eval(), router.eval().requires_grad_(False)))
+    builder = SuccessorBuilder()
+    for start in range(5, 17):
+        text = greedy(loaded, (0, start, start + 2)).tokens
+        array = torch.tensor(text).numpy()
+        builder.add(array[:-1], array[1:], 0)
+    weights = [[0.0] * size for size in SIZES]
+    weights[2] = [0.3 * number for number in range(SIZES[2])]
+    return Ladder(
+        ModelIdentity.of(loaded),
+        TableRouter(0.5, weights),
+        builder.build(1 << 16),
+        TableRouter(1.0, weights),
+        tuple(exits),
+        torch.arange(32),
+    )
+
+
+def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) -> float:
+    """The same result from the worker's drafter, one chain and one exit at a time."""
+    runner = ContiguousRunner(loaded)
+    bound = ladder.bind(runner)
+    tokens, end = sequence.tokens, len(sequence.tokens)
+    highest = 0.0
+    for settled in range(sequence.answer_start, end - 1):
+        drafter, reach = bound.new_sequence(tokens[: settled + 1]), 1.0
+        for chained in range(min(MAX_CHAIN, end - 1 - settled)):
+            at = settled + chained
+            states = runner.capture(torch.tensor([tokens[: at + 1]]), [0, 2, runner.num_layers])
+            deep = states[runner.num_layers][0, settled - 1]
+            drafts = [drafter.table_draft(tokens[settled + 1 : at + 1])]
+            for index, depth in enumerate(bound.depths):
+                drafts += bound.ask(index, states[depth][:, at], deep[None], [chained + 1])
+            said = [d for d in drafts if d is not None]
+            wrong = [d.probability for d in said if d.token != tokens[at + 1]]
+            right = [d.probability for d in said if d.token == tokens[at + 1]]
+            highest = max(highest, min(reach, max(wrong, default=0.0)))
+            reach = min(reach, max(right, default=0.0))
+            if reach < LOWEST:
+                break
+    return highest
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_replay_equals_a_worker_chain_by_chain(counting: LoadedModel, seed: int) -> None:
+    ladder = random_ladder(counting, seed)
+    sequences = [greedy(counting, (0, start)) for start in range(6, 12)]
+    sequences.append(greedy(counting, tuple(range(5, 24))))
+    found = Replayer(ladder, ContiguousRunner(counting)).highest_differing(sequences, LOWEST)
+    expected = [by_the_book(counting, ladder, sequence) for sequence in sequences]
+    assert found == pytest.approx(expected, abs=1.01 * ROUNDING)
+    assert len({round(value, 3) for value in found}) > 2

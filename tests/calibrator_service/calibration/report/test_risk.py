@@ -1,0 +1,134 @@
+"""The certified risk: consistent with the engine and published in the manifest, or absent with a reason."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
+from calibrator_service.calibration.report.certificate import THRESHOLDS
+from calibrator_service.calibration.report.replay import Replayer
+from calibrator_service.calibration.report.risk import certified_risk
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated, TextFile
+from calibrator_service.calibration.text.risk_answers import (
+    Limits,
+    RiskAnswerGenerator,
+    RiskAnswers,
+    write_risk_answers,
+)
+from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.text.stream import (
+    GeneratedText,
+    GivenText,
+    Text,
+)
+from inference_service.engine.engine import Engine
+from shared.ladder.artefact import pack_ladder
+from shared.ladder.policy import DepthPolicy
+from shared.ladder.risk import PublishedRisk
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.load import LoadedModel
+from shared.model.own_thread import in_own_thread
+
+NUM_NEW = 24
+PROMPTS = tuple(f"w{first} w{second}" for first in range(24) for second in range(24))
+SPEC = CalibrationSpec(
+    source=SelfGenerated(PROMPTS, max_new_tokens=NUM_NEW),
+    max_tokens=3000,
+    rung_depths=(0, 2),
+    router_width=16,
+)
+
+
+@pytest.fixture(scope="module")
+def result(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> CalibrationResult:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("calibrator_service.calibration.plan.rows_together", lambda _: 160)
+        return calibrate(base_model, SPEC, work_dir=tmp_path_factory.mktemp("risk"))
+
+
+def test_the_report_states_the_certified_risk_and_its_data(result: CalibrationResult) -> None:
+    risk = result.report["risk"]
+    assert risk["num_prompts"] == len(PROMPTS) // 5
+    assert risk["max_new_tokens"] == NUM_NEW
+    counts = [row["num_prompts"] for row in risk["differing"]]
+    assert [row["threshold"] for row in risk["differing"]] == list(THRESHOLDS)
+    assert counts == sorted(counts)
+    assert 0 < counts[-1] <= risk["num_prompts"]
+    assert risk["data_digest"].startswith("sha256:")
+    assert risk["engine"]["model_fingerprint"] == result.ladder.model_fingerprint
+    manifest, _ = pack_ladder(result.ladder, result.report)
+    published = PublishedRisk.of(manifest)
+    assert published is not None
+    assert "risk" not in manifest["calibration"]
+    assert (published.delta, published.num_tokens) == (0.05, NUM_NEW)
+    safest, boldest = published.bounds[0], published.bounds[-1]
+    assert published.epsilon_at(0.9995) == published.epsilon_at(THRESHOLDS[0]) == safest.epsilon
+    assert published.epsilon_at(boldest.threshold - 0.01) is None
+    # The share seen to differ is below what is promised.
+    for bound in published.bounds:
+        seen = counts[THRESHOLDS.index(bound.threshold)] / risk["num_prompts"]
+        assert seen < bound.epsilon
+
+
+def test_every_difference_of_the_engine_is_found_by_the_replay(
+    result: CalibrationResult, base_model: LoadedModel, tmp_path: Path
+) -> None:
+    """The engine runs `relaxed` on new prompts, at thresholds so low that it makes errors."""
+    config = SelfGenerationConfig(seed=99, max_new_tokens=NUM_NEW)
+
+    def written() -> Any:
+        generator = RiskAnswerGenerator(base_model, config, tmp_path, lambda _: False)
+        answers = generator.answers(Limits(40, 40, 60.0), lambda: False)
+        replayer = Replayer(result.ladder, ContiguousRunner(base_model))
+        return answers, replayer.highest_differing(answers, 0.3)
+
+    answers, highest = in_own_thread(written)
+    num_differing = 0
+    with Engine(base_model, result.ladder) as engine:
+        for threshold in (0.35, 0.6, 0.9):
+            for answer, most in zip(answers, highest, strict=True):
+                prompt = answer.tokens[: answer.answer_start]
+                policy = DepthPolicy("relaxed", threshold=threshold)
+                said = engine.generate(prompt, policy=policy, max_tokens=NUM_NEW).token_ids
+                if said != answer.tokens[answer.answer_start :]:
+                    num_differing += 1
+                    assert most >= threshold
+    assert num_differing > 3, "nothing was tried"
+
+
+def some_run(loaded: LoadedModel) -> Any:
+    return SimpleNamespace(loaded=loaded, report=lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (GivenText(TextFile("a.txt")), "GIVEN_TEXT"),
+        (GeneratedText(SelfGenerationConfig(prompts=("w1", "w2")), ()), "TOO_FEW_PROMPTS"),
+    ],
+)
+def test_without_answers_nothing_is_certified(
+    base_model: LoadedModel, result: CalibrationResult, text: Text, reason: str
+) -> None:
+    run = some_run(base_model)
+    answers = write_risk_answers(run, text, lambda _: False)
+    runner = in_own_thread(ContiguousRunner, base_model)
+    record = certified_risk(run, runner, result.ladder, answers)
+    assert (record["num_prompts"], record["bounds"], record["reason"]) == (0, [], reason)
+    manifest, _ = pack_ladder(result.ladder, {**result.report, "risk": record})
+    assert PublishedRisk.of(manifest) is None
+    assert manifest["calibration"]["risk"]["reason"] == reason
+
+
+def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(
+    base_model: LoadedModel, result: CalibrationResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replayer, "highest_differing", lambda *_, **__: [1.0] * 100)
+    sequences = (TokenSequence((0, 5, 6), 2),) * 100
+    answers = RiskAnswers(GeneratedText(SelfGenerationConfig(), ()), sequences, NUM_NEW)
+    runner = in_own_thread(ContiguousRunner, base_model)
+    record = certified_risk(some_run(base_model), runner, result.ladder, answers)
+    assert (record["bounds"], record["reason"]) == ([], "NO_THRESHOLD_PASSED")

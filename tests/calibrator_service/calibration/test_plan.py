@@ -1,0 +1,46 @@
+"""Choices that depend on the device and on the amount of text."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from calibrator_service.calibration.plan import HeadTraining, head_training, rows_together, scale_of
+from calibrator_service.calibration.spec import CalibrationSpec
+from shared.model.load import LoadedModel
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def on_gpu(loaded: LoadedModel, memory_bytes: int, patch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for a model on a GPU with `memory_bytes` of memory."""
+    properties = SimpleNamespace(total_memory=memory_bytes)
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    model = SimpleNamespace(config=loaded.model.config, dtype=torch.bfloat16)
+    return SimpleNamespace(model=model, device=GPU, num_layers=loaded.num_layers)
+
+
+def test_rows_on_a_gpu_fit_a_quarter_of_its_memory(
+    counting: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three layers of one head of 16 keys and values, two bytes each, for 512 tokens.
+    row_bytes = 2 * 3 * 16 * 2 * 512
+    few = on_gpu(counting, 4 * 300 * row_bytes, monkeypatch)
+    assert rows_together(few) == 300
+    assert rows_together(on_gpu(counting, 80 << 30, monkeypatch)) == 2048
+    assert not scale_of(few).keeps_states
+    assert rows_together(counting) == 64
+    assert scale_of(counting).keeps_states
+
+
+def test_more_text_means_fewer_epochs_and_on_a_gpu_larger_batches() -> None:
+    def chosen(tokens: int, device: torch.device) -> tuple[int, int]:
+        params = head_training(CalibrationSpec(max_tokens=tokens), device)
+        return params.epochs, params.batch_size
+
+    default = (HeadTraining().epochs, HeadTraining().batch_size)
+    assert chosen(0, GPU) == chosen(52_000, GPU) == chosen(700_000, CPU) == default
+    assert chosen(1_000_000, GPU) == (6, 1024)
+    assert chosen(30_000_000, GPU) == (5, 4096)
+    assert chosen(1_000_000_000, GPU) == (2, 4096)

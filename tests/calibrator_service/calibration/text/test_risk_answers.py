@@ -1,0 +1,107 @@
+"""The risk split: whole greedy answers to prompts that no other split has."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from calibrator_service.calibration.text import risk_answers
+from calibrator_service.calibration.text.risk_answers import (
+    Limits,
+    RiskAnswerGenerator,
+)
+from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.text.splits import Splitter
+from shared.errors import Cancelled
+from shared.model.load import LoadedModel
+
+CONFIG = SelfGenerationConfig(max_new_tokens=20, rows=16)
+WORDS = [f"w{number}" for number in range(24)]
+ENDLESS = Limits(24, 16, math.inf)
+
+
+def never() -> bool:
+    return False
+
+
+def prompt_of(sequence: TokenSequence) -> tuple[int, ...]:
+    return sequence.tokens[: sequence.answer_start]
+
+
+def answers(
+    loaded: LoadedModel, folder: Path, config: SelfGenerationConfig = CONFIG, dealt=lambda _: False
+):  # type: ignore[no-untyped-def]
+    return RiskAnswerGenerator(loaded, config, folder, dealt).answers(ENDLESS, never)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_answers_are_greedy_and_whole(
+    counting: LoadedModel, base_model: LoadedModel, tmp_path: Path, chat: bool
+) -> None:
+    loaded = counting if chat else base_model
+    found = answers(loaded, tmp_path)
+    assert 10 < len(found) <= ENDLESS.num_prompts
+    for sequence in found[:6]:
+        prompt = torch.tensor([prompt_of(sequence)])
+        expected = loaded.model.generate(
+            prompt, do_sample=False, max_new_tokens=20, pad_token_id=1
+        )[0].tolist()
+        assert list(sequence.tokens) == expected
+        assert sequence.num_answer_tokens == 20 or sequence.tokens[-1] in loaded.eos_token_ids
+
+
+def test_loops_do_not_end_an_answer(counting: LoadedModel, tmp_path: Path) -> None:
+    """Training text ends at a loop. Answers of the risk split must not, because a worker continues."""
+    config = SelfGenerationConfig(max_new_tokens=60, rows=24, prompts=tuple(WORDS))
+    (learnt,) = SelfGenerator(counting, config, tmp_path).shards()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "calibrator_service.calibration.text.batch_decode.is_loop", lambda tokens: True
+        )
+        (cut,) = SelfGenerator(counting, config, tmp_path / "cut").shards()
+        judged = answers(counting, tmp_path, config)
+    longest = max(sequence.num_answer_tokens for sequence in learnt)
+    assert max(sequence.num_answer_tokens for sequence in cut) < longest
+    assert max(sequence.num_answer_tokens for sequence in judged) == longest
+
+
+def test_prompts_of_other_splits_are_left_out(counting: LoadedModel, tmp_path: Path) -> None:
+    everything = answers(counting, tmp_path / "all")
+    splitter = Splitter()
+    for sequence in everything[::3]:
+        splitter.assign(sequence)
+    rest = answers(counting, tmp_path / "rest", dealt=splitter.has_assigned)
+    dealt = {prompt_of(sequence) for sequence in everything[::3]}
+    assert {prompt_of(sequence) for sequence in rest}.isdisjoint(dealt)
+    assert rest
+
+
+def test_a_late_batch_is_dropped_as_a_whole(
+    counting: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An incomplete answer would count as one without a difference."""
+    now, real = [0.0], risk_answers.decode_batch
+
+    def slow(*arguments, **options):  # type: ignore[no-untyped-def]
+        now[0] += 4.0
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(risk_answers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(risk_answers, "decode_batch", slow)
+    config = SelfGenerationConfig(max_new_tokens=20, prompts=tuple(WORDS))
+    in_time = RiskAnswerGenerator(counting, config, tmp_path / "a", lambda _: False)
+    assert len(in_time.answers(Limits(24, 8, 9.0), never)) == 16
+    late = RiskAnswerGenerator(counting, config, tmp_path / "b", lambda _: False)
+    assert late.answers(Limits(24, 8, 3.0), never) == []
+
+
+def test_answers_are_repeatable_and_can_be_cancelled(counting: LoadedModel, tmp_path: Path) -> None:
+    with pytest.raises(Cancelled):
+        RiskAnswerGenerator(counting, CONFIG, tmp_path, lambda _: False).answers(
+            ENDLESS, lambda: True
+        )
+    first = answers(counting, tmp_path)
+    assert answers(counting, tmp_path) == first
+    assert answers(counting, tmp_path / "again") == first

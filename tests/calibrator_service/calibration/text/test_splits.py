@@ -1,0 +1,25 @@
+"""Which split a sequence or a prompt belongs to."""
+
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.text.splits import SPLITS, Splitter, hold_out_prompts
+
+
+def test_splits_are_disjoint_and_none_is_empty() -> None:
+    splitter = Splitter()
+    assigned = {(i,): splitter.assign(TokenSequence((i, 7), 1)) for i in range(50)}
+    assert set(assigned.values()) == set(SPLITS)
+    assert list(assigned.values()).count("heads") == 40
+    # The same prompt again (and so the same greedy answer) is in no split.
+    assert splitter.assign(TokenSequence((3, 7), 1)) is None
+    assert splitter.assign(TokenSequence((3, 8, 9), 1)) is None
+    assert splitter.assign(TokenSequence((3, 8, 9), 2)) is not None
+
+
+def test_a_given_prompt_is_either_trained_on_or_held_out() -> None:
+    prompts = tuple(f"prompt {number // 2}" for number in range(300))  # each of them twice
+    kept, held_out = hold_out_prompts(prompts, seed=0)
+    assert len(held_out) == 30
+    assert set(held_out).isdisjoint(kept)
+    assert set(held_out) | set(kept) == set(prompts)
+    assert set(hold_out_prompts(prompts, seed=1)[1]) != set(held_out)
+    assert hold_out_prompts(prompts[:100], seed=0) == (prompts[:100], ())
