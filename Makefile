@@ -1,4 +1,4 @@
-# Every target sets up what it needs on a machine with Python 3.11+, git, make and a C++ compiler.
+# Every target installs what it needs on a machine with Python 3.11+, git, make and a C++ compiler.
 #   make demo | test | test-full | check | bench | format | build-ops | venv | clean
 # Variables: PYTHON, VENV, EXTRAS, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS, TEST_JOBS, DEMO_FLAGS, BENCH_FLAGS.
 
@@ -17,7 +17,7 @@ TESTS ?= tests
 TEST_JOBS ?= 2
 DEMO_FLAGS ?=
 BENCH_FLAGS ?= --per-task 5
-# Optional dependencies to install: an image of the services wants "otel" alone.
+# Optional dependencies to install. An image of the services needs only "otel".
 EXTRAS ?= dev
 
 BIN := $(VENV)/bin
@@ -35,7 +35,7 @@ help:
 
 venv: $(STAMP)
 
-# torch comes first and alone, so that one variable decides between its CPU and its CUDA build. The package is built against it.
+# torch is installed first and separately, so that one variable selects its CPU or CUDA build. The package is built against it.
 $(STAMP): pyproject.toml shared/build_hook.py $(PROTO_SOURCES)
 	@[ -n "$(PYTHON)" ] || { echo "neap needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	@echo "installing neap into $(VENV) (torch $(TORCH_VERSION) first; minutes on a new machine)"

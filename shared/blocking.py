@@ -1,4 +1,4 @@
-"""Blocking calls from asyncio, in bounded pools of threads, one for each purpose."""
+"""Runs blocking calls from asyncio in bounded thread pools, one pool per purpose."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,10 @@ _RETRY_S = 1.0
 
 
 class BlockingPool:
-    """`name` is that of its threads. `call` refuses with Exhausted (TOO_MANY_CALLS) rather than let a queue grow without bound."""
+    """A thread pool whose queue is bounded: `call` raises Exhausted (TOO_MANY_CALLS) if too many calls are pending.
+
+    `name` is the prefix of the names of its threads.
+    """
 
     def __init__(
         self,
@@ -29,7 +32,7 @@ class BlockingPool:
         self._num_pending = 0
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run it in the pool. A caller that goes away takes along what has not begun, and does not interrupt what has."""
+        """Run `function` in the pool. Cancelling the caller drops a call that has not begun; a running call is not interrupted."""
         if self._num_pending >= self._max_pending:
             raise Exhausted(
                 "too many calls at once", reason="TOO_MANY_CALLS", retry_after_s=_RETRY_S
@@ -44,7 +47,7 @@ class BlockingPool:
         self._num_pending -= 1
 
     def close(self, *, wait: bool = True) -> None:
-        """Drops what has not begun; `wait`: until the rest is done."""
+        """Drop calls that have not begun. With `wait`, return only once the running calls have ended."""
         self._executor.shutdown(wait=wait, cancel_futures=True)
 
 

@@ -1,9 +1,9 @@
-"""Compiles protos/ into Python beside the .proto files and csrc/ into a library, for wheel and editable install alike.
+"""Compiles protos/ into Python modules beside the .proto files, and csrc/ into a library, for wheels and editable installs.
 
 Hatchling runs `NeapBuildHook` (see pyproject.toml); `python -m shared.build_hook` and `python -m shared.ops.build` do the same by
-hand. What does not compile ends the installation. Protos are compiled with
-`-Iprotos` into protos, so `from neap.inference.v1 import inference_pb2_grpc` needs no rewriting: the wheel ships
-protos/neap as the package `neap`, the editable install puts protos on the path. See docs/decisions/001.
+hand. A compile error ends the installation. Protos are compiled with `-Iprotos` into protos, so that
+`from neap.inference.v1 import inference_pb2_grpc` needs no rewriting: the wheel ships protos/neap as the package `neap`, and the
+editable install puts protos on the path. See docs/decisions/001.
 """
 
 import sys
@@ -17,8 +17,8 @@ PROTOS = "protos"
 
 
 def generate(root: Path) -> list[Path]:
-    """Compiles every .proto under `root`/protos and returns them. Raises `RuntimeError` if there is none or one fails."""
-    # Imported here: an environment that only wants the metadata has no compiler.
+    """Compile every .proto file under `root`/protos and return their paths. Raises `RuntimeError` if there is none or one fails."""
+    # Imported here because an environment that only builds the metadata has no compiler.
     import grpc_tools
     from grpc_tools import protoc
 
@@ -35,7 +35,7 @@ def generate(root: Path) -> list[Path]:
 
 
 def build_ops(root: Path) -> Path:
-    """Builds the library of csrc/ and returns its path. Raises `NeapError` if that fails."""
+    """Build the library of csrc/ and return its path. Raises `NeapError` if that fails."""
     if str(root) not in sys.path:  # hatchling loads this file by its path
         sys.path.insert(0, str(root))
     from shared.ops import build
@@ -45,7 +45,7 @@ def build_ops(root: Path) -> Path:
 
 
 class NeapBuildHook(BuildHookInterface[Any]):
-    """Runs for the wheel target only (an editable install is one); the sdist ships the sources."""
+    """Runs only for wheels, which includes editable installs. The sdist ships the sources."""
 
     PLUGIN_NAME = "custom"
 
@@ -54,7 +54,7 @@ class NeapBuildHook(BuildHookInterface[Any]):
         generate(root)
         library = build_ops(root).relative_to(root)
         build_data["artifacts"].append(f"/{library}")
-        # Of one platform, but of no Python: the library knows torch's stable interface alone.
+        # The library depends on the platform but not on the Python version, because it uses only torch's stable ABI.
         build_data["pure_python"] = False
         build_data["tag"] = (
             f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

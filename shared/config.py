@@ -3,7 +3,7 @@
 Every field has a variable `NEAP_<NAME>`. The listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN` (and
 `NEAP_WORKER_HEALTH_LISTEN`, `NEAP_CALIBRATOR_HEALTH_LISTEN`, `NEAP_CALIBRATOR_METRICS_LISTEN`), so that both services can run from
 one environment. Lists are comma-separated in variables; their flags are repeated. Flags win over variables, variables over defaults.
-A service does not start if a variable NEAP_.. is set that nothing reads: a misspelt name would leave a setting at its default.
+A service does not start if a variable NEAP_.. is set that nothing reads, because a misspelt name would leave a setting at its default.
 
 `description` of a field is its help text and its entry in docs/settings.md (`python -m shared.settings_reference`): it gives the unit
 and the meaning of the default. `shared.settings_flags` makes the flags.
@@ -29,7 +29,7 @@ from shared.security_settings import HEALTH_LISTEN, ClientSettings, SecuritySett
 from shared.settings_flags import add_flags
 
 PREFIX = "NEAP_"
-# Read elsewhere: by the command line, the build and the tests.
+# Variables that the command line, the build and the tests read.
 _OTHER_VARIABLES = frozenset({"NEAP_TRACEBACK", "NEAP_BUILD_CUDA", "NEAP_FUZZ_S", "NEAP_FUZZ_SEED"})
 # Kubernetes sets these in every pod for each Service whose name begins with "neap-" (NEAP_WORKER_SERVICE_HOST, NEAP_WORKER_PORT, ..).
 _SERVICE_LINK = re.compile(
@@ -44,14 +44,14 @@ METRICS_LISTEN_PATTERN = r"^$|^.+:[0-9]+$"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model and where it is: a Hugging Face folder, a .gguf file, or a hub name."""
+    """The id of a model and its source: a Hugging Face folder, a .gguf file, or a hub name."""
 
     model_id: str
     source: str
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "id=source". Raises ValueError."""
+        """Parse "id=source". Raises ValueError."""
         model_id, equals, source = text.partition("=")
         if not (equals and model_id.strip() and source.strip()):
             raise ValueError(f"model is {text!r}; it must be ID=SOURCE")
@@ -59,7 +59,7 @@ class ModelSource:
 
 
 def _listed(value: Any) -> Any:
-    """A comma-separated string as the list it stands for."""
+    """Split a comma-separated string into a list. Other values are returned unchanged."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
@@ -159,7 +159,7 @@ class ServiceSettings(SecuritySettings):
 
     @property
     def exports_traces(self) -> bool:
-        """Whether spans go to a collector: it is named, and nothing switches that off."""
+        """Whether spans are exported: a collector is named and no variable switches the export off."""
         off = self.otel_disabled.lower() == "true" or self.otel_exporter == "none"
         return bool(self.otel_endpoint) and not off
 
@@ -177,9 +177,9 @@ class ServiceSettings(SecuritySettings):
         if self.exports_traces and (
             self.otel_exporter not in ("", "otlp") or self.otel_protocol not in ("", "grpc")
         ):
-            raise ValueError("traces can be exported with otlp over grpc and nothing else")
+            raise ValueError("traces can be exported only with otlp over grpc")
         if not self.registry:
-            # Frozen from here on; this is still construction.
+            # The class is frozen, so its own __setattr__ cannot be used here.
             object.__setattr__(self, "registry", str(self.data_dir / "registry"))
         return self
 
@@ -334,7 +334,7 @@ class CalibratorSettings(ServiceSettings):
 
 
 def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] | None = None) -> S:
-    """Flags, then the environment, then defaults. Exits with a usage text for flags that do not parse.
+    """Build settings from flags, then environment variables, then defaults. Exits with a usage text for flags that do not parse.
 
     Raises InvalidInput (reason BAD_CONFIGURATION) for values that are out of range, and for a variable NEAP_.. that nothing reads.
     """
@@ -359,7 +359,7 @@ def known_variables() -> frozenset[str]:
 
 
 def unknown_variables(environment: Iterable[str] | None = None) -> list[str]:
-    """A sentence for each NEAP_.. in the environment that nothing reads, with the nearest name there is. Values are never shown."""
+    """Return a sentence for each variable NEAP_.. that nothing reads, with the most similar known name. Values are never shown."""
     known = known_variables()
     problems = []
     for name in sorted(os.environ if environment is None else environment):
@@ -374,7 +374,7 @@ def unknown_variables(environment: Iterable[str] | None = None) -> list[str]:
 
 
 def make_settings(kind: type[B], **given: Any) -> B:
-    """`kind` from keyword values over the environment. Raises InvalidInput (reason BAD_CONFIGURATION)."""
+    """Build `kind` from keyword values, then environment variables. Raises InvalidInput (reason BAD_CONFIGURATION)."""
     try:
         return kind(**given)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, and pools of threads of that size."""
+"""Determines how many CPUs this process may use and sizes the thread pools of libraries accordingly."""
 
 import math
 import os
@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS = Path("/proc/self/cgroup")
-# Read by libraries when they are loaded, or make their first pool: OpenMP (torch, and the kernels of shared.ops), numpy's
-# matrices, tokenizers and safetensors (rayon), obstore (tokio). Left alone they count the machine's CPUs.
+# Libraries read these when they are loaded or create their first pool: OpenMP (torch and the kernels of shared.ops), numpy's BLAS,
+# tokenizers and safetensors (rayon), obstore (tokio). Without these variables they use all CPUs of the machine.
 POOL_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -24,9 +24,9 @@ def usable_cpus(
     cgroup_root: Path = CGROUP_ROOT,
     process_cgroups: Path = PROCESS_CGROUPS,
 ) -> int:
-    """`wanted` where it is given. Otherwise what affinity allows and the container's CPU quota, rounded up; at least 1.
+    """Return `wanted` if given. Otherwise return the smaller of the CPU affinity and the container's CPU quota (rounded up), at least 1.
 
-    The quota is the least of those of this process' cgroup and the ones above it, of version 2 (`cpu.max`) or 1
+    The quota is the smallest quota of this process' cgroup and its ancestors, in cgroup version 2 (`cpu.max`) or version 1
     (`cpu.cfs_quota_us`).
     """
     if wanted is not None:
@@ -37,10 +37,10 @@ def usable_cpus(
 
 
 def size_thread_pools(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Tells libraries how many threads to make. For a main module, before it imports torch or numpy.
+    """Set the variables that tell libraries how many threads to create. Call it in a main module before torch or numpy is imported.
 
-    What the environment says already holds. Where this process may use the whole machine, nothing is said: libraries know best
-    what to do with CPUs that share a core.
+    Variables that are already set are kept. If this process may use all CPUs, nothing is set, because libraries choose better
+    defaults for CPUs that share a core.
     """
     if usable_cpus() < (os.cpu_count() or 1):
         for name in POOL_VARIABLES:
@@ -54,7 +54,7 @@ def _num_allowed() -> int:
 
 
 def _quota(root: Path, process_cgroups: Path) -> float | None:
-    """In CPUs; None: no limit, or no cgroups."""
+    """Return the CPU quota in CPUs. None if there is no limit or there are no cgroups."""
     try:
         lines = process_cgroups.read_text().splitlines()
     except OSError:
@@ -64,7 +64,7 @@ def _quota(root: Path, process_cgroups: Path) -> float | None:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if not controllers:
-            # Beside version 1, version 2 is mounted below the root.
+            # On a system with both versions, version 2 is mounted below the root.
             folders, read = [root, root / "unified"], _quota_v2
         elif "cpu" in controllers.split(","):
             folders, read = [root / controllers, root / "cpu"], _quota_v1
@@ -76,7 +76,10 @@ def _quota(root: Path, process_cgroups: Path) -> float | None:
 
 
 def _upwards(folder: Path, path: str) -> list[Path]:
-    """The cgroup's folder and those above it. In a container `path` may be the machine's, of which only the end is visible."""
+    """Return the cgroup's folder and its ancestors.
+
+    In a container, `path` may be the path on the host, of which only the last part exists here.
+    """
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     return [folder.joinpath(*parts[:length]) for length in range(len(parts), -1, -1)]
 

@@ -1,24 +1,24 @@
-"""Every error neap raises on purpose.
+"""The exceptions that neap raises.
 
     NeapError
-    ├── InvalidInput            the caller's request can never work
+    ├── InvalidInput            the request is invalid and repeating it cannot help
     │   ├── PromptTooLong
     │   └── UnsupportedModel    the model lacks a part that depth execution needs
-    ├── NotFound                a model, router, job or dataset that does not exist
-    ├── AlreadyExists           the same id with other contents
+    ├── NotFound                the model, router, job or dataset does not exist
+    ├── AlreadyExists           the id is already in use with other contents
     ├── PreconditionFailed      the system is not in the state the call needs
-    │   └── RouterMismatch      a router of another model or of another revision of it
-    ├── Conflict                a compare-and-swap that lost
-    ├── Unauthenticated         nobody vouches for who calls
+    │   └── RouterMismatch      the router belongs to another model or another revision of the model
+    ├── Conflict                a compare-and-swap failed because the value has changed
+    ├── Unauthenticated         the caller's identity is not proven
     ├── PermissionDenied        the caller is known and may not do this
-    ├── Corrupt                 stored bytes that do not match their digest or schema
+    ├── Corrupt                 stored bytes do not match their digest or schema
     ├── Exhausted               a queue, a disk or a budget is full; trying later may help
     ├── Unavailable             a part of the system does not answer
     ├── Cancelled               the work was stopped on request
     └── DeadlineExceeded        the caller's deadline passed
 
-`shared.rpc.status` holds the one table that maps them to gRPC codes. `reason` is machine-readable and stable; `metadata`
-holds what a program may want to know; the message is for people and never holds secrets or foreign exception texts.
+`shared.rpc.status` has the one table that maps them to gRPC codes. `reason` is machine-readable and stable. `metadata` holds details
+for programs. The message is for people and never contains secrets or the texts of foreign exceptions.
 """
 
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ class Corrupt(NeapError):
 
 
 class Exhausted(NeapError):
-    """`retry_after_s` is a hint; None means that waiting does not help by itself (a full disk)."""
+    """`retry_after_s` is a hint in seconds. None means that waiting alone does not help, as with a full disk."""
 
     default_reason = "EXHAUSTED"
 

@@ -1,4 +1,4 @@
-"""Advisory locks on files between processes, never waited for without bound: their holder may be suspended."""
+"""Advisory file locks between processes. Every wait for one is bounded, because the holder may be suspended."""
 
 import fcntl
 import time
@@ -17,9 +17,10 @@ _POLL_S = 0.02
 def file_lock(
     path: Path, *, shared: bool = False, timeout_s: float | None = None
 ) -> Iterator[IO[str]]:
-    """Holds the lock `path`, a file that is made where it is not there. `timeout_s` None: FILE_LOCK_S; 0: does not wait.
+    """Hold a lock on the file `path`, which is created if it does not exist.
 
-    Raises Unavailable (LOCKED) when others hold it for longer, and OSError.
+    Waits for the lock for at most `timeout_s` seconds. None means FILE_LOCK_S, 0 means not to wait. Raises Unavailable (LOCKED) if
+    another process holds the lock for longer, and OSError.
     """
     timeout_s = FILE_LOCK_S if timeout_s is None else timeout_s
     give_up_at = time.monotonic() + timeout_s

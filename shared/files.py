@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a crash."""
+"""Writes files atomically and durably: a file is complete or absent, also after a crash."""
 
 import os
 import uuid
@@ -17,17 +17,17 @@ def write_atomically(
     step: StepHook = lambda name: None,
     drop_cached: bool = False,
 ) -> None:
-    """Puts `data` at `path`, in place of what is there. Whoever reads sees all of the old contents or all of the new.
+    """Replace the contents of `path` with `data`. A reader sees either all of the old contents or all of the new.
 
-    Written as `part`, flushed to the device, renamed, and then the folder is flushed: what has returned survives a crash of the
-    machine. `part` is a name that nobody else uses, in a folder on the same file system; None: one beside `path`. The folders must
-    exist. The file has the mode of any new file, whatever the mode of the one before.
+    The data is written to `part` and flushed to the device, `part` is renamed to `path`, and the folder is flushed. Once the
+    function has returned, the file survives a crash of the machine. `part` must be a name that nobody else uses, on the same file
+    system; None picks one beside `path`. The folders must exist. The file gets the mode of a new file, not that of the old file.
 
-    `step` is called with "write", "written", "synced" and "renamed". With `drop_cached`, whoever reads next asks the device and not
-    the page cache, where the system can do that.
+    `step` is called with "write", "written", "synced" and "renamed". `drop_cached` removes the file from the page cache, if the
+    system supports it, so that the next read goes to the device.
 
-    Raises `OSError`. After an error `part` is gone and `path` is as it was; only where flushing the folder fails, `path` is new and
-    may be lost in a crash. A process that is killed leaves `part` behind.
+    Raises `OSError`. After an error `part` is removed and `path` is unchanged, with one exception: if flushing the folder fails,
+    `path` has the new contents and may lose them in a crash. A process that is killed leaves `part` behind.
     """
     part = part or path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     with part.open("xb") as file:
@@ -49,7 +49,7 @@ def write_atomically(
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file of a folder that is renamed as a whole later: flushed to the device under its own name. Raises `OSError`."""
+    """Write a file and flush it to the device, without a rename. For folders that are renamed as a whole later. Raises `OSError`."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -57,7 +57,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes what was created and renamed within `path` durable. Raises `OSError`."""
+    """Make files that were created or renamed in the folder `path` durable. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

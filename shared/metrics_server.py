@@ -1,4 +1,4 @@
-"""The metrics over HTTP, for Prometheus to fetch."""
+"""Serves metrics over HTTP for Prometheus."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ log = structlog.get_logger("neap.metrics")
 
 @contextmanager
 def metrics_served(listen: str, registry: CollectorRegistry) -> Iterator[int]:
-    """Answers GET /metrics on `listen` ("HOST:PORT"; port 0 picks a free one), in threads of its own, until left.
+    """Serve GET /metrics on `listen` ("HOST:PORT"; port 0 picks a free port) in background threads until the block is left.
 
-    Yields the port; 0, and no server, where `listen` is "". Raises InvalidInput (reason BAD_CONFIGURATION) when the address
-    cannot be had.
+    Yields the port. If `listen` is empty, there is no server and the port is 0. Raises InvalidInput (reason BAD_CONFIGURATION) if
+    the address cannot be used.
     """
     if not listen:
         yield 0

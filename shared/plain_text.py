@@ -1,7 +1,7 @@
-"""Text that people are shown: what a client may have stored, and how text from elsewhere is printed.
+"""Checks text from clients before it is stored and escapes text from elsewhere before it is printed.
 
-A terminal obeys control characters, and right-to-left overrides show a line in another order than it is stored. Neither belongs into
-a name or a note. https://www.unicode.org/reports/tr36/ (Unicode Security Considerations), CVE-2021-42574.
+A terminal interprets control characters, and right-to-left overrides display a line in another order than it is stored. Names and
+notes must contain neither. https://www.unicode.org/reports/tr36/ (Unicode Security Considerations), CVE-2021-42574.
 """
 
 import re
@@ -20,29 +20,29 @@ def check_plain_text(
     reason: str = "BAD_TEXT",
     too_long: str = "TEXT_TOO_LONG",
 ) -> str:
-    """`text`, to be stored under the name `field`, without any character that changes how a terminal shows it, line breaks included.
+    """Return `text` if it contains no character that changes how a terminal displays it. Line breaks are such characters.
 
-    Raises InvalidInput with `too_long` or `reason`.
+    `field` names the text in messages. Raises InvalidInput with the reason `too_long` or `reason`.
     """
     if len(text) > max_characters:
         raise InvalidInput(
-            f"{field} has {len(text)} characters; at most {max_characters} are kept",
+            f"{field} has {len(text)} characters; at most {max_characters} are allowed",
             reason=too_long,
         )
     found = _FORBIDDEN.search(text)
     if found is not None:
         raise InvalidInput(
-            f"{field} holds U+{ord(found.group()):04X} at position {found.start()}: control characters, line breaks and"
-            " right-to-left overrides are not kept",
+            f"{field} contains U+{ord(found.group()):04X} at position {found.start()}: control characters, line breaks and"
+            " right-to-left overrides are not allowed",
             reason=reason,
         )
     return text
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:
-    r"""`text` with every character that a terminal would obey as \uXXXX, except those in `keep`.
+    r"""Escape every character that a terminal would interpret as \uXXXX, except those in `keep`.
 
-    Of a JSON document the result is the same document, because JSON reads these escapes itself.
+    An escaped JSON document means the same as the original, because JSON has the same escapes.
     """
     return _FORBIDDEN.sub(
         lambda found: found.group() if found.group() in keep else f"\\u{ord(found.group()):04x}",
@@ -51,5 +51,5 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, line breaks and tabs included."""
+    """Escape like `printable`, line breaks and tabs included."""
     return printable(text, keep="")

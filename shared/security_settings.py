@@ -6,7 +6,7 @@ from typing import Any, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-# Described here, declared by each service: the variables differ.
+# Each service declares this field itself because its variable differs. The description is shared.
 HEALTH_LISTEN = (
     "Second address, in plain text, that answers health checks and nothing else, for probes without certificate or token. "
     "Unset: no second address."
@@ -45,7 +45,7 @@ class SecuritySettings(BaseSettings):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together")
+            raise ValueError("tls_cert and tls_key must be given together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
         return self
@@ -84,7 +84,7 @@ class ClientSettings(BaseSettings):
     token_file: Path | None = Field(
         default=None,
         validation_alias="NEAP_TOKEN_FILE",
-        description="File with the bearer token, read again for every call. Excludes the token itself. Unset: no token is sent.",
+        description="File with the bearer token, read again for every call. Cannot be combined with the token itself. Unset: no token is sent.",
     )
     allow_plaintext_tokens: bool = Field(
         default=False,
@@ -100,7 +100,7 @@ class ClientSettings(BaseSettings):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.cert is None) != (self.key is None):
-            raise ValueError("cert and key go together")
+            raise ValueError("cert and key must be given together")
         if self.token.get_secret_value() and self.token_file is not None:
-            raise ValueError("token and token_file exclude one another")
+            raise ValueError("token and token_file cannot be combined")
         return self

@@ -1,4 +1,4 @@
-"""Command-line flags of settings classes, made from their fields: name, description, default value, environment variable.
+"""Generates command-line flags from the fields of settings classes: name, description, default value, environment variable.
 
 pydantic-settings' own command line is not used: it adds a flag for every alias (`--NEAP-WORKER-LISTEN`), splits values at commas
 (`--model my-model=/a,b`) and reads the word None as no value.
@@ -19,9 +19,9 @@ METAVARS = {"_s": "SECONDS", "_mb": "MIB", "listen": "HOST:PORT", "_share": "SHA
 
 
 def fields_by_group(kind: type[BaseSettings]) -> list[tuple[str, dict[str, FieldInfo]]]:
-    """The fields of `kind` with the title of the class that declares them: its own first, inherited ones later.
+    """Group the fields of `kind` by the class that declares them: `kind` itself first, base classes later.
 
-    The title is the first line of the class' docstring, without the full stop.
+    Each group comes with a title, the first line of the class' docstring without the full stop.
     """
     groups = []
     for declaring in kind.__mro__:
@@ -35,7 +35,7 @@ def fields_by_group(kind: type[BaseSettings]) -> list[tuple[str, dict[str, Field
 
 
 def variables_of(kind: type[BaseSettings], name: str) -> tuple[str, ...]:
-    """Environment variables of the field `name`; the first that is set wins."""
+    """Return the environment variables of the field `name`. The first one that is set is used."""
     alias = kind.model_fields[name].validation_alias
     if isinstance(alias, AliasChoices):
         return tuple(str(choice) for choice in alias.choices)
@@ -43,9 +43,9 @@ def variables_of(kind: type[BaseSettings], name: str) -> tuple[str, ...]:
 
 
 def flag_of(kind: type[BaseSettings], name: str) -> str | None:
-    """The flag of the field `name`. A field that holds several values has a flag in the singular, to be repeated.
+    """Return the flag of the field `name`. For a field with several values the flag is in the singular and can be repeated.
 
-    None for the variables that OpenTelemetry defines: they have no flag.
+    Returns None for the variables that OpenTelemetry defines, which have no flag.
     """
     if not variables_of(kind, name)[0].startswith("NEAP_"):
         return None
@@ -54,7 +54,7 @@ def flag_of(kind: type[BaseSettings], name: str) -> str | None:
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default value as text; "unset" for None, an empty text, an empty list and what depends on the machine."""
+    """Format the default value. "unset" stands for None, an empty text, an empty list and defaults that depend on the machine."""
     value = None if field.default_factory else field.default
     if isinstance(value, SecretStr):
         value = value.get_secret_value()
@@ -68,7 +68,7 @@ def default_text(field: FieldInfo) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, kind: type[BaseSettings]) -> None:
-    """Add a flag for each field of `kind`. What is not given is None in the namespace."""
+    """Add a flag for each field of `kind`. In the namespace, a flag that is not given is None."""
     for title, fields in fields_by_group(kind):
         group = parser.add_argument_group(title)
         for name, field in fields.items():
@@ -94,7 +94,7 @@ def _is_repeated(field: FieldInfo) -> bool:
 
 
 def named_value(name: str, field: FieldInfo) -> str | None:
-    """The word for a value of the field, such as SECONDS, if the field or the ending of its name gives one."""
+    """Return the metavar of the field, such as SECONDS, if the field or the ending of its name defines one."""
     if isinstance(field.json_schema_extra, dict) and "metavar" in field.json_schema_extra:
         return str(field.json_schema_extra["metavar"])
     return next((word for ending, word in METAVARS.items() if name.endswith(ending)), None)

@@ -1,4 +1,4 @@
-"""Prints docs/settings.md: `python -m shared.settings_reference > docs/settings.md`. A test compares the file with the settings."""
+"""Prints docs/settings.md: `python -m shared.settings_reference > docs/settings.md`. A test checks that the file is up to date."""
 
 import sys
 import typing
@@ -32,7 +32,7 @@ several values is repeated; its variable takes them as a comma-separated list. A
 status 2.
 """
 
-# What a value may be, by the type of the field.
+# The word for values of a field, by its type.
 WORDS = {
     int: "integer",
     float: "number",
@@ -50,7 +50,7 @@ LIMITS = (
 
 
 def settings_page() -> str:
-    """The page in Markdown. It does not depend on the machine or the environment."""
+    """Return the page in Markdown. It does not depend on the machine or the environment."""
     parts = [PREFACE]
     seen: set[str] = set()
     for kind in (WorkerSettings, CalibratorSettings, ClientSettings):
@@ -81,7 +81,7 @@ def _section(kind: type[BaseSettings], title: str, fields: dict[str, FieldInfo])
 
 
 def client_flag(name: str) -> str | None:
-    """The flag of `neap` for a field of ClientSettings. None where there is only a variable, as for a token."""
+    """Return the flag of `neap` for a field of ClientSettings. None if there is only a variable, as for the token."""
     app = typer.Typer()
     app.callback()(global_options)
     flags = {option.name: option.opts[0] for option in typer.main.get_command(app).params}

@@ -1,7 +1,7 @@
-"""One SQLite file under one lock: transactions, schema version, and its errors as ours.
+"""A SQLite file with transactions, a schema version and errors mapped to NeapError.
 
-WAL and `synchronous=FULL`: what a transaction committed survives a power cut, and readers never wait for a writer. Several
-processes may open the same file; within a process one connection is shared by all threads, one transaction at a time.
+It uses WAL and `synchronous=FULL`: a committed transaction survives a power cut, and readers never wait for a writer. Several
+processes may open the same file. Within a process all threads share one connection and one lock, so transactions run one at a time.
 """
 
 import sqlite3
@@ -17,11 +17,11 @@ from shared.timeouts import DATABASE_BUSY_S
 
 
 def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
-    """What a SQLite error means to a caller; its text stays in the chained exception."""
+    """Map a SQLite error to a NeapError. The text of the SQLite error is only in the chained exception."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     name = getattr(error, "sqlite_errorname", "")
     metadata = {"file": path.name, "sqlite_error": name}
-    # A write cut short by a quota or by RLIMIT_FSIZE (EFBIG) comes as IOERR_WRITE, a full file system as FULL.
+    # SQLite reports a full file system as FULL, but a write cut short by a quota or by RLIMIT_FSIZE (EFBIG) as IOERR_WRITE.
     if code == sqlite3.SQLITE_FULL or name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):
         return Exhausted(
             f"no space left for {path.name}; nothing was changed",
@@ -29,7 +29,7 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
             metadata=metadata,
         )
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return Corrupt(f"{path.name} is not a sound SQLite database", metadata=metadata)
+        return Corrupt(f"{path.name} is not an intact SQLite database", metadata=metadata)
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return Unavailable(
             f"{path.name} is locked by another process", reason="DATABASE_BUSY", metadata=metadata
@@ -42,9 +42,11 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
 
 
 class Database:
-    """`schema` is executed once on a new file, whose `user_version` becomes `schema_version`. `migrations[n]` takes a file of
-    version n to n + 1. `before_create` is called before that is done to a new file, and may raise. `check_pages`: read the whole
-    file once and see whether it is sound.
+    """A SQLite database at `path`, created if it does not exist.
+
+    `schema` is executed once on a new file, whose `user_version` becomes `schema_version`. `migrations[n]` migrates a file from
+    version n to n + 1. `before_create` is called before a new file gets its schema, and may raise. With `check_pages` the whole
+    file is read once to check its integrity.
 
     Raises PreconditionFailed (reason SCHEMA_TOO_NEW, FOREIGN_DATABASE), Corrupt, Exhausted, Unavailable (DATABASE_BUSY, LOCKED,
     DATABASE_REPLACED: the file was removed or replaced since it was opened).
@@ -64,7 +66,7 @@ class Database:
         self.path = path
         self._lock = threading.RLock()
         self._before_create = before_create
-        # Two processes that create the same file at once: switching to WAL ignores the busy timeout, so a lock file it is.
+        # A lock file, because two processes may create the same file at once and switching to WAL ignores the busy timeout.
         with file_lock(path.with_name(path.name + ".lock")):
             with self._errors():
                 self._connection = sqlite3.connect(
@@ -84,15 +86,15 @@ class Database:
             found = self._pragma("quick_check(1)")
         if found != "ok":
             raise Corrupt(
-                f"{self.path.name} is not a sound SQLite database",
+                f"{self.path.name} is not an intact SQLite database",
                 metadata={"file": self.path.name, "sqlite_error": str(found)[:200]},
             )
 
     def _check_file(self) -> None:
-        # SQLite goes on with a file that was removed or replaced, and what it writes is lost with it.
+        # SQLite continues to use a file that was removed or replaced, so what it writes there would be lost.
         if _identity(self.path) != self._file:
             raise Unavailable(
-                f"{self.path} was removed or replaced while it was in use: restart this process",
+                f"{self.path} was removed or replaced while it was in use; restart this process",
                 reason="DATABASE_REPLACED",
                 metadata={"file": self.path.name},
             )
@@ -108,10 +110,10 @@ class Database:
             found_application = int(self._pragma("application_id"))
             found_version = int(self._pragma("user_version"))
             tables = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        self._file = _identity(self.path)  # SQLite opens it with the first question
+        self._file = _identity(self.path)  # SQLite opens the file with the first query
         if tables and found_application != application_id:
             raise PreconditionFailed(
-                f"{self.path} is a SQLite database of another program", reason="FOREIGN_DATABASE"
+                f"{self.path} is the SQLite database of another program", reason="FOREIGN_DATABASE"
             )
         if found_version > schema_version:
             raise PreconditionFailed(
@@ -148,7 +150,10 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A write transaction: everything inside or nothing. Raises Exhausted (reason DISK_FULL), Unavailable, Corrupt."""
+        """Run the block as one write transaction, committed at its end. An exception rolls it back.
+
+        Raises Exhausted (reason DISK_FULL), Unavailable, Corrupt.
+        """
         with self._lock, self._errors():
             self._check_file()
             self._connection.execute("BEGIN IMMEDIATE")
@@ -156,24 +161,24 @@ class Database:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                # SQLite has rolled back by itself after some errors, a full disk among them.
+                # After some errors, such as a full disk, SQLite has already rolled back.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """All rows of a read."""
+        """Return all rows of a query that only reads."""
         with self._lock, self._errors():
             self._check_file()
             return self._connection.execute(query, parameters).fetchall()
 
     def row(self, query: str, parameters: Sequence[Any] = ()) -> sqlite3.Row | None:
-        """The first row of a read, or None."""
+        """Return the first row of a query that only reads, or None."""
         rows = self.rows(query, parameters)
         return rows[0] if rows else None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         with self._lock:
             self._connection.close()
 

@@ -1,4 +1,4 @@
-"""What an operating system error on files of ours means to a caller: one reading for every part that writes."""
+"""Maps operating system errors on neap's own files to NeapError, in one place for every part that writes."""
 
 import errno
 
@@ -11,9 +11,9 @@ _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def storage_error(error: OSError, what: str, *, place: str) -> NeapError:
-    """`Exhausted` (DISK_FULL) or `Unavailable` (STORAGE_UNAVAILABLE); its text stays in the chained exception.
+    """Return `Exhausted` (DISK_FULL) or `Unavailable` (STORAGE_UNAVAILABLE). The text of `error` is only in the chained exception.
 
-    `what` was to be stored or read, `place` is the folder it belongs in; both are for people.
+    For the message: `what` was to be stored or read, `place` is its folder.
     """
     name = errno.errorcode.get(error.errno or 0, "UNKNOWN")
     if error.errno in _FULL:
@@ -24,7 +24,7 @@ def storage_error(error: OSError, what: str, *, place: str) -> NeapError:
         )
     if error.errno in _REFUSED:
         return Unavailable(
-            f"{place} may not be used for {what} ({name}): it is read-only, or another user's",
+            f"{place} cannot be used for {what} ({name}): it is read-only or belongs to another user",
             reason="STORAGE_UNAVAILABLE",
             metadata={"errno": name},
         )

@@ -1,30 +1,31 @@
-"""How long the registry waits for whatever may not answer: every bound in one place, in seconds.
+"""Timeouts of the registry, all in one place and in seconds.
 
-What they add up to per call stands in docs/reliability.md.
+docs/reliability.md lists the resulting bound for each call.
 """
 
-# Another process that writes to the same SQLite file.
+# Waiting for another process that writes to the same SQLite file.
 DATABASE_BUSY_S = 30.0
-# Another process that holds a file lock: one that sweeps, publishes, opens or rebuilds the same folder.
+# Waiting for a file lock of another process, which sweeps, publishes, opens or rebuilds the same folder.
 FILE_LOCK_S = 30.0
 
-# Of Redis, a connection and an answer. A command is sent twice at most, over a new connection the second time.
+# Connecting to Redis, and waiting for an answer. A command is sent at most twice, the second time over a new connection.
 REDIS_CONNECT_S = 2.0
 REDIS_ANSWER_S = 2.0
-# How long Redis is asked to wait for an event; shorter than for an answer.
+# Blocking reads of events in Redis. Must be shorter than the wait for an answer.
 REDIS_WAIT_S = 1.0
 
-# Of the object store, a connection, which includes looking up its name; a small record; and content: its whole transfer, and how
-# long nothing may come. While content is sent nothing comes, so that its sending has a bound of its own. Reading is tried twice.
+# Requests to the object store: connecting (with the DNS lookup), a small record, and the whole transfer of contents. A transfer also
+# fails if no data arrives for STALL_S. While contents are being sent no data arrives, so sending has its own limit. Reads are tried
+# twice.
 OBJECT_STORE_CONNECT_S = 3
 OBJECT_STORE_RECORD_S = 5
 OBJECT_STORE_CONTENT_S = 600
 OBJECT_STORE_STALL_S = 10
 OBJECT_STORE_SENDING_STALL_S = 60
-# No further attempt begins after this, pauses included.
+# No further attempt begins after this time, which includes pauses.
 OBJECT_STORE_RETRY_S = 10
 
-# A publisher records within this of having looked for a sweep; also how long a writer tries when others are faster.
+# A publisher writes its record within this time after it checked for a sweep. Also how long a writer retries if others are faster.
 COMMIT_S = 60.0
 # How long a publisher waits for a sweep to end.
 SWEEP_WAIT_S = 600.0

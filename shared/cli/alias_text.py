@@ -1,4 +1,4 @@
-"""Aliases, their canaries and their changes in words, and shares as people write them."""
+"""Formats aliases, canaries and alias changes for display, and parses the share of a canary."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ from shared.errors import InvalidInput
 
 
 def aliases_by_version(aliases: Iterable[Any]) -> dict[int, list[str]]:
-    """Names by version, in order; where a version is an alias' canary, with its share: "stable:10%"."""
+    """Map each version to the names of its aliases, in order. A canary's name carries its share: "stable:10%"."""
     names: dict[int, list[str]] = {}
     for alias in aliases:
         names.setdefault(alias.version, []).append(alias.name)
@@ -18,7 +18,7 @@ def aliases_by_version(aliases: Iterable[Any]) -> dict[int, list[str]]:
 
 
 def moved(change: Any) -> str:
-    """One line that says what an AliasChange did."""
+    """Describe an AliasChange in one line."""
     before = str(change.from_version) if change.HasField("from_version") else "nothing"
     line = f"{change.alias}: {before} -> {change.to_version}"
     if before == str(change.to_version):
@@ -36,7 +36,10 @@ def percent(per_mille: int) -> str:
 
 
 def share_per_mille(text: str) -> int:
-    """From "10%", "2.5%" or "25/1000"; the service judges the number. Raises InvalidInput (BAD_SHARE)."""
+    """Parse "10%", "2.5%" or "25/1000" to thousandths in [1, 1000].
+
+    The service decides whether it accepts the number. Raises InvalidInput (BAD_SHARE).
+    """
     number, unit = text.strip(), ""
     for unit in ("%", "/1000"):
         if number.endswith(unit):
@@ -47,7 +50,7 @@ def share_per_mille(text: str) -> int:
         scaled = -1.0
     if not number.endswith(unit) or not 0 < scaled <= 1000 or abs(scaled - round(scaled)) > 1e-9:
         raise InvalidInput(
-            f"share is {text!r}; give percent in steps of 0.1 (10%) or thousandths (25/1000)",
+            f"the share {text!r} is invalid: give a percentage in steps of 0.1 (10%) or thousandths (25/1000)",
             reason="BAD_SHARE",
         )
     return round(scaled)

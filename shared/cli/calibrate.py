@@ -1,4 +1,4 @@
-"""`neap calibrate`: starts a calibration job, follows it, and asks it to stop on Ctrl-C."""
+"""`neap calibrate`: starts a calibration job, shows its progress, and cancels it on Ctrl-C."""
 
 import uuid
 from pathlib import Path
@@ -44,27 +44,39 @@ def calibrate(
         Path | None,
         typer.Option(
             "--text",
-            help="A file the service can read: .txt, all of it one document, or .jsonl, a document per line.",
+            help="Calibrate on this file, which the service must be able to read. "
+            "A .txt file is one document; each line of a .jsonl file is one document.",
         ),
     ] = None,
     dataset: Annotated[
         str,
         typer.Option(
-            "--dataset", help="A Hugging Face dataset: NAME[:CONFIG[:SPLIT]]; a row is a document."
+            "--dataset",
+            help="Calibrate on this dataset of the Hugging Face Hub, written NAME[:CONFIG[:SPLIT]]. "
+            "Each row is one document. Default split: train.",
         ),
     ] = "",
-    field: Annotated[str, typer.Option("--field", help="The field that holds the text.")] = "",
+    field: Annotated[
+        str,
+        typer.Option(
+            "--field",
+            help="With --text FILE.jsonl or --dataset: the field that holds the text. Default: text.",
+        ),
+    ] = "",
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", help="Prompts to answer, one a line, self-generated text."),
+        typer.Option(
+            "--prompts",
+            help="Calibrate on the model's own answers to the prompts in this file, one prompt per line.",
+        ),
     ] = None,
     max_tokens: Annotated[
         int,
         typer.Option(
             "--max-tokens",
             min=0,
-            help="Tokens to learn from; 0: as many as the time allows. "
-            "Thorough: 700000 (hours on two cores, minutes on a GPU).",
+            help="Number of tokens to calibrate on. 0 means as many as the time budget allows. "
+            "A thorough calibration uses 700000 (hours on two CPU cores, minutes on a GPU).",
         ),
     ] = 0,
     time_budget: Annotated[
@@ -72,27 +84,63 @@ def calibrate(
         typer.Option(
             "--time-budget",
             min=1,
-            help="Seconds the whole job may take; default: 150, or no limit with --max-tokens.",
+            help="Time limit of the whole job in seconds. "
+            "Default: 150 without --max-tokens, no limit with it.",
         ),
     ] = None,
     depths: Annotated[
         str,
-        typer.Option("--depths", help="Depths with an exit head, e.g. 2,4,8; empty: automatic."),
+        typer.Option(
+            "--depths",
+            help="Depths, in layers, that get an exit head, for example 2,4,8. "
+            "Default: the service chooses.",
+        ),
     ] = "",
-    head_form: Annotated[str, typer.Option("--head-form", help="auto, affine or gated.")] = "auto",
-    label: Annotated[str, typer.Option("--label", help="agreement or cosine.")] = "agreement",
-    draft_vocabulary: Annotated[int, typer.Option("--draft-vocabulary", min=0)] = 0,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    head_form: Annotated[
+        str,
+        typer.Option(
+            "--head-form",
+            help="Form of the exit heads: affine (a tuned lens), gated (a low-rank gated MLP), "
+            "or auto (the service chooses).",
+        ),
+    ] = "auto",
+    label: Annotated[
+        str,
+        typer.Option(
+            "--label",
+            help="What the routers learn to predict: agreement (the exit's token is the full model's) "
+            "or cosine (the state is close to the final state).",
+        ),
+    ] = "agreement",
+    draft_vocabulary: Annotated[
+        int,
+        typer.Option(
+            "--draft-vocabulary",
+            min=0,
+            help="Number of tokens that the exit heads can propose. 0 means that the service chooses.",
+        ),
+    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the calibration.")] = 0,
     alias: Annotated[
-        list[str] | None, typer.Option("--alias", help="Alias for the result; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--alias",
+            help="Alias to point at the published version. May be given several times. Default: latest.",
+        ),
     ] = None,
     request_id: Annotated[
-        str, typer.Option("--request-id", help="Repeat a request safely; default: a new one.")
+        str,
+        typer.Option(
+            "--request-id",
+            help="Id of the request. Repeating the command with the same id returns the same job "
+            "and starts no second one. Default: a new id.",
+        ),
     ] = "",
 ) -> None:
-    """Calibrate a ladder for a model and publish it. Without a source the model writes its own text.
+    """Calibrate a ladder for a model and publish it.
 
-    Ctrl-C asks the job to stop; a job that was stopped publishes nothing.
+    Give at most one of --text, --dataset and --prompts. Without any of them the model writes its own text.
+    Ctrl-C cancels the job. A cancelled job publishes nothing.
     """
     spec = pb.CalibrationSpec(
         model_id=model,
@@ -118,7 +166,10 @@ def calibrate(
 
 
 def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
-    """Show a job's progress and return it as it ended. Ctrl-C cancels it and waits for its end; a second one leaves at once."""
+    """Show a job's progress until it ends and return its last state.
+
+    Ctrl-C cancels the job and waits for it to end. A second Ctrl-C leaves at once.
+    """
     say_line(f"calibration {job.calibration_id}")
     columns = (
         TextColumn("{task.description:<16}"),
@@ -127,7 +178,7 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
         TimeElapsedColumn(),
         TextColumn("{task.fields[figures]}"),
     )
-    # In a log file a line per phase and tenth of the work instead of a live bar.
+    # Where the output is no terminal, there is no live bar: one line per phase and per tenth of the work.
     with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
         task = progress.add_task("queued", total=1.0, figures="")
         last_said = ("", 0)
@@ -150,7 +201,7 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
             except KeyboardInterrupt:
                 if not may_cancel:
                     raise
-                progress.console.print("asking the job to stop")
+                progress.console.print("cancelling the job")
                 client.cancel_calibration(job.calibration_id)
     if job.state not in ENDED:
         job = client.get_calibration(job.calibration_id)
@@ -158,14 +209,14 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
 
 
 def phase_name(job: pb.Calibration) -> str:
-    """What the job is doing, in words."""
+    """Return the phase of a running job, or the state of any other, in words."""
     if job.state == pb.STATE_RUNNING and job.phase != pb.PHASE_UNSPECIFIED:
         return pb.Phase.Name(job.phase).removeprefix("PHASE_").replace("_", " ").lower()
     return pb.State.Name(job.state).removeprefix("STATE_").lower()
 
 
 def figures_line(job: pb.Calibration) -> str:
-    """The figures that tell people most: tokens, then agreement and loss per rung; the rest is in the manifest."""
+    """Format the most useful figures: tokens, then agreement and loss per rung. The manifest holds all of them."""
     shown = [
         name
         for ending in FIGURES_SHOWN
@@ -182,9 +233,9 @@ def figures_line(job: pb.Calibration) -> str:
 def set_source(
     spec: pb.CalibrationSpec, *, text: Path | None, dataset: str, field: str, prompts: Path | None
 ) -> None:
-    """Set the one source that was asked for. Raises InvalidInput when there is more than one."""
+    """Set the source of the text in `spec`. Raises InvalidInput if more than one source is given."""
     if sum((text is not None, bool(dataset), prompts is not None)) > 1:
-        raise InvalidInput("--text, --dataset and --prompts exclude one another")
+        raise InvalidInput("give only one of --text, --dataset and --prompts")
     if text is not None:
         spec.text_file.CopyFrom(pb.TextFile(path=str(text.absolute()), field=field))
     elif dataset:
@@ -198,27 +249,29 @@ def set_source(
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The lines of a file that are not blank; what ends a line is a line feed alone. Raises InvalidInput, OSError."""
+    """Return the non-blank lines of a file. Only a line feed ends a line. Raises InvalidInput, OSError."""
     try:
-        # Line separators of Unicode, as str.splitlines knows them, belong to a prompt.
+        # No str.splitlines: it also splits at Unicode line separators, which may be part of a prompt.
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} is not UTF-8", reason="NOT_UTF8") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
-        raise InvalidInput(f"{path} holds no prompt", reason="EMPTY_PROMPT")
+        raise InvalidInput(f"{path} contains no prompt", reason="EMPTY_PROMPT")
     return prompts
 
 
 def parse_depths(depths: str) -> list[int]:
-    """ "2,4,8" -> [2, 4, 8]. Raises InvalidInput."""
+    """Parse "2,4,8" to [2, 4, 8]. Raises InvalidInput."""
     try:
         return [int(part) for part in depths.split(",") if part.strip()]
     except ValueError as error:
-        raise InvalidInput(f"--depths is {depths!r}; it must be numbers like 2,4,8") from error
+        raise InvalidInput(
+            f"--depths is {depths!r}; it must be whole numbers separated by commas, such as 2,4,8"
+        ) from error
 
 
 def chosen(flag: str, value: str, choices: dict[str, T]) -> T:
     if value not in choices:
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(choices)}", param_hint=flag)
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}", param_hint=flag)
     return choices[value]

@@ -1,4 +1,4 @@
-"""The picture of `neap demo` and `neap report`: exits per depth, reliability of the routers, tokens per second by policy."""
+"""Draws the picture of `neap demo` and `neap report`: exits per depth, reliability of the routers, tokens per second by policy."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ def write_report(
     figures: Sequence[PolicyFigures],
     manifest_json: str,
 ) -> Path:
-    """Write the PNG and return its absolute path. `figures`: the baseline first. Raises OSError."""
-    # Imported here: it costs a second that the other commands do without. Agg needs no display.
+    """Write the PNG and return its absolute path. The first of `figures` is the baseline. Raises OSError."""
+    # Imported here because it takes a second, which other commands need not spend. The Agg backend needs no display.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +41,7 @@ def write_report(
 
 
 def draw_exits(axes: Any, entry: PolicyFigures, num_layers: int) -> None:
-    """Tokens per rung, the shallowest first."""
+    """Draw the number of tokens per rung, the shallowest rung first."""
     ordered = sorted(entry.exits.items(), key=lambda item: (item[0][1], item[0][0]))
     names = [f"{rung}\n{depth}/{num_layers}" for (rung, depth), _ in ordered]
     bars = axes.bar(names, [count for _, count in ordered], color="#2a9d8f")
@@ -51,15 +51,15 @@ def draw_exits(axes: Any, entry: PolicyFigures, num_layers: int) -> None:
 
 
 def draw_reliability(axes: Any, rungs: Mapping[str, Sequence[tuple[float, float, int]]]) -> None:
-    """Promised against observed agreement per rung; the dot's area grows with the tokens in the bin."""
+    """Plot observed against predicted agreement per rung. The area of a dot grows with the number of tokens in its bin."""
     axes.plot([0, 1], [0, 1], color="#999999", linewidth=1, linestyle="--")
     for name, bins in rungs.items():
         filled = [entry for entry in bins if entry[2] > 0]
         total = sum(count for _, _, count in filled) or 1
-        promised, observed = [entry[0] for entry in filled], [entry[1] for entry in filled]
-        (line,) = axes.plot(promised, observed, linewidth=1, label=name)
+        predicted, observed = [entry[0] for entry in filled], [entry[1] for entry in filled]
+        (line,) = axes.plot(predicted, observed, linewidth=1, label=name)
         sizes = [10 + 300 * count / total for _, _, count in filled]
-        axes.scatter(promised, observed, s=sizes, alpha=0.6, color=line.get_color())
+        axes.scatter(predicted, observed, s=sizes, alpha=0.6, color=line.get_color())
     if rungs:
         axes.legend(fontsize="small")
     else:
@@ -83,7 +83,7 @@ def draw_speed(axes: Any, figures: Sequence[PolicyFigures]) -> None:
 
 
 def reliability(manifest: Mapping[str, Any]) -> dict[str, list[tuple[float, float, int]]]:
-    """Rung -> (mean probability, observed agreement, tokens) per bin, from a manifest's report."""
+    """Read the reliability bins of each rung from a manifest: (mean probability, observed agreement, number of tokens)."""
     rungs: dict[str, list[tuple[float, float, int]]] = {}
     for rung in manifest["rungs"]:
         bins = rung.get("figures", {}).get("reliability", [])

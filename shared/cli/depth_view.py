@@ -1,4 +1,4 @@
-"""Shows a stream of tokens, each in the colour of the depth at which it left."""
+"""Prints a stream of tokens. The colour of a token shows the depth at which it left."""
 
 from dataclasses import dataclass, field
 
@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.text import Text
 
 FULL = "full"
-# From the shallowest exit to the deepest; the full model's own tokens stay in the terminal's own colour.
+# From the shallowest exit to the deepest. Tokens of the full model keep the terminal's default colour.
 SHADES = ("bright_green", "green", "cyan", "bright_blue", "blue", "magenta", "bright_magenta")
 FULL_STYLE = "default"
 
 
 def shade(rung: str, depth: int, num_layers: int) -> str:
-    """The colour of a rung: by depth, greens for exits before the first layer."""
+    """Return the colour of a rung by its depth. Exits before the first layer are green."""
     if rung == FULL:
         return FULL_STYLE
     if depth == 0:
@@ -23,7 +23,7 @@ def shade(rung: str, depth: int, num_layers: int) -> str:
 
 @dataclass
 class DepthView:
-    """Prints chunks as they come and keeps what the legend needs. `num_layers`: the model's depth L."""
+    """Prints chunks as they arrive and counts tokens for the legend. `num_layers` is the model's depth L."""
 
     console: Console
     num_layers: int
@@ -34,8 +34,8 @@ class DepthView:
     def chunk(self, chunk: pb.TokenChunk) -> None:
         """Print the text of a chunk.
 
-        Text may lag behind tokens (a character split over two), and a chunk of several tokens does not say which wrote what:
-        its text has the colour of the deepest of them.
+        Text may lag behind tokens, because one character may span two tokens. A chunk of several tokens does not say which token
+        wrote which text, so all its text has the colour of the deepest token.
         """
         for token in chunk.tokens:
             key = (token.rung, token.exit_depth)
@@ -54,7 +54,7 @@ class DepthView:
         self.console.print(Text(text, style=style), end="")
 
     def legend(self) -> Text:
-        """One line: every rung that was used, in its colour, with the tokens that left there."""
+        """Return one line with every rung that was used, in its colour, and the number of tokens that left there."""
         line = Text("left at: ")
         order = sorted(self.counts.items(), key=lambda item: (item[0][1], item[0][0]))
         for (rung, depth), count in order:

@@ -25,52 +25,147 @@ PLAIN_TEXT_NOTE = "the model has no chat template: prompts are continued as plai
 
 @guarded
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt. - reads it from standard input.")],
     worker: Worker = DEFAULT_WORKER,
     model: Annotated[
-        str, typer.Option("--model", help="Default: the only model of the worker.")
+        str,
+        typer.Option(
+            "--model",
+            help="Id of the model. Needed only if the worker serves more than one model.",
+        ),
     ] = "",
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")
+        bool,
+        typer.Option("--raw", help="Continue the prompt as plain text, without the chat template."),
     ] = False,
-    system: Annotated[str, typer.Option("--system", help="System message for the chat.")] = "",
-    policy: Annotated[str, typer.Option("--policy", help="full, exact or relaxed.")] = "exact",
+    system: Annotated[
+        str, typer.Option("--system", help="System message of the chat. Default: none.")
+    ] = "",
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            help="Depth policy. full: no early exits. exact: early tokens are drafts that the full model verifies, "
+            "so the output is that of full. relaxed: early tokens are final where the router is confident.",
+        ),
+    ] = "exact",
     threshold: Annotated[
-        float | None, typer.Option("--threshold", help="For relaxed: router probability, (0, 1].")
+        float | None,
+        typer.Option(
+            "--threshold",
+            help="With --policy relaxed: router probability, in (0, 1], from which an early token is final. "
+            "Default: 0.85.",
+        ),
     ] = None,
     max_drafts: Annotated[
-        int, typer.Option("--max-drafts", min=0, help="For exact; 0: the worker's choice.")
+        int,
+        typer.Option(
+            "--max-drafts",
+            min=0,
+            help="With --policy exact: maximum number of drafts per deep pass. "
+            "0 means that the worker chooses.",
+        ),
     ] = 0,
-    min_layers: Annotated[int, typer.Option("--min-layers", min=0)] = 0,
+    min_layers: Annotated[
+        int,
+        typer.Option(
+            "--min-layers",
+            min=0,
+            help="Number of layers that a token passes before it may leave. "
+            "0 allows exits before the first layer.",
+        ),
+    ] = 0,
     router: Annotated[
-        str, typer.Option("--router", help="A version number or an alias; default: latest.")
+        str,
+        typer.Option(
+            "--router", help="Router to use: a version number or an alias. Default: latest."
+        ),
     ] = "",
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="New tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", min=0)] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
-    min_p: Annotated[float | None, typer.Option("--min-p")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option("--repetition-penalty")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="A stop string; may be repeated.")
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            help="Maximum number of new tokens. Default: 256, or fewer if the context is full before.",
+        ),
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            help="Sampling temperature; 0 means greedy decoding. Default: 0.",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k", min=0, help="Sample from the k most probable tokens, k >= 1. Default: off."
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            help="Sample from the smallest set of tokens with this total probability, in (0, 1]. "
+            "Default: off.",
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            "--min-p",
+            help="Drop tokens less probable than this fraction, in [0, 1], of the most probable token. "
+            "Default: off.",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--repetition-penalty",
+            help="Penalty on tokens that occurred before, in [0.01, 100]; above 1 makes them less likely. "
+            "Default: 1, off.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", min=0, help="Random seed for sampling. Default: the worker chooses one."
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop",
+            help="End before this string. May be given up to 16 times, each at most 256 bytes.",
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Do not end at the model's end-of-sequence tokens."),
+    ] = False,
     timeout: Annotated[
-        float | None, typer.Option("--timeout", min=0, help="Deadline in seconds.")
+        float | None,
+        typer.Option(
+            "--timeout", min=0, help="Deadline of the whole request in seconds. Default: none."
+        ),
     ] = None,
     show_depth: Annotated[
-        bool, typer.Option("--show-depth", help="Colour tokens by the depth at which they left.")
+        bool,
+        typer.Option(
+            "--show-depth",
+            help="Colour each token by the depth at which it left, and print a legend to standard error.",
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each event as one line of JSON.")
+    ] = False,
 ) -> None:
-    """Generate text and stream it. The last line of statistics goes to standard error.
+    """Generate text and stream it to standard output. A line of statistics goes to standard error.
 
-    A model without a chat template continues the prompt as plain text, and a line says so.
+    If the model has no chat template, the prompt is continued as plain text, and a line on standard error says so.
     """
     if policy not in POLICIES:
         raise typer.BadParameter(
-            f"{policy!r} is none of {', '.join(POLICIES)}", param_hint="--policy"
+            f"{policy!r} is not one of {', '.join(POLICIES)}", param_hint="--policy"
         )
     text = sys.stdin.read() if prompt == "-" else prompt
     with connect(worker) as client:
@@ -105,7 +200,7 @@ def generate(
         try:
             show()
         except NeapError as error:
-            # A system message is lost in plain text; who gave one is told instead.
+            # Plain text would lose the system message, so with --system the error is shown instead.
             if error.reason != NO_CHAT_TEMPLATE or system:
                 raise
             err.print(PLAIN_TEXT_NOTE, markup=False, style="dim")
@@ -114,7 +209,7 @@ def generate(
 
 
 def print_text(events: Iterator[pb.GenerateResponse], num_layers: int, *, coloured: bool) -> None:
-    """Stream the text to stdout; legend and statistics to stderr."""
+    """Stream the text to standard output. The legend and the statistics go to standard error."""
     view = DepthView(out, num_layers, coloured)
     finished: pb.Finished | None = None
     started: pb.Started | None = None
@@ -136,31 +231,31 @@ def print_text(events: Iterator[pb.GenerateResponse], num_layers: int, *, colour
 
 
 def print_json(events: Iterator[pb.GenerateResponse]) -> None:
-    """One line of JSON per event, in protobuf's JSON mapping with the field names of the proto."""
+    """Print one line of JSON per event, in protobuf's JSON mapping with the field names of the proto."""
     for event in events:
         document: dict[str, Any] = MessageToDict(event, preserving_proto_field_name=True)
         print(printable(json.dumps(document, ensure_ascii=False)), flush=True)
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:
-    """The model by name, or the only one there is. Raises NotFound, InvalidInput when the choice is open."""
+    """Return the model by name, or the worker's only model. Raises NotFound, or InvalidInput if `model_id` is needed."""
     if model_id:
         return client.get_model(model_id)
     models = client.list_models()
     if len(models) != 1:
         names = ", ".join(model.model_id for model in models) or "none"
-        raise InvalidInput(f"the worker serves {names}; name one with --model")
+        raise InvalidInput(f"the worker serves {names}; choose a model with --model")
     return models[0]
 
 
 def depth_policy(
     policy: str, *, threshold: float | None = None, max_drafts: int = 0, min_layers: int = 0
 ) -> pb.DepthPolicy:
-    """The policy as a message. Raises InvalidInput for a setting that the policy does not have."""
+    """Build the DepthPolicy message. Raises InvalidInput for a setting that the policy does not have."""
     if threshold is not None and policy != "relaxed":
-        raise InvalidInput(f"--threshold is for the policy relaxed, not {policy}")
+        raise InvalidInput(f"--threshold applies to the policy relaxed, not to {policy}")
     if max_drafts and policy != "exact":
-        raise InvalidInput(f"--max-drafts is for the policy exact, not {policy}")
+        raise InvalidInput(f"--max-drafts applies to the policy exact, not to {policy}")
     if policy == "full":
         return pb.DepthPolicy(full=pb.Full(), min_layers=min_layers)
     if policy == "exact":
@@ -169,9 +264,9 @@ def depth_policy(
 
 
 def set_prompt(request: pb.GenerateRequest, text: str, *, raw: bool, system: str = "") -> None:
-    """`text` as it is, or as the user's turn of a chat."""
+    """Set `text` as plain text (`raw`) or as the user message of a chat. Raises InvalidInput for `raw` with a system message."""
     if raw and system:
-        raise InvalidInput("--system needs the chat template; it excludes --raw")
+        raise InvalidInput("--system needs the chat template and cannot be combined with --raw")
     if raw:
         request.text = text
         return
@@ -181,7 +276,7 @@ def set_prompt(request: pb.GenerateRequest, text: str, *, raw: bool, system: str
 
 
 def set_router(request: pb.GenerateRequest, router: str) -> None:
-    """Digits are a version, anything else an alias; empty leaves the choice to the worker."""
+    """Set the router: digits are a version, other text is an alias, empty text leaves the choice to the worker."""
     if router.isdigit():
         request.router.version = int(router)
     elif router:

@@ -1,4 +1,4 @@
-"""`python -m shared.cli.gguf FILE.gguf FOLDER`: a quantised .gguf file as a float32 Hugging Face folder."""
+"""`python -m shared.cli.gguf FILE.gguf FOLDER`: converts a quantised .gguf file to a float32 Hugging Face folder."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 def convert(source: Path, target: Path) -> None:
     """Dequantise `source` and save model, generation config and tokenizer in `target`. Raises what transformers raises."""
-    # Imported here: seconds and hundreds of megabytes that the rest of the command line does without.
+    # Imported here because these imports take seconds and hundreds of megabytes, which other commands do not need.
     import torch
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,13 +16,13 @@ def convert(source: Path, target: Path) -> None:
 
     quiet: Any = transformers.logging
     quiet.disable_progress_bar()
-    # Any: what is set below are no modules, as the class would have it.
+    # Any: the class declares its attributes as modules, but those set below are not.
     with read_once():
         model: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    # The weights are plain float32 by now; transformers would save the quantised form's name beside them and refuse to load them.
+    # The weights are plain float32 now. Without this, transformers would save the name of the quantisation and refuse to load them.
     del model.config.quantization_config
     model.is_quantized = False
     model.hf_quantizer = None
@@ -34,7 +34,7 @@ def convert(source: Path, target: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
+    parser.add_argument("source", type=Path, help="the .gguf file to read")
+    parser.add_argument("target", type=Path, help="the folder to write")
     arguments = parser.parse_args()
     convert(arguments.source, arguments.target)

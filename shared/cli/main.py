@@ -1,4 +1,4 @@
-"""`neap`: puts the commands together."""
+"""The application `neap`, assembled from the commands."""
 
 import typer
 
@@ -18,7 +18,7 @@ from shared.cli import (
 
 app = typer.Typer(
     name="neap",
-    help="Early-exit serving of frozen causal language models that really skips the layers.",
+    help="Serve frozen causal language models with early exits that really skip layers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

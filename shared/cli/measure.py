@@ -1,4 +1,4 @@
-"""Runs the same prompts under several policies, one after the other, and sums up what each cost."""
+"""Runs a request and sums up tokens, time and layer executions per policy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ OnEvent = Callable[[pb.GenerateResponse], None]
 
 @dataclass
 class PolicyFigures:
-    """Sums over all prompts of one policy. Times in seconds; `exits` maps (rung, depth) to tokens."""
+    """Sums over all prompts of one policy. Times are in seconds. `exits` maps (rung, depth) to a number of tokens."""
 
     policy: str
     num_tokens: int = 0
@@ -45,7 +45,7 @@ class PolicyFigures:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding only: the prompt's pass and its token are the same under every policy."""
+        """Decoding speed. Excludes the prefill and the token it yields, which are the same under every policy."""
         return (self.num_tokens - len(self.outputs)) / self.decode_s if self.decode_s else 0.0
 
     @property
@@ -53,7 +53,7 @@ class PolicyFigures:
         return self.num_layer_executions / max(self.num_tokens, 1)
 
     def add(self, name: str, tokens: Sequence[int], finished: pb.Finished) -> None:
-        """Count one generation."""
+        """Add the figures of one generation."""
         self.num_tokens += finished.usage.num_completion_tokens
         self.decode_s += seconds(finished.timing.decode)
         self.num_layer_executions += finished.depth.num_layer_executions
@@ -68,7 +68,7 @@ class PolicyFigures:
 def run_one(
     client: NeapClient, request: pb.GenerateRequest, on_event: OnEvent
 ) -> tuple[list[int], pb.Finished]:
-    """The token ids and the last event. `on_event` sees every event as it comes."""
+    """Run one generation and return its token ids and its Finished event. `on_event` is called for every event as it arrives."""
     tokens: list[int] = []
     finished = pb.Finished()
     for event in client.generate(request):
@@ -81,7 +81,7 @@ def run_one(
 
 
 def policy_table(figures: Sequence[PolicyFigures]) -> Table:
-    """The figures side by side; the first is the baseline its outputs are compared with."""
+    """Format the figures as a table. The first entry is the baseline for speed and outputs."""
     table = Table(
         "policy",
         "tokens/s",
@@ -104,7 +104,7 @@ def policy_table(figures: Sequence[PolicyFigures]) -> Table:
 
 
 def statistics_line(finished: pb.Finished) -> str:
-    """One line about one generation."""
+    """Summarise one generation in one line."""
     usage, depth = finished.usage, finished.depth
     decode_s = seconds(finished.timing.decode)
     rate = (usage.num_completion_tokens - 1) / decode_s if decode_s > 0 else 0.0

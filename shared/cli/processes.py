@@ -1,4 +1,4 @@
-"""Services as child processes: each in its own process group, waited for, and never left behind."""
+"""Runs services as child processes, each in its own process group, and always stops them."""
 
 import os
 import queue
@@ -18,13 +18,16 @@ from shared.errors import Unavailable
 LISTENING = "listening on "
 STOP_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 5.0
-# How often a process that is waited for is looked at.
+# How often a process is polled while its end or its address is awaited.
 CHECK_ALIVE_S = 0.5
 LOG_TAIL_LINES = 15
 
 
 class ServiceProcess:
-    """`python -m module --listen 127.0.0.1:0 ...`, its log in `log_path`. A context manager that stops it however it ends."""
+    """Runs `python -m module --listen 127.0.0.1:0 ...` with its log in `log_path`.
+
+    A context manager: the process is stopped when the block is left, also by an exception.
+    """
 
     def __init__(self, name: str, module: str, arguments: Sequence[str], log_path: Path) -> None:
         self.name = name
@@ -42,7 +45,7 @@ class ServiceProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                # Its own group: Ctrl-C reaches the command first, which then stops the services in order.
+                # In its own group: Ctrl-C reaches only this command, which then stops the services in order.
                 start_new_session=True,
             )
         return self
@@ -61,7 +64,7 @@ class ServiceProcess:
         return self._process.pid
 
     def wait_serving(self, timeout_s: float) -> str:
-        """The address, once the health check says SERVING. Raises Unavailable with the end of the log."""
+        """Wait until the health check says SERVING and return the address. Raises Unavailable with the end of the log."""
         deadline_s = time.monotonic() + timeout_s
         self.address = self._read_address(deadline_s)
         with connect(self.address, num_attempts=1, timeout_s=5.0) as client:
@@ -82,7 +85,7 @@ class ServiceProcess:
         self._process.send_signal(number)
 
     def wait_ended(self, timeout_s: float) -> int | None:
-        """The exit status once it has ended by itself, negative for a signal; None when it has not in `timeout_s`."""
+        """Wait up to `timeout_s` for the process to end and return its exit status, negative for a signal. None if it still runs."""
         assert self._process is not None
         try:
             return self._process.wait(timeout_s)
@@ -90,7 +93,7 @@ class ServiceProcess:
             return None
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL to the whole group for what is left of it. Safe to call twice."""
+        """Send SIGTERM to the process, then SIGKILL to all that is left of its group. Safe to call twice."""
         process = self._process
         if process is None:
             return
@@ -101,7 +104,7 @@ class ServiceProcess:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Also where the service itself has ended: what it started may still be there.
+            # Needed even if the service has ended: processes that it started may still run.
             _kill_group(process.pid)
             process.wait()
             if process.stdout is not None:
@@ -109,13 +112,13 @@ class ServiceProcess:
             self._process = None
 
     def _read_address(self, deadline_s: float) -> str:
-        """HOST:PORT from the line the service prints once it listens."""
+        """Read HOST:PORT from the line that the service prints when it listens. Raises Unavailable."""
         assert self._process is not None
         assert self._process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
 
         def read(stream: IO[str]) -> None:
-            # Reads on after the address: a full pipe would block the service.
+            # Continues to read after the address, because a full pipe would block the service.
             for line in stream:
                 lines.put(line)
 
@@ -129,7 +132,8 @@ class ServiceProcess:
             if line.startswith(LISTENING):
                 return line.removeprefix(LISTENING).strip()
         raise Unavailable(
-            f"the {self.name} does not listen; {self._log_tail()}", reason="NOT_READY"
+            f"the {self.name} did not start to listen in time; {self._log_tail()}",
+            reason="NOT_READY",
         )
 
     def _check_alive(self) -> None:
@@ -147,7 +151,7 @@ class ServiceProcess:
 
 
 def _kill_group(group: int) -> None:
-    """SIGKILL to the group, and wait until it is empty: a killed process takes a moment to go."""
+    """Send SIGKILL to the process group and wait until it is empty, because a killed process does not end at once."""
     deadline_s = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:

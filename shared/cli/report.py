@@ -1,4 +1,4 @@
-"""`neap report`: a PNG about a published router and what it does on a worker."""
+"""`neap report`: measures a published router on a worker and writes a PNG."""
 
 import json
 from pathlib import Path
@@ -28,13 +28,17 @@ def report(
     model: Model,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
     worker: Worker = DEFAULT_WORKER,
-    router: Annotated[str, typer.Option("--router", help="A version or an alias.")] = "latest",
-    output: Annotated[Path, typer.Option("--output", help="The PNG to write.")] = Path(
+    router: Annotated[
+        str, typer.Option("--router", help="Router to measure: a version number or an alias.")
+    ] = "latest",
+    output: Annotated[Path, typer.Option("--output", help="PNG file to write.")] = Path(
         "neap-report.png"
     ),
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Per prompt.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=2, help="Maximum number of new tokens per prompt.")
+    ] = 64,
 ) -> None:
-    """Run four prompts under full and exact, print the table, and write the picture.
+    """Run four prompts under the policies full and exact, print a table and write a picture.
 
     The picture shows exits per depth, the routers' reliability on held-out tokens, and tokens per second by policy.
     """

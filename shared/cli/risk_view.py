@@ -1,4 +1,4 @@
-"""What is certified of the policy relaxed, for people. The manifest's form is that of `shared.ladder.risk`."""
+"""Prints the certified bounds of the policy relaxed. `shared.ladder.risk` defines their form in the manifest."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from shared.cli.console import cell, out, say_line
 
 
 def print_risk(manifest: Mapping[str, Any]) -> None:
-    """The published bounds as a table, or that there are none and why."""
+    """Print the published bounds as a table. If there are none, print why."""
     risk: Mapping[str, Any] = manifest.get("risk", {})
     if not risk.get("bounds"):
         reason = manifest.get("calibration", {}).get("risk", {}).get("reason", "")
@@ -29,7 +29,7 @@ def print_risk(manifest: Mapping[str, Any]) -> None:
 
 
 def bound_line(started: pb.Started) -> str:
-    """What is certified of one relaxed request."""
+    """Describe the bound that is certified for one relaxed request."""
     if not started.HasField("risk_bound"):
         return "relaxed: no bound is certified for this request"
     tokens = started.risk_bound_tokens

@@ -1,4 +1,4 @@
-"""`neap routers import`: publishes a ladder that came as files. It opens the registry itself, as `rebuild-index` does."""
+"""`neap routers import`: publishes a ladder from files. It opens the registry directly, as `rebuild-index` does."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,30 +12,47 @@ from shared.config import ServiceSettings, make_settings
 
 @guarded
 def import_router(
-    folder: Annotated[Path, typer.Argument(help="Holds manifest.json and ladder.safetensors.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder with manifest.json and ladder.safetensors.")
+    ],
     model: Annotated[
         str,
         typer.Option(
-            "--model", help="The model's id, as the services name it; default: the manifest's."
+            "--model",
+            help="Id of the model, as configured on the services. Default: the id in the manifest.",
         ),
     ] = "",
     alias: Annotated[
         list[str] | None,
-        typer.Option("--alias", help="Alias to point at it, e.g. latest; may be repeated."),
+        typer.Option(
+            "--alias",
+            help="Alias to point at the version, for example latest. May be given several times. "
+            "Default: none.",
+        ),
     ] = None,
     registry: Annotated[
         str | None,
         typer.Option(
-            "--registry", metavar="URL", help="The services' registry: a folder or a URL."
+            "--registry",
+            metavar="URL",
+            help="Registry of the services: a folder or a redis:// URL. "
+            "Default: NEAP_REGISTRY, or a folder under --data-dir.",
         ),
     ] = None,
     data_dir: Annotated[
         Path | None,
-        typer.Option("--data-dir", help="The services' data folder, where no registry is named."),
+        typer.Option(
+            "--data-dir",
+            help="Data folder of the services. It holds the registry if none is named. "
+            "Default: the user's data folder.",
+        ),
     ] = None,
 ) -> None:
-    """Publish a ladder that came as files. The same files again are the same version, whose aliases may be moved."""
-    # They need torch, which takes seconds to load: no other command shall wait for it.
+    """Publish a ladder from files.
+
+    Importing the same files again publishes no second version; it only points the given aliases at the existing one.
+    """
+    # Imported here because they need torch, which takes seconds to load. Other commands do not need it.
     from shared.ladder.artefact import unpack_ladder
     from shared.ladder.checks import check_packed
     from shared.ladder.folder import read_packed
@@ -71,7 +88,7 @@ def import_router(
             f"published version {made.version} of {model_id} ({made.manifest_digest})", markup=False
         )
         for name in alias or ():
-            # Of a version that was there already publishing moves none.
+            # `publish` moves no alias if the version already existed.
             opened.set_alias(model_id, name, made.version, actor=actor(), reason="imported")
             out.print(f"{name}: {made.version}", markup=False)
     finally:

@@ -1,4 +1,4 @@
-"""`neap routers rebuild-index`: a registry's index anew from its journal, in Redis or as a folder's index.db."""
+"""`neap routers rebuild-index`: rebuilds a registry's index from its journal, in Redis or in a folder's index.db."""
 
 from typing import Annotated
 
@@ -15,12 +15,16 @@ def rebuild_index(
         list[str] | None,
         typer.Option(
             "--model",
-            help="This model only; may be repeated; not for a folder. Default: all there are.",
+            help="Rebuild only this model. May be given several times; not allowed for a folder. "
+            "Default: all models.",
         ),
     ] = None,
 ) -> None:
-    """Restore versions, aliases and their history from the journal. Safe to repeat, and while the services run, but stop them
-    where a folder's index.db is missing or cannot be read."""
+    """Rebuild versions, aliases and their history from the registry's journal.
+
+    The command may be repeated and may run while the services run. Exception: if a folder's index.db is missing or cannot be
+    read, stop the services first.
+    """
     for model_id, state in rebuilt(registry, model or ()):
         say_line(
             f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases,"

@@ -1,4 +1,4 @@
-"""`neap routers sweep`: removes from a shared registry's bucket what publications that never ended have left."""
+"""`neap routers sweep`: removes objects of unfinished publications from the bucket of a shared registry."""
 
 from typing import Annotated
 
@@ -12,21 +12,25 @@ from shared.cli.shared_registry import RegistryUrl, opened_shared_registry
 def sweep(
     registry: RegistryUrl = None,
     grace_hours: Annotated[
-        float, typer.Option("--grace-hours", min=0, help="What was written later stays.")
+        float,
+        typer.Option("--grace-hours", min=0, help="Keep objects written within this many hours."),
     ] = 24.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; count.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only count.")] = False,
 ) -> None:
-    """Remove contents that no publication names. Safe while the services run; publications wait for its end, minutes."""
-    with opened_shared_registry(registry, "sweeps by itself") as opened:
+    """Remove objects that no publication refers to from the bucket of a shared registry.
+
+    The command may run while the services run. Publications wait until it ends, which can take minutes.
+    """
+    with opened_shared_registry(registry, "removes unreferenced files by itself") as opened:
         done = opened.sweep(grace_s=grace_hours * 3600, is_rehearsal=dry_run)
     out.print(
-        f"{done.num_named} objects named, {done.num_removed} unnamed ({done.num_removed_bytes} bytes)"
-        f" {'to remove' if dry_run else 'removed'}, {done.num_young} unnamed but in grace",
+        f"{done.num_named} objects in use, {done.num_removed} unused ({done.num_removed_bytes} bytes)"
+        f" {'to remove' if dry_run else 'removed'}, {done.num_young} unused but within the grace period",
         markup=False,
     )
     if done.num_damaged:
         out.print(
-            f"{done.num_damaged} manifests are damaged, so {done.num_kept} unnamed blobs were kept: `neap routers list` shows"
-            " which versions, publishing their contents again mends them",
+            f"{done.num_damaged} manifests are damaged, so {done.num_kept} blobs that may belong to them were kept."
+            " `neap routers list` shows the damaged versions; publishing their contents again repairs them.",
             markup=False,
         )

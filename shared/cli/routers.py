@@ -1,4 +1,4 @@
-"""`neap routers`: what is published, and which version an alias names."""
+"""`neap routers`: lists published routers and moves their aliases."""
 
 import getpass
 import json
@@ -23,14 +23,20 @@ from shared.cli.console import (
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
 
-app = typer.Typer(help="Published routers and their aliases.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, inspect, import and roll out published routers.", no_args_is_help=True
+)
 
-Alias = Annotated[str, typer.Option("--alias", help="The alias.")]
+Alias = Annotated[str, typer.Option("--alias", help="Name of the alias.")]
 Expect = Annotated[
     int | None,
-    typer.Option("--expect", help="Refuse unless the alias names this version now (0: none)."),
+    typer.Option(
+        "--expect",
+        help="Refuse the change unless the alias names this version now. 0 means that the alias must not exist. "
+        "Default: no check.",
+    ),
 ]
-Reason = Annotated[str, typer.Option("--reason", help="Recorded in the alias' history.")]
+Reason = Annotated[str, typer.Option("--reason", help="Reason to record in the alias' history.")]
 
 
 @app.command("list")
@@ -65,9 +71,11 @@ def show(
     model: Model,
     version: Annotated[str, typer.Argument(help="A version number or an alias.")] = "latest",
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
-    manifest: Annotated[bool, typer.Option("--manifest", help="Print the manifest only.")] = False,
+    manifest: Annotated[
+        bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")
+    ] = False,
 ) -> None:
-    """Show one version with its held-out figures per rung, and what is certified of the policy relaxed."""
+    """Show one version: its held-out figures per rung and the certified bounds of the policy relaxed."""
     with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
     if manifest:
@@ -98,16 +106,18 @@ def promote(
     model: Model,
     version: Annotated[
         int | None,
-        typer.Argument(help="The version the alias shall name; default: its canary's.", min=1),
+        typer.Argument(
+            help="Version to point the alias at. Default: the version of its canary.", min=1
+        ),
     ] = None,
     alias: Alias = "stable",
     reason: Reason = "",
     expect: Expect = None,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
-    """Point an alias at a version, or end its canary in the canary's favour."""
+    """Point an alias at a version. Without a version, point it at the version of its canary and end the canary."""
     if version is None and expect is not None:
-        raise InvalidInput("--expect goes with a version", reason="BAD_ARGUMENT")
+        raise InvalidInput("--expect needs a version", reason="BAD_ARGUMENT")
     with connect(calibrator) as client:
         if version is None:
             promotion = router_pb2.PromoteCanaryRequest(
@@ -125,16 +135,22 @@ def promote(
 @guarded
 def canary(
     model: Model,
-    version: Annotated[int, typer.Argument(help="The version that gets a share.", min=1)],
+    version: Annotated[
+        int, typer.Argument(help="Version that gets a share of the requests.", min=1)
+    ],
     share: Annotated[
-        str, typer.Option("--share", help="Of the alias' requests: 10%, 2.5% or 25/1000.")
+        str,
+        typer.Option(
+            "--share",
+            help="Share of the alias' requests, in steps of 0.1%: 10%, 2.5% or 25/1000.",
+        ),
     ],
     alias: Alias = "stable",
     reason: Reason = "",
     expect: Expect = None,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
-    """Give a second version a share of an alias' requests, or change that share."""
+    """Give a second version (a canary) a share of an alias' requests, or change that share."""
     per_mille = share_per_mille(share)
     request = router_pb2.SetCanaryRequest(
         model_id=model,
@@ -157,7 +173,7 @@ def abort(
     reason: Reason = "",
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
-    """End an alias' canary: all of its requests get the alias' own version again."""
+    """End an alias' canary. All requests get the alias' own version again."""
     request = router_pb2.SetCanaryRequest(model_id=model, alias=alias, actor=actor(), reason=reason)
     with connect(calibrator) as client:
         change = client.set_canary(request)
@@ -173,7 +189,7 @@ def rollback(
     expect: Expect = None,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
-    """Undo: end an alias' canary, or without one point the alias back at the version it named before."""
+    """Undo the last change: end the alias' canary or, if it has none, point the alias at its previous version again."""
     with connect(calibrator) as client:
         change = client.rollback_alias(
             model, alias, expected_version=expect, actor=actor(), reason=reason
@@ -205,7 +221,7 @@ def history(
 
 
 def selector(version: str) -> dict[str, Any]:
-    """Keyword arguments of `NeapClient.get_version`: digits are a version, anything else an alias."""
+    """Return keyword arguments for `NeapClient.get_version`: digits are a version, other text is an alias. Raises InvalidInput."""
     if version.isdigit():
         return {"version": int(version)}
     if not version:
@@ -214,12 +230,12 @@ def selector(version: str) -> dict[str, Any]:
 
 
 def when(timestamp: Any) -> str:
-    """A protobuf Timestamp in UTC, to the second."""
+    """Format a protobuf Timestamp in UTC, to the second."""
     return datetime.fromtimestamp(timestamp.seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def actor() -> str:
-    """Who to name in the history. A container may run a user id that has no name."""
+    """Return the user name to record in the history, or "unknown": in a container the user id may have no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -1,4 +1,4 @@
-"""`neap serve`: becomes one of the services. Flags after the name are the service's own, `--help` included."""
+"""`neap serve`: replaces itself with one of the services. All flags after the name, `--help` included, go to the service."""
 
 import os
 import sys
@@ -15,18 +15,18 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command("calibrator", context_settings=PASS_THROUGH, add_help_option=False)
 @guarded
 def calibrator(context: typer.Context) -> None:
-    """Calibration jobs and the catalogue of routers (`neap serve calibrator --help` lists its flags)."""
+    """Run the calibration service and the router catalogue. `neap serve calibrator --help` lists its flags."""
     become("calibrator_service", context.args)
 
 
 @app.command("worker", context_settings=PASS_THROUGH, add_help_option=False)
 @guarded
 def worker(context: typer.Context) -> None:
-    """Inference (`neap serve worker --help` lists its flags)."""
+    """Run an inference worker. `neap serve worker --help` lists its flags."""
     become("inference_service", context.args)
 
 
 def become(module: str, arguments: list[str]) -> None:
-    """Replace this process by the service, so that signals reach it directly. Does not return."""
+    """Replace this process with the service, so that signals reach it directly. Does not return."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])

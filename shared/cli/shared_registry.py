@@ -1,4 +1,4 @@
-"""For commands that work on a registry itself rather than through a service."""
+"""Opens the registry for commands that work on it directly and not through a service."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,14 +18,17 @@ RegistryUrl = Annotated[
     typer.Option(
         "--registry",
         metavar="URL",
-        help="The services' registry; better in NEAP_REGISTRY where it holds a password.",
+        help="Registry of the services. Default: NEAP_REGISTRY, which is the better place for a URL with a password.",
     ),
 ]
 
 
 @contextmanager
 def opened_shared_registry(url: str | None, why_not_embedded: str) -> Iterator["SharedRegistry"]:
-    """The registry at `url`, None: the services' own setting. Raises InvalidInput (BAD_REGISTRY) for an embedded one."""
+    """Open the shared registry at `url`. None means the services' own setting.
+
+    Raises InvalidInput (BAD_REGISTRY) for an embedded registry; `why_not_embedded` completes its message.
+    """
     from shared.registry.address import SharedAddress
     from shared.registry.factory import folder_of
     from shared.registry.shared import SharedRegistry
@@ -33,16 +36,17 @@ def opened_shared_registry(url: str | None, why_not_embedded: str) -> Iterator["
     address = _address(url)
     if folder_of(address) is not None:
         raise InvalidInput(
-            f"the embedded registry {why_not_embedded}: this is for redis://", reason="BAD_REGISTRY"
+            f"the embedded registry {why_not_embedded}; this command is for redis:// registries",
+            reason="BAD_REGISTRY",
         )
     with closing(SharedRegistry(SharedAddress.parse(address))) as opened:
         yield opened
 
 
 def rebuilt(url: str | None, models: Sequence[str]) -> Iterable[tuple[str, "ModelState"]]:
-    """Makes the index of the registry at `url` anew and yields what each of `models`, all where there are none, holds afterwards.
+    """Rebuild the index of the registry at `url` and yield the new state of each of `models`. No models means all.
 
-    Raises InvalidInput (BAD_REGISTRY) where a folder's is to be made for some models only, and what rebuilding raises.
+    Raises InvalidInput (BAD_REGISTRY) if models are named for a folder, and the errors of the rebuild itself.
     """
     from shared.registry.factory import folder_of
     from shared.registry.local_rebuild import rebuild_folder
@@ -54,7 +58,10 @@ def rebuilt(url: str | None, models: Sequence[str]) -> Iterable[tuple[str, "Mode
                 yield model_id, opened.rebuild(model_id)
         return
     if models:
-        raise InvalidInput("a folder's index is made anew as a whole", reason="BAD_REGISTRY")
+        raise InvalidInput(
+            "the index of a folder can only be rebuilt as a whole; leave out --model",
+            reason="BAD_REGISTRY",
+        )
     yield from sorted(rebuild_folder(folder).items())
 
 

@@ -1,4 +1,4 @@
-"""`neap tokens`: makes the secrets callers show, and looks at the file by which services know them."""
+"""`neap tokens`: creates bearer tokens for callers and lists the token file of the services."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,30 +17,33 @@ app = typer.Typer(help="Bearer tokens for callers of the services.", no_args_is_
 @app.command("create")
 @guarded
 def create(
-    name: Annotated[str, typer.Argument(help="Whose it is; stands in logs and histories.")],
+    name: Annotated[str, typer.Argument(help="Name of the caller, shown in logs and histories.")],
     role: Annotated[
-        list[Role], typer.Option("--role", help="What it may do; may be repeated.", min=1)
+        list[Role],
+        typer.Option("--role", help="Role of the caller. May be given several times.", min=1),
     ],
     append: Annotated[
         Path | None,
-        typer.Option("--append", help="Append the line to this file instead of printing it."),
+        typer.Option(
+            "--append", help="Append the entry to this token file instead of printing it."
+        ),
     ] = None,
 ) -> None:
-    """Make a token. Standard output: the token, which is shown this once, then its line for the services' file."""
+    """Create a token and print it, then print its entry for the services' token file. The token is not shown again."""
     token, entry = new_token(name, role)
     if append is not None:
         _append(append, entry.to_line())
-    err.print("the token, which is kept nowhere:", style="dim")
+    err.print("the token, which is not stored anywhere:", style="dim")
     print(token, flush=True)
     if append is None:
-        err.print("the line for the services' file (--auth-tokens):", style="dim")
+        err.print("the entry for the services' token file (--auth-tokens):", style="dim")
         print(entry.to_line(), flush=True)
 
 
 @app.command("list")
 @guarded
-def list_tokens(file: Annotated[Path, typer.Argument(help="The services' file.")]) -> None:
-    """Check a file of tokens and show whose they are."""
+def list_tokens(file: Annotated[Path, typer.Argument(help="Token file of the services.")]) -> None:
+    """Check a token file and list its callers and their roles."""
     table = Table("name", "roles", "digest")
     for entry in parse_tokens(read_capped(file), str(file)):
         roles = " ".join(role for role in Role if role in entry.caller.roles)
@@ -53,7 +56,7 @@ def _append(path: Path, line: str) -> None:
     if before.strip():
         parse_tokens(before, str(path))
     if path.is_symlink():
-        fail(f"{path} is a link; write to the file itself")
+        fail(f"{path} is a symbolic link; name the file itself")
     with path.open("a", encoding="utf-8") as file:
         path.chmod(path.stat().st_mode if before else 0o600)
         file.write(("\n" if before and not before.endswith(b"\n") else "") + line + "\n")

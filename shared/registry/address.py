@@ -1,10 +1,10 @@
-"""Where a shared registry is: one URL for its Redis and its bucket.
+"""Parses the URL of a shared registry, which names its Redis and its bucket.
 
     redis://[user:password@]host[:6379][/database]?objects=s3://bucket[/prefix][&endpoint=URL][&region=NAME]
 
-`rediss://` is the same over TLS (with `&ssl_ca_certs=FILE` for an authority of one's own), `redis+cluster://` and
-`rediss+cluster://` are a cluster, found through any of its nodes. Credentials of the bucket are read by the client library from
-the standard AWS_* variables, or from the instance; they are never part of the URL. A user of Redis needs
+`rediss://` uses TLS (`&ssl_ca_certs=FILE` names a private authority). `redis+cluster://` and `rediss+cluster://` are a cluster,
+found through any of its nodes. The client library reads the credentials of the bucket from the standard AWS_* variables or from the
+instance; they are never part of the URL. The Redis user needs the permissions
 `~neap:* +@read +@write +@scripting +@connection`.
 """
 
@@ -20,7 +20,7 @@ _EXAMPLE = "redis://host:6379/0?objects=s3://bucket/prefix"
 
 @dataclass(frozen=True)
 class SharedAddress:
-    """`redis_url` may hold a password: it is in no representation, log or error. `prefix` has no slash at its ends."""
+    """A parsed URL. `redis_url` may contain a password, so it is left out of repr, logs and errors. `prefix` has no outer slashes."""
 
     redis_url: str = field(repr=False)
     is_cluster: bool
@@ -32,7 +32,7 @@ class SharedAddress:
 
     @classmethod
     def parse(cls, url: str) -> "SharedAddress":
-        """Raises InvalidInput (BAD_REGISTRY), in words that repeat no part of the URL that may be secret."""
+        """Parse a URL. Raises InvalidInput (BAD_REGISTRY), whose message repeats no part of the URL that may be secret."""
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
@@ -41,19 +41,19 @@ class SharedAddress:
         if parts.scheme not in SCHEMES:
             raise _bad(f"the scheme must be one of {', '.join(SCHEMES)}")
         if not host:
-            raise _bad("it names no host")
+            raise _bad("it has no host")
         if parts.fragment:
-            # A password with '#' that was not percent-encoded ends up here.
+            # Happens if a password contains '#' that is not percent-encoded.
             raise _bad("it has a fragment; percent-encode '#', '?', '/' and '@' in passwords")
         options = _options(parts.query)
         transport, _, kind = parts.scheme.partition("+")
         database = parts.path.strip("/")
         if database and not (database.isascii() and database.isdigit()):
-            raise _bad("the path must be the number of a database")
+            raise _bad("the path must be a database number")
         if kind and database not in ("", "0"):
-            raise _bad("a cluster has database 0 only")
+            raise _bad("a cluster has only database 0")
         if "ssl_ca_certs" in options and transport != "rediss":
-            raise _bad("ssl_ca_certs goes with rediss:// only")
+            raise _bad("ssl_ca_certs needs rediss://")
         bucket, prefix = _bucket(options.pop("objects", ""))
         _check_endpoint(options.get("endpoint"))
         return cls(
@@ -69,7 +69,7 @@ def _options(query: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
-        raise _bad("what follows '?' must be name=value, joined by '&'") from error
+        raise _bad("the options after '?' must be name=value, separated by '&'") from error
     options = dict(pairs)
     unknown = sorted(set(options) - set(_OPTIONS))
     if unknown or len(options) != len(pairs):
@@ -83,12 +83,14 @@ def _options(query: str) -> dict[str, str]:
 def _bucket(text: str) -> tuple[str, str]:
     parts = urlsplit(text)
     if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
-        raise _bad("objects=s3://bucket/prefix is missing or is not of that form")
+        raise _bad("objects=s3://bucket/prefix is missing or does not have this form")
     if "@" in parts.netloc or ":" in parts.netloc:
-        raise _bad("credentials of the bucket go into AWS_* variables, its address into endpoint=")
+        raise _bad(
+            "give the credentials of the bucket in AWS_* variables and its address in endpoint="
+        )
     segments = [segment for segment in parts.path.split("/") if segment]
     if any(segment in (".", "..") for segment in segments):
-        raise _bad("the bucket's prefix must not hold '.' or '..'")
+        raise _bad("the bucket's prefix must not contain '.' or '..'")
     return parts.netloc, "/".join(segments)
 
 
@@ -104,10 +106,10 @@ def _check_endpoint(endpoint: str | None) -> None:
     if not is_right or parts.query or parts.fragment:
         raise _bad("endpoint must be http://host:port or https://host:port")
     if "@" in parts.netloc:
-        raise _bad("credentials of the bucket go into AWS_* variables, not into endpoint")
+        raise _bad("give the credentials of the bucket in AWS_* variables, not in endpoint")
 
 
 def _bad(what: str) -> InvalidInput:
     return InvalidInput(
-        f"the registry's URL is not right: {what} (for example {_EXAMPLE})", reason="BAD_REGISTRY"
+        f"the registry's URL is invalid: {what} (example: {_EXAMPLE})", reason="BAD_REGISTRY"
     )

@@ -1,7 +1,7 @@
-"""What each kind of change makes of an alias, alike for every backend: the alias' last change in, the next one out.
+"""Computes each kind of alias change for every backend: takes the alias' last change and returns the next one.
 
-Where a change would leave everything as it is, the last change itself comes back and nothing is to be recorded: a repeated
-promotion must not make the next rollback do nothing.
+If a change would alter nothing, the last change itself is returned and the caller records nothing. Otherwise a repeated promotion
+would make the next rollback do nothing.
 """
 
 import time
@@ -18,7 +18,7 @@ MAX_SHARE_PER_MILLE = 999
 
 @dataclass(frozen=True)
 class AliasMove:
-    """Who changes which alias, and why. Raises InvalidInput."""
+    """A requested change: which alias, by whom and why. Raises InvalidInput."""
 
     model_id: str
     alias: str
@@ -32,7 +32,7 @@ class AliasMove:
     def change(
         self, last: AliasChange | None, version: int, canary: Canary | None = None
     ) -> AliasChange:
-        """From where `last` left the alias, None: it does not exist."""
+        """Build the change to `version` and `canary`. `last` is the alias' last change, None if the alias does not exist."""
         before = None if last is None else last.to_version
         return AliasChange(
             self.model_id, self.alias, before, version, self.actor, self.reason, time.time(), canary
@@ -61,7 +61,7 @@ class AliasMove:
             )
         elif canary.version == last.to_version:
             raise InvalidInput(
-                f"alias {self.alias!r} names version {canary.version} already: it cannot be its own canary",
+                f"alias {self.alias!r} already names version {canary.version}, so this version cannot be its canary",
                 reason="BAD_CANARY",
             )
         if canary == last.canary:
@@ -85,7 +85,7 @@ class AliasMove:
         history: Callable[[], Sequence[AliasChange]],
         expected_version: int | None,
     ) -> AliasChange:
-        """See `Registry.rollback_alias`. `history`, newest first, is asked only where the last change moved no version."""
+        """See `Registry.rollback_alias`. `history` (newest first) is called only if the last change moved no version."""
         check_expected(expected_version, last.to_version, self.model_id, self.alias)
         if last.canary is not None:
             return self.change(last, last.to_version)
@@ -99,7 +99,7 @@ class AliasMove:
     def _open_canary(self, last: AliasChange) -> Canary:
         if last.canary is None:
             raise PreconditionFailed(
-                f"alias {self.alias!r} of {self.model_id!r} has no canary: all of its requests get version {last.to_version}",
+                f"alias {self.alias!r} of {self.model_id!r} has no canary; all its requests get version {last.to_version}",
                 reason="NO_CANARY",
             )
         return last.canary

@@ -1,4 +1,4 @@
-"""The operations on aliases that every backend has alike; how a change is recorded is the backend's."""
+"""The alias operations that all backends share. Each backend implements how a change is recorded."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ Propose = Callable[[AliasChange | None], AliasChange]
 
 
 class AliasOperations(VersionReader):
-    """See `Registry` for what each promises."""
+    """`Registry` documents each operation."""
 
     @abstractmethod
     def aliases(self, model_id: str) -> Mapping[str, int]: ...
@@ -22,8 +22,10 @@ class AliasOperations(VersionReader):
 
     @abstractmethod
     def _change_alias(self, move: AliasMove, propose: Propose) -> AliasChange:
-        """What `propose` makes of the alias' last change (None: there is no such alias), recorded in one step with it, unless it
-        is that last change itself. May call `propose` again where another writer was faster."""
+        """Call `propose` with the alias' last change (None if there is no such alias) and record the result atomically.
+
+        Records nothing if `propose` returns the last change itself. Calls `propose` again if another writer was faster.
+        """
 
     def set_alias(
         self,
@@ -35,9 +37,9 @@ class AliasOperations(VersionReader):
         actor: str = "",
         reason: str = "",
     ) -> AliasChange:
-        """See `Registry.set_alias`. Naming the version that the alias names already records nothing new."""
+        """See `Registry.set_alias`. Records nothing if the alias already names the version."""
         move = AliasMove(model_id, alias, actor, reason)
-        # Versions are immutable, so this may come before the change.
+        # Versions are immutable, so the check may precede the change.
         self._check_sound(model_id, version, must_pass=True)
         return self._change_alias(
             move, lambda last: move.to_version(last, version, expected_version)
@@ -86,7 +88,7 @@ class AliasOperations(VersionReader):
         actor: str = "",
         reason: str = "",
     ) -> AliasChange:
-        """See `Registry.rollback_alias`. Without a canary, rolling back twice leads to where it was."""
+        """See `Registry.rollback_alias`. Without a canary, a second rollback undoes the first."""
         move = AliasMove(model_id, alias, actor, reason)
         return self._change_alias(
             move,
@@ -100,7 +102,7 @@ class AliasOperations(VersionReader):
         )
 
     def _to_sound(self, propose: Propose) -> Propose:
-        """`propose`, which raises Corrupt (VERSION_DAMAGED) instead of moving an alias to a version that cannot be read."""
+        """Wrap `propose` so that it raises Corrupt (VERSION_DAMAGED) before it moves an alias to a version that cannot be read."""
 
         def checked(last: AliasChange | None) -> AliasChange:
             change = propose(last)

@@ -1,7 +1,7 @@
-"""What every registry backend promises. Truth is content-addressed and immutable; only aliases move.
+"""The interface of every registry backend. Contents are content-addressed and immutable; only aliases change.
 
-Publishing is blobs, read back, manifest, then one atomic entry: a reader never sees half a router. All methods
-block; all are safe to call from several threads and several processes. Digests are "sha256:<64 hex>".
+A publication stores and reads back the blobs, then the manifest, and then adds one entry atomically, so a reader never sees an
+incomplete router. All methods block. All are safe to call from several threads and processes. Digests are "sha256:<64 hex>".
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 class PublishedVersion:
     """One immutable version of a model's router. `manifest` is the parsed manifest, `create_time_s` Unix seconds.
 
-    `damage` is empty for a sound version. Otherwise it says what is wrong with the stored manifest, and `manifest` is empty.
+    `damage` is empty for an intact version. Otherwise it describes what is wrong with the stored manifest, and `manifest` is empty.
     """
 
     model_id: str
@@ -35,9 +35,9 @@ class Canary:
 
 @dataclass(frozen=True)
 class AliasChange:
-    """One entry of an alias' history: where it was and where it has been since, its canary included.
+    """One entry of an alias' history: its version before and after the change, and its canary after the change.
 
-    `from_version` is None for the first; it equals `to_version` where only the canary changed.
+    `from_version` is None for the first change. It equals `to_version` if only the canary changed.
     """
 
     model_id: str
@@ -52,7 +52,7 @@ class AliasChange:
 
 @dataclass(frozen=True)
 class AliasTarget:
-    """What an alias stands for now. `shared.registry.split` says which requests the canary gets."""
+    """The version and canary that an alias names now. `shared.registry.split` decides which requests the canary gets."""
 
     published: PublishedVersion
     canary: Canary | None = None
@@ -60,7 +60,7 @@ class AliasTarget:
 
 @dataclass(frozen=True)
 class RegistryEvent:
-    """`event` increases within a model, not necessarily by one. `change` says what happened."""
+    """A publication or an alias change. `event` increases within a model, not necessarily by one."""
 
     event: int
     change: PublishedVersion | AliasChange
@@ -77,35 +77,35 @@ class Registry(Protocol):
         aliases: Sequence[str] = ("latest",),
         actor: str = "",
     ) -> PublishedVersion:
-        """Publish `blobs` (name -> bytes) under `manifest`; the registry adds {"blobs": {name: {"digest", "size_bytes"}}}.
+        """Publish `blobs` (name -> bytes) with `manifest`, to which the registry adds {"blobs": {name: {"digest", "size_bytes"}}}.
 
-        Idempotent by `request_id`: the same id returns the version it made, with other contents raises AlreadyExists.
-        Raises InvalidInput (names, sizes), Exhausted (disk full; nothing visible is left behind), Corrupt (read-back),
-        PreconditionFailed (CHECKS_FAILED: aliases are named, and the manifest records a check that did not pass).
+        Idempotent by `request_id`: a repeated id returns the version it created, or raises AlreadyExists if the contents differ.
+        Raises InvalidInput (names, sizes), Exhausted (disk full; nothing visible is left behind), Corrupt (reading back failed),
+        PreconditionFailed (CHECKS_FAILED: there are aliases to set, and the manifest records a failed check).
         """
 
     def get(self, model_id: str, version: int) -> PublishedVersion:
-        """Raises NotFound, Corrupt (its manifest is damaged)."""
+        """Return one version. Raises NotFound, Corrupt (its manifest is damaged)."""
 
     def resolve(self, model_id: str, alias: str) -> PublishedVersion:
-        """The version an alias names now; its canary does not count. Raises NotFound, naming the aliases there are, and Corrupt."""
+        """Return the version that an alias names, ignoring its canary. Raises NotFound, which lists the aliases, and Corrupt."""
 
     def target(self, model_id: str, alias: str) -> AliasTarget:
-        """The same with the alias' canary, both as of one moment; a damaged version comes with `damage`."""
+        """Return the alias' version and canary, read atomically. A damaged version has `damage` set. Raises NotFound."""
 
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
     ) -> list[PublishedVersion]:
-        """Newest first, versions below `before` only; damaged ones with `damage`. Empty for an unknown model."""
+        """List versions, newest first, only those below `before`. Damaged versions have `damage` set. Empty for an unknown model."""
 
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
-        """Digest checked at every read. Raises NotFound, Corrupt."""
+        """Return a blob. Its digest is checked at every read. Raises NotFound, Corrupt."""
 
     def aliases(self, model_id: str) -> dict[str, int]:
-        """Alias -> version."""
+        """Return alias -> version."""
 
     def canaries(self, model_id: str) -> dict[str, Canary]:
-        """Of the aliases that have one."""
+        """Return alias -> canary for the aliases that have one."""
 
     def set_alias(
         self,
@@ -117,9 +117,10 @@ class Registry(Protocol):
         actor: str = "",
         reason: str = "",
     ) -> AliasChange:
-        """Point an alias at a version, which ends its canary. Compare-and-swap when `expected_version` is given (0: must not
-        exist yet). Raises NotFound, Conflict, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED: the version records a
-        check that did not pass).
+        """Point an alias at a version, which ends its canary.
+
+        With `expected_version` this is a compare-and-swap; 0 means that the alias must not exist. Raises NotFound, Conflict, Corrupt
+        (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED: the version records a failed check).
         """
 
     def set_canary(
@@ -132,11 +133,11 @@ class Registry(Protocol):
         actor: str = "",
         reason: str = "",
     ) -> AliasChange:
-        """Begin a canary or change it, or end it (None) so that all requests get the alias' version again.
+        """Begin or change a canary. None ends it, so that all requests get the alias' version again.
 
-        `expected_version` is compared with the alias' version. Raises InvalidInput (BAD_SHARE, BAD_CANARY: the alias names that
-        version already), NotFound, Conflict, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED; NO_CANARY: none is there
-        to end).
+        `expected_version` is compared with the alias' version. Raises InvalidInput (BAD_SHARE; BAD_CANARY: the alias already names
+        that version), NotFound, Conflict, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED; NO_CANARY: there is no
+        canary to end).
         """
 
     def promote_canary(
@@ -148,8 +149,10 @@ class Registry(Protocol):
         actor: str = "",
         reason: str = "",
     ) -> AliasChange:
-        """End a canary in favour of its version. Raises NotFound, PreconditionFailed (NO_CANARY), Conflict (CANARY_MOVED), Corrupt
-        (VERSION_DAMAGED)."""
+        """Point an alias at the version of its canary and end the canary.
+
+        Raises NotFound, PreconditionFailed (NO_CANARY), Conflict (CANARY_MOVED), Corrupt (VERSION_DAMAGED).
+        """
 
     def rollback_alias(
         self,
@@ -160,23 +163,24 @@ class Registry(Protocol):
         actor: str = "",
         reason: str = "",
     ) -> AliasChange:
-        """Undo: with a canary, end it; without, back to the version named before, whatever its checks say.
+        """Undo the last change: end the canary or, if there is none, return to the previous version, even if its checks failed.
 
-        Raises NotFound, Conflict, PreconditionFailed when there is no version to go back to, Corrupt (VERSION_DAMAGED) when that
-        version cannot be read.
+        Raises NotFound, Conflict, PreconditionFailed if there is no previous version, Corrupt (VERSION_DAMAGED) if it cannot be read.
         """
 
     def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
-        """Newest first. Raises NotFound."""
+        """Return the alias' changes, newest first. Raises NotFound."""
 
     def events(
         self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
     ) -> Iterator[RegistryEvent]:
-        """Events after `after_event`, waiting up to `timeout_s` for the first when there is none yet. Publications of versions that
-        are damaged by now come with `damage`."""
+        """Iterate over the events after `after_event`. If there is none yet, wait for the first for up to `timeout_s`.
+
+        Publications of versions that have been damaged since have `damage` set.
+        """
 
     def last_event(self, model_id: str) -> int:
-        """Number of the newest event; 0 when there is none."""
+        """Return the number of the newest event, 0 if there is none."""
 
     def close(self) -> None:
-        """Release what is held open."""
+        """Release files and connections."""

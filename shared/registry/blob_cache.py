@@ -1,4 +1,4 @@
-"""Blobs of a shared registry on the worker's own disk: fetched once per machine, checked at every read, bounded."""
+"""A bounded cache of a shared registry's blobs on the worker's disk. Blobs are fetched once per machine and checked at every read."""
 
 import os
 import threading
@@ -20,10 +20,10 @@ Fetch = Callable[[PublishedVersion, str], bytes]
 
 
 class BlobCache:
-    """`read_blob` as the registry has it, with files in `folder` before it; the least recently read go beyond `max_bytes`.
+    """`read_blob` with a cache of files in `folder`. Above `max_bytes` in total, the least recently read files are removed.
 
-    Several processes may use one folder. A disk that is full or broken costs the cache, not the router: logged, and what was
-    fetched is used all the same. `num_hits` and `num_misses` count reads.
+    Several processes may use one folder. If the disk is full or broken, the error is logged and the fetched blob is used without
+    being cached. `num_hits` and `num_misses` count reads.
     """
 
     def __init__(self, folder: Path, fetch: Fetch, *, max_bytes: int) -> None:
@@ -34,7 +34,7 @@ class BlobCache:
         self._lock = threading.Lock()
 
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
-        """See `Registry.read_blob`. Raises what fetching raises."""
+        """See `Registry.read_blob`. Raises the errors of `fetch`."""
         digest = blob_digest(version.manifest, name, version.model_id, version.version)
         if not DIGEST_PATTERN.fullmatch(digest):
             raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
@@ -53,10 +53,10 @@ class BlobCache:
 
     def _read(self, path: Path, digest: str, size_bytes: int) -> bytes | None:
         try:
-            # Looked at first: what is not what it should be may be of any size.
+            # The size is checked before reading, because a damaged file may have any size.
             data = path.read_bytes() if path.stat().st_size == size_bytes else b""
             if digest_of(data) == digest:
-                os.utime(path)  # it was used now
+                os.utime(path)  # marks it as recently read
                 return data
             log.warning("a router on disk was damaged; it is fetched anew", digest=digest)
             path.unlink()
@@ -77,7 +77,7 @@ class BlobCache:
     def _make_room(self, num_bytes: int) -> None:
         found = []
         for path in self._folder.iterdir():
-            with suppress(FileNotFoundError):  # another process' doing
+            with suppress(FileNotFoundError):  # removed by another process
                 status = path.stat()
                 found.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in found)

@@ -1,9 +1,9 @@
-"""A content-addressed folder: `blobs/sha256/ab/<hex>` and `manifests/sha256/ab/<hex>`, written whole or not at all.
+"""A content-addressed folder with `blobs/sha256/ab/<hex>` and `manifests/sha256/ab/<hex>`. Objects are written atomically.
 
-An object is written beside its place, synced, renamed into it, its folder synced, and read back. While a publisher works it
-holds a shared lock and keeps a folder `staging/<id>` with a marker per object it created, so that what a failed or killed
-publisher left can be found and removed by whoever gets the exclusive lock: nobody publishes then, and nobody can be relying on
-an object that no index entry names.
+An object is written to a temporary file, synced and renamed, its folder is synced, and the object is read back. A working publisher
+holds a shared lock and keeps a folder `staging/<id>` with a marker for each object it created. From the markers, a process with the
+exclusive lock finds and removes the objects of failed or killed publishers. While it holds the lock nobody publishes, so nobody
+relies on an object that no index entry names.
 """
 
 import errno
@@ -21,7 +21,7 @@ from shared.files import sync_folder, write_atomically
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
 from shared.storage import storage_error
 
-# Of this one file, as opposed to errors of the process or of the whole file system.
+# Errors that concern one file, in contrast to errors of the process or of the whole file system.
 _DAMAGED = {errno.EIO, errno.EISDIR, errno.ELOOP}
 
 Kind = Literal["blobs", "manifests"]
@@ -29,7 +29,7 @@ StepHook = Callable[[str], None]
 
 
 def registry_error(error: OSError, what: str) -> NeapError:
-    """What an operating system error on the registry's folder means to a caller."""
+    """Map an operating system error on the registry's folder to a NeapError."""
     return storage_error(error, what, place="the registry's folder")
 
 
@@ -43,7 +43,7 @@ class ContentStore:
         self._publish_lock = root / "publish.lock"
 
     def path(self, kind: Kind, digest: str) -> Path:
-        """Raises Corrupt when `digest` is not a digest: it comes from stored data."""
+        """Return the path of an object. Raises Corrupt if `digest` is not a digest, because it comes from stored data."""
         if not DIGEST_PATTERN.fullmatch(digest):
             raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
         hexadecimal = digest.removeprefix("sha256:")
@@ -57,9 +57,9 @@ class ContentStore:
         *,
         max_bytes: int | None = None,
     ) -> bytes:
-        """The bytes, digest checked; of another size than `size_bytes`, or more than `max_bytes`, they are not even read.
+        """Read an object and check its digest. An object of another size than `size_bytes` or above `max_bytes` is not read.
 
-        Raises Corrupt with metadata expected_digest and actual_digest ("" when gone or not read).
+        Raises Corrupt with metadata expected_digest and actual_digest ("" if it is missing or was not read).
         """
         path = self.path(kind, digest)
         try:
@@ -83,7 +83,7 @@ class ContentStore:
 
     @contextmanager
     def publishing(self) -> Iterator["Staging"]:
-        """The scope within which objects may be added and the index entry that names them must be made."""
+        """A block in which objects may be added. The index entry that names them must be added in the same block."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(file_lock(self._publish_lock, shared=True))
@@ -100,11 +100,11 @@ class ContentStore:
                 for part in folder.glob("*.part"):
                     part.unlink(missing_ok=True)
                 raise
-            # Only after success: the markers of a failed publish are what `sweep` goes by.
+            # Only after success, because `sweep` needs the markers of a failed publication.
             shutil.rmtree(folder, ignore_errors=True)
 
     def sweep(self, is_referenced: Callable[[Kind, str], bool]) -> int:
-        """Remove what publishers that failed or died left behind, unless somebody publishes now. Returns objects removed."""
+        """Remove the objects of failed or killed publishers. Does nothing while another process publishes. Returns their number."""
         if not self._staging.is_dir() or not any(self._staging.iterdir()):
             return 0
         num_removed = 0
@@ -114,7 +114,7 @@ class ContentStore:
             except OSError as error:
                 raise registry_error(error, "a lock") from error
             except Unavailable:
-                return 0  # somebody publishes
+                return 0  # another process publishes
             for folder in self._staging.iterdir():
                 for marker in folder.iterdir():
                     kind, _, hexadecimal = marker.name.removesuffix(".part").partition("-")
@@ -131,7 +131,7 @@ class ContentStore:
 
 
 class Staging:
-    """One publisher's objects on their way in."""
+    """The objects that one publisher is adding."""
 
     def __init__(self, store: ContentStore, folder: Path, step: StepHook) -> None:
         self._store = store
@@ -145,7 +145,7 @@ class Staging:
         try:
             if path.exists() and digest_of(path.read_bytes()) == digest:
                 return digest
-            # What is there but does not match its name is replaced by what does.
+            # An existing object that does not match its digest is replaced.
             self._write(kind, data, path)
         except OSError as error:
             raise registry_error(error, f"the {kind[:-1]} {digest[:19]}") from error
@@ -159,7 +159,7 @@ class Staging:
         if not path.exists():
             marker.touch()
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Dropped from the page cache: reading back is to ask the device.
+        # Dropped from the page cache so that reading back reads from the device.
         write_atomically(
             path, data, part=part, step=lambda name: self._step(f"{name}:{kind}"), drop_cached=True
         )

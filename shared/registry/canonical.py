@@ -1,8 +1,8 @@
-"""Digests, and the one way to write a manifest as bytes.
+"""Digests and the canonical encoding of a manifest.
 
-Canonical here means: UTF-8, keys sorted by code point, no white space, non-ASCII characters as themselves, finite numbers only,
-floats as Python's shortest round-trip form. Readers digest the stored bytes and never re-encode them, so no other language has
-to reproduce the number format.
+The encoding is UTF-8 JSON with keys sorted by code point, no white space, unescaped non-ASCII characters, only finite numbers, and
+floats in Python's shortest round-trip form. Readers compute digests of the stored bytes and never re-encode them, so other languages
+need not reproduce the number format.
 """
 
 import hashlib
@@ -17,12 +17,12 @@ DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def digest_of(data: bytes) -> str:
-    """ "sha256:<64 hex>" of `data`."""
+    """Return "sha256:<64 hex>" of `data`."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def canonical_json(value: Mapping[str, Any]) -> bytes:
-    """Raises InvalidInput for what JSON cannot hold: NaN, infinities, other types, keys that are not text."""
+    """Encode `value`. Raises InvalidInput for values that JSON cannot represent: NaN, infinities, other types, non-text keys."""
     _check_keys(value, "manifest")
     try:
         text = json.dumps(
@@ -31,12 +31,12 @@ def canonical_json(value: Mapping[str, Any]) -> bytes:
         return text.encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(
-            "the manifest holds something that JSON cannot", reason="BAD_MANIFEST"
+            "the manifest contains a value that JSON cannot represent", reason="BAD_MANIFEST"
         ) from error
 
 
 def _check_keys(value: Any, where: str) -> None:
-    # json.dumps would quietly turn 1 and True into "1" and "true".
+    # json.dumps would silently turn the keys 1 and True into "1" and "true".
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):

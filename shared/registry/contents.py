@@ -1,4 +1,4 @@
-"""What every backend says alike: the manifest as it is stored, limits, and the errors for what is not there."""
+"""Shared by all backends: the stored form of a manifest, limits, and errors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,10 @@ MAX_LIST = 1000
 
 
 def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:
-    """The manifest with its blobs as canonical JSON. Raises InvalidInput."""
+    """Encode the manifest with its list of blobs as canonical JSON. Raises InvalidInput."""
     if "blobs" in manifest:
         raise InvalidInput(
-            "the manifest's key 'blobs' is the registry's own", reason="BAD_MANIFEST"
+            "the manifest's key 'blobs' is reserved for the registry", reason="BAD_MANIFEST"
         )
     if not 1 <= len(blobs) <= MAX_BLOBS:
         raise InvalidInput(
@@ -36,9 +36,9 @@ def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> 
 
 
 def failed_checks(manifest: Mapping[str, Any]) -> list[str]:
-    """Names of the checks that a manifest records, {"checks": {name: {"passed": bool, ..}}}, and that did not pass.
+    """Return the names of the failed checks in a manifest's record {"checks": {name: {"passed": bool, ..}}}.
 
-    One without the record passes: routers were published before there was one, and digests hold for them all the same.
+    A manifest without the record has no failed checks, because older routers were published before the record existed.
     """
     checks = manifest.get("checks", {})
     if not isinstance(checks, Mapping):
@@ -51,25 +51,25 @@ def failed_checks(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def check_passed(manifest: Mapping[str, Any], what: str) -> None:
-    """Before an alias names it. Raises PreconditionFailed (CHECKS_FAILED)."""
+    """Refuse to let an alias name a router with failed checks. Raises PreconditionFailed (CHECKS_FAILED)."""
     failed = failed_checks(manifest)
     if failed:
         raise PreconditionFailed(
-            f"{what} did not pass its checks ({', '.join(failed)}): no alias may name it",
+            f"{what} did not pass its checks ({', '.join(failed)}), so no alias may name it",
             reason="CHECKS_FAILED",
             metadata={"failed": ", ".join(failed)},
         )
 
 
 def check_limit(limit: int) -> int:
-    """Of a list. Raises InvalidInput."""
+    """Check the limit of a list. Raises InvalidInput."""
     if not 1 <= limit <= MAX_LIST:
         raise InvalidInput(f"limit is {limit}; it must be in [1, {MAX_LIST}]")
     return limit
 
 
 def check_expected(expected_version: int | None, current: int, model_id: str, alias: str) -> None:
-    """The comparison of a compare-and-swap; 0 stands for no version. Raises InvalidInput, Conflict."""
+    """Compare the versions for a compare-and-swap. 0 means that the alias does not exist. Raises InvalidInput, Conflict."""
     if expected_version is None:
         return
     if expected_version < 0:
@@ -84,7 +84,7 @@ def check_expected(expected_version: int | None, current: int, model_id: str, al
 
 
 def blob_digest(manifest: Mapping[str, Any], name: str, model_id: str, version: int) -> str:
-    """Raises NotFound, naming the blobs there are."""
+    """Return the digest of a blob. Raises NotFound, which lists the blobs."""
     entries = manifest.get("blobs", {})
     if name not in entries:
         raise NotFound(
@@ -96,12 +96,12 @@ def blob_digest(manifest: Mapping[str, Any], name: str, model_id: str, version: 
 
 
 def blob_size_bytes(manifest: Mapping[str, Any], name: str) -> int:
-    """As the manifest says, of a blob that it has."""
+    """Return the size in the manifest of a blob that it contains."""
     return int(manifest["blobs"][name]["size_bytes"])
 
 
 def other_contents(request_id: str, model_id: str, version: int | None) -> AlreadyExists:
-    """`request_id` is taken; `version` None: by a publication that has not ended."""
+    """The error for a `request_id` in use. `version` is None if it belongs to a publication that has not ended."""
     made = "" if version is None else f" version {version} of"
     metadata = {"model_id": model_id}
     if version is not None:
@@ -132,6 +132,6 @@ def no_alias(model_id: str, alias: str, known: Mapping[str, Any]) -> NotFound:
 
 def no_earlier_version(model_id: str, alias: str, version: int) -> PreconditionFailed:
     return PreconditionFailed(
-        f"alias {alias!r} of {model_id!r} has named version {version} only: there is nothing to go back to",
+        f"alias {alias!r} of {model_id!r} has named only version {version}, so it has no previous version",
         reason="NO_EARLIER_VERSION",
     )

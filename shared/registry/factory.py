@@ -1,4 +1,4 @@
-"""From a setting to a registry."""
+"""Opens the registry that a setting names."""
 
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -11,9 +11,9 @@ from shared.registry.shared import SharedRegistry
 
 
 def open_registry(url_or_path: str) -> Registry:
-    """`file:///path` or a path: the embedded registry; `redis://..`: the shared one, see `shared.registry.address`.
+    """Open the embedded registry at a path or `file:///path`, or the shared one at `redis://..` (`shared.registry.address`).
 
-    Raises InvalidInput (BAD_REGISTRY) for anything else, and what opening raises.
+    Raises InvalidInput (BAD_REGISTRY) for any other text, and the errors of the registry's constructor.
     """
     folder = folder_of(url_or_path)
     if folder is not None:
@@ -22,11 +22,11 @@ def open_registry(url_or_path: str) -> Registry:
 
 
 def folder_of(url_or_path: str) -> Path | None:
-    """Of an embedded registry; None for a shared one. Raises InvalidInput (BAD_REGISTRY)."""
+    """Return the folder of an embedded registry, None for a shared one. Raises InvalidInput (BAD_REGISTRY)."""
     if "://" not in url_or_path:
         if not url_or_path.strip():
             raise InvalidInput(
-                "the registry is not named: give a path or file:///path", reason="BAD_REGISTRY"
+                "no registry is given: give a path or file:///path", reason="BAD_REGISTRY"
             )
         return Path(url_or_path).expanduser()
     scheme = url_or_path.partition("://")[0]
@@ -41,6 +41,6 @@ def folder_of(url_or_path: str) -> Path | None:
     parts = urlsplit(url_or_path)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise InvalidInput(
-            "a file registry is written file:///absolute/path", reason="BAD_REGISTRY"
+            "a file registry must be written file:///absolute/path", reason="BAD_REGISTRY"
         )
     return Path(unquote(parts.path))

@@ -1,4 +1,4 @@
-"""Small immutable records in a folder: what a journal needs of an object store, without a server."""
+"""Small immutable records in a folder: the store of a journal without a server."""
 
 import os
 import re
@@ -16,14 +16,16 @@ _PART = ".part"
 
 
 class FolderRecords:
-    """A record is written beside its place, synced and renamed into it, under one lock. See `shared.registry.journal.RecordStore`.
-    Methods raise Exhausted (DISK_FULL), Unavailable."""
+    """A `shared.registry.journal.RecordStore` in a folder. Under one lock, a record is written to a temporary file, synced and renamed.
+
+    Methods raise Exhausted (DISK_FULL), Unavailable.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def create(self, path: str, data: bytes) -> bool:
-        """Whether it was not there before."""
+        """Create a record. Returns False if it already exists."""
         place = self._root / path
         with self._writing(place):
             if place.exists():
@@ -32,7 +34,7 @@ class FolderRecords:
         return True
 
     def replace(self, path: str, data: bytes) -> None:
-        """For a record that was damaged."""
+        """Overwrite a damaged record."""
         place = self._root / path
         with self._writing(place):
             self._write(place, data)
@@ -42,7 +44,7 @@ class FolderRecords:
         with _errors("a journal record"):
             self._make(place.parent)
             with file_lock(self._root / "journal.lock"):
-                # Nobody else writes now: what lies here was left by a process that was killed.
+                # Nobody else writes under the lock, so these files were left by a killed process.
                 for part in place.parent.glob(f"*{_PART}"):
                     part.unlink()
                 yield
@@ -58,7 +60,7 @@ class FolderRecords:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        # Its folder is not synced: a record that a power cut takes is written again by whoever opens the registry next.
+        # The folder is not synced: if a power cut loses a record, the next process that opens the registry writes it again.
 
     def _make(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -79,7 +81,7 @@ class FolderRecords:
             return (self._root / path).exists()
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
-        """Records in `folder`, in order, from the name that follows `after`."""
+        """List the records in `folder` in order, beginning after the name `after`."""
         with _errors("reading the journal"):
             try:
                 found = [entry.name for entry in (self._root / folder).iterdir()]
@@ -88,7 +90,7 @@ class FolderRecords:
         return sorted(name for name in found if _NAME.fullmatch(name) and name > after)
 
     def folders(self, folder: str) -> list[str]:
-        """The folders in `folder`, in order."""
+        """List the folders in `folder` in order."""
         with _errors("reading the journal"):
             try:
                 return sorted(

@@ -1,4 +1,4 @@
-"""The embedded registry's index: which versions, aliases and events there are. SQL only; contents are elsewhere."""
+"""The SQL index of the embedded registry: its versions, aliases and events. The contents are stored elsewhere."""
 
 import math
 import time
@@ -52,8 +52,10 @@ _CANARY_COLUMNS = ";".join(
 
 
 class RegistryIndex:
-    """Methods that take a connection belong inside `database.transaction()`. `before_create` is called before an index is made
-    where there is none, and may raise. Raises as `Database` does."""
+    """Methods that take a connection must be called inside `database.transaction()`.
+
+    `before_create` is called before a missing index is created, and may raise. Raises the errors of `Database`.
+    """
 
     def __init__(self, path: Path, *, before_create: Callable[[], None] = lambda: None) -> None:
         self.database = Database(
@@ -67,7 +69,7 @@ class RegistryIndex:
         )
 
     def find_request(self, request_id: str, model_id: str, manifest_digest: str) -> Row | None:
-        """The version that `request_id` made, or None. Raises AlreadyExists when it has other contents."""
+        """Return the version that `request_id` created, or None. Raises AlreadyExists if it has other contents."""
         row = self.database.row("SELECT * FROM versions WHERE request_id = ?", (request_id,))
         if row is not None and (row["model_id"], row["manifest_digest"]) != (
             model_id,
@@ -87,7 +89,7 @@ class RegistryIndex:
         aliases: Sequence[str],
         actor: str,
     ) -> Row:
-        """The next version, with its event and its aliases moved. `blobs`: name -> {"digest", "size_bytes"}."""
+        """Add the next version with its event, and move its aliases. `blobs` maps name -> {"digest", "size_bytes"}."""
         size_bytes = sum(entry["size_bytes"] for entry in blobs.values())
         (version,) = connection.execute(
             "SELECT coalesce(max(version), 0) + 1 FROM versions WHERE model_id = ?", (model_id,)
@@ -133,7 +135,7 @@ class RegistryIndex:
         )
 
     def clear(self, connection: Connection) -> None:
-        """Nothing is left, numbers that were given out aside."""
+        """Delete all rows. The counters are kept, so numbers are not reused."""
         for table in ("events", "alias_changes", "aliases", "version_blobs", "versions"):
             connection.execute(f"DELETE FROM {table}")
 
@@ -143,7 +145,7 @@ class RegistryIndex:
         entries: Iterable[Entry],
         blobs_of: Callable[[VersionRecord], Mapping[str, str]],
     ) -> None:
-        """Of an empty index, what `entries` of all models, in the order of their events, say. `blobs_of`: name -> digest."""
+        """Fill an empty index from the `entries` of all models, in the order of their events. `blobs_of` returns name -> digest."""
         for entry in entries:
             if (made := entry.published) is not None:
                 self._insert(connection, entry.model_id, made, blobs_of(made), entry.event)
@@ -151,7 +153,7 @@ class RegistryIndex:
                 self.record(connection, change, entry.event)
 
     def models(self) -> list[str]:
-        """Every model that has an event, in order."""
+        """List all models that have an event, in order."""
         rows = self.database.rows("SELECT DISTINCT model_id FROM events ORDER BY model_id")
         return [row["model_id"] for row in rows]
 
@@ -163,7 +165,7 @@ class RegistryIndex:
         return int(row["found"])
 
     def entries(self, model_id: str, *, after: int) -> list[Entry]:
-        """The model's events beyond the first `after`, each as a journal record. Raises Corrupt (INDEX_DAMAGED)."""
+        """Return the model's events after the first `after` ones as journal records. Raises Corrupt (INDEX_DAMAGED)."""
         rows = self.database.rows(
             "SELECT * FROM events WHERE model_id = ? ORDER BY event LIMIT -1 OFFSET ?",
             (model_id, after),
@@ -186,7 +188,7 @@ class RegistryIndex:
         )
 
     def record(self, connection: Connection, change: AliasChange, event: int | None = None) -> None:
-        """Put the alias where `change` says, whose versions must exist, and keep the change. `event`: its number, where it has one."""
+        """Apply `change`, whose versions must exist, to its alias and record it. `event` is its number if it already has one."""
         key = (change.model_id, change.alias)
         canary: tuple[int | None, int | None] = (None, None)
         if change.canary is not None:
@@ -215,12 +217,12 @@ class RegistryIndex:
         )
 
     def last_change(self, model_id: str, alias: str) -> AliasChange | None:
-        """None when there is no such alias."""
+        """Return the alias' last change. None if there is no such alias."""
         changes = self.changes(model_id, alias, limit=1)
         return changes[0] if changes else None
 
     def changes(self, model_id: str, alias: str, *, limit: int) -> list[AliasChange]:
-        """Of an alias, newest first. A negative `limit` means all."""
+        """Return the alias' changes, newest first. A negative `limit` means all."""
         rows = self.database.rows(
             "SELECT * FROM alias_changes WHERE model_id = ? AND alias = ? ORDER BY change DESC LIMIT ?",
             (model_id, alias, limit),
@@ -228,21 +230,21 @@ class RegistryIndex:
         return [_change(row) for row in rows]
 
     def event_rows(self, model_id: str, after_event: int) -> list[Row]:
-        """The next page: event, and either version or change."""
+        """Return the next page of events. Each row has either a version or a change."""
         return self.database.rows(
             "SELECT * FROM events WHERE model_id = ? AND event > ? ORDER BY event LIMIT ?",
             (model_id, after_event, _EVENT_PAGE),
         )
 
     def change(self, number: int) -> AliasChange:
-        """One recorded change. Raises Corrupt (INDEX_DAMAGED) also when it is not there, because an event names it."""
+        """Return a recorded change. Raises Corrupt (INDEX_DAMAGED), also if it is missing, because an event refers to it."""
         row = self.database.row("SELECT * FROM alias_changes WHERE change = ?", (number,))
         if row is None:
             raise index_damaged(f"its row of change {number}")
         return _change(row)
 
     def aliases(self, model_id: str) -> dict[str, int]:
-        """In alphabetical order."""
+        """Return alias -> version in alphabetical order."""
         rows = self.database.rows(
             "SELECT alias, version FROM aliases WHERE model_id = ? ORDER BY alias", (model_id,)
         )
@@ -259,7 +261,7 @@ class RegistryIndex:
         }
 
     def last_event(self, model_id: str) -> int:
-        """0 when there is none."""
+        """Return the number of the newest event, 0 if there is none."""
         row = self.database.row(
             "SELECT coalesce(max(event), 0) AS newest FROM events WHERE model_id = ?", (model_id,)
         )
@@ -267,7 +269,7 @@ class RegistryIndex:
         return int(row["newest"])
 
     def is_referenced(self, kind: Kind, digest: str) -> bool:
-        """Whether some version needs this object."""
+        """Return whether any version uses this object."""
         query = (
             "SELECT 1 FROM version_blobs WHERE digest = ?"
             if kind == "blobs"
@@ -278,7 +280,7 @@ class RegistryIndex:
 
 def index_damaged(what: str) -> Corrupt:
     return Corrupt(
-        f"{INDEX_NAME} is damaged, {what} is not sound: `neap routers rebuild-index` restores it",
+        f"{INDEX_NAME} is damaged: {what} is invalid; `neap routers rebuild-index` restores it",
         reason="INDEX_DAMAGED",
     )
 
@@ -306,7 +308,7 @@ def _change(row: Row) -> AliasChange:
 
 
 def version_record(row: Row) -> VersionRecord:
-    """SQLite lets any column hold anything. Raises Corrupt (INDEX_DAMAGED)."""
+    """Read a version from its row. Checks the types, because SQLite columns may hold any type. Raises Corrupt (INDEX_DAMAGED)."""
     create_time_s, size_bytes = row["create_time_s"], row["size_bytes"]
     is_sound = isinstance(create_time_s, float) and math.isfinite(create_time_s)
     is_sound = is_sound and isinstance(size_bytes, int) and isinstance(row["manifest_digest"], str)

@@ -1,4 +1,4 @@
-"""Keeps a shared registry's index in Redis at what the journal says, and answers from it."""
+"""Keeps the Redis index of a shared registry up to date with the journal and answers queries from it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +19,10 @@ log = structlog.get_logger("neap.registry")
 
 
 class IndexKeeper:
-    """`freshness_s`: how often at most a model's journal is asked for records that the index lacks, because their writer died or
-    Redis lost what it had. An index that holds what cannot be read is replaced from the journal, once per question.
+    """At most once every `freshness_s` seconds per model, the journal is checked for records that the index lacks.
+
+    Records can be missing because their writer died or because Redis lost data. An unreadable index is rebuilt from the journal,
+    once per query.
 
     Methods raise Unavailable, Exhausted (REDIS_FULL), Corrupt (the journal is needed and damaged), PreconditionFailed.
     """
@@ -35,20 +37,20 @@ class IndexKeeper:
         self._looked_at_s: dict[str, float] = {}
 
     def state(self, model_id: str) -> ModelState:
-        """What the index says, after a look at the journal where the index knows nothing or has not been compared for a while."""
+        """Return the state in the index. Checks the journal first if the index is empty or was not compared for `freshness_s`."""
         state = self._known(model_id)
         now_s = time.monotonic()
         if state.applied:
             if now_s - self._looked_at_s.get(model_id, -1e9) < self._freshness_s:
                 return state
-            # Noted first: while the object store hangs, one call waits for it and not every one.
+            # Noted before the check, so that only one call waits while the object store hangs.
             self._looked_at_s[model_id] = now_s
         try:
             if state.applied == 0 or self._journal.has(model_id, state.applied + 1):
                 return self._catch_up(model_id, state)
         except (Corrupt, Unavailable) as error:
             if state.applied == 0:
-                raise  # it may be that the index was lost: "there is none" would be a guess
+                raise  # the index may have been lost, so an empty answer could be wrong
             log.error(
                 "the index was not brought up to the journal",
                 model_id=model_id,
@@ -82,18 +84,18 @@ class IndexKeeper:
             raise _damaged_again(model_id) from error
 
     def records(self, model_id: str, numbers: Sequence[int]) -> list[VersionRecord]:
-        """Of versions that there are, in the order asked for."""
+        """Return the records of existing versions, in the order of `numbers`."""
         return self._ask(model_id, lambda: self._index.versions(model_id, numbers))
 
     def version_of_request(self, model_id: str, request_id: str) -> int | None:
         return self._ask(model_id, lambda: self._index.version_of_request(model_id, request_id))
 
     def events(self, model_id: str, after: int) -> list[tuple[int, dict[str, Any]]]:
-        """The next page of events, numbered."""
+        """Return the next page of events with their numbers."""
         return self._ask(model_id, lambda: self._index.events(model_id, after))
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
-        """Until there is an event past `after`, or `timeout_s` or a second have passed."""
+        """Wait until there is an event after `after`, for at most `timeout_s` and at most a second."""
         with suppress(IndexDamaged):  # the next page of events restores it
             self._index.wait(model_id, after, timeout_s)
 
@@ -103,9 +105,10 @@ class IndexKeeper:
         propose: Callable[[ModelState], Entry | T],
         give_up_at: float | None = None,
     ) -> Entry | T:
-        """Record what `propose` makes of the newest state, and let it be seen. What is no Entry is returned as it is.
+        """Call `propose` with the newest state, record the Entry it returns and add it to the index.
 
-        `give_up_at` (monotonic): nothing is recorded after that.
+        If `propose` returns anything but an Entry, nothing is recorded and the value is returned. Nothing is recorded after
+        `give_up_at` (monotonic seconds).
         """
         if give_up_at is None:
             give_up_at = time.monotonic() + COMMIT_S
@@ -121,20 +124,20 @@ class IndexKeeper:
                 self._step("journal:written")
                 now_at = self._index.advance(model_id, advance(state, [proposed]))
                 if now_at < proposed.sequence:
-                    # Redis has lost what it had since `state` was read.
+                    # Redis has lost data since `state` was read.
                     self._catch_up(model_id, self._known(model_id))
                 self._step("index:advanced")
                 return proposed
-            # Somebody else has this number: see what it says, and propose anew.
+            # Another writer has taken this number: apply its record and propose again.
             state = self._catch_up(model_id, self._known(model_id))
         raise _busy(model_id)
 
     def models(self) -> list[str]:
-        """Every model that has something published."""
+        """List all models with a published router."""
         return self._journal.models()
 
     def rebuild(self, model_id: str) -> ModelState:
-        """The index of one model anew from its journal, in one step: readers see the old or the new. Raises Corrupt, NotFound."""
+        """Rebuild a model's index from its journal. Atomic: readers see the old or the new index. Raises Corrupt, NotFound."""
         give_up_at = time.monotonic() + COMMIT_S
         while time.monotonic() < give_up_at:
             try:
@@ -158,11 +161,12 @@ class IndexKeeper:
 
 def _damaged_again(model_id: str) -> Unavailable:
     return Unavailable(
-        f"the index of {model_id!r} was damaged again just now; ask again", reason="INDEX_LOST"
+        f"the index of {model_id!r} was damaged again after its repair; try again",
+        reason="INDEX_LOST",
     )
 
 
 def _busy(model_id: str) -> Unavailable:
     return Unavailable(
-        f"too many others write to the registry of {model_id!r}", reason="REGISTRY_BUSY"
+        f"too many concurrent writers in the registry of {model_id!r}", reason="REGISTRY_BUSY"
     )

@@ -1,8 +1,8 @@
-"""The truth about a model: an append-only sequence of immutable records, one object each. The index is what they add up to.
+"""A model's journal: an append-only sequence of immutable records, one object each. The index is derived from it.
 
-Records are numbered from 1 without gaps. In a bucket the object store lets only one writer create a number, so the journal orders
-everything that ever happened to a model, versions included; what is in it has happened, whatever becomes of its writer or of the
-index. In a folder SQLite orders, and the journal keeps what it has committed (`shared.registry.local_journal`).
+Records are numbered from 1 without gaps. In a bucket, the object store lets only one writer create a number, so the journal orders
+all publications and changes of a model. A change is final once its record exists, whatever happens to its writer or the index. In a
+folder, SQLite orders the changes, and the journal records those that were committed (`shared.registry.local_journal`).
 """
 
 import uuid
@@ -15,14 +15,14 @@ from shared.errors import Corrupt, PreconditionFailed
 from shared.registry.base import AliasChange, Canary
 from shared.registry.sealed import open_sealed, seal
 
-# Records with a canary are of schema 2; all others are written as they always were.
+# Records with a canary have schema 2. All others keep schema 1, which older builds can read.
 _ENTRY_SCHEMA = 2
 _MAX_PARALLEL_READS = 16
 
 
 @dataclass(frozen=True)
 class VersionRecord:
-    """A version as journal and index hold it; the manifest is an object of its own. `create_time_s`: Unix seconds."""
+    """A version in the journal and the index. Its manifest is a separate object. `create_time_s` is in Unix seconds."""
 
     version: int
     manifest_digest: str
@@ -34,8 +34,10 @@ class VersionRecord:
 
 @dataclass(frozen=True)
 class Entry:
-    """Record `sequence` of a model: a publication with the aliases it moved, or the move of an alias. `event`: its number where a
-    backend counts events over all models; such a backend has a record for each."""
+    """Record `sequence` of a model: a publication with the aliases it moved, or an alias change.
+
+    `event` is the number of the event in backends that count events over all models. Such a backend writes one record per event.
+    """
 
     model_id: str
     sequence: int
@@ -46,10 +48,10 @@ class Entry:
 
 
 class RecordStore(Protocol):
-    """Where records lie, by paths with '/'. A bucket (`ObjectStore`) or a folder (`FolderRecords`)."""
+    """A store of records under paths with '/': a bucket (`ObjectStore`) or a folder (`FolderRecords`)."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Whether it was not there before."""
+        """Create a record. Returns False if it already exists."""
 
     def replace(self, path: str, data: bytes) -> None: ...
 
@@ -58,7 +60,7 @@ class RecordStore(Protocol):
     def exists(self, path: str) -> bool: ...
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
-        """In order, from the name that follows `after`."""
+        """List names in order, beginning after `after`."""
 
     def folders(self, folder: str) -> list[str]: ...
 
@@ -68,32 +70,35 @@ class Journal:
         self._objects = objects
 
     def append(self, entry: Entry) -> bool:
-        """False when another writer has this number. Raises Unavailable, after which it may still be there."""
+        """Write a record. Returns False if another writer has taken its number.
+
+        Raises Unavailable, after which the record may exist nevertheless.
+        """
         path = _path(entry.model_id, entry.sequence)
         if self._objects.create(path, _encode(entry)):
             return True
-        # A first attempt may have succeeded and lost only its answer.
+        # An earlier attempt may have succeeded although its answer was lost.
         return self.read(entry.model_id, entry.sequence).entry_id == entry.entry_id
 
     def restore(self, entry: Entry) -> None:
-        """In place of a record that is damaged or gone, by whoever knows for certain what it said."""
+        """Replace a damaged or missing record. Only for callers that know its contents for certain."""
         self._objects.replace(_path(entry.model_id, entry.sequence), _encode(entry))
 
     def sequences(self, model_id: str) -> list[int]:
-        """Numbers of the records that are there, in order."""
+        """List the numbers of the existing records in order."""
         return [int(name.partition(".")[0]) for name in self._objects.names(_folder(model_id))]
 
     def has(self, model_id: str, sequence: int) -> bool:
         return self._objects.exists(_path(model_id, sequence))
 
     def after(self, model_id: str, sequence: int) -> list[Entry]:
-        """All that follow record `sequence`. Raises Corrupt, also when one is missing in between."""
+        """Return all records after `sequence`. Raises Corrupt, also if a record in between is missing."""
         names = self._objects.names(_folder(model_id), after=_name(sequence))
         wanted = [_name(number) for number in range(sequence + 1, sequence + 1 + len(names))]
         if names != wanted:
             missing = sorted(set(wanted) - set(names))
             raise Corrupt(
-                f"the journal of {model_id!r} lacks {missing[0]}, although later records are there",
+                f"the journal of {model_id!r} lacks {missing[0]}, although later records exist",
                 reason="JOURNAL_INCOMPLETE",
                 metadata={"model_id": model_id},
             )
@@ -104,21 +109,21 @@ class Journal:
             return list(pool.map(lambda number: self.read(model_id, number), numbers))
 
     def models(self) -> list[str]:
-        """Every model that has a journal."""
+        """List all models that have a journal."""
         return [name.replace("!", "/") for name in self._objects.folders("models")]
 
     def read(self, model_id: str, sequence: int) -> Entry:
-        """Raises Corrupt, also when it is not there."""
+        """Return a record. Raises Corrupt, also if it is missing."""
         path = _path(model_id, sequence)
         record = open_sealed(self._objects.get(path) or b"", path)
         entry = _decode(record)
         if (entry.model_id, entry.sequence) != (model_id, sequence):
-            raise Corrupt(f"the stored record {path} is that of another place")
+            raise Corrupt(f"the stored record {path} belongs to another path")
         return entry
 
 
 def _folder(model_id: str) -> str:
-    # No model id holds '!', so a model may be named like a folder of another.
+    # '/' becomes '!', which no model id contains, so the folders of two models cannot overlap.
     return f"models/{model_id.replace('/', '!')}/journal"
 
 
@@ -142,7 +147,7 @@ def _encode(entry: Entry) -> bytes:
 def _decode(record: dict[str, Any]) -> Entry:
     if record.get("schema_version", 0) > _ENTRY_SCHEMA:
         raise PreconditionFailed(
-            "the registry holds records of a newer neap: upgrade neap", reason="SCHEMA_TOO_NEW"
+            "the registry contains records of a newer neap; upgrade neap", reason="SCHEMA_TOO_NEW"
         )
     model_id, published = record["model_id"], record["published"]
     return Entry(
@@ -156,7 +161,7 @@ def _decode(record: dict[str, Any]) -> Entry:
 
 
 def change_to_record(change: AliasChange) -> dict[str, Any]:
-    """All but the model, which the place of the record says, and a canary only where there is one."""
+    """Encode a change without its model, which the record's path names. The canary is left out if there is none."""
     record = asdict(change)
     del record["model_id"]
     if change.canary is None:

@@ -1,7 +1,7 @@
-"""Who may remove objects from a bucket: one holder at a time, whom publishers see.
+"""A lease that gives one holder at a time the right to remove objects from a bucket. Publishers can see that it is held.
 
-The lease is one object that its holder writes anew every few seconds. Whoever sees it unchanged for long enough, on a clock of his
-own, takes its holder for dead; the holder stops well before that when a renewal fails. No two clocks are ever compared.
+The lease is one object, which its holder rewrites every few seconds. A process that sees it unchanged for long enough, by its own
+clock, treats the holder as dead. A holder whose renewal fails stops well before that. Clocks of two machines are never compared.
 """
 
 import time
@@ -15,13 +15,13 @@ from shared.registry.sealed import open_sealed, seal
 
 PATH = "sweep.json"
 RENEW_S = 5.0
-# What the holder takes for granted after a renewal, and after how long of no change others take it for dead. Between the two lies
-# more than a request to the object store can take.
+# How long the holder relies on a renewal, and after how long without a change others treat it as dead. The difference is longer than
+# any request to the object store can take.
 TRUST_S, DEAD_S = 20.0, 60.0
 
 
 class LeaseWatch:
-    """For publishers: whether a sweep is under way. Not thread-safe."""
+    """Tells publishers whether a sweep is running. Not thread-safe."""
 
     def __init__(self, objects: ObjectStore, *, dead_s: float = DEAD_S) -> None:
         self._objects = objects
@@ -29,7 +29,7 @@ class LeaseWatch:
         self._seen: tuple[bytes, float] | None = None
 
     def is_held(self) -> bool:
-        """Asks the object store. A lease that has not changed for `dead_s` of being watched is nobody's."""
+        """Query the object store. A lease that did not change for `dead_s` while it was watched counts as not held."""
         data = self._objects.get(PATH)
         now_s = time.monotonic()
         if data is None:
@@ -41,7 +41,7 @@ class LeaseWatch:
 
 
 class Lease:
-    """For the holder, between `held` and its end."""
+    """The lease of its holder, valid inside the block of `held`."""
 
     path = PATH
 
@@ -59,7 +59,10 @@ class Lease:
         return found is not None and open_sealed(found, PATH)["lease_id"] == self._id
 
     def renew(self) -> None:
-        """To be called before every removal, and every RENEW_S while waiting. Raises Conflict once it is another's, Unavailable."""
+        """Renew the lease. Call it before every removal, and every RENEW_S while waiting.
+
+        Raises Conflict if another holder has taken the lease, and Unavailable.
+        """
         now_s = time.monotonic()
         if self._beat and now_s - self._renewed_s < RENEW_S:
             return
@@ -67,13 +70,13 @@ class Lease:
             raise Conflict("another sweep has taken over", reason="SWEEP_TAKEN_OVER")
         self._beat += 1
         self._objects.replace(PATH, self._content())
-        # Counted from before the requests: what others see is at least as new.
+        # Counted from before the requests, so that others see a renewal at least as new.
         self._renewed_s = now_s
         if time.monotonic() - now_s > TRUST_S:
             raise Unavailable("the lease was renewed too slowly", reason="SWEEP_TOO_SLOW")
 
     def wait(self, seconds: float) -> None:
-        """Sleeps, and keeps the lease meanwhile."""
+        """Sleep and keep the lease renewed."""
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
             self.renew()
@@ -82,19 +85,19 @@ class Lease:
 
     @contextmanager
     def held(self, *, dead_s: float = DEAD_S) -> Iterator["Lease"]:
-        """Takes the lease, that of a dead holder after `dead_s`. Raises Conflict where another holds it."""
+        """Take the lease, from a dead holder after `dead_s`. Raises Conflict if another process holds it."""
         if not self._objects.create(PATH, self._content()):
             watch = LeaseWatch(self._objects, dead_s=dead_s)
             end_s = time.monotonic() + dead_s + RENEW_S
             while watch.is_held():
                 if time.monotonic() > end_s:
-                    raise Conflict("another sweep is under way", reason="SWEEP_RUNNING")
+                    raise Conflict("another sweep is running", reason="SWEEP_RUNNING")
                 time.sleep(min(1.0, dead_s / 4))
             self._objects.replace(PATH, self._content())
         try:
             yield self
         finally:
-            # Left behind, it keeps publishers waiting for a minute, no more.
+            # If the lease cannot be removed, publishers wait for it for at most a minute.
             with suppress(Unavailable):
                 if self._is_own():
                     self._objects.remove(PATH)

@@ -1,4 +1,4 @@
-"""The embedded registry: SQLite for versions, aliases and events, a content-addressed folder for the rest. No server."""
+"""The embedded registry, which needs no server: SQLite for versions, aliases and events, a content-addressed folder for contents."""
 
 import json
 import time
@@ -54,13 +54,13 @@ _POLL_INTERVAL_S = 0.05
 
 
 class LocalRegistry(AliasOperations):
-    """`Registry` in the folder `root`, made when it is not there. Several processes may use one folder at once.
+    """A `Registry` in the folder `root`, which is created if it does not exist. Several processes may use one folder at once.
 
     `step` is called with the name of each step of a publication, for fault injection in tests. Do not share an instance
     across `fork`. Raises PreconditionFailed (SCHEMA_TOO_NEW), Unavailable, Exhausted (DISK_FULL), Corrupt.
     """
 
-    # Files fail one by one: one that may not be read says nothing of the others.
+    # Unavailable, too: an unreadable file says nothing about other files.
     damages = (Corrupt, Unavailable)
 
     def __init__(self, root: Path, *, step: StepHook = lambda name: None) -> None:
@@ -69,7 +69,7 @@ class LocalRegistry(AliasOperations):
         with ExitStack() as stack:
             try:
                 root.mkdir(parents=True, exist_ok=True)
-                # Whoever replaces index.db needs the folder for itself.
+                # A process that replaces index.db needs exclusive use of the folder.
                 stack.enter_context(file_lock(root / IN_USE_LOCK, shared=True))
                 self._index = RegistryIndex(root / INDEX_NAME, before_create=self._check_not_lost)
                 stack.callback(self._index.database.close)
@@ -86,23 +86,23 @@ class LocalRegistry(AliasOperations):
             self._open = stack.pop_all()
 
     def _check_not_lost(self) -> None:
-        """Before an index is made where there is none: that there never was one. Raises PreconditionFailed (INDEX_MISSING)."""
+        """Check, before a missing index is created, that there never was one. Raises PreconditionFailed (INDEX_MISSING)."""
         if Journal(FolderRecords(self.root)).models():
             raise PreconditionFailed(
-                f"{self.root} holds routers, but its {INDEX_NAME} is missing or empty:"
-                f" `neap routers rebuild-index --registry {self.root}` makes it anew from the journal",
+                f"{self.root} contains routers, but its {INDEX_NAME} is missing or empty;"
+                f" `neap routers rebuild-index --registry {self.root}` rebuilds it from the journal",
                 reason="INDEX_MISSING",
             )
         if any((self.root / "manifests").rglob("*")):
             raise PreconditionFailed(
-                f"{self.root} holds routers, but its {INDEX_NAME} is missing or empty, and they were published by a neap that kept"
-                f" no journal: restore {INDEX_NAME} from a backup, or use another folder",
+                f"{self.root} contains routers, but its {INDEX_NAME} is missing or empty, and they were published by a neap without"
+                f" a journal; restore {INDEX_NAME} from a backup, or use another folder",
                 reason="INDEX_MISSING",
             )
 
     def _unsound(self, error: Corrupt) -> Corrupt:
         return Corrupt(
-            f"{error.message}: `neap routers rebuild-index --registry {self.root}` makes it anew from the journal",
+            f"{error.message}; `neap routers rebuild-index --registry {self.root}` rebuilds it from the journal",
             reason="INDEX_DAMAGED",
             metadata=error.metadata,
         )
@@ -117,11 +117,11 @@ class LocalRegistry(AliasOperations):
         aliases: Sequence[str] = ("latest",),
         actor: str = "",
     ) -> PublishedVersion:
-        """See `Registry.publish`. A repeated request moves no alias again."""
+        """See `Registry.publish`. A repeated request moves no alias."""
         check_publication(model_id, request_id, actor)
         aliases = unique_aliases(aliases)
         if aliases:
-            check_passed(manifest, "what is to be published")
+            check_passed(manifest, "the router to be published")
         encoded = encode_manifest(manifest, blobs)
         digest = digest_of(encoded)
         done = self._index.find_request(request_id, model_id, digest)
@@ -201,7 +201,7 @@ class LocalRegistry(AliasOperations):
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
     ) -> list[PublishedVersion]:
-        """`limit` is in [1, 1000]. Raises InvalidInput, and Corrupt where the index itself cannot be read."""
+        """See `Registry.list_versions`. `limit` is in [1, 1000]. Raises InvalidInput, and Corrupt if the index cannot be read."""
         check_model_id(model_id)
         check_limit(limit)
         before = LARGEST_INTEGER if before is None else min(max(before, 0), LARGEST_INTEGER)
@@ -245,7 +245,7 @@ class LocalRegistry(AliasOperations):
     def events(
         self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
     ) -> Iterator[RegistryEvent]:
-        """In order; ends with the newest there is. Raises InvalidInput, Corrupt."""
+        """Iterate over events in order up to the newest. Raises InvalidInput, Corrupt."""
         check_model_id(model_id)
         give_up_at = time.monotonic() + timeout_s
         after_event = min(max(after_event, 0), LARGEST_INTEGER)

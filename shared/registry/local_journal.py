@@ -1,8 +1,8 @@
-"""The journal of a registry in a folder: what its index.db has committed, record by record, so that it can be made anew.
+"""The journal of a registry in a folder. It records what index.db has committed, so that index.db can be rebuilt.
 
-SQLite orders here, so an event has happened once it is committed; its record follows. A process that dies between the two leaves
-the journal one behind, and whoever opens the folder or changes the model next writes what is missing. Folders from before there was
-a journal get theirs in the same way.
+SQLite orders the events: an event is final once it is committed, and its record is written afterwards. If a process dies in between,
+the journal lacks that record, and the next process that opens the folder or changes the model writes it. Folders from before the
+journal existed get theirs in the same way.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ log = structlog.get_logger("neap.registry")
 
 
 class LocalJournal:
-    """Record n of a model is its n-th event. Methods raise Unavailable, Exhausted (DISK_FULL), Corrupt."""
+    """The journal of a folder. Record n of a model is its n-th event. Methods raise Unavailable, Exhausted (DISK_FULL), Corrupt."""
 
     def __init__(self, root: Path, index: RegistryIndex) -> None:
         self._root = root
@@ -26,13 +26,18 @@ class LocalJournal:
         self.journal = Journal(FolderRecords(root))
 
     def check_index(self, model_id: str) -> None:
-        """Inside a transaction and before it adds an event. Raises PreconditionFailed (INDEX_BEHIND): the journal has it already."""
+        """Check that the journal has no record of the next event. Call it in a transaction before an event is added.
+
+        Raises PreconditionFailed (INDEX_BEHIND).
+        """
         if self.journal.has(model_id, self._index.num_events(model_id) + 1):
             raise index_behind(self._root, model_id)
 
     def follow(self, model_id: str) -> None:
-        """Write what the journal lacks at its end. What cannot be written now is logged and written by the next that calls this:
-        it has happened, and the index says so."""
+        """Append the records that the journal lacks at its end.
+
+        A failure is logged and not raised, because the events are committed in the index. The next call writes the records.
+        """
         try:
             num_events = self._index.num_events(model_id)
             recorded = num_events
@@ -43,7 +48,7 @@ class LocalJournal:
             _not_written(model_id, error)
 
     def open(self) -> None:
-        """Compare the whole journal with the index and write what is missing, wherever. Raises PreconditionFailed (INDEX_BEHIND)."""
+        """Compare the whole journal with the index and write all missing records. Raises PreconditionFailed (INDEX_BEHIND)."""
         for model_id in sorted({*self._index.models(), *self.journal.models()}):
             self._check(model_id)
             try:
@@ -56,14 +61,14 @@ class LocalJournal:
             raise index_behind(self._root, model_id)
 
     def complete(self, model_id: str) -> None:
-        """Every record that is not there."""
+        """Write every missing record."""
         there = set(self.journal.sequences(model_id))
         if len(there) < self._index.num_events(model_id):
             entries = self._index.entries(model_id, after=0)
             self._append([entry for entry in entries if entry.sequence not in there])
 
     def mend(self, model_id: str) -> None:
-        """Every record that is damaged or not there, from the index."""
+        """Write every damaged or missing record from the index."""
         for entry in self._index.entries(model_id, after=0):
             try:
                 self.journal.read(model_id, entry.sequence)
@@ -79,8 +84,8 @@ class LocalJournal:
 
 def index_behind(root: Path, model_id: str) -> PreconditionFailed:
     return PreconditionFailed(
-        f"index.db of {root} is older than the journal beside it, which records more of {model_id!r} (was it restored from a"
-        f" backup?): `neap routers rebuild-index --registry {root}` brings it up to date",
+        f"index.db of {root} is older than its journal, which has more records of {model_id!r} (was index.db restored from a"
+        f" backup?); `neap routers rebuild-index --registry {root}` brings it up to date",
         reason="INDEX_BEHIND",
         metadata={"model_id": model_id},
     )

@@ -1,4 +1,4 @@
-"""Making a folder's index.db anew from its journal, as `neap routers rebuild-index` does."""
+"""Rebuilds a folder's index.db from its journal, for `neap routers rebuild-index`."""
 
 import json
 from collections.abc import Callable
@@ -24,14 +24,16 @@ Blobs = Callable[[VersionRecord], dict[str, str]]
 
 
 def rebuild_folder(root: Path) -> dict[str, ModelState]:
-    """What the index holds afterwards, by model. An index that can be read is changed in one transaction, safe while services run;
-    one that is missing or damaged is replaced, which needs the folder for itself, and kept beside it as index.db.replaced.
+    """Rebuild the index and return its new state by model.
+
+    A readable index is changed in one transaction, which is safe while services run. A missing or damaged index is replaced, which
+    needs exclusive use of the folder; the old file is kept as index.db.replaced.
 
     Raises NotFound (no journal), Corrupt (the journal is damaged; the index stays as it is), PreconditionFailed
     (REGISTRY_IN_USE, SCHEMA_TOO_NEW, FOREIGN_DATABASE), Unavailable, Exhausted.
     """
     if not root.is_dir():
-        raise NotFound(f"there is no folder {root}")
+        raise NotFound(f"the folder {root} does not exist")
     try:
         index = RegistryIndex(root / INDEX_NAME, before_create=_refuse)
     except (Corrupt, _Missing) as error:
@@ -57,7 +59,7 @@ def _refuse() -> None:
 
 def _refill(root: Path, index: RegistryIndex) -> dict[str, ModelState]:
     local = LocalJournal(root, index)
-    # Writers wait meanwhile: what is committed is in the index now, and nothing more comes before its end.
+    # Writers wait during the transaction, so no event is committed between reading the index and refilling it.
     with index.database.transaction() as connection:
         for model_id in index.models():
             if not local.journal.has(model_id, index.num_events(model_id) + 1):
@@ -93,13 +95,13 @@ def _replace(root: Path, why: Exception) -> dict[str, ModelState]:
         if error.reason != "LOCKED":
             raise
         raise PreconditionFailed(
-            f"a service or a command has {root} open: stop it first, because an {INDEX_NAME} that cannot be read is replaced",
+            f"a service or a command has {root} open; stop it first, because the unreadable {INDEX_NAME} must be replaced",
             reason="REGISTRY_IN_USE",
         ) from error
 
 
 def _move(database: Path, target: Path | None) -> None:
-    """With its side files, the database itself last; None removes them."""
+    """Move the database and its side files, the database last. `target` None removes them."""
     for ending in reversed(_SIDE_FILES):
         path = database.with_name(database.name + ending)
         if target is not None and path.exists():
@@ -119,8 +121,8 @@ def _read(root: Path, journal: Journal) -> tuple[list[Entry], dict[str, ModelSta
         records += entries
     if not records:
         raise NotFound(
-            f"{root} has no journal to make an index of: nothing was ever published into it, or by a neap that kept none."
-            f" Restore {INDEX_NAME} from a backup",
+            f"{root} has no journal from which to rebuild an index: nothing was published into it, or only by a neap without a"
+            f" journal. Restore {INDEX_NAME} from a backup",
             reason="NO_JOURNAL",
         )
     return sorted(records, key=lambda entry: entry.event or 0), states
@@ -130,7 +132,7 @@ def _blobs_of(root: Path) -> Blobs:
     store = ContentStore(root, step=lambda name: None)
 
     def blobs(version: VersionRecord) -> dict[str, str]:
-        """Name -> digest; of a damaged manifest they are not known."""
+        """Return name -> digest, empty for a damaged manifest."""
         try:
             manifest = json.loads(store.read("manifests", version.manifest_digest))
         except Corrupt as error:

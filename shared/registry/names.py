@@ -1,4 +1,4 @@
-"""What models, aliases, blobs and requests may be called. Strict, so that every backend can use names as keys and paths."""
+"""Checks names of models, aliases, blobs and requests. The rules are strict so that every backend can use names as keys and paths."""
 
 import re
 from collections.abc import Iterable
@@ -17,42 +17,45 @@ MAX_NOTE_CHARACTERS = 2000
 
 
 def check_model_id(model_id: str) -> str:
-    """Up to four segments parted by '/', each beginning with a letter or digit. Raises InvalidInput (BAD_MODEL_ID)."""
+    """Check a model id: up to four segments separated by '/', each beginning with a letter or digit.
+
+    Raises InvalidInput (BAD_MODEL_ID).
+    """
     if len(model_id) > MAX_MODEL_ID_CHARACTERS or not _MODEL_ID.fullmatch(model_id):
         raise InvalidInput(
-            f"model id {model_id[:MAX_MODEL_ID_CHARACTERS]!r} is not valid: up to four segments parted by '/', each of"
-            f" letters, digits, '.', '_' and '-' and beginning with a letter or digit, {MAX_MODEL_ID_CHARACTERS} characters"
-            " at most",
+            f"model id {model_id[:MAX_MODEL_ID_CHARACTERS]!r} is not valid: it must have up to four segments separated by '/',"
+            " each of letters, digits, '.', '_' and '-' and beginning with a letter or digit, and at most"
+            f" {MAX_MODEL_ID_CHARACTERS} characters",
             reason="BAD_MODEL_ID",
         )
     return model_id
 
 
 def check_alias(alias: str) -> str:
-    """Raises InvalidInput (BAD_ALIAS)."""
-    # An alias of digits alone would read as a version number wherever both are accepted.
+    """Check an alias. Raises InvalidInput (BAD_ALIAS)."""
+    # An alias of only digits would be read as a version number where both are accepted.
     if not _ALIAS.fullmatch(alias) or alias.isdigit() or not alias.strip("."):
         raise InvalidInput(
-            f"alias {alias[:80]!r} is not valid: 1 to 64 lower-case letters, digits, '-', '_' and '.', not digits or dots"
-            " alone",
+            f"alias {alias[:80]!r} is not valid: it must have 1 to 64 lower-case letters, digits, '-', '_' and '.', and not only"
+            " digits or only dots",
             reason="BAD_ALIAS",
         )
     return alias
 
 
 def check_blob_name(name: str) -> str:
-    """Raises InvalidInput (BAD_BLOB_NAME)."""
+    """Check the name of a blob. Raises InvalidInput (BAD_BLOB_NAME)."""
     if len(name) > MAX_BLOB_NAME_CHARACTERS or not _BLOB.fullmatch(name):
         raise InvalidInput(
-            f"blob name {name[:MAX_BLOB_NAME_CHARACTERS]!r} is not valid: letters, digits, '.', '_' and '-', beginning with"
-            " a letter or digit",
+            f"blob name {name[:MAX_BLOB_NAME_CHARACTERS]!r} is not valid: it must have letters, digits, '.', '_' and '-' and"
+            " begin with a letter or digit",
             reason="BAD_BLOB_NAME",
         )
     return name
 
 
 def check_request_id(request_id: str) -> str:
-    """Raises InvalidInput (BAD_REQUEST_ID)."""
+    """Check a request id. Raises InvalidInput (BAD_REQUEST_ID)."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
         raise InvalidInput(
             f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters",
@@ -62,7 +65,7 @@ def check_request_id(request_id: str) -> str:
 
 
 def check_note(text: str, field: str) -> str:
-    """`actor` or `reason` of a change. Raises InvalidInput (NOTE_TOO_LONG, BAD_NOTE)."""
+    """Check the `actor` or `reason` of a change. Raises InvalidInput (NOTE_TOO_LONG, BAD_NOTE)."""
     return check_plain_text(
         text,
         field,
@@ -73,19 +76,19 @@ def check_note(text: str, field: str) -> str:
 
 
 def check_alias_change(alias: str, actor: str, reason: str) -> None:
-    """What a change of an alias is told. Raises InvalidInput."""
+    """Check the arguments of an alias change. Raises InvalidInput."""
     check_alias(alias)
     check_note(actor, "actor")
     check_note(reason, "reason")
 
 
 def check_publication(model_id: str, request_id: str, actor: str) -> None:
-    """What a publication is told beside its contents. Raises InvalidInput."""
+    """Check the arguments of a publication other than its contents. Raises InvalidInput."""
     check_model_id(model_id)
     check_request_id(request_id)
     check_note(actor, "actor")
 
 
 def unique_aliases(aliases: Iterable[str]) -> tuple[str, ...]:
-    """Checked, in order, without repeats."""
+    """Check aliases and return them in order without duplicates."""
     return tuple(dict.fromkeys(check_alias(alias) for alias in aliases))

@@ -1,11 +1,11 @@
-"""A bucket of immutable objects: written only where nothing is (If-None-Match: *), content read back and checked.
+"""A bucket of immutable objects, which are created only if absent (If-None-Match: *). Contents are read back and checked.
 
-neap-registry.json                      which registry this is, and its schema
+neap-registry.json                      id and schema of the registry
 blobs/sha256/ab/<hex>                   content, named by its digest
 manifests/sha256/ab/<hex>
 models/<model id, '/' as '!'>/journal/<20 digits>.json     see journal.py
-requests/<sha256 of a request id>.json  the model a request id belongs to
-sweep.json                              while unnamed content is removed, see lease.py; the only object that changes
+requests/<sha256 of a request id>.json  the model to which a request id belongs
+sweep.json                              exists while a sweep runs, see lease.py; the only object that changes
 """
 
 import threading
@@ -59,11 +59,11 @@ class StoredContent:
 
 
 class ObjectStore:
-    """Methods raise Unavailable (OBJECT_STORE_UNAVAILABLE, OBJECT_STORE_REFUSED), and are safe to call from several threads."""
+    """A thread-safe client of the bucket. Methods raise Unavailable (OBJECT_STORE_UNAVAILABLE, OBJECT_STORE_REFUSED)."""
 
     def __init__(self, address: SharedAddress, *, step: StepHook = lambda name: None) -> None:
         self._step = step
-        # Large content takes its time; whether a record is there must be known soon.
+        # Requests for small records have a short timeout; large contents may take longer.
         self._small = _client(address, OBJECT_STORE_RECORD_S, OBJECT_STORE_RECORD_S)
         self._large = _client(address, OBJECT_STORE_CONTENT_S, OBJECT_STORE_STALL_S)
         self._sending = _client(address, OBJECT_STORE_CONTENT_S, OBJECT_STORE_SENDING_STALL_S)
@@ -71,20 +71,23 @@ class ObjectStore:
         self._lock = threading.Lock()
 
     def registry_id(self) -> str:
-        """Made by the first client. Raises PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES), Corrupt."""
+        """Return the id of the registry, which the first client creates.
+
+        Raises PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES), Corrupt.
+        """
         found = self.get(_MARKER)
         if found is None:
             made = seal({"schema_version": SCHEMA_VERSION, "registry_id": uuid.uuid4().hex})
             if self.create(_MARKER, made) and self.create(_MARKER, made):
                 raise PreconditionFailed(
-                    "the object store overwrites what it was told to keep (If-None-Match): a registry needs one that does not",
+                    "the object store ignores If-None-Match and overwrites objects; a registry needs conditional writes",
                     reason="NO_CONDITIONAL_WRITES",
                 )
             found = self.get(_MARKER)
         record = open_sealed(found or b"", _MARKER)
         if record["schema_version"] > SCHEMA_VERSION:
             raise PreconditionFailed(
-                "the registry was written by a newer neap: upgrade neap, or use another bucket or prefix",
+                "the registry was written by a newer neap; upgrade neap, or use another bucket or prefix",
                 reason="SCHEMA_TOO_NEW",
                 metadata={
                     "found": str(record["schema_version"]),
@@ -94,7 +97,7 @@ class ObjectStore:
         return str(record["registry_id"])
 
     def put_content(self, kind: Kind, data: bytes) -> str:
-        """Store and read back. Returns the digest. What is there but does not match its name is replaced. Raises Corrupt."""
+        """Store `data`, read it back and return its digest. A damaged object under this digest is replaced. Raises Corrupt."""
         digest = digest_of(data)
         path = _content_path(kind, digest)
         there = self._get(self._large, path)
@@ -105,7 +108,7 @@ class ObjectStore:
             if there is not None:
                 obstore.put(self._sending, path, data, use_multipart=False)
             else:
-                # Another publisher of the same bytes may be faster; they are read back all the same.
+                # Another publisher of the same bytes may be faster. They are read back in any case.
                 with suppress(AlreadyExistsError):
                     obstore.put(self._sending, path, data, mode="create", use_multipart=False)
         self._step(f"written:{kind}")
@@ -114,13 +117,17 @@ class ObjectStore:
         return digest
 
     def read_blob(self, digest: str, size_bytes: int | None = None) -> bytes:
-        """Checked at every read; of another size than `size_bytes` it is not even read. Raises Corrupt with metadata
-        expected_digest and actual_digest ("" when gone or not read)."""
+        """Read a blob and check its digest. A blob of another size than `size_bytes` is not read.
+
+        Raises Corrupt with metadata expected_digest and actual_digest ("" if it is missing or was not read).
+        """
         return self._read_content("blobs", digest, size_bytes)
 
     def read_manifest(self, digest: str, *, is_fresh: bool = False) -> bytes:
-        """Checked when read; the last used stay in memory, because every request asks for one. `is_fresh`: not from memory.
-        Raises Corrupt."""
+        """Read a manifest and check its digest. Raises Corrupt.
+
+        The last used manifests stay in memory, because every request needs one. `is_fresh` bypasses the memory.
+        """
         with self._lock:
             if digest in self._manifests and not is_fresh:
                 self._manifests.move_to_end(digest)
@@ -162,7 +169,7 @@ class ObjectStore:
         return data
 
     def claim(self, request_id: str, model_id: str) -> str:
-        """The model that `request_id` belongs to from now on: `model_id`, or who came first."""
+        """Assign `request_id` to `model_id` unless it is already assigned. Returns the model to which it belongs."""
         path = f"requests/{digest_of(request_id.encode()).removeprefix('sha256:')}.json"
         record = {"request_id": request_id, "model_id": model_id}
         if self.create(path, seal(record)):
@@ -170,7 +177,10 @@ class ObjectStore:
         return str(open_sealed(self.get(path) or b"", path)["model_id"])
 
     def create(self, path: str, data: bytes) -> bool:
-        """Whether it was not there before. A repeated attempt after a lost answer may say False of its own success."""
+        """Create an object. Returns False if it already exists.
+
+        If an answer is lost and the attempt repeated, the result may be False although this call created the object.
+        """
         with _errors():
             try:
                 obstore.put(self._small, path, data, mode="create", use_multipart=False)
@@ -179,7 +189,7 @@ class ObjectStore:
         return True
 
     def get(self, path: str) -> bytes | None:
-        """A small object, or None."""
+        """Return a small object, or None if it does not exist."""
         return self._get(self._small, path)
 
     def _get(
@@ -190,7 +200,7 @@ class ObjectStore:
         *,
         max_bytes: int | None = None,
     ) -> bytes | None:
-        """None where nothing is, or something of another size than `size_bytes` or above `max_bytes`, which is not read then."""
+        """Return an object. None if it does not exist, or, without reading it, if its size is not `size_bytes` or above `max_bytes`."""
         with _errors():
             try:
                 answer = obstore.get(client, path)
@@ -212,17 +222,17 @@ class ObjectStore:
         return True
 
     def replace(self, path: str, data: bytes) -> None:
-        """For the one kind of object that changes: a lease."""
+        """Overwrite an object. Only for leases, the only objects that change, and damaged records."""
         with _errors():
             obstore.put(self._small, path, data, use_multipart=False)
 
     def remove(self, path: str) -> None:
-        """Whether it is there or not."""
+        """Remove an object. Does nothing if it does not exist."""
         with _errors(), suppress(FileNotFoundError):
             obstore.delete(self._small, path)
 
     def last_modified_s(self, path: str) -> float:
-        """Unix seconds by the store's clock. Raises Unavailable when it is gone, too."""
+        """Return the time of the last write in Unix seconds by the store's clock. Raises Unavailable, also if the object is missing."""
         with _errors():
             return obstore.head(self._small, path)["last_modified"].timestamp()
 
@@ -230,7 +240,7 @@ class ObjectStore:
         return self.exists(_content_path(kind, digest))
 
     def contents(self, kind: Kind) -> Iterator[StoredContent]:
-        """All there is of a kind."""
+        """Iterate over all contents of a kind."""
         with _errors():
             for page in obstore.list(self._small, f"{kind}/sha256/"):
                 for entry in page:
@@ -240,11 +250,11 @@ class ObjectStore:
                         yield StoredContent(digest, entry["size"], written_s)
 
     def remove_content(self, kind: Kind, digest: str) -> None:
-        """For whoever holds the lease."""
+        """Remove a content. Only for the holder of the lease."""
         self.remove(_content_path(kind, digest))
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
-        """What lies in `folder`, in order, from the name that follows `after`."""
+        """List the names in `folder` in order, beginning after `after`."""
         with _errors():
             found: list[str] = []
             offset = f"{folder}/{after}" if after else None
@@ -253,14 +263,14 @@ class ObjectStore:
             return sorted(found)
 
     def folders(self, folder: str) -> list[str]:
-        """The folders in `folder`, in order."""
+        """List the folders in `folder` in order."""
         with _errors():
             found = obstore.list_with_delimiter(self._small, f"{folder}/")["common_prefixes"]
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
 
 def _client(address: SharedAddress, timeout_s: int, stall_s: int) -> S3Store:
-    # What the URL does not say is left to the library, which reads AWS_* variables.
+    # Settings that the URL does not give are left to the library, which reads AWS_* variables.
     config: S3Config = {}
     options: ClientConfig = {
         "connect_timeout": f"{OBJECT_STORE_CONNECT_S}s",
@@ -296,7 +306,7 @@ def _content_path(kind: Kind, digest: str) -> str:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    # The library's texts hold addresses and parts of answers: they stay in the chained exception.
+    # The library's texts may contain addresses and parts of answers, so they stay in the chained exception.
     try:
         yield
     except (PermissionDeniedError, UnauthenticatedError) as error:

@@ -1,11 +1,11 @@
-"""A shared registry's index in Redis 6.2 or later, or Valkey: fast to ask, and nothing that the journal could not restore.
+"""The index of a shared registry in Redis 6.2 or later, or Valkey. It can be rebuilt completely from the journal.
 
 Two keys per model, with one hash tag, so that a cluster keeps them on one node:
 
     neap:{<model>}:index    hash: registry, applied, versions, events, aliases (JSON), version:<n> (JSON), request:<id>
     neap:{<model>}:events   stream: ids are <event number>-0, field "event" holds JSON
 
-Everything about a model is in one hash, so a server that drops keys drops all of it at once, which is noticed and repaired.
+A model's whole index is in one hash. A server that evicts keys therefore drops all of it at once, which is detected and repaired.
 """
 
 import json
@@ -69,12 +69,15 @@ log = structlog.get_logger("neap.registry")
 
 
 class IndexDamaged(Exception):
-    """The index of a model holds what cannot be read. Its text is for the log."""
+    """The index of a model cannot be read. The text is for the log."""
 
 
 class RedisIndex:
-    """Methods raise Unavailable (REDIS_UNAVAILABLE, REDIS_REFUSED, ...) and Exhausted (REDIS_FULL), within bounded time, and those
-    that read IndexDamaged."""
+    """The index in Redis. Every call has a bounded duration.
+
+    Methods raise Unavailable (REDIS_UNAVAILABLE, REDIS_REFUSED, ...) and Exhausted (REDIS_FULL). Methods that read also raise
+    IndexDamaged.
+    """
 
     def __init__(self, address: SharedAddress) -> None:
         options: dict[str, Any] = {
@@ -90,12 +93,12 @@ class RedisIndex:
             if address.is_cluster:
                 self._client: Any = redis.RedisCluster.from_url(address.redis_url, **options)
             else:
-                # Everything sent is safe to send again. Once, so that a server that hangs is known to within seconds.
+                # All commands are safe to repeat. One retry, so that a hanging server is detected within seconds.
                 retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 1)
                 self._client = redis.Redis.from_url(address.redis_url, retry=retry, **options)
 
     def check(self) -> None:
-        """That somebody answers. Warns of a server that drops keys when its memory is full."""
+        """Check that the server answers. Logs a warning if it evicts keys when its memory is full."""
         with _errors():
             self._client.ping()
         try:
@@ -108,11 +111,11 @@ class RedisIndex:
             )
 
     def belong_to(self, registry_id: str) -> None:
-        """Before anything else is asked: whose index this must be."""
+        """Set the id of the registry to which the index must belong. Call it before any query."""
         self._registry_id = registry_id
 
     def state(self, model_id: str) -> ModelState:
-        """Empty when the model is not in the index. Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
+        """Return the model's state, empty if it is not in the index. Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
         names = ("registry", "applied", "versions", "events", "aliases")
         with _errors(), _parsed():
             owner, *counts, aliases = self._client.hmget(_keys(model_id)[0], names)
@@ -128,7 +131,7 @@ class RedisIndex:
             raise _foreign()
 
     def versions(self, model_id: str, numbers: Sequence[int]) -> list[VersionRecord]:
-        """In the order asked for. Raises IndexDamaged where there is none."""
+        """Return the records in the order of `numbers`. Raises IndexDamaged if one is missing."""
         if not numbers:
             return []
         fields = [version_field(number) for number in numbers]
@@ -144,28 +147,28 @@ class RedisIndex:
             return None if found is None else int(found)
 
     def events(self, model_id: str, after: int) -> list[tuple[int, dict[str, Any]]]:
-        """The next page of events, numbered. Raises IndexDamaged where the stream does not hold what the index says it should."""
+        """Return the next page of events with their numbers. Raises IndexDamaged if the stream does not match the index."""
         with _errors(), _parsed():
             expected, found, rows = self._client.eval(
                 _EVENTS, 2, *_keys(model_id), f"{after + 1}-0", _EVENT_PAGE
             )
             if expected != found:
-                raise IndexDamaged(f"{found} events, not {expected}")
+                raise IndexDamaged(f"{found} events instead of {expected}")
             page = [(int(number.split(b"-")[0]), json.loads(values[1])) for number, values in rows]
             if not all(event.keys() & {"version", "change"} for _, event in page):
-                raise IndexDamaged("an event that says nothing")
+                raise IndexDamaged("an event without data")
             return page
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
-        """Until there is an event past `after`, or `timeout_s` (at most REDIS_WAIT_S) have passed."""
+        """Wait until there is an event after `after`, for at most `timeout_s` and at most REDIS_WAIT_S."""
         block_ms = max(1, round(min(timeout_s, REDIS_WAIT_S) * 1000))
         with _errors():
             self._client.xread({_keys(model_id)[1]: f"{after}-0"}, count=1, block=block_ms)
 
     def advance(self, model_id: str, step: Advance, *, replace_at: int | None = None) -> int:
-        """Everything in `step` or nothing: nothing when the index is not where `step` begins. Returns where it is now.
+        """Apply all of `step` atomically if the index is at the record where `step` begins. Returns the record where it is now.
 
-        `replace_at`: instead, replace an index that is there by `step`, which begins at nothing.
+        With `replace_at`, replace an index that is at that record by `step`, which begins at an empty index.
         """
         state = step.state
         aliases = json.dumps([change_to_record(change) for change in state.aliases.values()])
@@ -190,8 +193,10 @@ class RedisIndex:
         return now_at
 
     def replace(self, model_id: str, step: Advance) -> None:
-        """Whatever is there by `step`, which begins at nothing, in one step. Raises PreconditionFailed where it is another
-        registry's."""
+        """Replace the index atomically by `step`, which begins at an empty index.
+
+        Raises PreconditionFailed if the index belongs to another registry.
+        """
         self.advance(model_id, step, replace_at=_ANYWHERE)
 
     def close(self) -> None:
@@ -204,7 +209,7 @@ def _keys(model_id: str) -> tuple[str, str]:
 
 def _foreign() -> PreconditionFailed:
     return PreconditionFailed(
-        "the Redis database holds the index of another registry: use another database, or delete its keys neap:*",
+        "the Redis database contains the index of another registry; use another database, or delete its keys neap:*",
         reason="INDEX_OF_ANOTHER_REGISTRY",
     )
 
@@ -233,7 +238,7 @@ def _errors() -> Iterator[None]:
 
 @contextmanager
 def _parsed() -> Iterator[None]:
-    """Around what reads an answer: fields that are missing, of another form, or no JSON."""
+    """Convert errors of parsing an answer (missing fields, wrong types, invalid JSON) to IndexDamaged."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

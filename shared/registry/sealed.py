@@ -1,6 +1,6 @@
-"""Small records that carry their own digest, so that a reader notices what was cut short or changed.
+"""Small records that contain their own digest, so that a reader detects truncated or changed records.
 
-A sealed record is canonical JSON of {"digest": "sha256:..", "record": {...}}; the digest is that of the record's canonical JSON.
+A sealed record is canonical JSON of {"digest": "sha256:..", "record": {...}}. The digest is that of the record's canonical JSON.
 """
 
 import json
@@ -12,12 +12,12 @@ from shared.registry.canonical import canonical_json, digest_of
 
 
 def seal(record: Mapping[str, Any]) -> bytes:
-    """Raises InvalidInput for what JSON cannot hold."""
+    """Encode a record with its digest. Raises InvalidInput for values that JSON cannot represent."""
     return canonical_json({"digest": digest_of(canonical_json(record)), "record": record})
 
 
 def open_sealed(data: bytes, name: str) -> dict[str, Any]:
-    """The record. `name` is for people. Raises Corrupt with metadata expected_digest and actual_digest."""
+    """Decode and check a record. `name` is for messages. Raises Corrupt with metadata expected_digest and actual_digest."""
     expected = actual = ""
     try:
         outer = json.loads(data)

@@ -1,7 +1,7 @@
-"""The shared registry: an object store holds the truth, Redis answers for it. For several machines.
+"""The shared registry for several machines: an object store holds all data, and Redis holds an index of it for fast queries.
 
-Publishing is blobs, read back, manifest, one journal record, then the index: the record is the moment at which it has happened,
-the index the moment at which it is seen (docs/decisions/009). Whoever comes next applies records that a publisher left behind.
+A publication stores and reads back the blobs and the manifest, writes one journal record, and then updates the index. It is final
+with the record and visible with the index (docs/decisions/009). If a publisher dies in between, the next client applies its record.
 """
 
 import json
@@ -58,8 +58,10 @@ log = structlog.get_logger("neap.registry")
 
 
 class SharedRegistry(AliasOperations):
-    """`Registry` over Redis and a bucket. `freshness_s`: how often at most a model's journal is asked for records that the index
-    lacks, because their writer died or Redis lost what it had.
+    """A `Registry` over Redis and a bucket.
+
+    At most once every `freshness_s` seconds per model, the journal is checked for records that the index lacks because their writer
+    died or Redis lost data.
 
     `step` is called with the name of each step of a publication, for fault injection in tests. Raises Unavailable,
     PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES).
@@ -94,11 +96,14 @@ class SharedRegistry(AliasOperations):
         aliases: Sequence[str] = ("latest",),
         actor: str = "",
     ) -> PublishedVersion:
-        """See `Registry.publish`. A repeated request moves no alias again. After Unavailable it may have happened: repeat it."""
+        """See `Registry.publish`. A repeated request moves no alias.
+
+        After Unavailable the publication may have succeeded; repeat the request to find out.
+        """
         check_publication(model_id, request_id, actor)
         names = unique_aliases(aliases)
         if names:
-            check_passed(manifest, "what is to be published")
+            check_passed(manifest, "the router to be published")
         encoded = encode_manifest(manifest, blobs)
         digest = digest_of(encoded)
         size_bytes = sum(map(len, blobs.values()))
@@ -127,7 +132,7 @@ class SharedRegistry(AliasOperations):
             committed = self._index.commit(model_id, propose, give_up_at)
             done = committed.published if isinstance(committed, Entry) else committed
             assert done is not None
-        # Of the same digest, so nothing need be read: it has happened, whatever becomes of the object store.
+        # The manifest has the same digest, so it is not read again: the publication is final even if the object store fails now.
         return version_of(model_id, done, json.loads(encoded))
 
     def _store(self, blobs: Mapping[str, bytes], manifest: bytes) -> None:
@@ -136,8 +141,11 @@ class SharedRegistry(AliasOperations):
         self._objects.put_content("manifests", manifest)
 
     def _keep(self, blobs: Mapping[str, bytes], manifest: bytes) -> float:
-        """Waits for a sweep to end and restores what it has removed. Returns until when (monotonic) no other removes any of it.
-        Raises Unavailable (REGISTRY_BUSY) where that takes longer than SWEEP_WAIT_S."""
+        """Wait for a running sweep to end and store again what it removed.
+
+        Returns the time (monotonic seconds) until which no other sweep can remove the contents. Raises Unavailable (REGISTRY_BUSY)
+        if the sweep takes longer than SWEEP_WAIT_S.
+        """
         give_up_at = time.monotonic() + SWEEP_WAIT_S
         watch = LeaseWatch(self._objects)
         contents: list[tuple[Kind, str]] = [("manifests", digest_of(manifest))]
@@ -147,7 +155,7 @@ class SharedRegistry(AliasOperations):
             if watch.is_held():
                 if asked_at >= give_up_at:
                     raise Unavailable(
-                        f"a sweep has been under way for {SWEEP_WAIT_S:g} s", reason="REGISTRY_BUSY"
+                        f"a sweep has been running for {SWEEP_WAIT_S:g} s", reason="REGISTRY_BUSY"
                     )
                 time.sleep(SWEEP_POLL_S)
                 continue
@@ -165,7 +173,7 @@ class SharedRegistry(AliasOperations):
         return record
 
     def _claim(self, request_id: str, model_id: str) -> None:
-        # A cluster cannot look for a request in all models at once; the object store can say whose it is.
+        # A Redis cluster cannot search all models for a request, so the object store records the model of each request.
         owner = self._objects.claim(request_id, model_id)
         if owner != model_id:
             self._index.state(owner)
@@ -211,7 +219,7 @@ class SharedRegistry(AliasOperations):
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
     ) -> list[PublishedVersion]:
-        """`limit` is in [1, 1000]. Raises InvalidInput."""
+        """See `Registry.list_versions`. `limit` is in [1, 1000]. Raises InvalidInput."""
         check_model_id(model_id)
         check_limit(limit)
         newest = self._index.state(model_id).num_versions
@@ -263,7 +271,7 @@ class SharedRegistry(AliasOperations):
     def events(
         self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
     ) -> Iterator[RegistryEvent]:
-        """In order; ends with the newest there is. Numbers count within the model, and are the same after a rebuild."""
+        """Iterate over events in order up to the newest. Numbers count within the model and stay the same after a rebuild."""
         check_model_id(model_id)
         after_event = min(max(after_event, 0), _LARGEST_EVENT - 1)
         give_up_at = time.monotonic() + timeout_s
@@ -297,16 +305,16 @@ class SharedRegistry(AliasOperations):
                     yield RegistryEvent(number, self._listed(model_id, record))
 
     def models(self) -> list[str]:
-        """Every model that has something published."""
+        """List all models with a published router."""
         return self._index.models()
 
     def rebuild(self, model_id: str) -> ModelState:
-        """The index of one model anew from its journal, in one step: readers see the old or the new. Raises Corrupt, NotFound."""
+        """Rebuild a model's index from its journal. Atomic: readers see the old or the new index. Raises Corrupt, NotFound."""
         check_model_id(model_id)
         return self._index.rebuild(model_id)
 
     def sweep(self, *, grace_s: float = GRACE_S, is_rehearsal: bool = False) -> Sweep:
-        """See `shared.registry.sweep.sweep`. Takes a minute and a half at least, for which publications wait."""
+        """See `shared.registry.sweep.sweep`. Takes at least a minute and a half, during which publications wait."""
         return sweep(self._objects, grace_s=grace_s, is_rehearsal=is_rehearsal)
 
     def close(self) -> None:

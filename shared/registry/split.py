@@ -1,4 +1,4 @@
-"""Which requests of an alias its canary gets: the same ones on every worker, and again when a request is repeated."""
+"""Decides which requests of an alias its canary gets. The choice is the same on every worker and for a repeated request."""
 
 import hashlib
 
@@ -8,14 +8,14 @@ _SCALE = 1000
 
 
 def takes_canary(request_id: str, model_id: str, alias: str, canary: Canary) -> bool:
-    """Whether this request is among the canary's share.
+    """Return whether this request belongs to the canary's share.
 
-    A keyed hash (BLAKE2b, RFC 7693) puts the request at one of 1000 places, of which the canary has the first ones: a share
-    that grows keeps the requests it has. The key is model, alias and candidate, so that another rollout tries other requests
-    first, and who is in one says nothing about who is in the next.
+    A keyed hash (BLAKE2b, RFC 7693) maps the request to one of 1000 places, and the canary has the first `share_per_mille` places. A
+    growing share therefore keeps its requests. The key consists of model, alias and canary version, so another rollout selects other
+    requests, independently of this one.
     """
     scope = f"{model_id}\0{alias}\0{canary.version}".encode()
-    # The key may have 64 bytes at most, and model ids may be longer.
+    # A BLAKE2b key has at most 64 bytes, and model ids may be longer.
     key = hashlib.blake2b(scope, digest_size=32).digest()
     digest = hashlib.blake2b(request_id.encode(), key=key, digest_size=8).digest()
     # 2**64 places folded onto 1000: the error is below 1e-16.

@@ -1,4 +1,4 @@
-"""What a model's journal adds up to, and what each record adds to the index."""
+"""Derives a model's state, and the updates of its index, from journal records."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,10 @@ from shared.registry.journal import Entry, change_to_record
 
 @dataclass(frozen=True)
 class ModelState:
-    """After the first `applied` records. `aliases`: the last change of each. Events are numbered from 1 to `num_events`."""
+    """A model's state after the first `applied` records.
+
+    `aliases` has the last change of each alias. Events are numbered from 1 to `num_events`.
+    """
 
     applied: int = 0
     num_versions: int = 0
@@ -21,7 +24,7 @@ class ModelState:
 
 @dataclass(frozen=True)
 class Advance:
-    """From the state after `before` records to `state`: `fields` of the index to set and `events` to append, all as JSON."""
+    """The update from the state after `before` records to `state`: index `fields` to set and `events` to append, all as JSON."""
 
     before: int
     state: ModelState
@@ -30,7 +33,7 @@ class Advance:
 
 
 def advance(state: ModelState, entries: Sequence[Entry]) -> Advance:
-    """Apply records in order. Deterministic, so whoever applies them comes to the same index. Raises Corrupt."""
+    """Apply records in order. Deterministic, so every client computes the same index. Raises Corrupt."""
     before = state.applied
     num_versions, aliases = state.num_versions, dict(state.aliases)
     fields: dict[str, str] = {}
@@ -52,7 +55,7 @@ def advance(state: ModelState, entries: Sequence[Entry]) -> Advance:
             events.append(json.dumps({"change": change_to_record(change)}))
         if not fits:
             raise Corrupt(
-                f"record {entry.sequence} of the journal of {entry.model_id!r} does not follow from those before it",
+                f"record {entry.sequence} of the journal of {entry.model_id!r} contradicts earlier records",
                 reason="JOURNAL_INCONSISTENT",
                 metadata={"model_id": entry.model_id, "sequence": str(entry.sequence)},
             )

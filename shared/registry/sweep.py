@@ -1,8 +1,8 @@
-"""Removing from a bucket what no record names: contents of publications that never ended.
+"""Removes contents from a bucket that no record names, which unfinished publications left behind.
 
-A publisher may be about to name contents that lie there unnamed, so a sweep holds a lease which publishers look for after they have
-stored and before they record (docs/decisions/009). Whoever looked before the lease was there records within COMMIT_S or not
-at all; the sweep waits that long before it reads the journals.
+A publisher may be about to record contents that no record names yet. Therefore a sweep holds a lease, for which publishers check after
+storing contents and before writing their record (docs/decisions/009). A publisher that checked before the lease existed writes its
+record within COMMIT_S or not at all, and the sweep waits that long before it reads the journals.
 """
 
 import json
@@ -18,7 +18,7 @@ from shared.registry.object_store import ObjectStore
 from shared.timeouts import COMMIT_S
 
 GRACE_S = 24 * 3600.0
-# The last request of a publisher may take this much longer than COMMIT_S.
+# The last request of a publisher may end this many seconds after COMMIT_S.
 REQUEST_MARGIN_S = 30.0
 
 log = structlog.get_logger("neap.registry")
@@ -26,8 +26,11 @@ log = structlog.get_logger("neap.registry")
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was found, and removed unless it was a rehearsal. `num_young`: unnamed, but in grace. `num_kept`: unnamed and old, but
-    perhaps named by a manifest that cannot be read, of which there are `num_damaged`."""
+    """The result of a sweep. In a rehearsal nothing was removed.
+
+    `num_named` objects are in use. `num_young` are unused but within the grace period. `num_kept` are unused and old, but may belong
+    to one of the `num_damaged` manifests that cannot be read.
+    """
 
     num_named: int
     num_removed: int
@@ -45,13 +48,13 @@ def sweep(
     settle_s: float | None = None,
     dead_s: float = DEAD_S,
 ) -> Sweep:
-    """Removes blobs and manifests that no journal names and that were last written more than `grace_s` ago, by the store's clock.
+    """Remove blobs and manifests that no journal names and that were last written more than `grace_s` seconds ago by the store's clock.
 
-    Where a manifest is damaged it is not known which blobs it names: no blob is removed then. Raises InvalidInput, Conflict
-    (SWEEP_RUNNING), Unavailable, and Corrupt where a journal cannot be read: nothing is removed then.
+    If a manifest is damaged, no blob is removed, because its blobs are unknown. Raises InvalidInput, Conflict (SWEEP_RUNNING),
+    Unavailable, and Corrupt if a journal cannot be read, in which case nothing is removed.
     """
     if grace_s < 0:
-        raise InvalidInput(f"the grace is {grace_s} s; it must not be negative")
+        raise InvalidInput(f"the grace period is {grace_s} s; it must not be negative")
     with Lease(objects).held(dead_s=dead_s) as lease:
         lease.wait(COMMIT_S + REQUEST_MARGIN_S if settle_s is None else settle_s)
         named, num_damaged = _named(objects, lease)
@@ -79,7 +82,7 @@ def sweep(
 
 
 def _named(objects: ObjectStore, lease: Lease) -> tuple[dict[Kind, set[str]], int]:
-    """Digests that the journals name, and how many of the manifests among them are damaged."""
+    """Return the digests that the journals name, and how many of their manifests are damaged."""
     journal = Journal(objects)
     manifests: set[str] = set()
     for model_id in journal.models():

@@ -1,4 +1,4 @@
-"""From the index' record of a version to the version with its manifest, also where that is damaged; alike for every backend."""
+"""Reads versions with their manifests, intact or damaged, from the records of the index. Shared by all backends."""
 
 import json
 from abc import ABC, abstractmethod
@@ -12,17 +12,17 @@ from shared.registry.journal import VersionRecord
 
 
 class VersionReader(ABC):
-    """`damages`: errors of reading one manifest that concern its version alone. All others concern the whole store."""
+    """Reads versions. `damages` are the errors that concern only the manifest that was read. Others concern the whole store."""
 
     damages: ClassVar[tuple[type[NeapError], ...]] = (Corrupt,)
 
     @abstractmethod
     def _read_manifest(self, digest: str, *, is_fresh: bool) -> bytes:
-        """Digest checked. `is_fresh`: from where it is stored, whatever is kept in memory. Raises Corrupt, Unavailable."""
+        """Read a manifest and check its digest. `is_fresh` bypasses caches in memory. Raises Corrupt, Unavailable."""
 
     @abstractmethod
     def _find_record(self, model_id: str, version: int) -> VersionRecord:
-        """Raises NotFound, Corrupt."""
+        """Return the record of a version. Raises NotFound, Corrupt."""
 
     def get(self, model_id: str, version: int) -> PublishedVersion:
         """See `Registry.get`."""
@@ -35,15 +35,17 @@ class VersionReader(ABC):
         return version_of(model_id, record, manifest)
 
     def _listed(self, model_id: str, record: VersionRecord) -> PublishedVersion:
-        """Where the manifest is damaged, without it and with `damage`."""
+        """Return the version. If its manifest is damaged, `manifest` is empty and `damage` is set."""
         try:
             return self._version(model_id, record)
         except self.damages as error:
             return version_of(model_id, record, {}, damage=error.message)
 
     def _check_sound(self, model_id: str, version: int, *, must_pass: bool) -> None:
-        """Before an alias names it. Raises NotFound, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED, where it
-        `must_pass` the checks that it records)."""
+        """Check that an alias may name the version. Raises NotFound, Corrupt (VERSION_DAMAGED).
+
+        With `must_pass` it also raises PreconditionFailed (CHECKS_FAILED) if the version records a failed check.
+        """
         record = self._find_record(model_id, version)
         try:
             manifest = self._version(model_id, record, is_fresh=True).manifest
@@ -68,7 +70,7 @@ def version_of(
 
 
 def version_damaged(model_id: str, version: int, error: Corrupt) -> Corrupt:
-    """Why no alias may name `version`. `error`: what reading it raised."""
+    """The error for naming a damaged `version`. `error` is the error of reading it."""
     return Corrupt(
         f"version {version} of {model_id!r} is damaged, so no alias may name it: {error.message}."
         " Name another version, or publish the same contents again",

@@ -1,1 +1,1 @@
-"""What both services and their clients share about gRPC: errors, interceptors, serving, a small client."""
+"""gRPC code shared by both services and their clients: errors, interceptors, serving, a small client."""

@@ -1,4 +1,4 @@
-"""Who may call what: asked for every call before its message is looked at."""
+"""Decides who may call which method. Every call is checked before its request message is read."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ _SCHEME = "bearer "
 
 
 class Access:
-    """`tokens_file` None: everybody may call everything. `refusals` counts refused calls by reason.
+    """Checks the token of each call. If `tokens_file` is None, everybody may call everything.
 
-    The file is looked at for every call, so a token that is taken out of it is refused from the next call on; calls at work go on.
-    Raises InvalidInput (BAD_TOKENS_FILE, BAD_CONFIGURATION).
+    The file is read again for every call. A token that was removed from it is refused from the next call on; running calls go on.
+    `refusals` counts refused calls by reason. Raises InvalidInput (BAD_TOKENS_FILE, BAD_CONFIGURATION).
     """
 
     def __init__(self, tokens_file: Path | None = None) -> None:
@@ -34,7 +34,10 @@ class Access:
     def judge(
         self, method: str, metadata: Iterable[tuple[str, str | bytes]]
     ) -> Caller | NeapError | None:
-        """The caller of `method` ("/package.Service/Method"), None where nobody asks, or the error to refuse the call with."""
+        """Check a call of `method` ("/package.Service/Method").
+
+        Returns the caller, or the error with which to refuse the call. None means that no token is required.
+        """
         if self.files is None or method.startswith(OPEN_METHODS):
             return None
         self.files.refresh()
@@ -49,16 +52,18 @@ def _caller(entries: Iterable[TokenEntry], metadata: Iterable[tuple[str, str | b
     values = [value for key, value in metadata if key == AUTHORIZATION_KEY]
     if not values:
         raise Unauthenticated(
-            "the call carries no token: send 'authorization: Bearer TOKEN'", reason="TOKEN_MISSING"
+            "the call has no token: send 'authorization: Bearer TOKEN'", reason="TOKEN_MISSING"
         )
     value = values[0]
-    # Of several, a proxy before the service may have checked another than the service would.
+    # With several values, a proxy in front of the service might check one and the service another.
     if len(values) > 1 or not isinstance(value, str) or not value[:7].lower() == _SCHEME:
-        raise Unauthenticated("authorization must be one 'Bearer TOKEN'", reason="TOKEN_MALFORMED")
+        raise Unauthenticated(
+            "authorization must be a single 'Bearer TOKEN'", reason="TOKEN_MALFORMED"
+        )
     token = value[len(_SCHEME) :].strip()
     caller = find_caller(entries, token) if len(token) <= MAX_TOKEN_CHARACTERS else None
     if caller is None:
-        raise Unauthenticated("the token is not known here", reason="TOKEN_UNKNOWN")
+        raise Unauthenticated("the service does not know this token", reason="TOKEN_UNKNOWN")
     return caller
 
 

@@ -1,4 +1,4 @@
-"""Addresses to listen on and to call: how they are parted, and which of them never leave this machine."""
+"""Parses addresses to listen on or to call and tells which of them are on this machine."""
 
 import ipaddress
 import re
@@ -10,7 +10,7 @@ from shared.errors import InvalidInput, Unavailable
 
 
 def parse_listen(listen: str) -> tuple[str, int]:
-    """(host, port) of "HOST:PORT". Raises InvalidInput."""
+    """Split "HOST:PORT" into (host, port). Raises InvalidInput."""
     host, _, port = listen.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
         raise InvalidInput(f"listen address is {listen!r}; it must be HOST:PORT")
@@ -18,7 +18,7 @@ def parse_listen(listen: str) -> tuple[str, int]:
 
 
 def bind(server: Any, listen: str, credentials: grpc.ServerCredentials | None = None) -> int:
-    """The port that `server` now has; without `credentials` it speaks plain text. Raises InvalidInput, Unavailable."""
+    """Bind `server` to `listen` and return its port. Without `credentials` it serves plain text. Raises InvalidInput, Unavailable."""
     parse_listen(listen)
     try:
         if credentials is None:
@@ -33,7 +33,7 @@ def bind(server: Any, listen: str, credentials: grpc.ServerCredentials | None = 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine for sure. A name other than localhost is not: who answers for it may change."""
+    """Return whether `host` is certainly this machine. Names other than localhost are not, because they may resolve elsewhere."""
     bare = host.removeprefix("[").removesuffix("]")
     if bare == "localhost":
         return True
@@ -44,9 +44,9 @@ def is_loopback(host: str) -> bool:
 
 
 def is_loopback_target(target: str) -> bool:
-    """Whether all of what a channel to `target` may call is this machine. What is not understood is not.
+    """Return whether all addresses of `target` are on this machine. False if an address cannot be interpreted.
 
-    `target` is what gRPC takes: HOST:PORT, dns:///HOST:PORT, ipv4:ADDRESS:PORT,ADDRESS:PORT, ipv6:.., unix:PATH.
+    `target` has one of gRPC's forms: HOST:PORT, dns:///HOST:PORT, ipv4:ADDRESS:PORT,ADDRESS:PORT, ipv6:.., unix:PATH.
     """
     if target.startswith(("unix:", "unix-abstract:")):
         return True

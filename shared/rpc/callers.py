@@ -1,4 +1,4 @@
-"""Who calls, as far as somebody vouches for it, and what they may do."""
+"""The authenticated caller of a call and the caller's roles."""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -12,7 +12,7 @@ MAX_IDENTITY_CHARACTERS = 200
 
 
 class Role(StrEnum):
-    """No role holds another: a token lists all it may do."""
+    """What a caller may do. No role includes another; a token lists all of its roles."""
 
     GENERATE = "generate"
     CALIBRATE = "calibrate"
@@ -21,7 +21,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Caller:
-    """`name`: a token's, or "certificate:" and what a client certificate says. The two cannot be mistaken for each other."""
+    """`name` is the name of a token, or "certificate:" and the name in a client certificate. No token name begins like that."""
 
     name: str
     roles: frozenset[Role]
@@ -31,19 +31,19 @@ _caller: ContextVar[Caller | None] = ContextVar("neap_caller", default=None)
 
 
 def current_caller() -> Caller | None:
-    """Of the call this task serves. None outside a call, and where nobody vouches for callers."""
+    """Return the caller of the call that this task serves. None outside a call, and if callers are not authenticated."""
     return _caller.get()
 
 
 def set_current_caller(caller: Caller | None) -> None:
-    """For the rest of this task, which gRPC makes for one call alone."""
+    """Set the caller for the rest of this task. gRPC creates one task per call."""
     _caller.set(caller)
 
 
 def certificate_caller(context: Any) -> Caller | None:
-    """The caller that a client certificate of this connection names; None without one. It has every role.
+    """Return the caller named by the client certificate of this connection, with every role. None without a certificate.
 
-    The name is the first the certificate is for (a SPIFFE id, a DNS name, ..), or else its common name.
+    The name is the certificate's first subject alternative name (a SPIFFE id, a DNS name, ..), or else its common name.
     """
     identities: Sequence[bytes] = context.peer_identities() or ()
     if not identities:
@@ -54,9 +54,9 @@ def certificate_caller(context: Any) -> Caller | None:
 
 
 def client_of(context: Any) -> str:
-    """What limits per client count by: the caller's name, or the address a call comes from where nobody vouches for names.
+    """Return the key for limits per client: the caller's name, or the peer address if callers are not authenticated.
 
-    Of an address the port is left out: ipv4:10.0.0.7, ipv6:[::1], unix:/path.
+    The address has no port: ipv4:10.0.0.7, ipv6:[::1], unix:/path.
     """
     caller = current_caller()
     if caller is not None:
@@ -66,7 +66,10 @@ def client_of(context: Any) -> str:
 
 
 def recorded_actor(claimed: str) -> str:
-    """Who to name in a history: the caller, then in brackets whom the caller says it acts for. Unverified: `claimed` alone."""
+    """Return the name to record in a history: the caller and, in brackets, the person the caller claims to act for.
+
+    If callers are not authenticated, this is `claimed` alone, unverified.
+    """
     caller = current_caller()
     if caller is None:
         return claimed
@@ -74,7 +77,7 @@ def recorded_actor(claimed: str) -> str:
 
 
 def require_role(role: Role, action: str) -> None:
-    """For what only some requests of a method need. Raises PermissionDenied (reason ROLE_MISSING)."""
+    """Check a role that only some requests of a method need. Raises PermissionDenied (reason ROLE_MISSING)."""
     caller = current_caller()
     if caller is not None and role not in caller.roles:
         raise PermissionDenied(

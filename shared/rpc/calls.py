@@ -1,4 +1,4 @@
-"""The calls a server is at work on, so that they can be ended with a reason the client can read."""
+"""Tracks the running calls of a server, so that they can be ended with a reason that the client can read."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,23 +11,23 @@ ALL = ("/",)
 
 
 class OpenCalls:
-    """Belongs to one event loop. gRPC's own `stop` would end calls without saying why."""
+    """The running calls of one event loop. gRPC's own `stop` would end calls without a reason."""
 
     def __init__(self) -> None:
         self._methods: dict[asyncio.Task[Any], str] = {}
         self._ended: set[asyncio.Task[Any]] = set()
-        self._is_over = False
+        self._refuses_calls = False
         self._idle, self._has_begun = asyncio.Event(), asyncio.Event()
         self._idle.set()
-        self._untold = 0
-        self._all_told = asyncio.Event()
-        self._all_told.set()
+        self._num_unanswered = 0
+        self._all_answered = asyncio.Event()
+        self._all_answered.set()
 
     def __len__(self) -> int:
         return len(self._methods)
 
     async def idle_for(self, seconds: float) -> None:
-        """Returns once no handler has been at work for so long."""
+        """Return once no handler has run for `seconds`."""
         while True:
             await self._idle.wait()
             self._has_begun.clear()
@@ -38,14 +38,14 @@ class OpenCalls:
 
     @contextmanager
     def one(self, method: str) -> Iterator[None]:
-        """Around the handler of a call of `method` ("/package.Service/Method"), in the call's own task.
+        """Track a call of `method` ("/package.Service/Method") while its handler runs in the block, in the call's own task.
 
-        Raises Unavailable (reason SHUTTING_DOWN) in place of the cancellation when `end` ended the call, and at once when `end`
-        has ended all calls before.
+        Raises Unavailable (reason SHUTTING_DOWN) instead of the cancellation if `end` ends the call. Raises it at once if `end` has
+        already ended all calls.
         """
         task = asyncio.current_task()
         assert task is not None
-        if self._is_over:
+        if self._refuses_calls:
             raise stopping()
         self._methods[task] = method
         self._idle.clear()
@@ -65,30 +65,30 @@ class OpenCalls:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Around all of a call, its answer or status included, in the call's own task: `all_told` waits for it."""
-        self._untold += 1
-        self._all_told.clear()
+        """Track a whole call, including the sending of its answer or status, for `all_told`. In the call's own task."""
+        self._num_unanswered += 1
+        self._all_answered.clear()
         try:
             yield
         finally:
-            self._untold -= 1
-            if not self._untold:
-                self._all_told.set()
+            self._num_unanswered -= 1
+            if not self._num_unanswered:
+                self._all_answered.set()
 
     async def all_told(self, timeout_s: float) -> bool:
-        """Returns once no call is open, or after `timeout_s`; whether none is."""
+        """Wait until every call has been answered, for at most `timeout_s`. Returns False after the timeout."""
         try:
-            await asyncio.wait_for(self._all_told.wait(), timeout_s)
+            await asyncio.wait_for(self._all_answered.wait(), timeout_s)
         except TimeoutError:
             return False
         return True
 
     def end(self, prefixes: tuple[str, ...] = ALL) -> int:
-        """End the calls of methods that start with one of `prefixes`, each with UNAVAILABLE. How many there were.
+        """End the calls of methods that start with one of `prefixes` with UNAVAILABLE. Returns the number of these calls.
 
-        Once all methods have been ended, calls that come later are refused in the same way.
+        After the calls of all methods have been ended, later calls are refused in the same way.
         """
-        self._is_over = self._is_over or prefixes == ALL
+        self._refuses_calls = self._refuses_calls or prefixes == ALL
         tasks = [task for task, method in self._methods.items() if method.startswith(prefixes)]
         for task in tasks:
             self._ended.add(task)
@@ -97,7 +97,7 @@ class OpenCalls:
 
 
 def stopping() -> Unavailable:
-    """What a call is told that the end of the server ends."""
+    """Return the error for a call that ends because the server stops."""
     return Unavailable(
         "the service is stopping; the call may be repeated elsewhere", reason="SHUTTING_DOWN"
     )

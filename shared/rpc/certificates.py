@@ -1,4 +1,4 @@
-"""The certificate a server shows, and the authority whose clients it lets in, from files that may be rotated while it runs."""
+"""A server's certificate and the authority of its clients, read from files that may be rotated while the server runs."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from shared.rpc.watched_files import WatchedFiles
 
 @dataclass(frozen=True)
 class Certificate:
-    """Checked: the key is that of the first certificate, which has not expired. `expiry_time_s` in Unix seconds."""
+    """A checked certificate: the key matches the first certificate, which has not expired. `expiry_time_s` is in Unix seconds."""
 
     configuration: Any
     expiry_time_s: float
@@ -29,8 +29,8 @@ class Certificate:
 class ServerCertificate:
     """PEM files `certificate` (the server's own first, then intermediates), `key`, and `client_authority` for mutual TLS.
 
-    They are looked at again at every new connection: what is on disk then holds for it, or, where that does not fit together, what
-    was good last. Connections that are open stay as they are. Raises InvalidInput (BAD_CERTIFICATE, BAD_CONFIGURATION).
+    The files are read again for every new connection. If they cannot be used or do not match, the last usable version is used. Open
+    connections are not affected. Raises InvalidInput (BAD_CERTIFICATE, BAD_CONFIGURATION).
     """
 
     def __init__(self, certificate: Path, key: Path, client_authority: Path | None = None) -> None:
@@ -45,7 +45,7 @@ class ServerCertificate:
         return self.files.value.expiry_time_s
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port`. gRPC asks on threads of its own, before each handshake."""
+        """Return credentials for `add_secure_port`. gRPC calls back on its own threads before each handshake."""
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
             self.files.value.configuration,
             self._changed,
@@ -54,7 +54,7 @@ class ServerCertificate:
         return credentials
 
     def _changed(self) -> Any:
-        """The configuration for the next handshake; None: as before, which gRPC's stubs do not know."""
+        """Return the configuration for the next handshake. None, which gRPC's stubs do not declare, means no change."""
         return self.files.value.configuration if self.files.refresh() else None
 
 
@@ -79,16 +79,16 @@ def _certificates(path: Path, data: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(data)
     except ValueError as error:
-        raise _bad(f"{path} holds no whole certificate in PEM form") from error
+        raise _bad(f"{path} contains no complete certificate in PEM form") from error
 
 
 def _key(path: Path, data: bytes) -> Any:
     try:
         return load_pem_private_key(data, password=None)
-    except TypeError as error:  # which is how the library says so
-        raise _bad(f"{path} is encrypted; the key must come without a password") from error
-    except Exception as error:  # ValueError, UnsupportedAlgorithm: nothing of it may be shown
-        raise _bad(f"{path} holds no private key in PEM form") from error
+    except TypeError as error:  # raised by the library for an encrypted key
+        raise _bad(f"{path} is encrypted; the key must have no password") from error
+    except Exception as error:  # ValueError, UnsupportedAlgorithm, whose texts may quote the key
+        raise _bad(f"{path} contains no private key in PEM form") from error
 
 
 def _public_bytes(holder: Any) -> bytes:

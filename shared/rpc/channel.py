@@ -1,4 +1,4 @@
-"""How a client reaches a service: encrypted or not, and with which token."""
+"""Opens a client's channel to a service, with TLS and a token as configured."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +16,12 @@ from shared.rpc.watched_files import read_capped
 
 @dataclass(frozen=True)
 class ClientSecurity:
-    """`ca`, `certificate` and `key` are PEM files, read once per channel. `tls` alone trusts what this machine trusts.
+    """A client's TLS and token settings.
 
-    `token_file` is read anew for every call, so that a rotated token is found. `server_name` is what the server's certificate must
-    be for, where that is not the address called. `allow_plaintext_token`: beyond loopback, too.
+    `ca`, `certificate` and `key` are PEM files, read once per channel. `tls` alone trusts the authorities that this machine trusts.
+    `server_name` is the name that the server's certificate must be valid for, if it differs from the address. `token_file` is read
+    again for every call, so a rotated token is used at once. `allow_plaintext_token` allows sending the token without TLS beyond
+    loopback.
     """
 
     tls: bool = False
@@ -36,22 +38,26 @@ class ClientSecurity:
         return self.tls or self.ca is not None or self.certificate is not None
 
     def read_token(self) -> str:
-        """ "" for none. Raises InvalidInput (BAD_TOKEN) for what no header can hold, and for files that cannot be read."""
+        """Return the token, empty if there is none.
+
+        Raises InvalidInput: BAD_TOKEN for an empty file or characters that a header cannot carry, BAD_CONFIGURATION for a file that
+        cannot be read.
+        """
         token = self.token
         if self.token_file is not None:
-            # A token is ASCII; anything else is found below.
+            # A token is ASCII. latin-1 decodes any byte, and the check below rejects the others.
             token = read_capped(self.token_file).decode("latin-1").strip()
             if not token:
                 raise InvalidInput(f"{self.token_file} is empty", reason="BAD_TOKEN")
         if not (token.isascii() and token.isprintable()) or " " in token:
-            raise InvalidInput("the token holds characters that no token has", reason="BAD_TOKEN")
+            raise InvalidInput("the token contains invalid characters", reason="BAD_TOKEN")
         return token
 
 
 def open_channel(
     target: str, security: ClientSecurity, options: Sequence[tuple[str, Any]] = ()
 ) -> grpc.Channel:
-    """A channel on which every call carries the token. `target` is HOST:PORT or whatever else gRPC takes.
+    """Open a channel on which every call carries the token. `target` is HOST:PORT or any other form that gRPC accepts.
 
     Raises InvalidInput: TOKEN_OVER_PLAIN_TEXT for a token that would leave this machine unencrypted, BAD_TOKEN, and
     BAD_CONFIGURATION for files that cannot be used.
@@ -64,12 +70,12 @@ def open_channel(
     else:
         if has_token and not (security.allow_plaintext_token or is_loopback_target(target)):
             raise InvalidInput(
-                f"the token would go to {target} in plain text: set NEAP_CLIENT_CA or NEAP_CLIENT_TLS, or, where something else"
-                " encrypts the way, NEAP_ALLOW_PLAINTEXT_TOKENS",
+                f"the token would be sent to {target} in plain text: set NEAP_CLIENT_CA or NEAP_CLIENT_TLS, or, if something else"
+                " encrypts the connection, NEAP_ALLOW_PLAINTEXT_TOKENS",
                 reason="TOKEN_OVER_PLAIN_TEXT",
             )
         if has_token and not security.allow_plaintext_token:
-            # Where http_proxy is set, gRPC would send even loopback's calls through that proxy.
+            # If http_proxy is set, gRPC would send even calls to loopback through that proxy.
             options = (*options, ("grpc.enable_http_proxy", 0))
         channel = grpc.insecure_channel(target, options=options)
     return grpc.intercept_channel(channel, _TokenSender(security)) if has_token else channel

@@ -1,8 +1,8 @@
 """A small synchronous client of neap's services, for the command line and for scripts.
 
-Every method raises NeapError as the service raised it (`shared.rpc.status.from_rpc_error`). Repeated on UNAVAILABLE are only calls
-that may be repeated: unary ones that change nothing or are idempotent by id, generations that have brought no token yet, and
-streams whose first message holds the whole state.
+Every method raises NeapError as the service raised it (`shared.rpc.status.from_rpc_error`). On UNAVAILABLE the client repeats only
+calls that are safe to repeat: unary calls that change nothing or are idempotent by id, generations that have returned no token yet,
+and streams whose first message carries the whole state.
 """
 
 import secrets
@@ -31,12 +31,12 @@ T = TypeVar("T")
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
-    # Retries are decided here, call by call.
+    # This module decides about retries, call by call.
     ("grpc.enable_retries", 0),
-    # A service that was started anew is found as soon as that.
+    # A restarted service is found within this time.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A service whose machine has vanished, or that hangs, closes no connection.
+    # Detects a service that hangs or whose machine is gone, because it does not close its connections.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
@@ -45,11 +45,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 
 class NeapClient:
-    """One channel; the service behind it may be a worker, a calibrator, or both. Thread-safe.
+    """A client of one target, which may be a worker, a calibrator, or both. Thread-safe.
 
-    `target` is HOST:PORT or whatever else gRPC takes: of several addresses, "ipv4:10.0.0.7:7071,10.0.0.8:7071", the first that
-    answers is used. `timeout_s` bounds every unary call. `num_attempts` counts the first try. `security` None: plain text, no
-    token. Raises InvalidInput as `open_channel` does.
+    `target` is HOST:PORT or any other form that gRPC accepts. Of several addresses, "ipv4:10.0.0.7:7071,10.0.0.8:7071", the first
+    that answers is used. `timeout_s` is the deadline of every unary call. `num_attempts` includes the first attempt. Without
+    `security` the connection is plain text and has no token. Raises InvalidInput as `open_channel` does.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class NeapClient:
         self.close()
 
     def is_serving(self, service: str = "") -> bool:
-        """Whether the health check of `service` ("" for all) says SERVING. Raises Unavailable when nobody answers."""
+        """Return whether the health check of `service` ("" for the whole server) says SERVING. Raises Unavailable without an answer."""
         request = health_pb2.HealthCheckRequest(service=service)
         reply = _called(lambda: self._health.Check(request, timeout=self._timeout_s))
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     def wait_ready(self, service: str = "", *, timeout_s: float = 60.0) -> None:
-        """Return once `service` is SERVING. Raises Unavailable (reason NOT_READY) after `timeout_s`."""
+        """Wait until `service` is SERVING. Raises Unavailable (reason NOT_READY) after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -115,9 +115,10 @@ class NeapClient:
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> GenerationStream:
-        """Started, token chunks, Finished; `timeout_s` bounds them all. Repeated only before the first token: see GenerationStream.
+        """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
 
-        A repeated call has the same request id, so where an alias has a canary it meets the same version. None given: a new one.
+        The call is repeated only before the first token: see GenerationStream. A repeated call has the same `request_id`, so it gets
+        the same version from an alias with a canary. None makes a new id.
         """
         metadata = ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)),)
         return GenerationStream(
@@ -141,7 +142,7 @@ class NeapClient:
     def create_calibration(
         self, spec: calibration_pb2.CalibrationSpec, *, request_id: str
     ) -> calibration_pb2.Calibration:
-        """Idempotent by `request_id`."""
+        """Create a job. Idempotent by `request_id`."""
         request = calibration_pb2.CreateCalibrationRequest(request_id=request_id, spec=spec)
         reply: calibration_pb2.CreateCalibrationResponse = self._unary(
             self._calibration.CreateCalibration, request
@@ -156,7 +157,7 @@ class NeapClient:
         return reply.calibration
 
     def list_calibrations(self, model_id: str = "") -> Iterator[calibration_pb2.Calibration]:
-        """Newest first, page by page. All models if `model_id` is empty."""
+        """Iterate over jobs, newest first, page by page. An empty `model_id` means all models."""
         page_token = ""
         while True:
             request = calibration_pb2.ListCalibrationsRequest(
@@ -178,7 +179,7 @@ class NeapClient:
         return reply.calibration
 
     def watch_calibration(self, calibration_id: str) -> Iterator[calibration_pb2.Calibration]:
-        """The job now, then every change until it has ended. Taken up again when the connection breaks."""
+        """Yield the job now and after every change until it ends. Watching resumes after a lost connection."""
         request = calibration_pb2.WatchCalibrationRequest(calibration_id=calibration_id)
         while True:
             first, call = self._retrying(
@@ -189,13 +190,13 @@ class NeapClient:
                     yield reply.calibration
                 return
             except Unavailable:
-                # The first message of a watch is the whole state, so nothing is lost by asking again.
+                # The first message of a watch carries the whole state, so a repeated call loses nothing.
                 continue
 
     # routers
 
     def list_versions(self, model_id: str) -> Iterator[router_pb2.RouterVersion]:
-        """Newest first, page by page, without the manifests."""
+        """Iterate over the versions, newest first, page by page, without the manifests."""
         page_token = ""
         while True:
             request = router_pb2.ListVersionsRequest(model_id=model_id, page_token=page_token)
@@ -208,13 +209,13 @@ class NeapClient:
     def get_version(
         self, model_id: str, *, version: int | None = None, alias: str | None = None
     ) -> router_pb2.RouterVersion:
-        """By exactly one of `version` and `alias`."""
+        """Return one version, selected by exactly one of `version` and `alias`."""
         request = router_pb2.GetVersionRequest(model_id=model_id, version=version, alias=alias)
         reply: router_pb2.GetVersionResponse = self._unary(self._router.GetVersion, request)
         return reply.version
 
     def list_aliases(self, model_id: str) -> list[router_pb2.Alias]:
-        """In alphabetical order."""
+        """Return the aliases in alphabetical order."""
         request = router_pb2.ListAliasesRequest(model_id=model_id)
         reply: router_pb2.ListAliasesResponse = self._unary(self._router.ListAliases, request)
         return list(reply.aliases)
@@ -229,7 +230,10 @@ class NeapClient:
         actor: str = "",
         reason: str = "",
     ) -> router_pb2.AliasChange:
-        """Compare-and-swap when `expected_version` is given. Never repeated: a lost answer would look like a lost race."""
+        """Point an alias at a version. With `expected_version` this is a compare-and-swap.
+
+        Never repeated, because after a lost answer the repeated call would fail as if another caller had changed the alias.
+        """
         request = router_pb2.SetAliasRequest(
             model_id=model_id,
             alias=alias,
@@ -242,12 +246,12 @@ class NeapClient:
         return reply.change
 
     def set_canary(self, request: router_pb2.SetCanaryRequest) -> router_pb2.AliasChange:
-        """Never repeated, as `set_alias`."""
+        """Set or end a canary. Never repeated, for the reason given for `set_alias`."""
         reply: router_pb2.SetCanaryResponse = self._once(self._router.SetCanary, request)
         return reply.change
 
     def promote_canary(self, request: router_pb2.PromoteCanaryRequest) -> router_pb2.AliasChange:
-        """Never repeated: a lost answer would look as if there had been no canary."""
+        """Promote a canary. Never repeated, because after a lost answer the repeated call would find no canary."""
         reply: router_pb2.PromoteCanaryResponse = self._once(self._router.PromoteCanary, request)
         return reply.change
 
@@ -260,7 +264,7 @@ class NeapClient:
         actor: str = "",
         reason: str = "",
     ) -> router_pb2.AliasChange:
-        """Never repeated: it would go back twice."""
+        """Undo the last change of an alias. Never repeated, because the repeated call would undo another change."""
         request = router_pb2.RollbackAliasRequest(
             model_id=model_id,
             alias=alias,
@@ -272,7 +276,7 @@ class NeapClient:
         return reply.change
 
     def alias_history(self, model_id: str, alias: str) -> list[router_pb2.AliasChange]:
-        """Newest first."""
+        """Return the changes of an alias, newest first."""
         request = router_pb2.GetAliasHistoryRequest(model_id=model_id, alias=alias)
         reply: router_pb2.GetAliasHistoryResponse = self._unary(
             self._router.GetAliasHistory, request
@@ -297,7 +301,7 @@ def _called(call: Callable[[], T]) -> T:
 
 
 def _opened(call: Any) -> tuple[Any, Any]:
-    """The first message (None if there is none) and the rest of the stream."""
+    """Return the first message (None if there is none) and the rest of the stream."""
     return next(call, None), call
 
 

@@ -1,4 +1,4 @@
-"""How long a server waits for its clients."""
+"""Bounds how long a server waits for its clients."""
 
 import asyncio
 import math
@@ -11,11 +11,11 @@ import grpc.aio
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, NeapError
 from shared.rpc.calls import stopping
 
-# While the server drains: a request message that is on its way arrives within that time.
+# While the server drains, a call gets this long for its request message, which may already be under way.
 DRAIN_REQUEST_S = 0.5
 MAX_AWAITED_REQUESTS = 1000
 CANCELLATION_S = 0.05
-# While the server drains: how long a client that reads may take to make room for what is next.
+# While the server drains, a client gets this long to read enough that the next message can be sent.
 DELIVERY_TIMEOUT_S = 5.0
 _RETRY_S = 1.0
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Wait:
-    """`error` is raised when `timeout` expires."""
+    """One bounded wait. `error` is raised when `timeout` expires."""
 
     def __init__(self, timeout_s: float | None, error: NeapError) -> None:
         self.began_s = asyncio.get_running_loop().time()
@@ -31,7 +31,7 @@ class _Wait:
         self.error = error
 
     def end_by(self, when_s: float, error: NeapError) -> None:
-        """Expires at `when_s` on the loop's clock, unless it does so earlier."""
+        """Let the wait expire at `when_s` on the loop's clock, unless it expires earlier."""
         planned_s = self.timeout.when()
         if not self.timeout.expired() and (planned_s is None or when_s < planned_s):
             self.error = error
@@ -39,15 +39,15 @@ class _Wait:
 
 
 class ClientWaits:
-    """Bounds every wait for a client. Belongs to one event loop.
+    """Bounds every wait for a client of one event loop.
 
-    gRPC announces a call before its request message has arrived, and waits for that message without limit. Here a call whose
-    message has not come after `request_timeout_s` ends with DEADLINE_EXCEEDED (reason REQUEST_TIMEOUT). Of more than
-    `max_awaited` calls that wait for their message, the oldest ends with RESOURCE_EXHAUSTED (reason TOO_MANY_IDLE_CALLS), so
-    that clients which send their message always get in. `unsent` counts the calls that ended without a request, by reason.
+    gRPC starts a call before its request message has arrived and waits for that message without a limit. Here a call whose message
+    has not arrived after `request_timeout_s` ends with DEADLINE_EXCEEDED (reason REQUEST_TIMEOUT). If more than `max_awaited` calls
+    wait for their message, the oldest ends with RESOURCE_EXHAUSTED (reason TOO_MANY_IDLE_CALLS), so that clients that send their
+    message are always served. `unsent` counts the calls that ended without a request, by reason.
 
-    A write returns once gRPC has room for what is written, which for a client that does not read is never. `delivery_timeout_s`
-    is how long a write may take while the server drains.
+    A write returns once gRPC has buffer space for the message. If the client does not read, that never happens.
+    `delivery_timeout_s` bounds each write while the server drains.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class ClientWaits:
 
     @property
     def num_awaited(self) -> int:
-        """Calls whose request message has not come yet."""
+        """Number of calls whose request message has not arrived yet."""
         return len(self._requests)
 
     def drain(self) -> None:
-        """From now on wait for requests for `DRAIN_REQUEST_S` only; calls that have waited that long end now (SHUTTING_DOWN).
+        """Wait only `DRAIN_REQUEST_S` for requests from now on. Calls that have waited that long end now (SHUTTING_DOWN).
 
-        Writes that wait for a client to read get `delivery_timeout_s` from now.
+        Writes that wait for a client to read get `delivery_timeout_s` from now on.
         """
         self._is_draining = True
         now_s = asyncio.get_running_loop().time()
@@ -82,7 +82,7 @@ class ClientWaits:
             wait.end_by(wait.began_s + DRAIN_REQUEST_S, stopping())
 
     async def request(self, read: Callable[[], Awaitable[T]]) -> T:
-        """The message that `read` (`ServicerContext.read`) brings, or `grpc.aio.EOF` where the client sends no more.
+        """Return the next message from `read` (`ServicerContext.read`), or `grpc.aio.EOF` if the client sends no more.
 
         Raises DeadlineExceeded (REQUEST_TIMEOUT), Exhausted (TOO_MANY_IDLE_CALLS), Unavailable (SHUTTING_DOWN).
         """
@@ -107,16 +107,16 @@ class ClientWaits:
             self._requests.pop(wait, None)
 
     async def only_request(self, read: Callable[[], Awaitable[T]]) -> T:
-        """`request` for calls that have exactly one. Raises InvalidInput (REQUEST_MISSING) for none."""
+        """Like `request`, for calls with exactly one message. Raises InvalidInput (REQUEST_MISSING) if there is none."""
         message = await self.request(read)
         if message is grpc.aio.EOF:
-            await self._told_if_cancelled()
+            await self._raise_if_cancelled()
             self.unsent["REQUEST_MISSING"] += 1
             raise InvalidInput("the call was closed without a request", reason="REQUEST_MISSING")
         return message
 
     async def delivery(self, write: Awaitable[None], timeout_s: float | None = None) -> None:
-        """Awaits `write`, for `timeout_s` at most (None: no limit), and while the server drains for `delivery_timeout_s`.
+        """Await `write` for at most `timeout_s` (None: no limit), and for at most `delivery_timeout_s` while the server drains.
 
         Raises Exhausted (SLOW_READER).
         """
@@ -134,8 +134,8 @@ class ClientWaits:
         finally:
             self._deliveries.remove(wait)
 
-    async def _told_if_cancelled(self) -> None:
-        # gRPC reports a cancelled call as one without further messages, and an instant later cancels the task.
+    async def _raise_if_cancelled(self) -> None:
+        # For a cancelled call, gRPC first reports the end of its messages and cancels the task a moment later.
         try:
             await asyncio.sleep(CANCELLATION_S)
         except asyncio.CancelledError:
@@ -143,24 +143,25 @@ class ClientWaits:
             raise
 
     def _cancelled(self) -> None:
-        # By the client or, at the end of a drain, by the server.
+        # Cancelled by the client or, at the end of a drain, by the server.
         self.unsent["SHUTTING_DOWN" if self._is_draining else "CANCELLED"] += 1
 
 
 def _too_late(timeout_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"no request came within {timeout_s:g} s of the call's opening", reason="REQUEST_TIMEOUT"
+        f"no request arrived within {timeout_s:g} s of the start of the call",
+        reason="REQUEST_TIMEOUT",
     )
 
 
 def _too_many(limit: int) -> Exhausted:
     return Exhausted(
-        f"more than {limit} calls are open that have sent no request; the oldest is ended",
+        f"more than {limit} open calls have sent no request, so the oldest of them ends",
         reason="TOO_MANY_IDLE_CALLS",
         retry_after_s=_RETRY_S,
     )
 
 
 def slow_reader(timeout_s: float) -> Exhausted:
-    """The client has not read for that long."""
+    """Return the error for a client that has not read for `timeout_s`."""
     return Exhausted(f"the client has not read for {timeout_s:g} s", reason="SLOW_READER")

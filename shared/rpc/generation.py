@@ -1,4 +1,4 @@
-"""One generation as a client sees it, over as many calls as it takes to get the first token."""
+"""A client's stream of one generation, which repeats the call until the first token arrives."""
 
 import math
 import threading
@@ -18,10 +18,10 @@ from shared.rpc.status import from_rpc_error
 class GenerationStream(Iterator[GenerateResponse]):
     """Iterates over Started, token chunks and Finished. Raises NeapError as the service raised it.
 
-    A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a time to retry, is made again as long as it has brought no
-    chunk: sampled tokens would come out otherwise the second time, and a caller may have shown them. So Started is held back
-    until the first chunk, and is that of the call that brought it. A failure after that is raised as it is; `token_ids`
-    and `text` hold what came before. One thread iterates; any may `close`.
+    A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk has arrived.
+    Later it is not repeated, because sampling could return other tokens and the caller may have shown the first ones. Started is
+    held back until the first chunk, so it belongs to the call that delivers the tokens. Later failures are raised unchanged, and
+    `token_ids` and `text` hold what arrived before. Only one thread may iterate; any thread may `close`.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class GenerationStream(Iterator[GenerateResponse]):
         num_attempts: int = 1,
         timeout_s: float | None = None,
     ) -> None:
-        """`open_call` makes the call with the seconds that are left of `timeout_s`; the first one is made here."""
+        """`open_call` starts a call with the given deadline in seconds. The constructor starts the first call."""
         self.token_ids: list[int] = []
         self.text = ""
         self.num_attempts = 0
@@ -60,7 +60,7 @@ class GenerationStream(Iterator[GenerateResponse]):
         return event
 
     def close(self) -> None:
-        """Cancels the call; nothing more comes. Idempotent."""
+        """Cancel the call and end the iteration. Idempotent."""
         self._closed.set()
         self._call.cancel()
 
@@ -76,7 +76,7 @@ class GenerationStream(Iterator[GenerateResponse]):
         self.close()
 
     def _attempt(self) -> None:
-        """Receives up to the first event that is more than Started."""
+        """Start a call, except for the first attempt, and receive events up to the first one that is not Started."""
         if self.num_attempts:
             self._call = self._open()
         self.num_attempts += 1
@@ -84,7 +84,7 @@ class GenerationStream(Iterator[GenerateResponse]):
         try:
             while not self._held or self._held[-1].HasField("started"):
                 self._held.append(self._receive())
-        except StopIteration:  # it ended after Started, which is for the caller to judge
+        except StopIteration:  # the stream ended after Started; the caller sees that
             return
 
     def _open(self) -> Any:

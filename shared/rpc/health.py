@@ -1,4 +1,4 @@
-"""The standard health service, whole."""
+"""The standard health service, including its method List."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from grpc_health.v1 import health, health_pb2
 
 
 class HealthServicer(health.aio.HealthServicer):
-    """gRPC's own, with `List`, which that leaves out: it would end as UNKNOWN. `names` are listed; "" is the server itself."""
+    """Adds `List` to gRPC's own servicer, where the method would end as UNKNOWN. Lists `names` and "", the server itself."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
@@ -16,5 +16,5 @@ class HealthServicer(health.aio.HealthServicer):
     async def List(self, request: Any, context: Any) -> Any:  # noqa: N802
         ask = health_pb2.HealthCheckRequest
         statuses = {name: await self.Check(ask(service=name), context) for name in self._names}
-        messages: Any = health_pb2  # whose stubs are older than List
+        messages: Any = health_pb2  # the type stubs do not have List yet
         return messages.HealthListResponse(statuses=statuses)

@@ -1,4 +1,4 @@
-"""Health checks in plain text on a port of their own: a kubelet speaks no TLS and has no certificate."""
+"""Serves health checks in plain text on a separate port, because a kubelet supports no TLS and has no certificate."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from shared.rpc.addresses import bind, parse_listen
 
-# A check is a service's name.
+# A request contains only the name of a service, so messages are small.
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", 4096),
     ("grpc.so_reuseport", 0),
@@ -20,7 +20,7 @@ log = structlog.get_logger("neap.rpc")
 
 
 class HealthPort:
-    """Answers with `health`, the main server's own servicer, until `stop`. Must be made inside the running event loop."""
+    """Serves `health`, the servicer of the main server, until `stop`. Must be created inside the running event loop."""
 
     def __init__(self, listen: str, health: Any, interceptor: grpc.aio.ServerInterceptor) -> None:
         self.port = 0
@@ -29,7 +29,7 @@ class HealthPort:
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
 
     async def start(self) -> None:
-        """Raises InvalidInput for an address that is none, Unavailable when it cannot be had."""
+        """Start to serve. Raises InvalidInput for an invalid address, Unavailable if it cannot be bound."""
         host, _ = parse_listen(self._listen)
         self.port = bind(self._server, self._listen)
         await self._server.start()

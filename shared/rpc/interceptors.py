@@ -1,4 +1,4 @@
-"""What happens around every call of a service: who may, a request id, a span, one log line, and errors as rich statuses."""
+"""The interceptor around every call of a service: access check, request id, trace span, log line, and rich error statuses."""
 
 import asyncio
 import inspect
@@ -34,43 +34,43 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
 _fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fields", default=None)
 _waits: ContextVar[ClientWaits | None] = ContextVar("neap_client_waits", default=None)
-# Not what the service is there for: logged only when they fail, and never waited for.
+# Auxiliary services: their calls are logged at info level only if they fail, and a drain does not wait for them.
 SIDE_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
-# How a handler learns that nobody waits for it any more; `InternalError` is a write that failed an instant before the
-# cancellation came.
+# How a handler learns that the client is gone. `InternalError` comes from a write that failed just before the cancellation.
 CLIENT_GONE = (asyncio.CancelledError, GeneratorExit, grpc.aio.InternalError)
 
 log = structlog.get_logger("neap.rpc")
 
 
 def current_request_id() -> str:
-    """Id of the call this task serves: the client's `x-request-id`, or one made here. Empty outside a call."""
+    """Return the id of the call that this task serves: the client's `x-request-id`, or a new id. Empty outside a call."""
     return _request_id.get()
 
 
 def annotate_call(**fields: str | int | float) -> None:
-    """Adds `fields` to the log line and the span of the call this task serves. Outside a call it does nothing."""
+    """Add `fields` to the log line and the span of the call that this task serves. Does nothing outside a call."""
     known = _fields.get()
     if known is not None:
         known.update(fields)
 
 
 async def write_response(context: Any, response: Any, timeout_s: float | None = None) -> None:
-    """Writes to the client of the call this task serves, as `ClientWaits.delivery` does. Raises Exhausted (SLOW_READER)."""
+    """Send a response in the call that this task serves, bounded by `ClientWaits.delivery`. Raises Exhausted (SLOW_READER)."""
     waits = _waits.get()
     assert waits is not None, "outside of a call"
     await waits.delivery(context.write(response), timeout_s)
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps coroutine and async-generator handlers, unary and streaming.
+    """Wraps unary and streaming handlers that are coroutines or async generators.
 
-    A NeapError becomes its status, anything else INTERNAL with an id under which the traceback is logged. The request id goes
-    back in the trailing metadata. `calls`: those at work now. What `access` refuses is refused before its message is awaited.
+    A NeapError becomes its gRPC status. Any other exception becomes INTERNAL with an id under which the traceback is logged. The
+    request id is returned in the trailing metadata. `calls` tracks the running calls. `access` refuses calls before their message
+    is awaited.
 
-    gRPC is told that every method takes a stream of requests. It then calls the handler at once, and the wait for the one
-    message of a unary request is bounded by `waits` and ended by `calls` as everything else is.
+    Every method is registered with gRPC as one that takes a stream of requests. gRPC then calls the handler at once, so that `waits`
+    can bound the wait for the message of a unary request and `calls` can end it.
     """
 
     def __init__(self, access: Access | None = None, waits: ClientWaits | None = None) -> None:
@@ -108,7 +108,10 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Wrapped:
-    """`verdict`: see `Access.judge`. `takes_stream`: its handler takes an iterator of requests and not one request."""
+    """Wraps the handler of one method.
+
+    `verdict` is the result of `Access.judge`. With `takes_stream` the handler takes an iterator of requests instead of one request.
+    """
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class _Wrapped:
         return handle
 
     def generator(self, inner: Any) -> Any:
-        """A coroutine, too: in a generator, gRPC would wait for the client's reading outside of what is observed here."""
+        """Wrap an async generator in a coroutine. With a generator, gRPC would wait for slow clients outside of `_observed`."""
 
         async def handle(_: Any, context: Any) -> None:
             with self.calls.told():
@@ -151,7 +154,7 @@ class _Wrapped:
         return handle
 
     async def _request(self, context: Any) -> Any:
-        """The one message, or the iterator of messages, each well formed. Raises what `ClientWaits` and `_well_formed` raise."""
+        """Return the message, or the iterator of messages, after checking its form. Raises the errors of `ClientWaits` and `_well_formed`."""
         if self._takes_stream:
             return self._each_request(context)
         return _well_formed(await self.waits.only_request(context.read))
@@ -162,7 +165,7 @@ class _Wrapped:
 
 
 class _Malformed:
-    """Stands for bytes that are no message, until the handler can refuse them: gRPC itself would say INTERNAL."""
+    """A request that could not be parsed. The handler refuses it, because gRPC itself would answer INTERNAL."""
 
 
 def _unparsed(data: bytes) -> _Malformed:
@@ -180,7 +183,7 @@ def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _well_formed(message: Any) -> Any:
-    """Raises InvalidInput."""
+    """Return `message`. Raises InvalidInput if it could not be parsed."""
     if isinstance(message, _Malformed):
         raise InvalidInput(
             "the request is not a valid message (text must be UTF-8)", reason="MALFORMED_REQUEST"
@@ -198,7 +201,7 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
     if caller is not None:
         ids["caller"] = caller.name
     if isinstance(verdict, NeapError) and "caller" in verdict.metadata:
-        ids["caller"] = verdict.metadata["caller"]  # known, and may not
+        ids["caller"] = verdict.metadata["caller"]  # authenticated, but not permitted
     is_quiet = method.startswith(SIDE_SERVICES)
     span: Span = INVALID_SPAN
     if not is_quiet:
@@ -238,7 +241,7 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
         await _abort(context, unexpected_status(error_id), request_id)
     finally:
         end_call_span(span, code, {**fields, "request_id": request_id})
-        # The ids once more, whatever the handler has bound meanwhile.
+        # The ids are passed again because the handler may have changed the bound context variables.
         (log.debug if is_quiet and code == "OK" else log.info)(
             "call ended",
             method=method,

@@ -1,4 +1,4 @@
-"""Structured logs on stderr: one JSON object a line, or colours on a terminal. stdout stays free for what programs read."""
+"""Structured logs on stderr: one JSON object per line, or coloured text on a terminal. stdout is left to output for programs."""
 
 import logging
 import sys
@@ -12,7 +12,7 @@ from shared.plain_text import one_line
 
 
 class _StderrLogger(structlog.WriteLogger):
-    """Drops lines that cannot be written. If the disk of the log is full, the service must live on and report why it fails."""
+    """Drops lines that cannot be written, so that a service survives a full log disk and can report its errors."""
 
     def msg(self, message: str) -> None:
         with suppress(OSError):
@@ -23,9 +23,9 @@ class _StderrLogger(structlog.WriteLogger):
 
 
 def configure_logging(level: str = "info", *, json_lines: bool | None = None) -> None:
-    """Set structlog up for this process. `json_lines` None: JSON unless stderr is a terminal.
+    """Set up structlog for this process. If `json_lines` is None, lines are JSON unless stderr is a terminal.
 
-    Tracebacks come without local variables: those may hold prompts, or the password in a registry's URL.
+    Tracebacks contain no local variables, because these may hold prompts or the password in a registry's URL.
     """
     as_json = is_json(json_lines)
     processors: list[Any] = [
@@ -47,22 +47,22 @@ def configure_logging(level: str = "info", *, json_lines: bool | None = None) ->
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        # Looked up at every line: whoever replaces sys.stderr meant it.
+        # sys.stderr is looked up for every line, so that replacing it takes effect.
         logger_factory=lambda *_: _StderrLogger(real(sys.stderr)),
         cache_logger_on_first_use=False,
     )
 
 
 def is_json(json_lines: bool | None) -> bool:
-    """The meaning of `json_lines`: None chooses JSON unless stderr is a terminal."""
+    """Resolve `json_lines`: None means JSON unless stderr is a terminal."""
     return not sys.stderr.isatty() if json_lines is None else json_lines
 
 
 def real(stream: TextIO) -> TextIO:
-    """`stream` itself, or the stream that it replaces if a service logs its output (`shared.rpc.service_logs`)."""
+    """Return the underlying stream if `stream` is a LineLogger (`shared.rpc.service_logs`), otherwise `stream` itself."""
     return getattr(stream, "stream", stream)
 
 
 def _escaped(logger: Any, name: str, event: Any) -> Any:
-    """For terminals; JSON has escapes of its own. Tracebacks, which are rendered later, keep their lines."""
+    """Escape control characters for a terminal. JSON escapes them itself. Tracebacks are rendered later and keep their lines."""
     return {key: one_line(v) if isinstance(v, str) else v for key, v in event.items()}

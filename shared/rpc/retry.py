@@ -1,4 +1,4 @@
-"""Which failed calls may be made again, and after how long."""
+"""Decides which failed calls are repeated, and after how long."""
 
 import math
 import random
@@ -20,12 +20,15 @@ _backoff_s = wait_random_exponential(multiplier=0.1, max=2.0)
 
 
 def nobody_answered(error: BaseException) -> bool:
-    """For calls that may be made twice."""
+    """Whether to repeat a call that is safe to make twice."""
     return isinstance(error, Unavailable)
 
 
 def nothing_was_begun(error: BaseException) -> bool:
-    """Also a service that was full and says how long to wait. One that does not say so will not have room later, either."""
+    """Whether the service has not begun the work: nobody answered, or the service was full and gave a retry delay.
+
+    Without a retry delay, the service will not have room later either.
+    """
     if isinstance(error, Exhausted):
         return error.retry_after_s is not None
     return nobody_answered(error)
@@ -38,9 +41,9 @@ def retrying(
     deadline_s: float = math.inf,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Retrying:
-    """Makes a call up to `num_attempts` times and then raises what the last one raised.
+    """Return a Retrying that makes a call up to `num_attempts` times and then raises the error of the last attempt.
 
-    `deadline_s` in `time.monotonic()` seconds: the error is raised at once where the next attempt would come after it.
+    `deadline_s` is in `time.monotonic()` seconds. If the next attempt would be after it, the error is raised at once.
     """
 
     return Retrying(
@@ -53,7 +56,7 @@ def retrying(
 
 
 class _TooLate(stop_base):
-    """Once the next attempt would come after the deadline."""
+    """Stops if the next attempt would be after the deadline."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
@@ -63,7 +66,10 @@ class _TooLate(stop_base):
 
 
 def _wait_s(state: RetryCallState) -> float:
-    """Never less than the service asked for, and spread wider each time, so that those refused together come back apart."""
+    """Return the delay in seconds: at least the retry delay of the service, plus random jitter that grows with each attempt.
+
+    The jitter spreads clients that were refused at the same time.
+    """
     assert state.outcome is not None
     error = state.outcome.exception()
     asked_s = error.retry_after_s if isinstance(error, Exhausted) else None

@@ -1,4 +1,4 @@
-"""What protects a service: its certificate, and who may call it."""
+"""Certificate and access rules of a service, from its settings."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ log = structlog.get_logger("neap.rpc")
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """`certificate` None: plain text. The default is what a service on loopback needs: nothing."""
+    """Without a `certificate` the service uses plain text. The default, no protection, suits a service on loopback."""
 
     certificate: ServerCertificate | None = None
     access: Access = field(default_factory=Access)
@@ -27,7 +27,7 @@ class ServerSecurity:
 
 
 def open_security(settings: SecuritySettings, listen: str) -> ServerSecurity:
-    """What `settings` say for a service on `listen` (HOST:PORT).
+    """Build the security of a service on `listen` (HOST:PORT) from `settings`.
 
     Raises InvalidInput: BAD_CERTIFICATE, BAD_TOKENS_FILE, BAD_CONFIGURATION for files that cannot be used, and
     TOKENS_OVER_PLAIN_TEXT for tokens that would cross a network in plain text.
@@ -42,8 +42,8 @@ def open_security(settings: SecuritySettings, listen: str) -> ServerSecurity:
     if security.certificate is None and not is_loopback(host):
         if settings.auth_tokens is not None and not settings.allow_plaintext_tokens:
             raise InvalidInput(
-                f"tokens would reach {listen} in plain text: give --tls-cert and --tls-key, listen on loopback, or, where"
-                " something else encrypts the way (a service mesh), --allow-plaintext-tokens",
+                f"tokens would be sent to {listen} in plain text: set --tls-cert and --tls-key, listen on loopback, or, if"
+                " something else encrypts the connection (a service mesh), set --allow-plaintext-tokens",
                 reason="TOKENS_OVER_PLAIN_TEXT",
             )
         log.warning("listening without TLS beyond loopback", listen=listen)

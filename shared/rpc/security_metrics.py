@@ -1,4 +1,4 @@
-"""What a service tells Prometheus about its certificate and about calls it refused. docs/security.md explains each."""
+"""Prometheus metrics about a service's certificate and refused calls. docs/security.md explains each of them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from shared.rpc.watched_files import WatchedFiles
 
 
 class SecurityCollector(Collector):
-    """Reads `security`'s own counters when asked. Nothing is exported of what is off."""
+    """Reads the counters of `security` at each scrape. Features that are off export no metrics."""
 
     def __init__(self, security: ServerSecurity) -> None:
         self._security = security
@@ -23,14 +23,14 @@ class SecurityCollector(Collector):
             watched["certificate"] = certificate.files
             yield GaugeMetricFamily(
                 "neap_tls_certificate_expiry_time_seconds",
-                "When the certificate in use expires, in Unix time.",
+                "Expiry time of the certificate in use, in Unix seconds.",
                 value=certificate.expiry_time_s,
             )
         if access.files is not None:
             watched["tokens"] = access.files
             refused = CounterMetricFamily(
                 "neap_unauthorized_calls",
-                "Calls refused for their token or its roles, by the reason in their ErrorInfo.",
+                "Calls refused because of their token or its roles, by the reason in their ErrorInfo.",
                 labels=["reason"],
             )
             for reason, count in dict(access.refusals).items():
@@ -39,7 +39,7 @@ class SecurityCollector(Collector):
         if watched:
             reloads = CounterMetricFamily(
                 "neap_security_reloads",
-                'Changes of the files of a kind; result "refused": they could not be used, and the ones before stay.',
+                'Changes of the files of a kind. Result "refused": the new files could not be used, so the old ones stay in use.',
                 labels=["kind", "result"],
             )
             for kind, files in watched.items():

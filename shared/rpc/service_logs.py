@@ -1,4 +1,4 @@
-"""All that a service's process writes, as log lines: also what libraries log, warn of, print and draw."""
+"""Turns all output of a service's process into log lines, including logs, warnings and prints of libraries."""
 
 import atexit
 import io
@@ -14,23 +14,23 @@ import structlog
 from shared.errors import NeapError
 from shared.rpc.logs import configure_logging, is_json
 
-# Libraries that draw progress read these when they are imported.
+# Libraries with progress bars read these when they are imported.
 _NO_PROGRESS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
 }
-# gRPC's C++ core writes to the file descriptor. It reads this when the first server or channel is made.
+# gRPC's C++ core writes directly to the file descriptor. It reads this when the first server or channel is created.
 _NO_GRPC_LINES = {"GRPC_VERBOSITY": "NONE"}
-# Of other packages, warnings and errors only.
+# Packages whose log lines of every level are passed on. Of other packages only warnings and errors are.
 _OWN_PACKAGES = ("inference_service", "calibrator_service", "shared", "neap")
 
 
 def log_all_output() -> None:
-    """For the main module of a service. Unless stderr is a terminal, all that is written there becomes JSON lines.
+    """Turn everything written to stderr into JSON lines, unless stderr is a terminal. For the main module of a service.
 
-    That holds for `logging`, `warnings`, exceptions that nobody catches in any thread, and whatever prints to stderr; progress
-    bars are not drawn. A crash of the interpreter itself is written as it is. `configure_logging` sets the level.
+    This includes `logging`, `warnings`, uncaught exceptions in any thread and prints to stderr. Progress bars are switched off. A
+    crash of the interpreter itself is written unchanged. `configure_logging` sets the level.
     """
     if not is_json(None) or isinstance(sys.stderr, LineLogger):
         return
@@ -47,13 +47,13 @@ def log_all_output() -> None:
 
 
 def log_stdout() -> None:
-    """From here on what is printed is logged, too, where `log_all_output` was called. A server still prints its address."""
+    """Log what is printed to stdout from now on, if `log_all_output` is in effect. A server still prints its address."""
     if isinstance(sys.stderr, LineLogger) and not isinstance(sys.stdout, LineLogger):
         sys.stdout = _logged(sys.stdout, "neap.stdout")
 
 
 def say_why_not(error: NeapError) -> None:
-    """For a service that cannot start: a log line, or on a terminal a sentence."""
+    """Report why a service cannot start: as a log line, or as a sentence on a terminal."""
     if is_json(None):
         structlog.get_logger("neap").critical(
             "cannot start", why=error.message, reason=error.reason
@@ -63,7 +63,7 @@ def say_why_not(error: NeapError) -> None:
 
 
 class LineLogger(io.TextIOBase):
-    """Stands for a stream, and logs each line that is written to it. `stream`: the real one. Thread-safe."""
+    """Replaces a stream and logs each line that is written to it. `stream` is the replaced stream. Thread-safe."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self.stream = stream
@@ -85,7 +85,7 @@ class LineLogger(io.TextIOBase):
         return "utf-8"
 
     def write(self, text: str) -> int:
-        # A bar that is drawn anew begins with a carriage return.
+        # A progress bar that is redrawn begins with a carriage return.
         with self._lock:
             *lines, self._begun = (self._begun + text).replace("\r", "\n").split("\n")
         for line in lines:
@@ -97,7 +97,7 @@ class LineLogger(io.TextIOBase):
         self.stream.flush()
 
     def finish(self) -> None:
-        """Logs a last line that was never ended."""
+        """Log a last line that has no line end."""
         if self._begun:
             self.write("\n")
 
@@ -122,7 +122,7 @@ def _logged(stream: TextIO, name: str) -> LineLogger:
 
 
 def _log_through_structlog() -> None:
-    """Also for loggers that libraries have given handlers of their own."""
+    """Route `logging` through structlog, including loggers to which libraries have added their own handlers."""
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     for logger in loggers:
         if isinstance(logger, logging.Logger):
@@ -131,7 +131,7 @@ def _log_through_structlog() -> None:
                     logger.removeHandler(handler)
                     logger.propagate = True
     logging.root.addHandler(_Handler())
-    # What structlog's own level lets through.
+    # structlog's level filters these loggers.
     for name in _OWN_PACKAGES:
         logging.getLogger(name).setLevel(logging.DEBUG)
 

@@ -1,4 +1,4 @@
-"""A grpc.aio server that starts, answers for its health, and stops in order."""
+"""A grpc.aio server with health checks, reflection and graceful shutdown."""
 
 import asyncio
 import signal
@@ -20,28 +20,28 @@ from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
 from shared.rpc.logs import real
 from shared.rpc.security import ServerSecurity
 
-# Far above any prompt that fits a context, so that a prompt of 10 MB is refused by the service, as INVALID_ARGUMENT with a reason
-# (trying again cannot help); beyond this gRPC itself refuses with RESOURCE_EXHAUSTED before it decodes.
+# Far above any prompt that fits a context. The service itself refuses a prompt of 10 MB with INVALID_ARGUMENT and a reason, which
+# tells clients not to retry. Larger messages are refused by gRPC with RESOURCE_EXHAUSTED before they are decoded.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Two processes on one port would silently share its connections.
+    # Otherwise two processes on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
-    # A peer that vanished without closing the connection must hold neither a slot nor the connection for ever.
+    # A peer that disappears without closing the connection must not hold a slot or the connection forever.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Clients may ping as often as that.
+    # Clients may ping this often.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    # What may pile up here for a client that does not read, beyond the window the client itself grants.
+    # Bytes buffered here for a client that does not read, in addition to its flow-control window.
     ("grpc.http2.write_buffer_size", 8 * 1024),
 )
 
-# How long calls that are ended may take to tell their clients. Only a client that does not read takes as long as that.
+# How long ended calls may take to deliver their status. Only clients that do not read take this long.
 ENDING_S = 2.0
 
 log = structlog.get_logger("neap.rpc")
@@ -50,11 +50,14 @@ log = structlog.get_logger("neap.rpc")
 class RpcServer:
     """Owns one grpc.aio server. NOT_SERVING until `set_serving`.
 
-    `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "". `grace_s`: how
-    long new calls are still taken after the first SIGTERM, while load balancers learn that this server is leaving.
-    `drain_timeout_s`: how long running calls may then take to finish. `request_timeout_s`: how long a call may be open before
-    its request message has arrived. `delivery_timeout_s`: how long a drain waits for a client to read. `health_listen`: HOST:PORT where
-    health is answered in plain text, as long as this server lives; empty: none. Must be made inside the running event loop.
+    Must be created inside the running event loop. All times are in seconds.
+
+    - `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "".
+    - `grace_s`: how long new calls are still accepted after the first SIGTERM, while load balancers learn of the shutdown.
+    - `drain_timeout_s`: how long running calls may then take to finish.
+    - `request_timeout_s`: how long a call may be open before its request message arrives.
+    - `delivery_timeout_s`: how long a drain waits for a client to read.
+    - `health_listen`: HOST:PORT for health checks in plain text while the server runs. Empty: none.
     """
 
     def __init__(
@@ -93,9 +96,9 @@ class RpcServer:
         self._stop_now = asyncio.Event()
 
     async def start(self) -> int:
-        """Bind and answer, NOT_SERVING. Prints "listening on HOST:PORT" to stdout and returns the port.
+        """Bind the address and answer calls, with the health NOT_SERVING. Prints "listening on HOST:PORT" and returns the port.
 
-        Raises InvalidInput for an address that is none, Unavailable when it cannot be had.
+        Raises InvalidInput for an invalid address, Unavailable if it cannot be bound.
         """
         host, _ = parse_listen(self.listen)
         # The aio HealthServicer starts as SERVING.
@@ -109,23 +112,24 @@ class RpcServer:
         return self.port
 
     async def set_serving(self) -> None:
-        """Ready for work. Does nothing once the server is leaving."""
+        """Set the health to SERVING. Does nothing once the server is draining."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         log.info("serving")
 
     async def drain(self) -> None:
-        """NOT_SERVING, take calls for `grace_s`, let running ones finish, stop. `stop_now` cuts it short.
+        """Set the health to NOT_SERVING, accept calls for `grace_s`, let running calls finish, and stop.
 
-        What still runs then, or after `drain_timeout_s`, ends with UNAVAILABLE (reason SHUTTING_DOWN).
+        Calls that still run after `drain_timeout_s` end with UNAVAILABLE (reason SHUTTING_DOWN). A second `request_stop` ends them
+        at once.
         """
         await self._health.enter_graceful_shutdown()
         log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
         self.waits.drain()
-        # server.stop() closes the listener at once, so the grace comes before it.
+        # server.stop() closes the listener at once, so the grace period comes first.
         if not await _set_within(self._stop_now, self.grace_s) and await self._finish():
             log.info("stopped")
             return
-        # Calls that come until the listener is closed are told, too; gRPC would cut them off without a reason.
+        # This also covers calls that arrive before the listener is closed. gRPC would end them without a reason.
         num_ended = self._calls.end()
         await self._calls.all_told(ENDING_S)
         # A later stop with a shorter grace overrides the earlier one.
@@ -134,11 +138,11 @@ class RpcServer:
         log.info("stopped at once", num_calls_ended=num_ended)
 
     async def _finish(self) -> bool:
-        """Let running calls finish, and stop. False if some still run after `drain_timeout_s`, or `stop_now` cut it short.
+        """Let running calls finish, and stop. False if calls still run after `drain_timeout_s` or at a second `request_stop`.
 
-        Once all handlers are done, clients get the time of one delivery to read what is left.
+        Once all handlers are done, clients get `delivery_timeout_s` to read the rest.
         """
-        # They know by now; who watches the health never hangs up by himself.
+        # Health watchers have been notified by now, and they would never end their calls themselves.
         self._calls.end(SIDE_SERVICES)
         if self.drain_timeout_s == 0:
             return False
@@ -164,16 +168,16 @@ class RpcServer:
         return True
 
     def request_stop(self) -> None:
-        """What SIGTERM does: the first call drains, the second stops at once."""
+        """Do what SIGTERM does: the first call drains the server, the second stops it at once."""
         if self._stop_requested.is_set():
             self._stop_now.set()
         self._stop_requested.set()
 
     async def run(self, prepare: Callable[[], Awaitable[None]]) -> bool:
-        """Start, `prepare` (load, warm up), serve until SIGTERM or SIGINT, drain.
+        """Start, await `prepare` (load, warm up), serve until SIGTERM or SIGINT, and drain.
 
-        Returns False if it was told to stop before `prepare` was done, in which case a thread of `prepare` may still be at work.
-        Raises what `prepare` raises, after stopping.
+        Returns False if a signal arrived before `prepare` was done. A thread of `prepare` may then still be running. If `prepare`
+        raises, the server stops and the exception is raised.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -199,7 +203,7 @@ class RpcServer:
         return True
 
     async def stop(self) -> None:
-        """At once, calls that run included."""
+        """Stop at once and end running calls."""
         await self.grpc_server.stop(None)
         await self._stop_health()
 

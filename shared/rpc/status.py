@@ -1,7 +1,8 @@
 """The one table between neap's errors and gRPC's status codes, in both directions.
 
-An error travels as `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` (reason, domain "neap", metadata), where
-waiting helps a `RetryInfo`, and where one field of the request is at fault a `BadRequest`. https://google.aip.dev/193 Beside it goes what gRPC's own retry policy heeds, `grpc-retry-pushback-ms`:
+An error is sent as `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` (reason, domain "neap", metadata). It has a
+`RetryInfo` if waiting helps, and a `BadRequest` if one field of the request is invalid: https://google.aip.dev/193.
+`grpc-retry-pushback-ms` is sent, too, because gRPC's own retry policy follows it:
 https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 """
 
@@ -20,10 +21,10 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 NEVER_RETRY = "-1"
 ERROR_ID_KEY = "error_id"
-# Trailing metadata beyond 8 KiB is dropped by common proxies; the text travels twice, once percent-encoded.
+# Common proxies drop trailing metadata above 8 KiB, and the message is sent twice, once percent-encoded.
 MAX_MESSAGE_CHARACTERS = 1000
 MAX_METADATA_CHARACTERS = 400
-# What gRPC says of a call that its own caller cancelled.
+# gRPC's text for a call that its own caller cancelled.
 LOCALLY_CANCELLED = "Locally cancelled by application!"
 
 CODES: dict[type[NeapError], grpc.StatusCode] = {
@@ -49,7 +50,7 @@ _REFINED: dict[str, type[NeapError]] = {
 
 
 def code_of(error: NeapError) -> grpc.StatusCode:
-    """The code of the nearest class in the table; INTERNAL for a bare NeapError."""
+    """Return the gRPC code of the nearest base class in the table. INTERNAL for a plain NeapError."""
     for base in type(error).__mro__:
         if base in CODES:
             return CODES[base]
@@ -57,8 +58,10 @@ def code_of(error: NeapError) -> grpc.StatusCode:
 
 
 def to_status(error: NeapError) -> status_pb2.Status:
-    """`google.rpc.Status` with ErrorInfo, RetryInfo where `retry_after_s` is set, and BadRequest where an InvalidInput has a "field"
-    in its metadata."""
+    """Build a `google.rpc.Status` with ErrorInfo.
+
+    It has a RetryInfo if `retry_after_s` is set, and a BadRequest if an InvalidInput has a "field" in its metadata.
+    """
     info = error_details_pb2.ErrorInfo(
         reason=error.reason,
         domain=DOMAIN,
@@ -83,42 +86,42 @@ def to_status(error: NeapError) -> status_pb2.Status:
 
 
 def unexpected_status(error_id: str) -> status_pb2.Status:
-    """The status of an exception nobody raised on purpose: only an id that the log has, too."""
+    """Build the status of an unexpected exception. It shows only an id, under which the exception is in the log."""
     info = error_details_pb2.ErrorInfo(
         reason="INTERNAL", domain=DOMAIN, metadata={ERROR_ID_KEY: error_id}
     )
     return status_pb2.Status(
         code=grpc.StatusCode.INTERNAL.value[0],
-        message=f"internal error; the service's log has it as {error_id}",
+        message=f"internal error; the log of the service has details under the id {error_id}",
         details=[_packed(info)],
     )
 
 
 def trailing_metadata(status: status_pb2.Status) -> tuple[tuple[str, str | bytes], ...]:
-    """What to send after a call that failed with `status`."""
+    """Return the trailing metadata of a call that failed with `status`."""
     details = (STATUS_DETAILS_KEY, status.SerializeToString())
     if code_of_status(status) is not grpc.StatusCode.RESOURCE_EXHAUSTED:
         return (details,)
     retry = error_details_pb2.RetryInfo()
-    # Without the hint gRPC's retry policy would come back to a budget that cannot grow.
+    # Without this, gRPC's retry policy would retry although waiting cannot help.
     unpacked = any(detail.Unpack(retry) for detail in status.details)
     pushback = str(retry.retry_delay.ToMilliseconds()) if unpacked else NEVER_RETRY
     return (details, (PUSHBACK_KEY, pushback))
 
 
 def code_of_status(status: status_pb2.Status) -> grpc.StatusCode:
-    """The gRPC code with the number that `status` holds."""
+    """Return the gRPC code with the number in `status`."""
     return next(code for code in grpc.StatusCode if code.value[0] == status.code)
 
 
 def from_rpc_error(error: grpc.RpcError) -> NeapError:
-    """The NeapError a failed call stands for, as the service raised it: class, message, reason and metadata.
+    """Convert a failed call to the NeapError that the service raised, with its class, message, reason and metadata.
 
-    A failure gRPC itself reports (no connection, message too large) has a reason that starts with "GRPC_". CANCELLED that neither
-    the service nor this process has said is a connection that was cut: Unavailable. gRPC ends so the calls that reach a
-    server in its last moment, before any handler has seen them.
+    A failure that gRPC itself reports (no connection, message too large) has a reason that starts with "GRPC_". CANCELLED that
+    comes neither from the service nor from this process means that the connection was lost, so it becomes Unavailable. gRPC ends
+    calls in this way if they reach a server while it stops, before any handler has seen them.
     """
-    call: Any = error  # a synchronous RpcError is its own Call, which the stubs do not say
+    call: Any = error  # a synchronous RpcError is also its Call; the type stubs do not say so
     code: grpc.StatusCode = call.code()
     message: str = call.details() or code.name
     reason = f"GRPC_{code.name}"
@@ -126,7 +129,7 @@ def from_rpc_error(error: grpc.RpcError) -> NeapError:
     retry_after_s: float | None = None
     try:
         status = rpc_status.from_call(call)
-    except ValueError:  # details that contradict the call's own code or text: some proxy's
+    except ValueError:  # a proxy may send details that contradict the call's own code or text
         status = None
     for detail in status.details if status is not None else ():
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()

@@ -1,12 +1,12 @@
-"""Bearer tokens: how they are made, and the file in which a service finds whom they belong to.
+"""Creates bearer tokens and reads the file that tells a service whom they belong to.
 
-The file holds no secret that could be used, only SHA-256 digests. A line is NAME ROLES DIGEST, roles parted by commas; empty lines
-and lines that begin with # do not count:
+The file contains no usable secret, only SHA-256 digests. A line is NAME ROLES DIGEST with the roles separated by commas. Empty lines
+and lines that begin with # are ignored:
 
     ann  generate,calibrate  sha256:9f86d0..
 
-A name may stand on several lines, so that a new token can be handed out before the old one is taken away. A plain hash is enough:
-tokens are 256 random bits, which nobody guesses, however fast the hash.
+A name may have several lines, so that a new token can be handed out before the old one is removed. A plain hash suffices because
+tokens are 256 random bits, which cannot be guessed however fast the hash is.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from shared.errors import InvalidInput
 from shared.rpc.callers import Caller, Role
 
-# By which scanners for leaked secrets know one.
+# Lets scanners for leaked secrets recognise a token.
 TOKEN_PREFIX = "neap_"
 MAX_TOKEN_CHARACTERS = 512
 MAX_FILE_BYTES = 1 << 20
@@ -29,7 +29,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class TokenEntry:
-    """One line: `digest` is "sha256:<64 hex>" of the token that `caller` has."""
+    """One line of the file. `digest` is "sha256:<64 hex>" of the caller's token."""
 
     caller: Caller
     digest: str
@@ -40,18 +40,18 @@ class TokenEntry:
 
 
 def new_token(name: str, roles: Iterable[Role]) -> tuple[str, TokenEntry]:
-    """(the secret, its line). Raises InvalidInput for a name that is not valid or no role."""
+    """Create a token. Returns the secret and its entry. Raises InvalidInput for an invalid name or if no role is given."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     return token, _entry(name, ",".join(roles), digest_of_token(token), "the token")
 
 
 def digest_of_token(token: str) -> str:
-    """As it stands in the file."""
+    """Return the digest in the form of the file."""
     return "sha256:" + hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def parse_tokens(data: bytes, name: str) -> tuple[TokenEntry, ...]:
-    """The entries of a file called `name`. Raises InvalidInput (BAD_TOKENS_FILE), which names the line and never quotes it."""
+    """Parse the contents of the file `name`. Raises InvalidInput (BAD_TOKENS_FILE) with the number of the line but never its text."""
     try:
         lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -63,19 +63,19 @@ def parse_tokens(data: bytes, name: str) -> tuple[TokenEntry, ...]:
             continue
         where = f"{name}, line {number}"
         if len(words) != 3:
-            raise _bad(f"{where}: a line is NAME ROLES DIGEST")
+            raise _bad(f"{where}: a line must be NAME ROLES DIGEST")
         name_of_caller, roles, digest = words
         entry = _entry(name_of_caller, roles, digest, where)
         if entry.digest in entries:
-            raise _bad(f"{where}: the same digest stands above")
+            raise _bad(f"{where}: an earlier line has the same digest")
         entries[entry.digest] = entry
     if not entries:
-        raise _bad(f"{name} holds no token, so that nobody could call")
+        raise _bad(f"{name} contains no token, so nobody could call the service")
     return tuple(entries.values())
 
 
 def find_caller(entries: Iterable[TokenEntry], token: str) -> Caller | None:
-    """Whose token it is. Takes as long for a wrong token as for a right one, wherever it stands."""
+    """Return the owner of `token`, or None. The time does not depend on whether or where the token is found."""
     presented = digest_of_token(token).encode()
     found: Caller | None = None
     for entry in entries:
@@ -87,17 +87,17 @@ def find_caller(entries: Iterable[TokenEntry], token: str) -> Caller | None:
 def _entry(name: str, roles: str, digest: str, where: str) -> TokenEntry:
     if not _NAME.fullmatch(name):
         raise _bad(
-            f"{where}: a name is 1 to 64 letters, digits, '.', '_', '@' and '-', beginning with a letter or digit"
+            f"{where}: a name has 1 to 64 letters, digits, '.', '_', '@' and '-' and begins with a letter or digit"
         )
     try:
         chosen = frozenset(Role(role) for role in roles.split(","))
     except ValueError as error:
-        raise _bad(f"{where}: roles are {', '.join(Role)}, parted by commas") from error
+        raise _bad(f"{where}: roles are {', '.join(Role)}, separated by commas") from error
     if not _DIGEST.fullmatch(digest):
-        raise _bad(f"{where}: a digest is sha256: and 64 hexadecimal digits")
+        raise _bad(f"{where}: a digest is sha256: followed by 64 hexadecimal digits")
     return TokenEntry(Caller(name, chosen), digest)
 
 
 def _bad(message: str) -> InvalidInput:
-    # Without the cause's text: it may quote what should have been a digest and is a token.
+    # The text of the cause is left out, because it may quote a token that was given in place of its digest.
     return InvalidInput(message, reason="BAD_TOKENS_FILE")

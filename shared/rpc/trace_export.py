@@ -1,4 +1,4 @@
-"""Sending spans to an OpenTelemetry collector, where one is named."""
+"""Exports trace spans to an OpenTelemetry collector, if one is configured."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ log = structlog.get_logger("neap.rpc")
 
 @contextmanager
 def traces_exported(wanted: bool, service_name: str) -> Iterator[None]:
-    """Exports this process' spans until left, then sends what is still held. Once per process; nothing if not `wanted`.
+    """Export this process' spans until the block is left, then flush. Only once per process. Does nothing if not `wanted`.
 
-    Where to, how often, which share and with which headers the SDK reads itself from the standard OTEL_* variables: they are many,
-    grow with its versions, and mean the same in every program. `service_name` holds unless they name another.
-    Raises InvalidInput (reason BAD_CONFIGURATION) when the extra `neap[otel]` is not installed.
+    The SDK itself reads the endpoint, interval, sampling and headers from the standard OTEL_* variables. These are many, their number
+    grows with its versions, and they mean the same in every program. They may also override `service_name`.
+    Raises InvalidInput (reason BAD_CONFIGURATION) if the extra `neap[otel]` is not installed.
     """
     if not wanted:
         yield
@@ -29,7 +29,7 @@ def traces_exported(wanted: bool, service_name: str) -> Iterator[None]:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise InvalidInput(
-            "OTEL_EXPORTER_OTLP_ENDPOINT asks for traces; sending them needs the extra: pip install 'neap[otel]'",
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but exporting traces needs an extra: pip install 'neap[otel]'",
             reason="BAD_CONFIGURATION",
         ) from error
     named = OTELResourceDetector().detect().attributes

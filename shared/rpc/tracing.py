@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of calls, after the semantic conventions for gRPC.
+"""OpenTelemetry spans of calls, following the semantic conventions for gRPC.
 
-https://opentelemetry.io/docs/specs/semconv/rpc/grpc. Without an SDK (`shared.rpc.trace_export`) spans are empty, but a caller's
-trace id is still known and passed on. The W3C propagator is used by name: the API's global one would read the environment.
+https://opentelemetry.io/docs/specs/semconv/rpc/grpc. Without an SDK (`shared.rpc.trace_export`) spans are empty, but the caller's
+trace id is still known and passed on. The W3C propagator is used explicitly, because the API's global one depends on the environment.
 """
 
 import time
@@ -17,16 +17,17 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _tracer = trace.get_tracer("neap")
-# What the conventions call a server's error; the rest (CANCELLED, NOT_FOUND, ...) may be the caller's doing.
+# The codes that the conventions count as server errors. The others (CANCELLED, NOT_FOUND, ...) may be the caller's fault.
 _SERVER_ERRORS = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 )
 
 
 def start_call_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Span:
-    """The span of a call to `method` ("/package.Service/Method"), below the caller's, and current for the rest of this task.
+    """Start the span of a call of `method` ("/package.Service/Method") as a child of the caller's span.
 
-    gRPC gives every call a task of its own, so nothing is put back at the end, which may come in another task's context.
+    The span is current for the rest of this task. The previous span is not restored, because gRPC creates a task per call and the
+    call may end in the context of another task.
     """
     carrier = {key: value for key, value in metadata if isinstance(value, str)}
     parent = _PROPAGATOR.extract(carrier, context=otel_context.Context())
@@ -41,7 +42,7 @@ def start_call_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) ->
 
 
 def end_call_span(span: Span, code: str, fields: Mapping[str, str | int | float]) -> None:
-    """`code` is the name of the gRPC status; `fields` become attributes "neap.<name>"."""
+    """End a call's span. `code` is the name of the gRPC status. `fields` become attributes "neap.<name>"."""
     span.set_attribute("rpc.response.status_code", code)
     for name, value in fields.items():
         span.set_attribute(f"neap.{name}", value)
@@ -52,14 +53,14 @@ def end_call_span(span: Span, code: str, fields: Mapping[str, str | int | float]
 
 
 def record_span(name: str, start_s: float, end_s: float) -> None:
-    """A span below the current one that is over already. Times in `time.monotonic()` seconds."""
+    """Record a child of the current span that has already ended. Times are in `time.monotonic()` seconds."""
     offset_ns = time.time_ns() - time.monotonic_ns()
     span = _tracer.start_span(name, start_time=offset_ns + round(start_s * 1e9))
     span.end(offset_ns + round(max(start_s, end_s) * 1e9))
 
 
 def trace_id_of(span: Span) -> str:
-    """32 hexadecimal digits; "" where there is no trace."""
+    """Return the trace id as 32 hexadecimal digits, or "" if there is no trace."""
     found = span.get_span_context()
     return trace.format_trace_id(found.trace_id) if found.is_valid else ""
 
@@ -75,7 +76,7 @@ class _CallDetails(grpc.ClientCallDetails):
 
 
 class TraceInjector(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Sends the current span's context along, as `traceparent`. Adds nothing where there is no span."""
+    """Adds the current span's context to calls as `traceparent`. Adds nothing if there is no span."""
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
@@ -95,7 +96,7 @@ def _injected(details: Any) -> Any:
 
 
 def with_metadata(details: Any, *added: tuple[str, str]) -> Any:
-    """A client call's details with more metadata, for interceptors."""
+    """Return a copy of a client call's details with added metadata, for interceptors."""
     return _CallDetails(
         method=details.method,
         timeout=details.timeout,

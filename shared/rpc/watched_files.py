@@ -1,6 +1,7 @@
-"""Files that others replace while a service runs: Kubernetes changes mounted secrets by turning one symlink.
+"""Reads files that may be replaced while a service runs. Kubernetes replaces mounted secrets by switching a symlink.
 
-They are read anew whenever they are needed, a few kilobytes, rather than watched: no notice can be missed and no clock is too coarse.
+The files have a few kilobytes and are read again whenever they are needed. Compared with file notifications or modification times,
+no change can be missed.
 """
 
 import threading
@@ -19,16 +20,19 @@ log = structlog.get_logger("neap.rpc")
 
 
 class WatchedFiles(Generic[T]):
-    """What `parse` makes of the files' bytes, kept up to date. Safe to use from any thread.
+    """The result of `parse` on the files' bytes, kept up to date. Thread-safe.
 
-    `parse` raises InvalidInput for what cannot be used. At first that is raised; later the last good value stays, and each state of
-    the files that is refused is logged and counted once. `num_reloads` and `num_refused` count changes taken over and not.
+    `parse` raises InvalidInput for unusable contents. The constructor passes this error on. Later, the last good value stays in use,
+    and each refused state of the files is logged and counted once. `num_reloads` counts accepted changes, `num_refused` refused ones.
     """
 
     def __init__(
         self, kind: str, paths: Sequence[Path], parse: Callable[[Sequence[bytes]], T]
     ) -> None:
-        """`kind` is for the log: "certificate". Raises InvalidInput (reason BAD_CONFIGURATION for files that cannot be read)."""
+        """`kind` names the files in the log, for example "certificate".
+
+        Raises InvalidInput, with the reason BAD_CONFIGURATION for files that cannot be read.
+        """
         self.num_reloads = 0
         self.num_refused = 0
         self._kind = kind
@@ -41,11 +45,11 @@ class WatchedFiles(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The newest that is good, as of the last `refresh`."""
+        """The last good value, as of the last `refresh`."""
         return self._value
 
     def refresh(self) -> bool:
-        """Look at the files again. Whether `value` is another one now. Raises nothing."""
+        """Read the files again and return whether `value` has changed. Raises nothing."""
         with self._lock:
             contents: tuple[bytes, ...] | None = None
             try:
@@ -55,7 +59,7 @@ class WatchedFiles(Generic[T]):
                     return False
                 value = self._parse(contents)
             except InvalidInput as error:
-                # The message stands for files that cannot be read at all.
+                # If the files cannot be read at all, the message identifies their state.
                 state = contents if contents is not None else error.message
                 if state != self._refused:
                     self._refused = state
@@ -72,7 +76,7 @@ class WatchedFiles(Generic[T]):
 
 
 def read_capped(path: Path) -> bytes:
-    """Raises InvalidInput (BAD_CONFIGURATION) for what cannot be read or is larger than MAX_FILE_BYTES."""
+    """Read a file. Raises InvalidInput (BAD_CONFIGURATION) if it cannot be read or is larger than MAX_FILE_BYTES."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)

@@ -21,7 +21,7 @@ print(inference_pb2.GenerateRequest(model_id="x").model_id, inference_pb2_grpc._
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files that packaging needs, without anything generated; of csrc empty files, which compile at once."""
+    """A tree with the files that packaging needs and nothing generated. The files of csrc are empty, so they compile quickly."""
     ignored = shutil.ignore_patterns("*_pb2*", "__pycache__", "_lib")
     for name in ("protos", "shared", "calibrator_service", "inference_service"):
         shutil.copytree(ROOT / name, tmp_path / "neap" / name, ignore=ignored)
@@ -36,7 +36,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def build_wheel(checkout: Path) -> "subprocess.CompletedProcess[str]":
-    """Builds it into `checkout`/dist, for the CPU."""
+    """Build the wheel for the CPU into `checkout`/dist."""
     return subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
         cwd=checkout,
@@ -47,9 +47,7 @@ def build_wheel(checkout: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_the_wheel_holds_the_library_and_protos_that_import_without_rewriting(
-    checkout: Path, tmp_path: Path
-):
+def test_the_wheel_contains_the_library_and_importable_protos(checkout: Path, tmp_path: Path):
     result = build_wheel(checkout)
     assert result.returncode == 0, result.stderr
     assert "for the CPU only: it is switched off" in result.stderr
@@ -58,7 +56,7 @@ def test_the_wheel_holds_the_library_and_protos_that_import_without_rewriting(
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    # -P: the wheel's own tree comes before whatever else this environment has installed.
+    # -P: the modules of the wheel come before those that are installed in this environment.
     code = f"import sys; sys.path.insert(0, {str(site)!r})\n{IMPORTS}"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
@@ -70,7 +68,7 @@ def test_the_wheel_holds_the_library_and_protos_that_import_without_rewriting(
     assert (site / "shared" / "ops" / "_lib" / "libneap_ops.so").is_file()
 
 
-def test_sources_that_do_not_compile_end_the_installation(checkout: Path):
+def test_a_compile_error_ends_the_installation(checkout: Path):
     (checkout / "csrc" / "binding.cpp").write_text("#error not like this\n")
     result = build_wheel(checkout)
     assert result.returncode != 0

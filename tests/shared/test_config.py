@@ -27,7 +27,7 @@ def test_defaults_are_resolved():
     assert settings.models == ()
 
 
-def test_environment_then_flags_win(monkeypatch):
+def test_flags_win_over_the_environment(monkeypatch):
     monkeypatch.setenv("NEAP_WORKER_LISTEN", "127.0.0.1:1")
     monkeypatch.setenv("NEAP_CALIBRATOR_LISTEN", "127.0.0.1:2")
     monkeypatch.setenv("NEAP_MODELS", "a=/models/a, b=org/b=c")
@@ -54,7 +54,7 @@ def test_environment_then_flags_win(monkeypatch):
     ("said", "allowed"),
     [("a/b, c/*", ("a/b", "c/*")), ("*", ("*",)), ("none", ()), ("", ()), (None, ("*",))],
 )
-def test_datasets_that_are_allowed(monkeypatch, said, allowed):
+def test_allowed_datasets(monkeypatch, said, allowed):
     if said is not None:
         monkeypatch.setenv("NEAP_HUB_DATASETS", said)
     settings = settings_from_command_line(CalibratorSettings, "calibrator", [])
@@ -110,8 +110,8 @@ def test_a_variable_that_nothing_reads_is_refused(monkeypatch, kind, name, hint)
     assert "secret" not in caught.value.message
 
 
-def test_variables_of_others_are_let_be(monkeypatch):
-    """Those of the other service, of clients, build and tests, and what Kubernetes adds for Services named neap-.."""
+def test_other_variables_are_ignored(monkeypatch):
+    """Those of the other service, of clients, of the build and of tests, and those that Kubernetes adds for Services named neap-..."""
     links = [
         *("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_7071_TCP"),
         *("PORT_7071_TCP_PROTO", "PORT_7071_TCP_PORT", "PORT_7071_TCP_ADDR"),

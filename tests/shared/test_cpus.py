@@ -14,7 +14,7 @@ def _sixteen_cpus(monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path):
-    """(files below the cgroup root, /proc/self/cgroup) -> what `usable_cpus` says there."""
+    """Return a function that maps (files below the cgroup root, /proc/self/cgroup) to the result of `usable_cpus`."""
 
     def cpus(files, process, **options):
         for name, text in files.items():
@@ -83,7 +83,7 @@ def test_a_setting_and_the_affinity_count(machine, monkeypatch):
     assert machine(files, "0::/\n") == 2
 
 
-def test_pools_are_sized_unless_the_environment_says_so(monkeypatch):
+def test_pools_are_sized_unless_the_environment_sets_their_size(monkeypatch):
     environment = {"OMP_NUM_THREADS": "7"}
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     size_thread_pools(environment)
@@ -96,7 +96,7 @@ def test_pools_are_sized_unless_the_environment_says_so(monkeypatch):
 
 @pytest.mark.parametrize("module", ["inference_service", "calibrator_service"])
 def test_the_services_size_their_pools_before_torch_is_imported(module):
-    """Whoever imports torch first fails the program."""
+    """The program fails if torch is imported before the pools are sized."""
     program = f"""
 import os, runpy, sys
 os.cpu_count = lambda: 1000
@@ -118,6 +118,6 @@ runpy.run_module("{module}", run_name="__main__")
         timeout=120,
         check=False,
     )
-    # The calibration service itself needs neither; its jobs' processes do.
+    # The calibration service itself imports neither; the processes of its jobs do.
     assert "too early" not in done.stdout
     assert done.stdout.strip() == "sized" or module == "calibrator_service"

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic and durable writes of files."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_new_contents_take_the_place_of_the_old(path: Path) -> None:
+def test_the_new_contents_replace_the_old(path: Path) -> None:
     assert path.read_bytes() == b"old"
     write_atomically(path, b"new", drop_cached=True)
     assert path.read_bytes() == b"new"
@@ -70,7 +70,7 @@ def test_a_writer_that_is_killed_leaves_the_old_contents_or_the_new(
     assert killed.returncode == -9
     expected = b"new" * 100_000 if failing == "renamed" else b"old"
     assert path.read_bytes() == expected
-    write_atomically(path, b"newer")  # nothing left behind stands in the way
+    write_atomically(path, b"newer")  # leftovers of a killed writer do not block the next
     assert path.read_bytes() == b"newer"
 
 
@@ -83,6 +83,6 @@ def test_another_writers_part_is_left_alone(path: Path) -> None:
     assert path.read_bytes() == b"old"
 
 
-def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "none" / "file", b"new")

@@ -37,7 +37,7 @@ def test_off_serves_nothing():
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:99999", "no.such.host.invalid:0", "203.0.113.1:0"])
-def test_addresses_that_cannot_be_had_are_bad_configuration(listen):
+def test_unusable_addresses_are_bad_configuration(listen):
     with pytest.raises(InvalidInput) as caught, metrics_served(listen, busy_metrics().registry):
         pass
     assert caught.value.reason == "BAD_CONFIGURATION"
@@ -45,7 +45,7 @@ def test_addresses_that_cannot_be_had_are_bad_configuration(listen):
 
 
 def test_a_worker_whose_metrics_port_is_taken_says_so_and_exits_with_2(tmp_path, capfd, request):
-    # asyncio's signal handlers want the main thread, which pytest has.
+    # asyncio's signal handlers need the main thread, in which pytest runs.
     assert threading.current_thread() is threading.main_thread()
     request.addfinalizer(structlog.reset_defaults)
     with socket.socket() as taken:

@@ -11,10 +11,10 @@ SHOWN = ["plain", "naïve", "日本語", "עברית", "क्‍ष", "👩‍�
 
 
 @pytest.mark.parametrize("character", OBEYED)
-def test_what_a_terminal_obeys_is_neither_stored_nor_printed(character):
+def test_control_characters_are_neither_stored_nor_printed(character):
     text = f"before{character}[31mafter"
     with pytest.raises(
-        InvalidInput, match=f"reason holds U\\+{ord(character):04X} at position 6"
+        InvalidInput, match=f"reason contains U\\+{ord(character):04X} at position 6"
     ) as raised:
         check_plain_text(text, "reason", max_characters=100)
     assert raised.value.reason == "BAD_TEXT"
@@ -32,7 +32,7 @@ def test_text_in_any_script_is_kept_and_printed_as_it_is(text):
     )
 
 
-def test_length_is_bounded():
+def test_too_long_text_is_refused():
     assert check_plain_text("x" * 20, "reason", max_characters=20)
     with pytest.raises(InvalidInput) as raised:
         check_plain_text("x" * 21, "reason", max_characters=20)

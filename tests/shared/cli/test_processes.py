@@ -34,7 +34,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """Makes a script importable by the child as `python -m fake_service`."""
+    """Writes a script that the child process can run as `python -m fake_service`."""
 
     def write(text: str) -> str:
         (tmp_path / "fake_service.py").write_text(text)
@@ -45,7 +45,7 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_serves_and_leaves_nothing_behind(module, tmp_path):
+def test_a_service_is_started_and_stopped_without_leftovers(module, tmp_path):
     pid_file = tmp_path / "pid"
     log = tmp_path / "logs" / "x.log"
     pids = []

@@ -30,7 +30,7 @@ def test_table_compares_with_the_baseline():
     assert cells == ["exact", "19.0 (2.00x)", "15.0", "9/12", "yes"]
 
 
-def test_table_says_when_an_output_differs():
+def test_table_shows_that_an_output_differs():
     entries = figures()
     entries[1].outputs["a"] = (1, 3)
     line = next(line for line in rendered(entries).splitlines() if "exact" in line)
@@ -47,14 +47,14 @@ def test_figures_add_up():
     finished.depth.exits.add(rung="suffix", depth=0, num_tokens=2)
     entry.add("a", [1, 2, 3, 4, 5], finished)
     entry.add("b", [1, 2, 3, 4, 5], finished)
-    # The first token of each comes with the prompt's pass.
+    # The first token of each generation comes from the prefill.
     assert entry.tokens_per_s == pytest.approx(8.0)
     assert entry.layers_per_token == 12.0
     assert (entry.num_drafted, entry.num_accepted) == (6, 4)
     assert entry.exits == {("suffix", 0): 4}
 
 
-def test_png_has_the_promised_size(tmp_path):
+def test_png_has_the_documented_size(tmp_path):
     bins = [
         {"probability": 0.1, "agreement": 0.2, "count": 5},
         {"probability": 0.9, "agreement": 0.8, "count": 9},

@@ -1,4 +1,4 @@
-"""A ladder that comes as files is published whole and checked, or not at all."""
+"""`neap routers import` publishes a complete, checked ladder or nothing."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "router"
 
 
-def test_what_is_published_is_what_the_files_hold(neap, folder, tmp_path):
+def test_the_published_version_has_the_contents_of_the_files(neap, folder, tmp_path):
     (folder / "README.md").write_text("made on a machine far away")
     result = neap("routers", "import", str(folder), "--data-dir", str(tmp_path))
     assert result.exit_code == 0, result.output
@@ -66,7 +66,7 @@ def test_the_same_files_again_are_the_same_version(neap, folder, tmp_path):
     assert "version 1 of org/other" in other.stdout
 
 
-def test_the_registry_is_the_one_the_services_are_told(neap, folder, tmp_path, monkeypatch):
+def test_the_registry_setting_of_the_services_is_used(neap, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("NEAP_REGISTRY", str(tmp_path / "from-environment"))
     assert neap("routers", "import", str(folder)).exit_code == 0
     assert LocalRegistry(tmp_path / "from-environment").get("tiny", 1)
@@ -102,15 +102,15 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES))
-def test_a_folder_that_is_wrong_publishes_nothing(neap, folder, tmp_path, damage):
-    spoil, said = DAMAGES[damage]
-    spoil(folder)
+def test_an_invalid_folder_publishes_nothing(neap, folder, tmp_path, damage):
+    damage_folder, message = DAMAGES[damage]
+    damage_folder(folder)
     result = neap(
         "routers", "import", str(folder), "--data-dir", str(tmp_path), "--alias", "latest"
     )
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
-    assert result.stderr.rstrip().endswith(said)
+    assert result.stderr.rstrip().endswith(message)
     assert "unexpected" not in result.stderr
     assert LocalRegistry(tmp_path / "registry").list_versions("tiny") == []
 
@@ -119,7 +119,7 @@ def test_a_folder_that_is_wrong_publishes_nothing(neap, folder, tmp_path, damage
     ("flags", "reason"),
     [(["--alias", "No Way"], "BAD_ALIAS"), (["--model", "../tiny"], "BAD_MODEL_ID")],
 )
-def test_names_that_cannot_be_are_refused_before_anything_is_published(
+def test_invalid_names_are_refused_before_anything_is_published(
     neap, folder, tmp_path, flags, reason
 ):
     result = neap("routers", "import", str(folder), "--data-dir", str(tmp_path), *flags)

@@ -1,4 +1,4 @@
-"""`neap routers rebuild-index` against real servers."""
+"""`neap routers rebuild-index`, tested against real servers."""
 
 from contextlib import closing
 
@@ -6,7 +6,7 @@ from shared.registry.factory import open_registry
 from tests.registry_servers import shared_url
 
 
-def test_an_emptied_index_is_restored(neap, own_redis, s3, monkeypatch):
+def test_an_empty_index_is_rebuilt(neap, own_redis, s3, monkeypatch):
     url = shared_url(own_redis, s3)
     with closing(open_registry(url)) as registry:
         for model_id in ("acme/one", "two"):
@@ -27,7 +27,7 @@ def test_an_emptied_index_is_restored(neap, own_redis, s3, monkeypatch):
         assert sorted(client.keys()) == [b"neap:{two}:events", b"neap:{two}:index"]
 
 
-def test_a_folder_whose_index_was_removed_is_restored(neap, tmp_path):
+def test_the_removed_index_of_a_folder_is_rebuilt(neap, tmp_path):
     folder = tmp_path / "my registry"
     with closing(open_registry(str(folder))) as registry:
         for model_id in ("acme/one", "two"):
@@ -43,7 +43,7 @@ def test_a_folder_whose_index_was_removed_is_restored(neap, tmp_path):
         assert registry.aliases("two") == {"latest": 1}
 
 
-def test_what_cannot_be_rebuilt_is_said(neap, own_redis, s3, tmp_path):
+def test_a_rebuild_that_cannot_work_is_an_error(neap, own_redis, s3, tmp_path):
     folder = str(tmp_path / "registry")
     result = neap("routers", "rebuild-index", "--registry", folder)
     assert result.exit_code != 0

@@ -14,16 +14,16 @@ def test_list(service, neap):
     assert rows[0][5].strip() == "2.50"
 
 
-def test_list_of_an_unknown_model_says_so(service, neap):
+def test_list_of_an_unknown_model_prints_that_it_has_no_router(service, neap):
     result = neap("routers", "list", "--model", "none", "--calibrator", service.address)
     assert result.stdout == "no router is published for none\n"
 
 
-def test_list_shows_what_is_damaged(service, neap):
+def test_list_shows_damaged_versions(service, neap):
     service.routers.damage[1] = "the stored manifest sha256:1 is missing"
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
     rows = [line.split("│") for line in result.stdout.splitlines() if "│" in line]
-    # A long list of rungs continues on a line without a version.
+    # The table continues a long list of rungs on a line without a version.
     rungs = {row[1].strip(): row[4].strip() for row in rows if row[1].strip()}
     assert rungs == {"2": "suffix successor", "1": "DAMAGED"}
     assert "version 1 is damaged: the stored manifest sha256:1 is missing\n" in result.stdout
@@ -43,7 +43,7 @@ def test_show(service, neap):
     assert "VERSION_NOT_FOUND" in missing.stderr
 
 
-def test_show_says_what_is_certified(service, neap):
+def test_show_prints_the_certified_bounds(service, neap):
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
     assert "no certified bound\n" in neap(*show).stdout
     service.routers.manifest = {"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}
@@ -73,7 +73,7 @@ def test_promote_rollback_history(service, neap):
 @pytest.mark.parametrize(
     "reason", ["\x1b]0;owned\x07", "\x9b31m", "one\ntwo", "\u202eevil", "[/red][b"]
 )
-def test_what_a_service_says_is_shown_and_not_obeyed(service, neap, reason):
+def test_control_characters_from_a_service_are_escaped(service, neap, reason):
     where = ["--model", "tiny", "--calibrator", service.address]
     service.routers.reason = service.routers.damage[2] = reason
     service.routers.manifest = {"calibration": {"risk": {"reason": reason}}}
@@ -107,7 +107,7 @@ def test_canary_promotion_and_abort(service, neap):
     assert service.routers.requests[-1].expected_version == 2
 
 
-def test_shares_that_are_none(service, neap):
+def test_invalid_shares_are_refused(service, neap):
     where = ["--model", "tiny", "--calibrator", service.address]
     for share in ("10", "0%", "0.05%", "101%", "-1%", "x%", "1/2", "%", "nan%"):
         refused = neap("routers", "canary", "2", "--share", share, *where)

@@ -4,7 +4,7 @@ from shared.rpc.callers import Role
 from shared.rpc.tokens import find_caller, parse_tokens
 
 
-def test_a_token_is_shown_once_beside_its_line(neap):
+def test_create_prints_the_token_and_its_entry(neap):
     result = neap("tokens", "create", "ann", "--role", "generate", "--role", "admin")
     assert result.exit_code == 0, result.output
     token, line = result.stdout.splitlines()
@@ -14,7 +14,7 @@ def test_a_token_is_shown_once_beside_its_line(neap):
     assert token not in result.stderr
 
 
-def test_lines_are_appended_to_a_file_of_the_owners_only(neap, tmp_path):
+def test_entries_are_appended_to_a_file_that_only_the_owner_can_read(neap, tmp_path):
     file = tmp_path / "tokens"
     made = {}
     for name in ("ann", "bob"):
@@ -32,7 +32,7 @@ def test_lines_are_appended_to_a_file_of_the_owners_only(neap, tmp_path):
     assert "calibrate" in listed.stdout
 
 
-def test_what_cannot_be_is_refused(neap, tmp_path):
+def test_invalid_names_and_files_are_refused(neap, tmp_path):
     assert neap("tokens", "create", "ann").exit_code == 2
     assert neap("tokens", "create", "ann", "--role", "root").exit_code == 2
     assert "BAD_TOKENS_FILE" in neap("tokens", "create", "a b", "--role", "admin").stderr

@@ -1,4 +1,4 @@
-"""Backends under test: the embedded registry, and the shared one over each Redis there is, with a real S3 behind it."""
+"""Fixtures for the backends under test: the embedded registry, and the shared one over each available Redis and a real S3 server."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ Harm = Callable[[str, str], None]
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, start_redis: Callable[[str], RedisServer]
 ) -> str:
-    """Path or URL of a new registry."""
+    """The path or URL of a new registry."""
     if request.param == "local":
         return str(tmp_path / "registry")
     server = start_redis(request.param)
@@ -32,7 +32,7 @@ def place(
 
 @pytest.fixture
 def open_again(place: str) -> Iterator[Callable[[], Registry]]:
-    """Each call is another client of the same registry."""
+    """A function that opens another client of the same registry at each call."""
     opened: list[Registry] = []
 
     def open_one() -> Registry:
@@ -46,7 +46,7 @@ def open_again(place: str) -> Iterator[Callable[[], Registry]]:
 
 @pytest.fixture
 def harm(place: str, request: pytest.FixtureRequest) -> Harm:
-    """Damages a stored object, as a disk or a person may."""
+    """A function that damages a stored object, as a disk or a person may do."""
 
     def in_folder(path: str, damage: str) -> None:
         file = Path(place) / path
@@ -64,7 +64,7 @@ def harm(place: str, request: pytest.FixtureRequest) -> Harm:
 
 @pytest.fixture
 def url(start_redis, s3) -> str:
-    """A shared registry over the first of the servers, empty."""
+    """An empty shared registry over the first of the servers."""
     server = start_redis(SERVERS[0])
     with server.client() as client:
         client.flushall()

@@ -1,4 +1,4 @@
-"""Publishes in a process of its own: `publisher.py ROOT_OR_URL REQUEST_ID COUNT [STEP]`, killed by SIGKILL at STEP when given.
+"""Publishes in a separate process: `publisher.py ROOT_OR_URL REQUEST_ID COUNT [STEP]`. With STEP, it kills itself at that step.
 
 Prints what it published, or class and reason of what it raised, as one JSON line per attempt.
 """

@@ -1,4 +1,4 @@
-"""A worker's own copies of a shared registry's blobs."""
+"""A worker's cache of the blobs of a shared registry."""
 
 import os
 import threading
@@ -92,7 +92,7 @@ def test_what_is_larger_than_the_cache_is_not_kept(store, cache, tmp_path):
 
 
 def test_written_whole_synced_and_then_named(store, cache, tmp_path, monkeypatch):
-    """A crash at any point leaves no file under a blob's name that is not all of it."""
+    """After a crash at any point, a file under a blob's name is complete or absent."""
     order: list[str] = []
     fsync, rename = os.fsync, Path.rename
     monkeypatch.setattr(os, "fsync", lambda fd: order.append("sync") or fsync(fd))

@@ -1,4 +1,4 @@
-"""What every registry backend promises (shared/registry/base.py)."""
+"""The interface of every registry backend (shared/registry/base.py)."""
 
 import threading
 import time

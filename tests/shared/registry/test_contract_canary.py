@@ -1,4 +1,4 @@
-"""What every registry backend promises of canaries, checks and rollback (shared/registry/base.py)."""
+"""Canaries, checks and rollback in every registry backend (shared/registry/base.py)."""
 
 import threading
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def publish(registry: Registry, number: int, **manifest: object) -> int:
 
 @pytest.fixture
 def stable(registry: Registry) -> Registry:
-    """Versions 1 to 3; the alias "stable" was moved from 1 to 2."""
+    """A registry with the versions 1 to 3. The alias "stable" was moved from 1 to 2."""
     for number in (1, 2, 3):
         publish(registry, number)
     registry.set_alias(MODEL, "stable", 1)

@@ -1,4 +1,4 @@
-"""What every registry backend still does when one version's manifest is damaged (shared/registry/base.py)."""
+"""Behaviour of every registry backend if one version's manifest is damaged (shared/registry/base.py)."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def publish(registry: Registry, number: int) -> PublishedVersion:
 def broken(
     open_again: Callable[[], Registry], harm: Callable[[str, str], None]
 ) -> Callable[[int, str], Registry]:
-    """A client of a registry with versions 1 to 3, "stable" moved from each to the next, one of whose manifests was damaged."""
+    """A client of a registry with versions 1 to 3, of which one manifest is damaged. "stable" was moved from each version to the next."""
     first = open_again()
     versions = [publish(first, number) for number in (1, 2, 3)]
 

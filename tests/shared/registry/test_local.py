@@ -1,4 +1,4 @@
-"""What is the embedded registry's own: crashes, full disks, flipped bytes, several processes, files of other versions."""
+"""Tests of the embedded registry only: crashes, full disks, flipped bytes, several processes, files of other versions."""
 
 import errno
 import json
@@ -72,7 +72,7 @@ def test_killed_after_the_commit_has_published(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", STEPS)
 def test_disk_full_at_any_step_leaves_nothing(tmp_path: Path, step: str) -> None:
-    """ENOSPC raised by the step hook, where the operating system would raise it."""
+    """The step hook raises ENOSPC where the operating system would raise it."""
 
     def full(name: str) -> None:
         if name == step:
@@ -89,7 +89,7 @@ def test_disk_full_at_any_step_leaves_nothing(tmp_path: Path, step: str) -> None
 
 
 def test_file_size_limit_while_publishing(tmp_path: Path) -> None:
-    """The kernel refuses the write itself: RLIMIT_FSIZE in the publisher's process, below the blob's size (EFBIG)."""
+    """The kernel refuses the write (EFBIG): RLIMIT_FSIZE in the publisher's process is below the blob's size."""
     LocalRegistry(tmp_path).close()
     process = publisher(tmp_path, "one", 1, env={"FILE_SIZE_LIMIT": "300000"})
     assert json.loads(process.communicate(timeout=30)[0]) == {
@@ -120,7 +120,7 @@ def test_really_full_file_system(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fills_up_at_any_step_and_has_room_again(tmp_path: Path) -> None:
-    """Nothing of the publication, or all of it where it was committed before; readable throughout."""
+    """The publication is absent, or complete if it was committed before. The registry stays readable throughout."""
     steps = [*STEPS, "index:committed"]
     script = Path(__file__).with_name("full_disk.py")
     lines = run_on_small_disk(tmp_path, "4m", sys.executable, script, tmp_path, *steps).splitlines()
@@ -139,7 +139,7 @@ def test_a_disk_that_fills_up_at_any_step_and_has_room_again(tmp_path: Path) -> 
 
 
 def test_a_read_only_folder_is_refused_with_a_reason(tmp_path: Path) -> None:
-    """Root may write anywhere but on a file system that is mounted read-only."""
+    """A read-only mount, because root may write anywhere else."""
     check = (
         "import sys;from pathlib import Path;from shared.errors import NeapError\n"
         "from shared.registry.local import LocalRegistry\n"
@@ -154,7 +154,7 @@ def test_a_read_only_folder_is_refused_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_a_failed_publisher_takes_nothing_from_a_successful_one(tmp_path: Path) -> None:
-    """Both need the same blob; the first to write it fails only after the other relies on it."""
+    """Both publishers need the same blob. The first one to write it fails only after the other relies on it."""
     other = LocalRegistry(tmp_path)
     made = []
 

@@ -1,4 +1,4 @@
-"""A folder whose index.db was removed, damaged or put back from a backup, and the journal it is made anew from."""
+"""A folder whose index.db was removed, damaged or restored from a backup, and the journal from which it is rebuilt."""
 
 import errno
 import shutil
@@ -82,7 +82,7 @@ def truncate(path: Path) -> None:
 
 
 def overwrite_one_page(path: Path) -> None:
-    """That of an index of the table alias_changes, which opening does not read."""
+    """A page of an index of the table alias_changes, which opening does not read."""
     with sqlite3.connect(path) as connection:
         query = "SELECT rootpage FROM sqlite_master WHERE name = 'alias_changes_by_alias'"
         (page,) = connection.execute(query).fetchone()

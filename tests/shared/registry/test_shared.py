@@ -1,4 +1,4 @@
-"""What is the shared registry's own: crashes between steps, publishers at once, damaged objects, a Redis that forgets."""
+"""Tests of the shared registry only: crashes between steps, concurrent publishers, damaged objects, a Redis that loses data."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def test_processes_publish_at_once(url, registry):
 
 
 def test_a_slow_publisher_does_not_set_the_index_back(url, registry, redis_server):
-    """Between its record and the index another client applies that record, and one more."""
+    """Between writing its record and the index, another client applies this record and one more."""
 
     def step(name: str) -> None:
         if name == "journal:written":
@@ -162,7 +162,7 @@ def test_one_request_by_several_processes_at_once(url, registry):
 
 
 def test_a_record_is_written_once_when_the_answer_is_lost(registry, bucket, monkeypatch):
-    """The first attempt arrives and its answer does not: the client library's own retry is then told "already there"."""
+    """The first attempt succeeds but its answer is lost. The client library's own retry then gets "already exists"."""
     create = registry._objects.create
 
     def create_twice(path: str, data: bytes) -> bool:
@@ -266,7 +266,7 @@ def test_garbage_in_redis_stays_while_the_journal_is_damaged(registry, redis_ser
 
 
 def test_redis_goes_back_in_time(url, registry, redis_server):
-    """A replica that lagged takes over: the index is older than the journal, and none of the two is doubted."""
+    """A lagging replica takes over, so the index is older than the journal. Both are valid."""
     publish(registry, "one")
     with redis_server.client() as client:
         keys = {key: client.dump(key) for key in client.keys("neap:*")}

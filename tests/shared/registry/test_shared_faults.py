@@ -1,4 +1,4 @@
-"""Servers that die, hang, refuse or come back: real ones, killed and held."""
+"""Servers that die, hang, refuse or return. They are real processes, which the tests kill or suspend."""
 
 import socket
 import threading
@@ -130,7 +130,7 @@ def test_a_watcher_misses_nothing_when_redis_is_restarted(tmp_path, s3, how):
 
 
 def test_redis_dies_between_record_and_index(url, registry, own_redis):
-    """The publication has happened; its publisher is told Unavailable, and a repeated one finds it."""
+    """The publication succeeds although its publisher gets Unavailable. Repeating the request finds it."""
 
     def step(name: str) -> None:
         if name == "journal:written":
@@ -237,7 +237,7 @@ def test_s3_dead_at_start_and_without_credentials(own_redis, s3, monkeypatch):
 
 
 def test_s3_hangs(own_redis, own_s3, monkeypatch):
-    """Every call ends by the bounds of shared.timeouts, which are short here: one with a bound of its own would take longer."""
+    """Every call ends within the limits of shared.timeouts, which are short here. A call with a limit elsewhere would take longer."""
     for name in ("RECORD", "CONTENT", "STALL", "SENDING_STALL", "RETRY"):
         monkeypatch.setattr(object_store, f"OBJECT_STORE_{name}_S", 1)
     url = shared_url(own_redis, own_s3)
@@ -264,7 +264,7 @@ def test_s3_hangs(own_redis, own_s3, monkeypatch):
 
 
 class Steps:
-    """A step hook that does something once."""
+    """A step hook that calls a function once."""
 
     def __init__(self) -> None:
         self._wanted, self._then = "", lambda: None
@@ -328,7 +328,7 @@ def test_s3_lost_at_any_step_of_a_publication(url, registry, s3):
 
 @pytest.mark.parametrize("damage", ["cut", "flip"])
 def test_answers_damaged_on_their_way(own_redis, s3, damage):
-    """A proxy that cuts large answers short, or changes a byte in them."""
+    """A proxy that truncates large answers or changes a byte in them."""
     url = shared_url(own_redis, s3)
     with closing(open_registry(url)) as registry:
         made = registry.get("tiny", publish(registry))

@@ -1,4 +1,4 @@
-"""Many versions, and publishers whose clocks are wrong."""
+"""A registry with many versions, and publishers with wrong clocks."""
 
 from collections.abc import Iterator
 from contextlib import closing

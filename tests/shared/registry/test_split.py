@@ -1,4 +1,4 @@
-"""Which requests a canary gets."""
+"""Which requests of an alias its canary gets."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def test_other_candidates_aliases_and_models_try_other_requests() -> None:
 
 
 def test_another_process_chooses_alike() -> None:
-    """Python's own hash() would differ from process to process."""
+    """Python's own hash() differs between processes."""
     program = (
         "from shared.registry.base import Canary; from shared.registry.split import takes_canary;"
         "print([n for n in range(200) if takes_canary(f'request-{n}', 'tiny', 'stable', Canary(2, 100))])"

@@ -1,4 +1,4 @@
-"""Removing what no publication names, against a real object store, with publishers at work."""
+"""Sweeps of a real object store while publishers are working."""
 
 import threading
 import time
@@ -88,7 +88,7 @@ def test_a_publisher_waits_for_a_sweep_and_restores_what_it_removed(registry, ob
 def test_a_publisher_that_looked_too_long_ago_does_not_record(url, monkeypatch):
     with shared_registry(url) as registry:
         monkeypatch.setattr("shared.registry.shared.COMMIT_S", 0.0)
-        with pytest.raises(Exception, match="too many others"):
+        with pytest.raises(Exception, match="too many concurrent writers"):
             publish(registry)
         monkeypatch.undo()
         assert registry.list_versions("acme/tiny") == []

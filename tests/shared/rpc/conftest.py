@@ -1,4 +1,4 @@
-"""A server on loopback whose Generate and GetModel do what each test asks."""
+"""Fixtures: a server on loopback whose Generate and GetModel are scripted by each test."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ SERVICE = "neap.inference.v1.InferenceService"
 
 
 class Scripted(inference_pb2_grpc.InferenceServiceServicer):
-    """`on_get_model` and `on_generate` are set by the test."""
+    """Calls `on_get_model` and `on_generate`, which the test sets."""
 
     def __init__(self) -> None:
         self.on_get_model: Callable[[Any, Any], Any] = lambda request, context: None
@@ -39,7 +39,7 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
 @contextmanager
 def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
-    """Serves in a thread of its own; yields target, server and loop."""
+    """Run a server in a thread; yields its target, the server and its event loop."""
     state = SimpleNamespace()
     started, finish = threading.Event(), None
 
@@ -69,7 +69,7 @@ def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
 
 
 def soon(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Returns once `condition` holds."""
+    """Wait until `condition` holds."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at

@@ -1,4 +1,4 @@
-"""Who may call what: the table against the services there are, and what callers without a right see."""
+"""Access control: the table of roles against the existing services, and what refused callers see."""
 
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.tokens import bearer, write_tokens
 
 PROTOS = Path(__file__).resolve().parents[3] / "protos"
 Code = grpc.StatusCode
-# Said again, so that the table cannot change by accident.
+# Repeated here so that the table cannot change by accident.
 ONLY = {
     "generate": {"Generate"},
     "calibrate": {"CreateCalibration"},
@@ -79,7 +79,7 @@ def test_a_method_without_roles_is_refused_to_everybody(tmp_path):
 
 @pytest.fixture
 def guarded(scripted, tmp_path):
-    """A server that asks for tokens; `tokens` by name, and the `file` of them."""
+    """A server that requires tokens, the `tokens` by name, and their `file`."""
     file = tmp_path / "tokens"
     tokens = write_tokens(file)
     with running(scripted, security=ServerSecurity(access=Access(file))) as server:
@@ -116,7 +116,9 @@ def _get(server, metadata=()):
         (bearer("x" * 4000), "TOKEN_UNKNOWN"),
     ],
 )
-def test_strangers_are_refused_before_their_message_is_read(guarded, scripted, metadata, reason):
+def test_unauthenticated_callers_are_refused_before_their_message_is_read(
+    guarded, scripted, metadata, reason
+):
     assert _refusal(lambda: _get(guarded, metadata)) == (Code.UNAUTHENTICATED, reason)
     garbage = guarded.channel.unary_unary("/neap.inference.v1.InferenceService/GetModel")
     refused = _refusal(lambda: garbage(b"\xff\xff", metadata=metadata, timeout=10))
@@ -166,7 +168,7 @@ def test_the_caller_is_known_to_the_handler_and_the_log(guarded, scripted):
             inference_pb2.GenerateRequest(), metadata=bearer(guarded.tokens["admin"]), timeout=10
         )
         _refusal(lambda: list(denied))
-        soon(lambda: len(logs) == 3)  # a client has its answer before the line is written
+        soon(lambda: len(logs) == 3)  # a client gets its answer before the line is written
     assert [caller.name for caller in seen] == ["admin"]
     known, stranger, denied = [line for line in logs if line["event"] == "call ended"]
     assert known["caller"] == "admin"
@@ -176,7 +178,7 @@ def test_the_caller_is_known_to_the_handler_and_the_log(guarded, scripted):
     assert "neap_" not in str(logs)
 
 
-def test_tokens_are_given_and_taken_while_the_server_runs(guarded):
+def test_tokens_are_added_and_removed_while_the_server_runs(guarded):
     old = bearer(guarded.tokens["all"])
     _get(guarded, old)
     new = bearer(write_tokens(guarded.file)["all"])
@@ -185,7 +187,7 @@ def test_tokens_are_given_and_taken_while_the_server_runs(guarded):
 
 
 @pytest.mark.parametrize("broken", [b"", b"ann admin neap_not-a-digest", None])
-def test_a_file_that_cannot_be_used_leaves_the_tokens_there_were(guarded, broken):
+def test_an_unusable_file_leaves_the_previous_tokens_in_use(guarded, broken):
     mine = bearer(guarded.tokens["all"])
     whole = guarded.file.read_bytes()
     with capture_logs() as logs:

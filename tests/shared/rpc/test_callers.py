@@ -1,4 +1,4 @@
-"""What is made of who calls."""
+"""How the identity of a caller is used: histories, roles, limits per client, log lines."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def test_a_history_names_the_caller_and_then_whom_it_acts_for(ann):
     assert (recorded_actor(""), recorded_actor("ann")) == ("ann", "ann")
     assert recorded_actor("bob") == "ann (bob)"
     set_current_caller(None)
-    assert recorded_actor("bob") == "bob"  # nobody vouches for anybody
+    assert recorded_actor("bob") == "bob"  # callers are not authenticated
 
 
 def test_a_role_is_required_only_where_callers_are_known(ann):
@@ -56,7 +56,7 @@ def test_a_client_is_an_address_until_it_has_a_name(peer, client):
         set_current_caller(None)
 
 
-def test_what_a_certificate_says_cannot_break_a_log_line_or_pass_for_a_token():
+def test_a_certificate_name_cannot_break_a_log_line_or_look_like_a_token_name():
     names = [b"a\n\xff" + b"x" * 500, b"second"]
     caller = certificate_caller(SimpleNamespace(peer_identities=lambda: names))
     assert caller.name.startswith("certificate:a?\ufffdxxx")

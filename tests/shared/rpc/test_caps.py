@@ -1,4 +1,4 @@
-"""How much a service takes before it has looked at anything: what is beyond is refused, and the service goes on."""
+"""Limits on messages and metadata. A call beyond a limit is refused, and the service goes on."""
 
 import grpc
 import pytest
@@ -20,7 +20,7 @@ def _refused(call, request, **options):
     return caught.value.code()
 
 
-def test_a_message_is_capped_by_what_it_unpacks_to(scripted, stub):
+def test_a_message_is_limited_by_its_decompressed_size(scripted, stub):
     bomb = inference_pb2.GetModelRequest(model_id="x" * 2 * MAX_MESSAGE_BYTES)
     refused = _refused(stub.GetModel, bomb, compression=grpc.Compression.Gzip)
     assert refused is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -28,7 +28,7 @@ def test_a_message_is_capped_by_what_it_unpacks_to(scripted, stub):
     assert scripted.num_calls == 1
 
 
-def test_metadata_without_end_is_refused(scripted, stub):
+def test_too_much_metadata_is_refused(scripted, stub):
     request = inference_pb2.GetModelRequest()
     endless = (("x-request-id", "x" * 100_000),)
     refused = _refused(stub.GetModel, request, metadata=endless)

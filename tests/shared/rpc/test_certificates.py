@@ -1,4 +1,4 @@
-"""TLS and mutual TLS over real connections on loopback, with files that are rotated meanwhile."""
+"""TLS and mutual TLS over real connections on loopback, with files that are rotated while the server runs."""
 
 import datetime
 
@@ -58,7 +58,7 @@ def _files(tmp_path, name, *args, **kwargs):
     return write(tmp_path / name, issued(*args, **kwargs))
 
 
-def test_tls_lets_in_who_trusts_it_and_nobody_in_plain_text(scripted, tmp_path, authority, other):
+def test_tls_accepts_clients_that_trust_it_and_no_plain_text(scripted, tmp_path, authority, other):
     files = _files(tmp_path, "server", authority, HOST)
     stranger = _files(tmp_path, "other", other, HOST)
     with running(scripted, security=_security(files)) as server:
@@ -110,7 +110,7 @@ def test_a_mounted_secret_that_is_swapped_holds_for_new_connections(
         with capture_logs() as logs:
             assert _reaches(server, ca=trusts["new"])
         assert not _reaches(server, ca=trusts["old"])
-        early.get_model("tiny")  # its connection was open already
+        early.get_model("tiny")  # its connection was opened before the rotation
     assert [line["event"] for line in logs if "certificate" in line["event"]] == [
         "certificate reloaded"
     ]
@@ -139,7 +139,7 @@ def _cut(data):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda old, new: {"tls.crt": new["tls.crt"]},  # the key is still to come
+        lambda old, new: {"tls.crt": new["tls.crt"]},  # the key has not been replaced yet
         lambda old, new: {"tls.key": new["tls.key"]},
         lambda old, new: {"tls.crt": _cut(new["tls.crt"]), "tls.key": new["tls.key"]},
         lambda old, new: {"tls.crt": new["tls.crt"], "tls.key": _cut(new["tls.key"])},
@@ -148,7 +148,9 @@ def _cut(data):
     ],
     ids=["certificate", "key", "half-certificate", "half-key", "no-authority", "no-key"],
 )
-def test_files_that_do_not_fit_leave_the_old_certificate(scripted, tmp_path, authority, damage):
+def test_files_that_do_not_match_leave_the_old_certificate_in_use(
+    scripted, tmp_path, authority, damage
+):
     old, new = issued(authority, HOST), issued(authority, HOST)
     files = write(tmp_path / "server", old)
     trust = write(tmp_path / "trust", old)
@@ -162,7 +164,10 @@ def test_files_that_do_not_fit_leave_the_old_certificate(scripted, tmp_path, aut
             path.unlink() if data is None else path.write_bytes(data)
         assert _reaches(server, **identity)
         assert _reaches(server, **identity)
-        assert (counts.num_reloads, counts.num_refused) == (0, 1)  # once, however often it is seen
+        assert (counts.num_reloads, counts.num_refused) == (
+            0,
+            1,
+        )  # counted once, however often it is read
         write(tmp_path / "server", new)
         assert _reaches(server, **identity)
         assert (counts.num_reloads, counts.num_refused) == (1, 1)
@@ -181,16 +186,16 @@ def _encrypted(key):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda files: {"tls.crt": b"nonsense"}, "no whole certificate"),
+        (lambda files: {"tls.crt": b"nonsense"}, "no complete certificate"),
         (lambda files: {"tls.key": b"nonsense"}, "no private key"),
         (lambda files: {"tls.key": files["tls.crt"]}, "no private key"),
         (lambda files: {"tls.key": _encrypted(files["tls.key"])}, "encrypted"),
         (lambda files: {"tls.key": issued(trustme.CA(), HOST)["tls.key"]}, "not the key"),
-        (lambda files: {"ca.crt": b"-----BEGIN CERTIFICATE-----\nAAAA"}, "no whole certificate"),
+        (lambda files: {"ca.crt": b"-----BEGIN CERTIFICATE-----\nAAAA"}, "no complete certificate"),
         (lambda files: {"ca.crt": b"\n" * (1 << 21)}, "larger"),
     ],
 )
-def test_what_cannot_be_used_at_the_start_is_an_error(tmp_path, authority, change, said):
+def test_unusable_files_at_the_start_are_an_error(tmp_path, authority, change, said):
     contents = issued(authority, HOST)
     with pytest.raises(InvalidInput, match=said) as caught:
         _security(write(tmp_path, {**contents, **change(contents)}), mutual=True)

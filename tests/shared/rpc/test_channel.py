@@ -1,4 +1,4 @@
-"""Where a client sends its token, and where it does not."""
+"""To which targets a client sends its token."""
 
 import pytest
 from structlog.testing import capture_logs
@@ -29,7 +29,7 @@ from tests.tokens import write_tokens
         "127.0.0.1",
     ],
 )
-def test_targets_that_never_leave_this_machine(target):
+def test_targets_on_this_machine(target):
     assert is_loopback_target(target)
 
 
@@ -51,7 +51,7 @@ def test_targets_that_never_leave_this_machine(target):
         ":1",
     ],
 )
-def test_targets_that_may(target):
+def test_targets_that_may_be_elsewhere(target):
     assert not is_loopback_target(target)
 
 
@@ -88,7 +88,7 @@ def test_files_that_cannot_be_read_are_errors(tmp_path):
             open_channel("127.0.0.1:1", security)
 
 
-def test_a_client_shows_its_token_and_finds_a_rotated_one(scripted, tmp_path):
+def test_a_client_sends_its_token_and_uses_a_rotated_one(scripted, tmp_path):
     tokens, mine = tmp_path / "tokens", tmp_path / "mine"
     mine.write_text(write_tokens(tokens)["generate"] + "\n")
     with (
@@ -131,7 +131,7 @@ def test_a_service_does_not_take_tokens_in_plain_text_beyond_loopback(tmp_path):
     [{"tls_cert": "/x"}, {"tls_key": "/x"}, {"tls_client_ca": "/x"}],
     ids=str,
 )
-def test_halves_of_a_configuration_are_refused(given):
+def test_incomplete_configurations_are_refused(given):
     with pytest.raises(InvalidInput) as caught:
         make_settings(WorkerSettings, **given)
     assert caught.value.reason == "BAD_CONFIGURATION"

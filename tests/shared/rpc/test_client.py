@@ -53,7 +53,7 @@ def test_an_unexpected_error_is_a_bare_neap_error_with_its_id(scripted, client):
     assert caught.value.metadata["error_id"] in caught.value.message
 
 
-def test_nobody_there_is_unavailable():
+def test_an_address_without_a_server_is_unavailable():
     with NeapClient("127.0.0.1:1", num_attempts=1) as client:
         with pytest.raises(errors.Unavailable) as caught:
             client.list_models()

@@ -1,4 +1,4 @@
-"""Calls that are opened and whose client then does nothing."""
+"""Calls whose client sends no request or does not read."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ METHODS = [
 
 @contextmanager
 def opened(server, methods, *, half_closed=False):
-    """Calls of `methods` that have begun on the server and send no message."""
+    """Start calls of `methods` that send no message, and wait until they have begun on the server."""
     never = threading.Event()
 
     def messages():
@@ -43,7 +43,7 @@ def opened(server, methods, *, half_closed=False):
 
 
 def ended(call):
-    """(class, reason) of the status a call has ended with."""
+    """Return (class, reason) of the status with which a call ended."""
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     error = from_rpc_error(caught.value)
@@ -80,7 +80,7 @@ def test_a_request_on_its_way_is_served_within_the_grace(scripted, server):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_request_that_never_comes_is_waited_for_so_long_and_no_longer(scripted, method):
+def test_the_wait_for_a_request_that_never_arrives_is_bounded(scripted, method):
     with (
         running(scripted, request_timeout_s=0.2) as server,
         capture_logs() as logs,
@@ -123,7 +123,7 @@ def test_of_too_many_calls_without_a_request_the_oldest_ends_and_others_get_in(s
         assert server.server.waits.num_awaited == 2
 
 
-async def test_a_wait_that_is_over_is_not_ended_again():
+async def test_an_expired_wait_is_not_ended_again():
     waits = ClientWaits(30.0)
 
     async def read():
@@ -136,7 +136,7 @@ async def test_a_wait_that_is_over_is_not_ended_again():
 
 @pytest.mark.parametrize("num_responses", [1, 400], ids=["written", "being-written"])
 def test_a_client_that_does_not_read_does_not_hold_a_drain(scripted, num_responses):
-    """What is written waits in gRPC, or the handler waits to write; the client's window is smaller than one response."""
+    """Messages wait in gRPC or in the handler, because the client's flow-control window is smaller than one response."""
     written = threading.Event()
 
     async def generate(request, context):

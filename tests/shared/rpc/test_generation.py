@@ -1,4 +1,4 @@
-"""What a generation's client repeats, when, and what it passes on."""
+"""Which generations a client repeats, when, and which errors it passes on."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ FINISHED = pb.GenerateResponse(finished=pb.Finished(text="!"))
 
 
 def _script(scripted, *attempts):
-    """The n-th call yields the events of `attempts[n]`; an error among them is raised."""
+    """Let the n-th call yield the events of `attempts[n]` and raise an error among them."""
 
     async def generate(request, context):
         for event in attempts[scripted.num_calls - 1]:
@@ -62,7 +62,7 @@ def test_after_a_chunk_nothing_is_repeated_and_the_tokens_are_there(scripted, cl
     assert scripted.num_calls == 1
 
 
-def test_an_answer_without_a_token_is_whole(scripted, client):
+def test_an_answer_without_a_token_is_complete(scripted, client):
     _script(scripted, [_started(1), FINISHED])
     assert list(client.generate(REQUEST)) == [_started(1), FINISHED]
 
@@ -81,7 +81,7 @@ def test_attempts_are_bounded_and_the_last_error_is_raised(scripted, client):
     assert scripted.num_calls == 3
 
 
-def test_a_full_service_is_asked_again_after_the_time_it_says(scripted, client):
+def test_a_call_to_a_full_service_is_repeated_after_its_retry_delay(scripted, client):
     full = errors.Exhausted("full", retry_after_s=0.3)
     _script(scripted, [full], [_started(2), _chunk(97), FINISHED])
     started_s = time.monotonic()
@@ -101,7 +101,7 @@ def test_a_full_service_is_asked_again_after_the_time_it_says(scripted, client):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_cannot_help_is_not_repeated(scripted, client, error):
+def test_calls_are_not_repeated_if_that_cannot_help(scripted, client, error):
     _script(scripted, [error])
     with pytest.raises(type(error)):
         list(client.generate(REQUEST))
@@ -133,7 +133,7 @@ def test_a_wait_beyond_the_deadline_is_not_begun(scripted, client):
     assert scripted.num_calls == 1
 
 
-def test_closing_ends_a_wait_and_what_runs(scripted, client):
+def test_closing_ends_a_wait_and_a_running_call(scripted, client):
     _script(scripted, [errors.Exhausted("full", retry_after_s=30)])
     stream = client.generate(REQUEST)
     threading.Timer(0.3, stream.close).start()

@@ -1,4 +1,4 @@
-"""Plain-text health beside a server that wants certificates."""
+"""The plain-text health port of a server that requires certificates."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ def _check(channel):
     ]
 
 
-def test_a_probe_without_a_certificate_sees_what_the_server_is_up_to(server, channel):
+def test_a_probe_without_a_certificate_sees_the_health_of_the_server(server, channel):
     assert server.target != server.health_target
     assert _check(channel) == [NOT_SERVING] * 2
     server.run(server.server.set_serving())
@@ -81,12 +81,12 @@ def test_it_says_not_serving_while_draining_and_ends_with_the_server(server, cha
     assert _check(channel) == [NOT_SERVING] * 2
     started_s = time.monotonic()
     draining.result(10)
-    assert time.monotonic() - started_s < 5  # whoever watches does not hold it up
+    assert time.monotonic() - started_s < 5  # health watchers do not delay it
     with pytest.raises(grpc.RpcError):
         _check(channel)
 
 
-async def test_an_address_that_cannot_be_had_is_an_error(capsys):
+async def test_an_address_that_cannot_be_bound_is_an_error(capsys):
     taken = RpcServer("127.0.0.1:0", [])
     port = await taken.start()
     try:

@@ -87,7 +87,7 @@ def _as_bytes(value):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_bytes_that_are_no_message_are_the_callers_mistake(scripted, server, streaming):
+def test_an_unparsable_message_is_invalid_input(scripted, server, streaming):
     method = f"/neap.inference.v1.InferenceService/{'Generate' if streaming else 'GetModel'}"
     with grpc.insecure_channel(server.target) as channel:
         if streaming:
@@ -152,7 +152,7 @@ def test_deadline_and_cancel_are_told_apart_in_the_log(scripted, stub, timeout_s
     assert logs[-1]["code"] == code
 
 
-def test_a_write_that_fails_because_the_client_went_is_no_fault_of_the_service(scripted, stub):
+def test_a_write_that_fails_because_the_client_is_gone_is_not_an_error(scripted, stub):
     async def handle(request, context):
         yield inference_pb2.GenerateResponse()
         raise grpc.aio.InternalError(

@@ -1,4 +1,4 @@
-"""What may stand in a log."""
+"""Log lines: escapes, tracebacks and lines that cannot be written."""
 
 import errno
 import io
@@ -17,7 +17,7 @@ def _as_before():
 
 
 @pytest.mark.parametrize("json_lines", [True, False])
-def test_what_is_logged_is_shown_and_not_obeyed(capsys, json_lines):
+def test_control_characters_in_logs_are_escaped(capsys, json_lines):
     configure_logging(json_lines=json_lines)
     structlog.get_logger().info("job ended", problem="a\x1b]0;b\x9b\u202e\nc")
     written = capsys.readouterr().err
@@ -54,7 +54,7 @@ class FullDisk(io.RawIOBase):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_log_that_cannot_be_written_is_nobodys_failure(monkeypatch):
+def test_a_log_that_cannot_be_written_does_not_raise(monkeypatch):
     configure_logging(json_lines=True)
     disk = FullDisk()
     monkeypatch.setattr("sys.stderr", io.TextIOWrapper(disk, write_through=True))

@@ -1,4 +1,4 @@
-"""Whatever a service's process writes is a log line."""
+"""All output of a service's process becomes log lines."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ fail("in the main thread")
 """
 
 
-def test_every_line_is_json_whoever_writes_it():
+def test_every_line_is_json_whatever_code_writes_it():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
     )

@@ -32,7 +32,7 @@ def _health(channel, service):
     return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
 
 
-def test_health_is_not_serving_until_told_for_each_service(server, channel):
+def test_health_of_each_service_is_not_serving_until_set(server, channel):
     assert [_health(channel, name) for name in ("", SERVICE)] == [NOT_SERVING] * 2
     server.run(server.server.set_serving())
     assert [_health(channel, name) for name in ("", SERVICE)] == [SERVING] * 2
@@ -143,7 +143,7 @@ def test_drain_takes_calls_for_the_grace_and_finishes_streams(scripted, server, 
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
     time.sleep(0.1)
     assert _health(channel, SERVICE) == NOT_SERVING
-    stub.GetModel(inference_pb2.GetModelRequest(), timeout=5)  # still taken
+    stub.GetModel(inference_pb2.GetModelRequest(), timeout=5)  # still accepted
     assert [event.chunk.text for event in call] == [str(n) for n in range(1, 10)]
     draining.result(5)
     with pytest.raises(grpc.RpcError) as caught:
@@ -163,7 +163,7 @@ def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
     _ended_with_a_reason(call)
 
 
-def test_whoever_watches_the_health_does_not_hold_up_the_drain(server, channel):
+def test_health_watchers_do_not_delay_the_drain(server, channel):
     server.server.grace_s, server.server.drain_timeout_s = 0.0, 30.0
     server.run(server.server.set_serving())
     watch = health_pb2_grpc.HealthStub(channel).Watch(

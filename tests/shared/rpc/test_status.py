@@ -56,7 +56,7 @@ def test_error_info_carries_reason_domain_and_metadata():
     assert (status.code, status.message) == (9, "no")
 
 
-def test_a_field_at_fault_is_named_as_a_violation():
+def test_an_invalid_field_is_reported_as_a_violation():
     error = errors.InvalidInput("too long", reason="BAD_SPEC", metadata={"field": "spec.x"})
     info, violations = to_status(error).details
     assert info.Is(error_details_pb2.ErrorInfo.DESCRIPTOR)
@@ -98,7 +98,7 @@ def test_long_texts_are_cut():
 
 
 class _FailedCall(grpc.RpcError):
-    """What a synchronous stub raises."""
+    """An error like those that a synchronous stub raises."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing: tuple = ()) -> None:
         self._parts = code, details, trailing
@@ -113,7 +113,7 @@ class _FailedCall(grpc.RpcError):
         return self._parts[2]
 
 
-def test_a_cancel_that_nobody_said_is_a_connection_that_was_cut():
+def test_a_cancellation_without_an_author_is_a_lost_connection():
     cancelled = grpc.StatusCode.CANCELLED
     cut = from_rpc_error(_FailedCall(cancelled, "CANCELLED"))
     assert (type(cut), cut.reason) == (errors.Unavailable, "GRPC_CANCELLED")

@@ -9,7 +9,7 @@ from shared.rpc.tokens import digest_of_token, find_caller, new_token, parse_tok
 DIGEST = "sha256:" + "0" * 64
 
 
-def test_a_new_token_is_found_by_its_line_and_no_other_is():
+def test_only_the_token_of_an_entry_is_found():
     token, entry = new_token("ann@x", [Role.ADMIN, Role.GENERATE])
     other, _ = new_token("bob", [Role.ADMIN])
     (read,) = parse_tokens(f"# mine\n\n{entry.to_line()}\n".encode(), "tokens")
@@ -24,7 +24,7 @@ def test_a_new_token_is_found_by_its_line_and_no_other_is():
     assert digest_of_token(token) == "sha256:" + hashlib.sha256(token.encode()).hexdigest()
 
 
-def test_each_token_is_its_own_callers():
+def test_each_token_belongs_to_its_caller():
     made = {name: new_token(name, [Role.GENERATE]) for name in ("ann", "bob", "eve")}
     entries = [entry for _, entry in made.values()]
     for name, (token, _) in made.items():
@@ -57,7 +57,7 @@ def test_a_name_may_have_several_tokens():
         "",
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_and_never_quoted(line):
+def test_an_invalid_file_is_refused_and_never_quoted(line):
     with pytest.raises(InvalidInput) as caught:
         parse_tokens(line.encode(), "tokens")
     assert caught.value.reason == "BAD_TOKENS_FILE"
@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_used_is_refused_and_never_quoted(line):
     assert DIGEST not in str(caught.value)
 
 
-def test_what_is_no_text_is_refused():
+def test_a_file_that_is_not_text_is_refused():
     with pytest.raises(InvalidInput, match="UTF-8"):
         parse_tokens(b"\xff\xfe", "tokens")
 

@@ -1,4 +1,4 @@
-"""Sending spans to a collector, in processes of their own: the tracer provider is one per process."""
+"""Export of spans to a collector, tested in child processes because there is one tracer provider per process."""
 
 import os
 import subprocess
@@ -115,7 +115,7 @@ def test_without_the_extra_the_setting_is_an_error_that_names_it():
     assert _run(program) == "False"
 
 
-def test_a_collector_that_is_away_does_not_hold_up_the_end():
+def test_an_unreachable_collector_does_not_delay_the_end():
     started_s = time.monotonic()
     assert _run(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1") == "True"
     assert time.monotonic() - started_s < 20

@@ -1,4 +1,4 @@
-"""Spans of calls over real gRPC: names, parents, statuses, and that each ends and none leaks into another's call."""
+"""Spans of calls over real gRPC: names, parents and statuses. Each span ends, and none leaks into another call."""
 
 import asyncio
 import gc
@@ -117,7 +117,7 @@ def test_calls_that_are_given_up_end_their_span(scripted, stub, spans, waits, ti
         yield EVENT
         if waits:
             await asyncio.sleep(30)
-        while True:  # until nobody takes them and gRPC itself waits
+        while True:  # until gRPC's buffers are full and the write waits
             yield EVENT
 
     scripted.on_generate = generate
@@ -138,7 +138,7 @@ def test_calls_that_are_given_up_end_their_span(scripted, stub, spans, waits, ti
 
 
 def test_interleaved_streams_keep_their_spans_and_fields_apart(scripted, stub, spans, capfd):
-    """Both handlers are in the middle of their streams while the other runs, and end in the order they began."""
+    """Each handler is in the middle of its stream while the other runs. They end in the order in which they began."""
     seen = []
 
     async def generate(request, context):
@@ -185,7 +185,7 @@ def test_interleaved_streams_keep_their_spans_and_fields_apart(scripted, stub, s
 
 
 async def test_a_stream_given_up_in_a_write_is_closed_and_logged_under_its_own_ids(spans, capfd):
-    """A client that does not read and then hangs up: the handler is waiting inside gRPC, not in the generator."""
+    """The client does not read and then cancels, so the handler waits inside gRPC and not in the generator."""
     writing, closed = asyncio.Event(), []
 
     async def inner(request, context):
