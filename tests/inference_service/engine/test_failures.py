@@ -273,7 +273,7 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
             return made
 
         monkeypatch.setattr(engine._decoder, "admit", starting)
-        monkeypatch.setattr(engine._decoder, "step", lambda *args: step.wait(30) and inner(*args))
+        monkeypatch.setattr(engine._decoder, "step", lambda *args: step.wait(60) and inner(*args))
         monkeypatch.setattr(sequence_module.Detokenizer, "flush", failing)
         engine.submit(request((7,), 1))  # holds the thread until all three are there
         asked = [request((5, 17, 3), 8), request(VICTIM, 8), request((9, 8, 7, 6), 8)]
@@ -353,7 +353,7 @@ def test_an_engine_whose_model_runs_nothing_any_more_says_so(loaded, monkeypatch
         collected(engine.submit(request((5, 6), 1)))  # its last step is over
         monkeypatch.setattr(engine._decoder.runner, "run", fail)
         assert type(collected(engine.submit(request((5, 6))))[1][0]) is NeapError
-        assert told.wait(30)
+        assert told.wait(60)
         [error] = collected(paused)[1]
         assert (type(error), error.reason) == (Unavailable, "ENGINE_FAILED")
         with pytest.raises(Unavailable):

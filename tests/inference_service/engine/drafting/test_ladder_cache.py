@@ -79,7 +79,7 @@ def test_streams_go_on_while_a_ladder_is_prepared(loaded, monkeypatch) -> None:
         thread = threading.Thread(target=engine.prepare, args=(exits(),))
         thread.start()
         list(handle.events())
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     slices = [index for index, name in enumerate(order) if name == "slice"]
     gaps = [later - earlier for earlier, later in pairwise(slices)]
@@ -199,7 +199,7 @@ def test_a_cancelled_request_leaves_no_binding_behind(loaded) -> None:
         ladder = exits()
         alive = weakref.ref(ladder)
         waiting = engine.submit(request(policy=DepthPolicy("exact")), ladder)
-        assert started.wait(30)
+        assert started.wait(60)
         waiting.cancel()
         with pytest.raises(Cancelled):
             list(waiting.events())

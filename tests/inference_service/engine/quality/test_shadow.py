@@ -62,7 +62,7 @@ def run(engine: Engine, ladder: ScriptedLadder, **changes: object) -> list[int]:
 
 
 def checked(engine: Engine, number: int, stratum=(7, 0.05)) -> ShadowCounts:
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + 60
     while engine.shadow.counts.get(stratum, ShadowCounts()).num_checked < number:
         assert time.monotonic() < give_up_at
         time.sleep(0.005)
@@ -150,12 +150,12 @@ def test_checks_wait_for_idle_time_and_go_on_after_it(loaded, answer, monkeypatc
             slices.append(engine.num_running + engine.num_waiting)
             if len(slices) == 3:
                 live.set()
-                assert submitted.wait(30)
+                assert submitted.wait(60)
             original(max_slots)
 
         monkeypatch.setattr(engine.shadow, "slice", slice_)
         run(engine, ScriptedLadder(script(answer)))
-        assert live.wait(30)
+        assert live.wait(60)
         while_live: list[int] = []
         ended = threading.Event()
 
@@ -167,7 +167,7 @@ def test_checks_wait_for_idle_time_and_go_on_after_it(loaded, answer, monkeypatc
 
         engine.submit(request(policy=DepthPolicy("full"), router_version=0), on_event=on_event)
         submitted.set()
-        assert ended.wait(30)
+        assert ended.wait(60)
         assert set(while_live) == {3}, "the slice under way ended, and no other began"
         checked(engine, 1)
     assert len(slices) > 4
@@ -205,13 +205,13 @@ def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) 
         def slice_(max_slots: int) -> None:
             if len(held) == 2:
                 started.set()
-                assert go.wait(30)
+                assert go.wait(60)
             original(max_slots)
             held.append(engine.shadow.num_tokens)
 
         monkeypatch.setattr(engine.shadow, "slice", slice_)
         run(engine, ScriptedLadder(script(answer)))
-        assert started.wait(30)
+        assert started.wait(60)
         step = engine._decoder.step
         holding: list[int] = []
 
@@ -235,7 +235,7 @@ def test_a_check_that_fails_ends_no_engine(loaded, answer, monkeypatch) -> None:
     with Engine(loaded, shadow_share=1.0) as engine:
         monkeypatch.setattr(engine.shadow, "_read", broken)
         run(engine, ScriptedLadder(script(answer)))
-        give_up_at = time.monotonic() + 30
+        give_up_at = time.monotonic() + 60
         while not engine.shadow.counts or not engine.shadow.is_idle:
             assert time.monotonic() < give_up_at
             time.sleep(0.005)
