@@ -117,7 +117,7 @@ class CountedKeys(Sequence[int]):
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    def __getitem__(self, index):
         self.num_reads += 1
         return self.keys[index]
 
@@ -127,7 +127,7 @@ def test_a_lookup_reads_few_keys() -> None:
     table = learnt(*rows, max_bytes=8 << 20)
     counted = [CountedKeys(keys) for keys, *_ in table._orders]
     assert max(map(len, counted)) > 1000
-    table._orders = [(keys, *rest) for keys, (_, *rest) in zip(counted, table._orders, strict=True)]  # type: ignore[misc,assignment]
+    table._orders = [(keys, *rest) for keys, (_, *rest) in zip(counted, table._orders, strict=True)]
     tails = [rows[0][i : i + 4] for i in range(1000)]
     for tail in tails:
         assert table.propose(tail) is not None
