@@ -53,7 +53,7 @@ def answer(stub, request, **call):
     return first.started, tokens, [chunk.text for chunk in chunks], last.finished
 
 
-def wait_for(condition, timeout_s=10.0):
+def wait_for(condition, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s

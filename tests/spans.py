@@ -36,7 +36,7 @@ class Spans(SpanProcessor):
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.finished if span.name == name]
 
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Until `condition` holds and no span is open: clients see a call end before its handler has."""
         deadline_s = time.monotonic() + timeout_s
         while not (condition() and self.num_open == 0):

@@ -118,10 +118,10 @@ def serving(
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     try:
         yield state
     finally:
         state.loop.call_soon_threadsafe(state.finish.set)
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

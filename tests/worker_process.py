@@ -45,5 +45,5 @@ def worker_process(
         yield process, line.removeprefix(LISTENING).strip()
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()

@@ -90,7 +90,7 @@ class Service:
     def _ended(self) -> int:
         assert self.process is not None
         assert self.channel is not None
-        status = self.process.wait(30)
+        status = self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.channel.close()
@@ -137,7 +137,7 @@ class Service:
         raise AssertionError("the job ended before that phase")
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "waited in vain"

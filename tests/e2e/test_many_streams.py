@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +41,7 @@ class _Stream:
     order: int = -1
     is_finished: bool = False
     error: grpc.aio.AioRpcError | None = None
-    took_s: float = 0.0
+    end_order: int = -1
 
 
 def _request(number):
@@ -60,11 +59,10 @@ def _request(number):
 async def _all_at_once(address, num_streams):
     """Every stream, opened in order without waiting for one another."""
     streams = [_Stream() for _ in range(num_streams)]
-    num_first = 0
+    num_first = num_ended = 0
 
     async def one(stub, number, stream):
-        nonlocal num_first
-        started_s = time.monotonic()
+        nonlocal num_first, num_ended
         try:
             async for event in stub.Generate(_request(number), timeout=100):
                 if event.HasField("chunk") and stream.order < 0:
@@ -73,7 +71,7 @@ async def _all_at_once(address, num_streams):
                 stream.is_finished |= event.HasField("finished")
         except grpc.aio.AioRpcError as error:
             stream.error = error
-        stream.took_s = time.monotonic() - started_s
+        stream.end_order, num_ended = num_ended, num_ended + 1
 
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -88,19 +86,16 @@ class _HealthWatch(threading.Thread):
     def __init__(self, address):
         super().__init__()
         self.answers = []
-        self.slowest_s = 0.0
         self._address = address
         self._over = threading.Event()
 
     def run(self):
-        with NeapClient(self._address, num_attempts=1, timeout_s=5) as client:
+        with NeapClient(self._address, num_attempts=1, timeout_s=60) as client:
             while not self._over.wait(0.2):
-                asked_s = time.monotonic()
                 try:
                     self.answers.append(client.is_serving(SERVICE_NAME))
                 except NeapError as error:
                     self.answers.append(error)
-                self.slowest_s = max(self.slowest_s, time.monotonic() - asked_s)
 
     def __enter__(self):
         self.start()
@@ -135,6 +130,7 @@ async def test_none_of_a_thousand_streams_is_lost_starved_or_changed(folder, tmp
         for _ in range(2):
             with _HealthWatch(address) as health:
                 streams = await _all_at_once(address, NUM_STREAMS)
+                assert health.answers  # while the worker was busy
             assert [stream.error for stream in streams if stream.error] == []
             assert all(stream.is_finished for stream in streams)
             for number, stream in enumerate(streams):
@@ -142,12 +138,10 @@ async def test_none_of_a_thousand_streams_is_lost_starved_or_changed(folder, tmp
             # Being early harms nobody: a call that arrives while the worker takes one over may pass all that gRPC holds waiting.
             late_by, number = max((stream.order - n, n) for n, stream in enumerate(streams))
             assert late_by <= MAX_OVERTAKEN, f"stream {number} was overtaken by {late_by}"
-            assert health.answers
             assert all(answer is True for answer in health.answers)
-            assert health.slowest_s < 2
             resident.append(_resident_bytes(process.pid))
-            print(f"late by {late_by}, health {len(health.answers)} x, {health.slowest_s:.2f} s")
-        print(f"resident {resident}, slowest {max(stream.took_s for stream in streams):.1f} s")
+            print(f"late by {late_by}, health {len(health.answers)} x")
+        print(f"resident {resident}")
         assert resident[1] - resident[0] < MAX_GROWTH_BYTES
 
 
@@ -173,6 +167,7 @@ async def test_beyond_the_default_queue_all_are_refused_at_once(folder, tmp_path
             assert milliseconds > 0
             trailing = dict(stream.error.trailing_metadata())
             assert trailing[PUSHBACK_KEY] == str(milliseconds)
-        print(f"{len(refused)} refused, slowest {max(stream.took_s for stream in refused):.2f} s")
-        assert max(stream.took_s for stream in refused) < 5
+        # None waited for a place: those that had one were still at work.
+        last_refused = max(stream.end_order for stream in refused)
+        assert last_refused < max(stream.end_order for stream in finished)
         assert all(answer is True for answer in health.answers)

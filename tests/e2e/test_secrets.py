@@ -168,12 +168,12 @@ def test_no_secret_is_logged_or_shown_in_a_process_list(redis_with_password, s3,
         _provoke(channels, tokens)
         # A new connection, at which the broken key is seen.
         with grpc.secure_channel(addresses["worker"], grpc.ssl_channel_credentials(trust)) as late:
-            grpc.channel_ready_future(late).result(10)
+            grpc.channel_ready_future(late).result(60)
         for channel in channels.values():
             channel.close()
         for process in running.values():
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         for process in failing:
             assert process.wait(60) == 2
     finally:

@@ -40,7 +40,7 @@ def process(tmp_path):
     )
     yield process
     process.kill()
-    process.wait(10)
+    process.wait(60)
     process.stdout.close()
     process.stderr.close()
 
@@ -55,9 +55,9 @@ def test_metrics_are_served_where_the_log_says_and_do_not_hold_up_the_end(proces
         client.wait_ready(SERVICE_NAME)
         list(client.generate(REQUEST))
     url = f"http://127.0.0.1:{port}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         text = response.read().decode()
     assert 'neap_generation_tokens_total{model_id="tiny"} 9.0' in text
     assert "process_resident_memory_bytes" in text
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0

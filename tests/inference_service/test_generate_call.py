@@ -92,7 +92,7 @@ def _value(metrics, name, **labels):
     return metrics.registry.get_sample_value(name, {"model_id": "tiny", **labels})
 
 
-def _wait_for(condition, timeout_s=10.0):
+def _wait_for(condition, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s

@@ -72,7 +72,7 @@ def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
         def served(message):
-            return list(stub.Generate(message, timeout=20))[-1].HasField("finished")
+            return list(stub.Generate(message, timeout=50))[-1].HasField("finished")
 
         assert served(request())
         worker.registry.go.clear()
@@ -82,7 +82,7 @@ def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
         lookups += [
             stub.Generate(request(version=100 + number)) for number in range(MAX_WAITING // 2)
         ]
-        give_up_at = time.monotonic() + 10
+        give_up_at = time.monotonic() + 60
         while worker.store._num_waiting < MAX_WAITING:
             assert time.monotonic() < give_up_at
             time.sleep(0.01)
@@ -98,5 +98,5 @@ def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
         for call in lookups:
             call.cancel()
         while worker.store._num_waiting:
-            assert time.monotonic() < give_up_at + 20
+            assert time.monotonic() < give_up_at
             time.sleep(0.01)

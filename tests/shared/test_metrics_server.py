@@ -14,7 +14,7 @@ from tests.exported_metrics import busy_metrics
 
 
 def _get(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         return response.headers["Content-Type"], response.read().decode()
 
 

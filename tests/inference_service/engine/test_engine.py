@@ -173,11 +173,11 @@ def test_the_queue_is_bounded_by_the_prompts_tokens_too(loaded: LoadedModel) -> 
 
 
 def test_a_deadline_too_short_for_the_prompt_is_refused_at_once(loaded: LoadedModel) -> None:
-    costs = FixedCosts(wide=((16, 4.0),))
+    costs = FixedCosts(wide=((16, 4000.0),))
     with fixed_cost_engine(loaded, cost_meter=costs) as engine:
         engine.warm_up()
-        soon = time.monotonic() + 3.0
-        with pytest.raises(DeadlineExceeded, match=r"at least 4\.0 s") as caught:
+        soon = time.monotonic() + 3000.0
+        with pytest.raises(DeadlineExceeded, match=r"at least 4000\.0 s") as caught:
             engine.submit(request(prompt_ids=(1,) * 40, deadline_s=soon))
         assert caught.value.reason == "DEADLINE_TOO_SHORT"
         engine.submit(request(prompt_ids=(1,) * 15, deadline_s=soon)).cancel()
@@ -236,7 +236,7 @@ def test_a_failure_of_the_engine_itself_is_reported(loaded: LoadedModel) -> None
     with pytest.raises(Unavailable) as caught:
         list(engine.submit(request()).events())
     assert caught.value.reason == "ENGINE_FAILED"
-    assert told.wait(10)
+    assert told.wait(60)
     for call in (lambda: engine.submit(request()), lambda: engine.prepare(ScriptedLadder())):  # type: ignore[arg-type]
         with pytest.raises(Unavailable) as refused:
             call()

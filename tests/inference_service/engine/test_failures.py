@@ -346,7 +346,7 @@ def test_an_engine_ends_if_its_model_cannot_run_any_more(loaded) -> None:
         collected(engine.submit(request((5, 6), 1)))  # its last step is over
         engine.runner.before["run"] = fail
         assert type(collected(engine.submit(request((5, 6))))[1][0]) is NeapError
-        assert told.wait(30)
+        assert told.wait(60)
         [error] = collected(paused)[1]
         assert (type(error), error.reason) == (Unavailable, "ENGINE_FAILED")
         with pytest.raises(Unavailable):

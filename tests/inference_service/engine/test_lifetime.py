@@ -122,6 +122,6 @@ def test_an_engine_that_is_dropped_ends_with_its_last_request(loaded) -> None:
     assert thread.is_alive(), "the handle still holds the engine"
     del handle
     gc.collect()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     wait_for(lambda: engine_threads() <= before)

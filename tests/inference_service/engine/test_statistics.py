@@ -109,7 +109,7 @@ def test_of_drafts_the_first_are_accepted() -> None:
 
 def test_time_between_steps_is_shared_by_their_tokens() -> None:
     counted = EngineStatistics(NUM_LAYERS)
-    seen = Progress(3, 7, delivered_s=time.monotonic() - 0.9)
+    seen = Progress(3, 7, delivered_s=time.monotonic() - 900)
     sequence = SimpleNamespace(
         request=SimpleNamespace(router_version=0),
         failure=None,
@@ -119,7 +119,7 @@ def test_time_between_steps_is_shared_by_their_tokens() -> None:
     )
     counted.record_step(0.25, [sequence], [[]])
     assert sum(counted.inter_token_s.counts) == 3
-    assert 0.9 <= counted.inter_token_s.sum < 1.0
+    assert 900 <= counted.inter_token_s.sum < 1800  # one interval, not one for each token
     assert counted.num_layer_executions == 4
     # What has been counted is not counted again.
     counted.record_step(0.25, [sequence], [[]])
@@ -134,7 +134,7 @@ def test_cancelled_requests_count_and_give_their_share_of_memory_back(loaded: Lo
     with fixed_cost_engine(loaded, kv_budget_bytes=1 << 20) as engine:
         handle = engine.submit(request)
         handle.pause()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while not engine.num_running:
             assert time.monotonic() < deadline_s
         assert 0 < engine.kv_usage_ratio < 1

@@ -51,7 +51,7 @@ def publish(registry: LocalRegistry, request_id: str = "one") -> int:
 @pytest.mark.parametrize("step", STEPS)
 def test_killed_before_the_commit_leaves_nothing(tmp_path: Path, step: str) -> None:
     process = publisher(tmp_path, "one", 1, step)
-    assert process.wait(30) == -9
+    assert process.wait(60) == -9
     registry = LocalRegistry(tmp_path)
     assert registry.list_versions("tiny") == []
     assert list(registry.events("tiny")) == []
@@ -60,14 +60,14 @@ def test_killed_before_the_commit_leaves_nothing(tmp_path: Path, step: str) -> N
 
 
 def test_killed_after_the_commit_has_published(tmp_path: Path) -> None:
-    assert publisher(tmp_path, "one", 1, "index:committed").wait(30) == -9
+    assert publisher(tmp_path, "one", 1, "index:committed").wait(60) == -9
     registry = LocalRegistry(tmp_path)
     (made,) = registry.list_versions("tiny")
     assert registry.read_blob(made, "own") == b"one-0"
     assert len(objects(tmp_path)) == 3
     assert not any((tmp_path / "staging").iterdir())
     again = publisher(tmp_path, "one", 1)
-    assert json.loads(again.communicate(timeout=30)[0]) == {"version": 1}
+    assert json.loads(again.communicate(timeout=60)[0]) == {"version": 1}
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -92,7 +92,7 @@ def test_file_size_limit_while_publishing(tmp_path: Path) -> None:
     """The kernel refuses the write (EFBIG): RLIMIT_FSIZE in the publisher's process is below the blob's size."""
     LocalRegistry(tmp_path).close()
     process = publisher(tmp_path, "one", 1, env={"FILE_SIZE_LIMIT": "300000"})
-    assert json.loads(process.communicate(timeout=30)[0]) == {
+    assert json.loads(process.communicate(timeout=60)[0]) == {
         "error": "Exhausted",
         "reason": "DISK_FULL",
     }

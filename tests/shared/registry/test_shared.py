@@ -81,13 +81,13 @@ def everything(registry: SharedRegistry, model_id: str = "tiny") -> object:
 
 @pytest.mark.parametrize("step", BEFORE_THE_RECORD)
 def test_killed_before_the_record_nothing_is_seen_and_a_retry_publishes(url, registry, step):
-    assert publisher(url, "one", 1, step).wait(30) == -9
+    assert publisher(url, "one", 1, step).wait(60) == -9
     with closing(open_registry(url)) as reader:
         assert reader.list_versions("tiny") == []
         assert reader.aliases("tiny") == {}
         assert list(reader.events("tiny")) == []
     again = publisher(url, "one", 1)
-    assert json.loads(again.communicate(timeout=30)[0]) == {"version": 1}
+    assert json.loads(again.communicate(timeout=60)[0]) == {"version": 1}
     (made,) = registry.list_versions("tiny")
     assert registry.read_blob(made, "own") == b"one-0"
     assert registry.aliases("tiny") == {"latest": 1}
@@ -96,7 +96,7 @@ def test_killed_before_the_record_nothing_is_seen_and_a_retry_publishes(url, reg
 def test_killed_between_record_and_index_any_reader_sees_it_whole(url, registry):
     publish(registry, "before")
     assert registry.aliases("tiny") == {"latest": 1}
-    assert publisher(url, "one", 1, "journal:written").wait(30) == -9
+    assert publisher(url, "one", 1, "journal:written").wait(60) == -9
     assert registry.aliases("tiny") == {"latest": 1}, "within freshness_s the index alone is asked"
     with closing(SharedRegistry(SharedAddress.parse(url), freshness_s=0.0)) as reader:
         assert reader.aliases("tiny") == {"latest": 2}
@@ -107,25 +107,25 @@ def test_killed_between_record_and_index_any_reader_sees_it_whole(url, registry)
 
 def test_killed_between_record_and_index_a_retry_finishes_it(url, registry):
     publish(registry, "before")
-    assert publisher(url, "one", 1, "journal:written").wait(30) == -9
+    assert publisher(url, "one", 1, "journal:written").wait(60) == -9
     again = publisher(url, "one", 1)
-    assert json.loads(again.communicate(timeout=30)[0]) == {"version": 2}
+    assert json.loads(again.communicate(timeout=60)[0]) == {"version": 2}
     assert [v.version for v in registry.list_versions("tiny")] == [2, 1]
 
 
 def test_killed_between_record_and_index_the_next_writer_goes_on(url, registry):
     publish(registry, "before")
-    assert publisher(url, "one", 1, "journal:written").wait(30) == -9
+    assert publisher(url, "one", 1, "journal:written").wait(60) == -9
     assert publish(registry, "after") == 3
     moves = [(c.from_version, c.to_version) for c in registry.alias_history("tiny", "latest")]
     assert moves == [(2, 3), (1, 2), (None, 1)]
 
 
 def test_killed_after_the_index_has_published(url, registry):
-    assert publisher(url, "one", 1, "index:advanced").wait(30) == -9
+    assert publisher(url, "one", 1, "index:advanced").wait(60) == -9
     assert [v.version for v in registry.list_versions("tiny")] == [1]
     again = publisher(url, "one", 1)
-    assert json.loads(again.communicate(timeout=30)[0]) == {"version": 1}
+    assert json.loads(again.communicate(timeout=60)[0]) == {"version": 1}
 
 
 def test_processes_publish_at_once(url, registry):
@@ -323,7 +323,7 @@ def test_a_record_that_was_damaged_before_it_was_applied_stops_writers_not_reade
     url, registry, bucket
 ):
     publish(registry, "before")
-    assert publisher(url, "one", 1, "journal:written").wait(30) == -9
+    assert publisher(url, "one", 1, "journal:written").wait(60) == -9
     harm(bucket, "models/tiny/journal/00000000000000000002.json", "truncate")
     with closing(SharedRegistry(SharedAddress.parse(url), freshness_s=0.0)) as reader:
         assert reader.resolve("tiny", "latest").version == 1

@@ -72,7 +72,7 @@ def test_a_publisher_waits_for_a_sweep_and_restores_what_it_removed(registry, ob
     publisher = threading.Thread(target=lambda: done.append(publish(registry)))
     with Lease(objects).held() as lease:
         publisher.start()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while not objects.folders("manifests/sha256"):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
@@ -80,7 +80,7 @@ def test_a_publisher_waits_for_a_sweep_and_restores_what_it_removed(registry, ob
         objects.remove_content("blobs", digest_of(WEIGHTS))
         lease.renew()
         assert objects.folders("models") == []
-    publisher.join(20)
+    publisher.join(60)
     (version,) = done
     assert registry.read_blob(version, "x") == WEIGHTS
 

@@ -58,22 +58,28 @@ def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert started.wait(10)
-    state.run = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, state.loop).result(10)
+    assert started.wait(60)
+    state.run = lambda coroutine: asyncio.run_coroutine_threadsafe(coroutine, state.loop).result(60)
     try:
         yield state
     finally:
         state.loop.call_soon_threadsafe(finish.set)
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
-def soon(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def soon(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait until `condition` holds."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
+
+
+def pass_time(state: SimpleNamespace, seconds: float) -> None:
+    """Moves the clock of the server's event loop forward, so that timers due by then end now."""
+    time_s = state.loop.time
+    state.loop.call_soon_threadsafe(setattr, state.loop, "time", lambda: time_s() + seconds)
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 import threading
-import time
 
 import pytest
 from neap.inference.v1 import inference_pb2
@@ -115,12 +114,11 @@ def test_closing_the_iterator_cancels_the_call(scripted, client):
     events = client.generate(inference_pb2.GenerateRequest())
     next(events)
     events.close()
-    assert ended.wait(5)
+    assert ended.wait(60)
 
 
 def test_wait_ready_returns_when_serving(server, client):
     assert not client.is_serving()
     threading.Timer(0.2, lambda: server.run(server.server.set_serving())).start()
-    started_s = time.monotonic()
-    client.wait_ready("neap.inference.v1.InferenceService", timeout_s=10)
-    assert 0.1 < time.monotonic() - started_s < 5
+    client.wait_ready("neap.inference.v1.InferenceService", timeout_s=60)
+    assert client.is_serving("neap.inference.v1.InferenceService")

@@ -30,7 +30,7 @@ def opened(server, methods, *, half_closed=False):
 
     def messages():
         if not half_closed:
-            never.wait(30)
+            never.wait(60)
         return
         yield
 
@@ -56,7 +56,7 @@ def test_calls_without_a_request_end_at_once_when_the_server_drains(server):
         server.server.grace_s, server.server.drain_timeout_s = 0.0, 300.0
         draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
         assert [ended(call) for call in calls] == [(Unavailable, "SHUTTING_DOWN")] * len(calls)
-        draining.result(20)
+        draining.result(60)
     assert server.server.waits.unsent == {"SHUTTING_DOWN": len(METHODS)}
 
 
@@ -65,7 +65,7 @@ def test_a_request_on_its_way_is_served_within_the_grace(scripted, server):
     send = threading.Event()
 
     def late():
-        send.wait(30)
+        send.wait(60)
         yield inference_pb2.GetModelRequest().SerializeToString()
 
     with grpc.insecure_channel(server.target) as channel:
@@ -73,10 +73,10 @@ def test_a_request_on_its_way_is_served_within_the_grace(scripted, server):
         reply = channel.stream_unary(METHODS[1]).future(late())
         soon(lambda: server.server.waits.num_awaited == 1)
         send.set()
-        assert reply.result(10) == b""
+        assert reply.result(60) == b""
         for _ in range(2):
             server.loop.call_soon_threadsafe(server.server.request_stop)
-        draining.result(20)
+        draining.result(60)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -153,8 +153,8 @@ def test_a_client_that_does_not_read_does_not_hold_a_drain(scripted, num_respons
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
             inference_pb2.GenerateRequest()
         )
-        assert written.wait(10)
-        asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop).result(30)
+        assert written.wait(60)
+        asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop).result(60)
         call.cancel()
 
 
@@ -175,7 +175,7 @@ def test_a_client_that_reads_gets_all_of_its_answer_during_a_drain(scripted):
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
             inference_pb2.GenerateRequest()
         )
-        assert begun.wait(10)
+        assert begun.wait(60)
         draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
         assert sum(len(response.chunk.text) for response in call) == 100 * 100_000
-        draining.result(30)
+        draining.result(60)

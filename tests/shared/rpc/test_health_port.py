@@ -1,7 +1,6 @@
 """The plain-text health port of a server that requires certificates."""
 
 import asyncio
-import time
 
 import grpc
 import pytest
@@ -14,7 +13,7 @@ from shared.rpc.certificates import ServerCertificate
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
 from tests.certificates import issued, write
-from tests.shared.rpc.conftest import SERVICE, running
+from tests.shared.rpc.conftest import SERVICE, pass_time, running
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -40,7 +39,7 @@ def channel(server):
 def _check(channel):
     stub = health_pb2_grpc.HealthStub(channel)
     return [
-        stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status
+        stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status
         for name in ("", SERVICE)
     ]
 
@@ -61,11 +60,11 @@ def test_it_answers_nothing_but_health(channel, scripted):
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     reflect = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     with pytest.raises(grpc.RpcError) as caught:
-        list(channel.stream_stream(reflect)(iter([b""]), timeout=5))
+        list(channel.stream_stream(reflect)(iter([b""]), timeout=60))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     with pytest.raises(grpc.RpcError) as caught:
         health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service="x" * 10_000), timeout=5
+            health_pb2.HealthCheckRequest(service="x" * 10_000), timeout=60
         )
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert scripted.num_calls == 0
@@ -73,15 +72,14 @@ def test_it_answers_nothing_but_health(channel, scripted):
 
 def test_it_says_not_serving_while_draining_and_ends_with_the_server(server, channel):
     server.run(server.server.set_serving())
-    server.server.grace_s, server.server.drain_timeout_s = 0.5, 30.0
+    server.server.grace_s, server.server.drain_timeout_s = 3600.0, 3600.0
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
     assert next(watch).status == SERVING
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
     assert next(watch).status == NOT_SERVING
     assert _check(channel) == [NOT_SERVING] * 2
-    started_s = time.monotonic()
-    draining.result(10)
-    assert time.monotonic() - started_s < 5  # health watchers do not delay it
+    pass_time(server, 3600)
+    draining.result(60)  # health watchers do not delay it
     with pytest.raises(grpc.RpcError):
         _check(channel)
 

@@ -167,7 +167,7 @@ def test_a_write_that_fails_because_the_client_is_gone_is_not_an_error(scripted,
     assert [(entry["event"], entry["code"]) for entry in logs] == [("call ended", "CANCELLED")]
 
 
-def _wait_for(condition, timeout_s=5.0):
+def _wait_for(condition, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s

@@ -12,8 +12,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from shared.errors import Exhausted, InvalidInput, Unavailable
+from shared.rpc import serving
 from shared.rpc.serving import MAX_MESSAGE_BYTES, RpcServer
 from shared.rpc.status import from_rpc_error
+from tests.shared.rpc.conftest import pass_time, soon
 
 SERVICE = "neap.inference.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -29,7 +31,7 @@ def channel(server):
 
 def _health(channel, service):
     stub = health_pb2_grpc.HealthStub(channel)
-    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60).status
 
 
 def test_health_of_each_service_is_not_serving_until_set(server, channel):
@@ -43,7 +45,7 @@ def test_health_of_each_service_is_not_serving_until_set(server, channel):
 
 def test_health_lists_all_services(server, channel):
     server.run(server.server.set_serving())
-    listed = health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=5)
+    listed = health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=60)
     assert {name: reply.status for name, reply in listed.statuses.items()} == {
         "": SERVING,
         SERVICE: SERVING,
@@ -135,19 +137,19 @@ def _slow_stream(num_events, pause_s):
 
 def test_drain_takes_calls_for_the_grace_and_finishes_streams(scripted, server, channel):
     scripted.on_generate = _slow_stream(10, 0.1)
-    server.server.grace_s = 0.5
+    server.server.grace_s = 3600.0
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     server.run(server.server.set_serving())
     call = stub.Generate(inference_pb2.GenerateRequest())
     assert next(call).chunk.text == "0"
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
-    time.sleep(0.1)
-    assert _health(channel, SERVICE) == NOT_SERVING
-    stub.GetModel(inference_pb2.GetModelRequest(), timeout=5)  # still accepted
+    soon(lambda: _health(channel, SERVICE) == NOT_SERVING)
+    stub.GetModel(inference_pb2.GetModelRequest(), timeout=60)  # still accepted
+    pass_time(server, 3600)
     assert [event.chunk.text for event in call] == [str(n) for n in range(1, 10)]
-    draining.result(5)
+    draining.result(60)
     with pytest.raises(grpc.RpcError) as caught:
-        stub.GetModel(inference_pb2.GetModelRequest(), timeout=5)
+        stub.GetModel(inference_pb2.GetModelRequest(), timeout=60)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -159,43 +161,43 @@ def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
     next(call)
     started_s = time.monotonic()
     server.run(server.server.drain())
-    assert 0.2 < time.monotonic() - started_s < 3
+    assert time.monotonic() - started_s > 0.2
     _ended_with_a_reason(call)
 
 
 def test_health_watchers_do_not_delay_the_drain(server, channel):
-    server.server.grace_s, server.server.drain_timeout_s = 0.0, 30.0
+    server.server.grace_s, server.server.drain_timeout_s = 0.0, 3600.0
     server.run(server.server.set_serving())
     watch = health_pb2_grpc.HealthStub(channel).Watch(
         health_pb2.HealthCheckRequest(service=SERVICE)
     )
     assert next(watch).status == SERVING
-    started_s = time.monotonic()
     server.run(server.server.drain())
-    assert time.monotonic() - started_s < 3
     assert next(watch).status == NOT_SERVING
     _ended_with_a_reason(watch)
 
 
-@pytest.mark.parametrize("grace_s", [30.0, 0.0])
+@pytest.mark.parametrize("grace_s", [3600.0, 0.0])
 def test_a_second_request_to_stop_stops_at_once(scripted, server, channel, grace_s):
     scripted.on_generate = _slow_stream(1000, 0.1)
-    server.server.grace_s = grace_s
+    server.server.grace_s, server.server.drain_timeout_s = grace_s, 3600.0
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     call = stub.Generate(inference_pb2.GenerateRequest())
     next(call)
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
     server.loop.call_soon_threadsafe(server.server.request_stop)
-    time.sleep(0.2)
+    for _ in range(2):
+        next(call)
     assert not draining.done()
     server.loop.call_soon_threadsafe(server.server.request_stop)
-    draining.result(5)
+    draining.result(60)
     _ended_with_a_reason(call)
 
 
 def test_without_any_grace_running_and_arriving_calls_are_told_before_the_server_stops(
-    scripted, server, channel
+    scripted, server, channel, monkeypatch
 ):
+    monkeypatch.setattr(serving, "ENDING_S", 60.0)
     tidying, tidied = threading.Event(), threading.Event()
 
     async def tidies_up(request, context):
@@ -204,7 +206,7 @@ def test_without_any_grace_running_and_arriving_calls_are_told_before_the_server
             await asyncio.sleep(60)
         finally:
             tidying.set()
-            await asyncio.to_thread(tidied.wait, 1.0)
+            await asyncio.to_thread(tidied.wait, 60)
 
     scripted.on_generate = tidies_up
     server.server.grace_s = server.server.drain_timeout_s = 0.0
@@ -212,11 +214,12 @@ def test_without_any_grace_running_and_arriving_calls_are_told_before_the_server
     running = stub.Generate(inference_pb2.GenerateRequest())
     next(running)
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
-    assert tidying.wait(10)
+    assert tidying.wait(60)
     arriving = stub.Generate(inference_pb2.GenerateRequest())
     _ended_with_a_reason(arriving)
+    tidied.set()
     _ended_with_a_reason(running)
-    draining.result(20)
+    draining.result(60)
 
 
 async def test_a_taken_port_and_a_bad_address_are_errors(capsys):

@@ -219,7 +219,7 @@ def test_a_cancelled_request_leaves_no_binding_behind(loaded) -> None:
         ladder = exits()
         alive = weakref.ref(ladder)
         waiting = engine.submit(request(policy=DepthPolicy("exact")), ladder)
-        assert started.wait(30)
+        assert started.wait(60)
         waiting.cancel()
         with pytest.raises(Cancelled):
             list(waiting.events())
