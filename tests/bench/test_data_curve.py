@@ -11,6 +11,8 @@ from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.states.material import Material
 from tests.calibrator_service.calibration.conftest import make_model
 
+pytestmark = pytest.mark.full
+
 SPEC = CalibrationSpec(
     source=SelfGenerated(max_new_tokens=24), max_tokens=5000, rung_depths=(2,), router_width=16
 )

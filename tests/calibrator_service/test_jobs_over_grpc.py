@@ -210,6 +210,7 @@ def test_failures_say_why_and_publish_nothing(
 
 
 @pytest.mark.parametrize("behaviour", ["wait", "deaf"])
+@pytest.mark.full
 def test_cancelling_a_running_job(service: Service, behaviour: str) -> None:
     """ "deaf" never asks whether it should stop, and is killed."""
     job = service.create(behaviour)
@@ -294,6 +295,7 @@ def test_killed_service_resumes_its_job(service: Service) -> None:
     assert len(versions(service)) == 2
 
 
+@pytest.mark.full
 def test_terminated_service_resumes_its_job(service: Service) -> None:
     job = service.create("wait-once")
     service.wait_for(job, pb.PHASE_COLLECTING)
@@ -315,6 +317,7 @@ def test_process_that_dies_once_is_resumed(service: Service) -> None:
     assert (end.state, end.num_resumes) == (pb.STATE_SUCCEEDED, 1)
 
 
+@pytest.mark.full
 def test_process_that_always_dies_fails_after_three_resumes(service: Service) -> None:
     end = service.end_of(service.create("die"))
     assert end.state == pb.STATE_FAILED
@@ -324,6 +327,7 @@ def test_process_that_always_dies_fails_after_three_resumes(service: Service) ->
     assert end.num_resumes == 3
 
 
+@pytest.mark.full
 def test_death_right_after_publishing_publishes_once(service: Service) -> None:
     end = service.end_of(service.create("die-publishing"))
     assert (end.state, end.num_resumes) == (pb.STATE_SUCCEEDED, 1)
@@ -333,6 +337,7 @@ def test_death_right_after_publishing_publishes_once(service: Service) -> None:
     assert '"attempt":1' in get(service, 1).manifest_json
 
 
+@pytest.mark.full
 def test_a_publication_that_cannot_be_recorded_is_recorded_later(
     start_service: StartService,
 ) -> None:
@@ -350,6 +355,7 @@ def get(service: Service, version: int) -> router_pb2.RouterVersion:
     return service.routers.GetVersion(request).version
 
 
+@pytest.mark.full
 def test_model_that_is_no_longer_configured(start_service: StartService) -> None:
     service = start_service("--model", "tiny=/a", "--model", "other=/b")
     job = service.create("wait")
@@ -361,6 +367,7 @@ def test_model_that_is_no_longer_configured(start_service: StartService) -> None
     assert (end.state, end.failure.reason) == (pb.STATE_FAILED, "MODEL_NOT_FOUND")
 
 
+@pytest.mark.full
 def test_second_service_on_the_same_folder_is_refused(service: Service) -> None:
     with pytest.raises(AssertionError, match="DATA_DIR_IN_USE"):
         Service(service.folder, "--model", "tiny=/a")

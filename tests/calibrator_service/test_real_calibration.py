@@ -21,6 +21,8 @@ from shared.registry.local import LocalRegistry
 from tests.calibrator_service.conftest import Service
 from tests.families import VOCABULARY_SIZE, build_family
 
+pytestmark = pytest.mark.full
+
 StartService = Callable[..., Service]
 JOB_TIMEOUT_S = 120
 

@@ -25,6 +25,8 @@ from tests.calibrator_service.conftest import Service
 from tests.fuzzing import SECONDS, cases, garbage, random_message
 from tests.worker import build_ladder, save_model, serving
 
+pytestmark = pytest.mark.full
+
 SIDE = [
     *health_pb2.DESCRIPTOR.services_by_name.values(),
     *reflection_pb2.DESCRIPTOR.services_by_name.values(),

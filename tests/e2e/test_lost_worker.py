@@ -12,7 +12,7 @@ from shared.rpc.client import NeapClient
 from tests.worker import save_model
 from tests.worker_process import worker_process
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 NUM_RUNNING = 16
 
 

@@ -19,7 +19,7 @@ from shared.rpc.status import PUSHBACK_KEY
 from tests.worker import save_model
 from tests.worker_process import worker_process
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 NUM_STREAMS = 1000
 NUM_PROMPTS = 40
 MAX_TOKENS = 8

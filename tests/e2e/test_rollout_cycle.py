@@ -24,7 +24,7 @@ from shared.rpc.client import NeapClient
 from tests.registry_servers import shared_registry, shared_url
 from tests.worker import build_ladder, save_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 NUM_CLIENTS = 4
 READY_TIMEOUT_S = 90.0
 SHARE_PER_MILLE = 300

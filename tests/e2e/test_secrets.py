@@ -22,7 +22,7 @@ from tests.servers import S3_ENVIRONMENT
 from tests.tokens import bearer, write_tokens
 from tests.worker import save_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = "hunter2-%2F"
 SERVICES = {"inference_service": "worker", "calibrator_service": "calibrator"}

@@ -13,7 +13,7 @@ from shared.model.load import load_model
 from tests.worker import build_ladder, save_model
 from tests.worker_process import ROOT
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into /proc")

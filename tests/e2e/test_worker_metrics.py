@@ -15,7 +15,7 @@ from inference_service.servicer import SERVICE_NAME
 from shared.rpc.client import NeapClient
 from tests.worker import save_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST = pb.GenerateRequest(
     model_id="tiny",

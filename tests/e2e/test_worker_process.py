@@ -74,6 +74,7 @@ def test_not_serving_until_warm_then_sigterm_finishes_streams(folder, tmp_path):
     assert {"model loaded", "serving", "call ended", "stopped"} <= set(events)
 
 
+@pytest.mark.full
 def test_a_second_sigterm_ends_at_once_and_says_why(folder, tmp_path):
     with _worker(folder, tmp_path, "--grace-s", "3600") as (process, client):
         client.wait_ready(SERVICE_NAME, timeout_s=60)
@@ -92,6 +93,7 @@ def test_a_second_sigterm_ends_at_once_and_says_why(folder, tmp_path):
         assert process.wait(60) == 0
 
 
+@pytest.mark.full
 def test_streams_that_outlast_the_drain_are_told(folder, tmp_path):
     flags = ("--grace-s", "0", "--drain-timeout-s", "0.3")
     with _worker(folder, tmp_path, *flags) as (process, client):
@@ -106,6 +108,7 @@ def test_streams_that_outlast_the_drain_are_told(folder, tmp_path):
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.7])
+@pytest.mark.full
 def test_sigterm_while_loading_ends_at_once(folder, tmp_path, delay_s):
     with _worker(folder, tmp_path) as (process, client):
         assert not client.is_serving()

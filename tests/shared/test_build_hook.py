@@ -10,6 +10,8 @@ import pytest
 from shared.build_hook import generate
 from shared.ops import build
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
 from neap.calibration.v1 import calibration_pb2_grpc

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import GenerationRequest, StoppingParams
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
 from tests.generation import wait_for
 
@@ -22,7 +22,7 @@ PROGRAM = """
 import json, os, signal, sys, threading
 from transformers import LlamaForCausalLM
 from inference_service.engine.engine import Engine
-from inference_service.engine.request import GenerationRequest, StoppingParams
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import wrap_model
 from tests.worker import build_model

@@ -18,6 +18,8 @@ from shared.ladder.folder import MANIFEST, read_ladder, write_packed
 from tests.fuzzing import cases, mutated
 from tests.shared.ladder.test_artefact import packed
 
+pytestmark = pytest.mark.full
+
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 3, 10**9, 2**63, 10**400, -(10**400), 0.5, 1e308, -0.0),
     *("", "depth-2", "suffix", "x" * 5000, "\x00", [], {}, [[]], [0] * 300, {"a": 1}),

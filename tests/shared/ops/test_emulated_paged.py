@@ -12,6 +12,8 @@ from tests.shared.ops.emulated_cases import SEEDS
 from tests.shared.ops.emulation import CODES, Bug, Call, EmulationError, blank, compiled, raw, run
 from tests.shared.ops.paged_passes import CLOSE, Pass, drawn_pass
 
+pytestmark = pytest.mark.full
+
 KERNELS = "include/paged.cuh"
 BUGS = [
     Bug(

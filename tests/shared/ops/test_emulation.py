@@ -8,6 +8,8 @@ import pytest
 from tests.shared.ops.emulated_cases import CHECKS
 from tests.shared.ops.emulation import Bug, EmulationError, compiled
 
+pytestmark = pytest.mark.full
+
 # Each bug with the check that must catch it.
 BUGS = {
     "exit_head": Bug(

@@ -204,6 +204,7 @@ def test_a_failed_build_shows_what_the_compiler_said(
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="widens the kernels by x86 flags")
+@pytest.mark.full
 def test_the_paths_of_wider_instruction_sets_hold(tmp_path: Path) -> None:
     """The tiles and panel groups of AVX-512, on 16 lanes that the compiler builds from narrower ones."""
     wide = f"{build.COMMON_FLAGS} {build.KERNEL_FLAGS} -mavx2 -mfma -DNEAP_PORTABLE_LANES=16 -O1"

@@ -194,6 +194,7 @@ def test_a_server_that_drops_keys_is_warned_of(own_redis, s3):
     assert any(entry.get("policy") == "allkeys-lru" for entry in logs)
 
 
+@pytest.mark.full
 def test_s3_killed_and_back(own_redis, own_s3):
     registry = open_registry(shared_url(own_redis, own_s3))
     with closing(registry):
@@ -228,6 +229,7 @@ def test_s3_dead_at_start_and_without_credentials(own_redis, s3, monkeypatch):
     assert "hunter2" not in raised.value.message
 
 
+@pytest.mark.full
 def test_s3_hangs(own_redis, own_s3, monkeypatch):
     """Every call ends within the limits of shared.timeouts, which are short here. A call with a limit elsewhere would take longer."""
     for name in ("RECORD", "CONTENT", "STALL", "SENDING_STALL", "RETRY"):

@@ -9,6 +9,8 @@ from shared.model.recorder import NoRecorder
 from shared.model.substitution.compiled import LayerCompiler
 from tests.paged import load_family, make_runner
 
+pytestmark = pytest.mark.full
+
 
 class CountingBackend:
     def __init__(self) -> None:
