@@ -1,4 +1,4 @@
-"""The engine with paged KV and recorded passes, as on a GPU: the same answers, and all pages are returned in the end."""
+"""The engine with paged KV and recorded passes, as on a GPU: the same answers, and all blocks are returned in the end."""
 
 import gc
 import random
@@ -44,7 +44,7 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Answers of the engine without pages. Only one engine at a time may use the model."""
+    """Answers of the engine without blocks. Only one engine at a time may use the model."""
     with fixed_cost_engine(loaded) as plain:
         return {
             prompt: plain.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids
@@ -54,7 +54,7 @@ def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 def paged_engine(loaded: LoadedModel, *, shares_prefixes: bool = True) -> Engine:
     """Room for about three of these requests at once, prefixes included."""
-    budget = NUM_PAGES * make_runner(loaded).pool.page_bytes
+    budget = NUM_PAGES * make_runner(loaded).pool.block_bytes
     cached = budget // 3 if shares_prefixes else 0
     return fixed_cost_engine(
         loaded, kv_budget_bytes=budget, prefix_cache_bytes=cached, runner_of=make_runner
@@ -124,7 +124,7 @@ def test_exact_is_full_is_the_models_own(
         assert 0 < finished.depth.num_accepted < finished.depth.num_drafted
 
 
-def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_page(engine: Engine) -> None:
+def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_block(engine: Engine) -> None:
     """More requests than fit into the budget at once, by two policies, some cancelled while they run."""
     rows = prompts(10)
     full = DepthPolicy("full")
@@ -159,7 +159,7 @@ def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_page(engin
     assert blocks_taken(engine) == 0
 
 
-def test_a_prompt_with_a_cached_prefix_takes_over_pages(loaded: LoadedModel) -> None:
+def test_a_prompt_with_a_cached_prefix_takes_over_blocks(loaded: LoadedModel) -> None:
     question = (*STEM, 5, 6)
     other = (*STEM, 7, 8, 9)
     with paged_engine(loaded, shares_prefixes=False) as engine:
@@ -174,9 +174,9 @@ def test_a_prompt_with_a_cached_prefix_takes_over_pages(loaded: LoadedModel) -> 
     assert tuple(tokens) == expected
 
 
-def test_a_request_counts_by_whole_pages(engine: Engine) -> None:
+def test_a_request_counts_by_whole_blocks(engine: Engine) -> None:
     assert engine.kv_budget_bytes == NUM_PAGES * BLOCK_TOKENS * engine.kv_token_bytes
-    asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six pages
+    asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six blocks
     handle = engine.submit(asked)
     handle.pause()
     wait_for(lambda: engine.num_running == 1)
@@ -185,8 +185,8 @@ def test_a_request_counts_by_whole_pages(engine: Engine) -> None:
     assert len(all_tokens(handle)) == 41
 
 
-def test_a_shadow_check_takes_pages_from_kept_caches(loaded: LoadedModel) -> None:
-    runner = make_runner(loaded, 4 * make_runner(loaded).pool.page_bytes)
+def test_a_shadow_check_takes_blocks_from_kept_caches(loaded: LoadedModel) -> None:
+    runner = make_runner(loaded, 4 * make_runner(loaded).pool.block_bytes)
     prefixes = Prefixes(4 * BLOCK_TOKENS)
     for start in (0, 1):  # kept, and all there is but the reserve
         kept = runner.new_cache(2 * BLOCK_TOKENS)

@@ -82,7 +82,7 @@ def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path)
         for position in range(max(sequence.first, 1), len(sequence.tokens)):
             for offset in range(NUM_OFFSETS + 1):
                 batch = gather_batch(chunk, torch.tensor([at]), torch.tensor([offset]), lookup, CPU)
-                used = int(batch.offset)
+                used = int(batch.ago)
                 assert used == min(offset, int(chunk.num_before[at]) - 1) <= position - 1
                 for depth in (0, 2):
                     torch.testing.assert_close(
