@@ -5,13 +5,11 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from inference_service.engine.request.request import TokenChunk
+from inference_service.engine.request.request import GenerationRequest, TokenChunk
+from shared.errors import NeapError
 from shared.ladder.rungs import Draft
-
-if TYPE_CHECKING:
-    from inference_service.engine.request.sequence import Sequence
 
 QUEUE_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_BOUNDS_S = (
@@ -56,6 +54,20 @@ class Progress(NamedTuple):
     num_generated: int = 0
     num_layer_executions: int = 0
     delivered_s: float = 0.0
+
+
+class Counted(Protocol):
+    """What the statistics read of a sequence; `counted` is theirs to set."""
+
+    counted: Progress
+    num_layer_executions: int
+    num_cached: int
+    failure: NeapError | None
+
+    @property
+    def request(self) -> GenerationRequest: ...
+    @property
+    def num_generated(self) -> int: ...
 
 
 class DepthCounts:
@@ -131,7 +143,7 @@ class EngineStatistics(DepthCounts):
         return self, own
 
     def record_step(
-        self, seconds: float, sequences: Rows["Sequence"], results: Rows[Rows[TokenChunk]]
+        self, seconds: float, sequences: Rows[Counted], results: Rows[Rows[TokenChunk]]
     ) -> None:
         """Counts a step of `sequences` that took `seconds`. `results` are the chunks that each of them got."""
         now = time.monotonic()
