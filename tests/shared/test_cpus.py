@@ -103,7 +103,7 @@ os.cpu_count = lambda: 1000
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name in ("torch", "numpy"):
-            print("sized" if "OMP_NUM_THREADS" in os.environ else "too early")
+            print("sized" if "OMP_NUM_THREADS" in os.environ else "too early", flush=True)
             os._exit(0)
 sys.meta_path.insert(0, Finder())
 sys.argv = ["{module}", "--listen", "nonsense", "--model", "m=/no/such"]
