@@ -162,7 +162,8 @@ class SoakRequests:
             reason = from_rpc_error(error).reason
             if reason == "SLOW_READER":
                 return Outcome("ended")
-            if reason in ("QUEUE_FULL", "GRPC_UNAVAILABLE"):
+            # A worker that ends waits a few seconds for its clients to read, then closes their connections.
+            if reason in ("QUEUE_FULL", "GRPC_UNAVAILABLE", "GRPC_CANCELLED"):
                 return Outcome("refused")
             raise Violation(f"a slow reader failed with {reason}") from error
         finally:
