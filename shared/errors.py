@@ -23,6 +23,9 @@ for programs. The message is for people and never contains secrets or the texts 
 
 from collections.abc import Mapping
 
+# A client that is refused for want of room should wait this long before it tries again.
+RETRY_AFTER_S = 1.0
+
 
 class NeapError(Exception):
     """Base of the tree. `reason` is UPPER_SNAKE_CASE."""

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import ParamSpec, Protocol, TypeVar
 
 from inference_service.engine.request.request import GenerationRequest
-from shared.errors import Exhausted, NeapError
+from shared.errors import RETRY_AFTER_S, Exhausted, NeapError
 from shared.model.cache import is_out_of_memory
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-RETRY_AFTER_S = 1.0
 
 logger = logging.getLogger(__name__)
 

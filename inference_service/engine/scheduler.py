@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
-from inference_service.engine.failure import RETRY_AFTER_S
-from shared.errors import Exhausted
+from shared.errors import RETRY_AFTER_S, Exhausted
 
 
 class Schedulable(Protocol):

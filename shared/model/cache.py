@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from shared.errors import Exhausted, InvalidInput
+from shared.errors import RETRY_AFTER_S, Exhausted, InvalidInput
 from shared.ops.layer import LayerKV
 
-RETRY_AFTER_S = 1.0
 # PyTorch has no exception class for this failure on a CPU. Its message names the allocator.
 CPU_ALLOCATOR = "DefaultCPUAllocator"
 
