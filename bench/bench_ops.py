@@ -85,7 +85,7 @@ def attention_contenders(tokens: int, length: int) -> Contenders:
     mask = None if square else torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)
     causal = square and tokens > 1
     return {
-        "neap": lambda: ops.slot_attention(q, k, v, length),
+        "neap": lambda: ops.contiguous_attention(q, k, v, length),
         "sdpa": lambda: F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
         ),

@@ -115,10 +115,10 @@ STABLE_TORCH_LIBRARY(neap, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float weight_offset=0.0) -> Tensor");
   m.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def(
-      "slot_attention(Tensor q, Tensor k, Tensor v, SymInt kv_length, Tensor? mask, bool causal, float scaling, "
+      "contiguous_attention(Tensor q, Tensor k, Tensor v, SymInt kv_length, Tensor? mask, bool causal, float scaling, "
       "float? softcap=None) -> Tensor");
   m.def(
-      "packed_slot_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, "
+      "ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, "
       "SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
   m.def(
       "decoder_layer(Tensor x, Tensor cos, Tensor sin, Tensor[] norms, Tensor[] packed, Tensor[] biases, Tensor(a!)[] keys, "
@@ -135,8 +135,8 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
   m.impl("packed_gated_linear", TORCH_BOX(&packed_gated_linear));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rotary", TORCH_BOX(&rotary));
-  m.impl("slot_attention", TORCH_BOX(&slot_attention));
-  m.impl("packed_slot_attention", TORCH_BOX(&packed_slot_attention));
+  m.impl("contiguous_attention", TORCH_BOX(&contiguous_attention));
+  m.impl("ragged_contiguous_attention", TORCH_BOX(&ragged_contiguous_attention));
   m.impl("decoder_layer", TORCH_BOX(&decoder_layer));
 }
 

@@ -92,9 +92,11 @@ inline float* thread_scratch(int64_t count) {
 }
 
 // attention.cpp
-Tensor slot_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling, std::optional<double> softcap);
-Tensor packed_slot_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
-                             std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling, std::optional<double> softcap);
+Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling,
+                            std::optional<double> softcap);
+Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
+                                   std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
+                                   std::optional<double> softcap);
 
 // layer.cpp
 Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms, std::vector<Tensor> packed, std::vector<Tensor> biases,

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kOp = "decoder_layer";
 
-// Allocates pieces of one block of floats, each starting on a cache line. With a null block it only adds up their sizes.
+// Allocates pieces of one buffer of floats, each starting on a cache line. With a null buffer it only adds up their sizes.
 class Arena {
  public:
   explicit Arena(float* base) : base_(base) {}
@@ -140,14 +140,14 @@ LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* bia
 // Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, and their attention problem.
 void add_sequence(Layer* layer, const Tensor& keys, const Tensor& values, int64_t base, int64_t count, const Tensor* mask, double scaling,
                   const std::optional<double>& softcap) {
-  check_float(kOp, "a store of keys", keys, 4);
-  check_float(kOp, "a store of values", values, 4);
+  check_float(kOp, "a cache of keys", keys, 4);
+  check_float(kOp, "a cache of values", values, 4);
   const PlaceArgs& place = layer->place;
-  const auto fits = [&](const Tensor& store, int64_t width) {
-    return store.size(0) == 1 && store.size(1) == place.kv_heads && store.size(3) == width && store.stride(3) == 1 && base >= 0 && count > 0 &&
-           base + count <= store.size(2);
+  const auto fits = [&](const Tensor& cache, int64_t width) {
+    return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 && base >= 0 && count > 0 &&
+           base + count <= cache.size(2);
   };
-  NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": stores ", text(keys), " and ", text(values), " cannot take ", count,
+  NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": caches ", text(keys), " and ", text(values), " cannot take ", count,
              " tokens at ", base);
   if (mask) check_mask(kOp, *mask, 1, count, base + count);
   for (int64_t token = base; token < base + count; ++token)
@@ -169,7 +169,7 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
   check_float(kOp, "sin", sin, 3);
   const int64_t tokens = x.size(0) * x.size(1), width = x.size(2);
   const size_t sequences = keys.size();
-  NEAP_CHECK(sequences > 0 && values.size() == sequences && bases.size() == sequences && counts.size() == sequences, kOp, ": ", sequences, " stores of keys, ",
+  NEAP_CHECK(sequences > 0 && values.size() == sequences && bases.size() == sequences && counts.size() == sequences, kOp, ": ", sequences, " caches of keys, ",
              values.size(), " of values, ", bases.size(), " bases and ", counts.size(), " counts");
   NEAP_CHECK(masks.empty() || masks.size() == sequences, kOp, ": ", masks.size(), " masks for ", sequences, " sequences");
   NEAP_CHECK(norms.size() == 2 || norms.size() == 4, kOp, ": ", norms.size(), " norms, want 2, or 4 with head norms");
@@ -177,8 +177,8 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
              " biases, want 6 of each, or 4 if one matrix makes queries, keys and values; biases may be absent");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
-  check_float(kOp, "a store of keys", keys[0], 4);
-  check_float(kOp, "a store of values", values[0], 4);
+  check_float(kOp, "a cache of keys", keys[0], 4);
+  check_float(kOp, "a cache of values", values[0], 4);
 
   Layer layer;
   layer.tokens = tokens;

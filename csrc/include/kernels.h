@@ -46,7 +46,7 @@ struct RotaryArgs {
   int64_t angle_batch, angle_row;  // strides of cos and sin, which share them; angle_batch is 0 to broadcast
 };
 
-// Where a token's key and value of head 0 are stored in the cache, and the strides to the next head's.
+// One token's place in KV memory: its key and value of head 0, and the strides to the next head's.
 struct Slot {
   float *key, *value;
   int64_t key_head, value_head;

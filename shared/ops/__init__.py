@@ -17,6 +17,7 @@ from torch import Tensor
 from shared.ops.library import is_available, load
 
 __all__ = [
+    "contiguous_attention",
     "cpu_isa",
     "is_available",
     "load",
@@ -24,11 +25,10 @@ __all__ = [
     "pack_linear",
     "packed_gated_linear",
     "packed_linear",
-    "packed_slot_attention",
+    "ragged_contiguous_attention",
     "rms_norm",
     "rotary",
     "set_cpu_isa",
-    "slot_attention",
 ]
 
 
@@ -99,7 +99,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return rotated
 
 
-def slot_attention(
+def contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,13 +119,13 @@ def slot_attention(
     load()
     refuse_gradient(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out: Tensor = torch.ops.neap.slot_attention.default(
+    out: Tensor = torch.ops.neap.contiguous_attention.default(
         q, k, v, kv_length, mask, causal, scale, softcap
     )
     return out
 
 
-def packed_slot_attention(
+def ragged_contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -142,12 +142,12 @@ def packed_slot_attention(
     Sequence s has the next `counts[s]` of the T tokens, at positions from `bases[s]` on. Its new keys and values are written to those
     positions of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv]. Then its queries attend over positions
     [0, bases[s] + counts[s]): causally if `masks[s]` is empty, else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is
-    True. The result is contiguous, and has the same bits as `slot_attention` per sequence.
+    True. The result is contiguous, and has the same bits as `contiguous_attention` per sequence.
     """
     load()
     refuse_gradient(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out: Tensor = torch.ops.neap.packed_slot_attention.default(
+    out: Tensor = torch.ops.neap.ragged_contiguous_attention.default(
         q, k, v, keys, values, bases, counts, masks, scale, softcap
     )
     return out

@@ -46,7 +46,7 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _slot_attention(
+def _contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -60,7 +60,7 @@ def _slot_attention(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-def _packed_slot_attention(
+def _ragged_contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -83,7 +83,7 @@ def _decoder_layer(x: Tensor, *others: Any) -> Tensor:
 def _exit_head(
     state: Tensor,
     deep_state: Tensor,
-    ago: Tensor,
+    distance: Tensor,
     mix: Tensor,
     offset: Tensor,
     out: Tensor | None,
@@ -134,8 +134,8 @@ def register() -> None:
         "packed_gated_linear": _packed_gated_linear,
         "rms_norm": _rms_norm,
         "rotary": _rotary,
-        "slot_attention": _slot_attention,
-        "packed_slot_attention": _packed_slot_attention,
+        "contiguous_attention": _contiguous_attention,
+        "ragged_contiguous_attention": _ragged_contiguous_attention,
         "decoder_layer": _decoder_layer,
         "exit_head": _exit_head,
         "draft_top": _draft_top,

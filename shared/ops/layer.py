@@ -56,7 +56,7 @@ def decoder_layer(
 
     The tokens of x are those of all sequences, one after another: `kv.counts[s]` of sequence s. The first R numbers of queries and keys
     are rotated by cos, sin [B or 1, Q, R], halves paired. Keys and values are written to `kv`, then queries attend as in
-    `shared.ops.packed_slot_attention`; without `masks`, all causally. The bits are those of the single ops, called one after another.
+    `shared.ops.ragged_contiguous_attention`; without `masks`, all causally. The bits are those of the single ops, called one after another.
     """
     load()
     refuse_gradient(x)

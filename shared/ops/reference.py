@@ -61,7 +61,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return rotate(q), rotate(k)
 
 
-def slot_attention(
+def contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -88,7 +88,7 @@ def slot_attention(
     return (weights @ values.float()).to(q.dtype).transpose(1, 2).contiguous()
 
 
-def packed_slot_attention(
+def ragged_contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,7 +108,7 @@ def packed_slot_attention(
         value[:, :, base : base + count] = v[:, :, own]
         plain = mask.numel() == 0
         out.append(
-            slot_attention(
+            contiguous_attention(
                 q[:, :, own],
                 key,
                 value,
@@ -129,30 +129,29 @@ def paged_attention(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    pages: Tensor,
-    rows: Tensor,
+    block_tables: Tensor,
+    table_indices: Tensor,
     positions: Tensor,
     scaling: float,
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """Writes tokens to pages, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
-    tokens, slots, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
-    places = [
-        (token, row, position)
-        for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
-        if position >= 0
+    """Writes tokens to blocks, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
+    tokens, block_tokens, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
+    indices = zip(table_indices.tolist(), positions.tolist(), strict=True)
+    real = [
+        (token, table, position) for token, (table, position) in enumerate(indices) if position >= 0
     ]
-    for token, row, position in places:
-        own = pages[row, position // slots]
-        keys[own, :, position % slots], values[own, :, position % slots] = k[token], v[token]
+    for token, table, position in real:
+        block, slot = block_tables[table, position // block_tokens], position % block_tokens
+        keys[block, :, slot], values[block, :, slot] = k[token], v[token]
     out = q.new_zeros(tokens, q.shape[1], v.shape[2])
-    for token, row, position in places:
+    for token, table, position in real:
         first = max(0, position - window + 1) if window else 0
         seen = torch.arange(first, position + 1, device=q.device)
-        page, slot = pages[row, seen // slots], seen % slots
-        key = keys[page, :, slot].float().repeat_interleave(group, 1)  # [S, Hq, D]
-        value = values[page, :, slot].float().repeat_interleave(group, 1)
+        blocks, slots = block_tables[table, seen // block_tokens], seen % block_tokens
+        key = keys[blocks, :, slots].float().repeat_interleave(group, 1)  # [S, Hq, D]
+        value = values[blocks, :, slots].float().repeat_interleave(group, 1)
         scores = torch.einsum("hd,shd->hs", q[token].float(), key) * scaling
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
@@ -207,10 +206,12 @@ def decoder_layer(
     rotated = cos.shape[-1]
     turned = rotary(q[..., :rotated], k[..., :rotated], cos, sin)
     q, k = (torch.cat([part, x[..., rotated:]], -1) for part, x in zip(turned, (q, k), strict=True))
-    # All tokens in one row, sequence after sequence, as `packed_slot_attention` takes them.
+    # All tokens in one row, sequence after sequence, as `ragged_contiguous_attention` takes them.
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
-    attended = packed_slot_attention(q, k, v, keys, values, bases, counts, masks, scaling, softcap)
+    attended = ragged_contiguous_attention(
+        q, k, v, keys, values, bases, counts, masks, scaling, softcap
+    )
     h = x + project(attended.reshape(batch, queries, -1), -3, width)
     gate_bias = biases[-2] if biases[-2].numel() else None
     inner = rms_norm(h, norms[1], eps, weight_offset)
@@ -227,7 +228,7 @@ def norm(x: Tensor, eps: float) -> Tensor:
 def exit_head(
     state: Tensor,
     deep_state: Tensor,
-    ago: Tensor,
+    distance: Tensor,
     mix: Tensor,
     offset: Tensor,
     out: Tensor | None,
@@ -235,10 +236,11 @@ def exit_head(
     gain: Tensor,
     eps: float,
 ) -> Tensor:
-    """State and deep state [N, D], ago [N] -> adapted [N, W] float32: see `shared.ops.exits.exit_head`."""
+    """State and deep state [N, D], distance [N] -> adapted [N, W] float32: see `shared.ops.exits.exit_head`."""
     own, deep = norm(state, eps), norm(deep_state, eps)
     inner = (
-        F.linear(torch.cat([own, deep], -1), mix.float()) + offset[ago.clamp(0, len(offset) - 1)]
+        F.linear(torch.cat([own, deep], -1), mix.float())
+        + offset[distance.clamp(1, len(offset)) - 1]
     )
     if out is not None:
         gate, value = inner.chunk(2, -1)
@@ -266,7 +268,7 @@ def route(
     skip: Tensor,
     top: Tensor,
     log_mass: Tensor,
-    ago: Tensor,
+    distance: Tensor,
     shift: float,
     eps: float,
     lowest: float,
@@ -275,7 +277,9 @@ def route(
     """Probability [N]: see `shared.ops.exits.route`."""
     likelihood = (top - log_mass[:, None]).exp()
     second = likelihood[:, 1] if top.shape[1] > 1 else torch.zeros_like(log_mass)
-    scalars = torch.stack([top[:, 0] - log_mass, likelihood[:, 0] - second, ago.float() / 4], -1)
+    scalars = torch.stack(
+        [top[:, 0] - log_mass, likelihood[:, 0] - second, (distance - 1).float() / 4], -1
+    )
     inner = F.linear(norm(x, eps), hidden.float(), bias) + scalars @ features
     score = F.silu(inner) @ output + scalars @ skip + shift
     return score.sigmoid().clamp(lowest, highest)

@@ -1,4 +1,4 @@
-"""`slot_attention` as an attention implementation of Hugging Face transformers, under the name "neap".
+"""`contiguous_attention` as an attention implementation of Hugging Face transformers, under the name "neap".
 
 Works with every cache whose `update` returns [B, Hkv, S, D], the keys or values that the layer may see: preallocated or growing.
 """
@@ -140,7 +140,7 @@ def attention(
     else:
         causal, attention_mask = False, _as_bool(attention_mask)
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
-    out = ops.slot_attention(
+    out = ops.contiguous_attention(
         query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap
     )
     return out, None
@@ -160,12 +160,12 @@ def _ragged_attention(
 ) -> Tensor:
     if not isinstance(mask, RaggedMask):
         raise NotImplementedError("attention 'neap' needs a mask that it made itself")
-    return ops.packed_slot_attention(
+    return ops.ragged_contiguous_attention(
         query,
         _with_contiguous_rows(key.fresh),
         _with_contiguous_rows(value.fresh),
-        key.stores,
-        value.stores,
+        key.caches,
+        value.caches,
         [span.base for span in key.spans],
         [span.num_tokens for span in key.spans],
         mask.masks,

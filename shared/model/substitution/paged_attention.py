@@ -40,14 +40,14 @@ class PagedOffset(int):
 class LayerBlocks:
     """One layer's part of a block pool, and the tokens of a pass: the tensors that `paged_attention` takes after q, k and v.
 
-    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, tables and positions [T] int64: the index of each token's
+    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices and positions [T] int64: the index of each token's
     block table, and its position.
     """
 
     keys: Tensor
     values: Tensor
     block_tables: Tensor
-    tables: Tensor
+    table_indices: Tensor
     positions: Tensor
 
 
@@ -126,7 +126,7 @@ def attention(
         layer.keys,
         layer.values,
         layer.block_tables,
-        layer.tables,
+        layer.table_indices,
         layer.positions,
         scaling,
         softcap or 0.0,

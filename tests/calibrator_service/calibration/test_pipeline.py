@@ -98,9 +98,9 @@ def test_the_published_ladder_is_the_measured_one(finished: Any) -> None:
     result, _, _ = finished
     manifest, blobs = pack_ladder(result.ladder, result.report)
     again = unpack_ladder(manifest, blobs)
-    state, deep, ago = torch.randn(32), torch.randn(32), torch.tensor(1)
+    state, deep, distance = torch.randn(32), torch.randn(32), torch.tensor(1)
     for ours, theirs in zip(result.ladder.exits, again.exits, strict=True):
-        assert torch.equal(ours.head(state, deep, ago), theirs.head(state, deep, ago))
+        assert torch.equal(ours.head(state, deep, distance), theirs.head(state, deep, distance))
     by_name = {rung["name"]: rung for rung in manifest["rungs"]}
     assert (
         by_name["depth-2"]["figures"]["agreement"] == result.report["rungs"]["depth-2"]["agreement"]

@@ -105,7 +105,13 @@ def _step_by_step(
     x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: LayerKV, masks: list[Tensor]
 ) -> Tensor:
     """The steps of the reference, with the single ops in place of PyTorch."""
-    names = ("packed_linear", "packed_gated_linear", "rms_norm", "rotary", "packed_slot_attention")
+    names = (
+        "packed_linear",
+        "packed_gated_linear",
+        "rms_norm",
+        "rotary",
+        "ragged_contiguous_attention",
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(reference, name, getattr(ops, name))
@@ -194,7 +200,7 @@ def test_no_tokens_are_no_work() -> None:
         ({"eps": -1.0}, "eps is negative"),
         ({"kv": {"bases": [7]}}, "cannot take 2 tokens at 7"),
         ({"kv": {"counts": [1]}}, "counts sum to 1 tokens, but x has 2"),
-        ({"kv": {"keys": []}}, "0 stores of keys"),
+        ({"kv": {"keys": []}}, "0 caches of keys"),
         ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
         ({"masks": [PLAIN, PLAIN]}, "2 masks for 1 sequences"),

@@ -17,8 +17,8 @@ OPS = [
     "packed_gated_linear",
     "rms_norm",
     "rotary",
-    "slot_attention",
-    "packed_slot_attention",
+    "contiguous_attention",
+    "ragged_contiguous_attention",
     "decoder_layer",
     "exit_head",
     "draft_top",
@@ -41,8 +41,8 @@ def _calls() -> dict[str, tuple]:
         "packed_gated_linear": (torch.randn(2, 12), gated, 20, "silu", torch.randn(40)),
         "rms_norm": (torch.randn(2, 12), torch.randn(12), 1e-5, 1.0),
         "rotary": (q, k[:, :, :3], cos, sin),
-        "slot_attention": (q, k, v, 6, mask, True, 0.3, 4.0),
-        "packed_slot_attention": (
+        "contiguous_attention": (q, k, v, 6, mask, True, 0.3, 4.0),
+        "ragged_contiguous_attention": (
             q,
             k[:, :, :3],
             v[:, :, :3],
