@@ -29,7 +29,7 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Otherwise two processes on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
-    # A peer that disappears without closing the connection must not hold a slot or the connection forever.
+    # A peer that disappears without closing the connection must not count as a running call or keep the connection open forever.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
