@@ -102,7 +102,7 @@ def _as_bool(mask: Tensor) -> Tensor:
     return visible
 
 
-def refuse_unserved(name: str, dropout: float, kwargs: Mapping[str, Any]) -> None:
+def refuse_unsupported(name: str, dropout: float, kwargs: Mapping[str, Any]) -> None:
     """Raises `NotImplementedError` if attention `name` is asked for something that it does not compute."""
     refused = [asked for asked in _REFUSED if kwargs.get(asked) is not None]
     if dropout:
@@ -129,7 +129,7 @@ def attention(
 
     Raises `NotImplementedError` for attention sinks, biases, dropout and requests for the weights.
     """
-    refuse_unserved(NAME, dropout, kwargs)
+    refuse_unsupported(NAME, dropout, kwargs)
     if isinstance(key, RaggedStates) or isinstance(value, RaggedStates):
         assert isinstance(key, RaggedStates)
         assert isinstance(value, RaggedStates)

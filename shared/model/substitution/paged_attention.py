@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from shared.model.substitution.attention import refuse_unserved
+from shared.model.substitution.attention import refuse_unsupported
 from shared.ops.library import load
 from shared.ops.paged import paged_attention
 
@@ -115,7 +115,7 @@ def attention(
 
     Raises `NotImplementedError` for attention sinks, biases, dropout, requests for the weights, and passes that are not paged.
     """
-    refuse_unserved(NAME, dropout, kwargs)
+    refuse_unsupported(NAME, dropout, kwargs)
     layer = attention_mask.layer if isinstance(attention_mask, PagedMask) else None
     if layer is None:
         raise NotImplementedError(f"attention {NAME!r} needs a mask that it made itself")
