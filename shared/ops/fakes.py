@@ -6,33 +6,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PANEL = 16
+PANEL, HEADER_BYTES = 16, 64
 
 
 def _check(condition: bool) -> None:
     torch._check(condition)
 
 
-def _panels(features: int) -> int:
-    return (features + PANEL - 1) // PANEL
-
-
 def _pack_linear(weight: Tensor) -> Tensor:
     _check(weight.dim() == 2)
-    return weight.new_empty(_panels(weight.shape[0]), weight.shape[1], PANEL)
+    panels = (weight.shape[0] + PANEL - 1) // PANEL
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    columns = (weight.shape[1] + pair - 1) // pair * pair
+    size = HEADER_BYTES + panels * columns * PANEL * weight.element_size()
+    return weight.new_empty(size, dtype=torch.uint8)
 
 
 def _packed_linear(
     x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
 ) -> Tensor:
-    _check(packed.shape[1] == x.shape[-1])
     return x.new_empty(*x.shape[:-1], out_features)
 
 
 def _packed_gated_linear(
-    x: Tensor, packed: Tensor, out_features: int, activation: str, bias: Tensor | None = None
+    x: Tensor, gate: Tensor, up: Tensor, out_features: int, *others: Any
 ) -> Tensor:
-    _check(packed.shape[1] == x.shape[-1])
     return x.new_empty(*x.shape[:-1], out_features)
 
 

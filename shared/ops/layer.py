@@ -16,8 +16,8 @@ class LayerWeights:
     """The weights of a layer.
 
     `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are any. `packed`: queries, keys and
-    values, or all three in one; out; gate and up (`shared.ops.pack_gated_linear`); down. All others are packed by
-    `shared.ops.pack_linear`. `biases`: in the same order; an empty tensor where there is none, or an empty list if there are none at all.
+    values, or all three in one; out; gate; up; down. `biases`: in the same order, but one for gate and up together (gate's, then up's);
+    an empty tensor where there is none, or an empty list if there are none at all.
     """
 
     norms: Sequence[Tensor]

@@ -6,42 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PANEL = 16
 
-
-def pack_linear(weight: Tensor) -> Tensor:
-    """weight [N, K] -> panels [ceil(N / 16), K, 16]; columns past N are 0."""
-    rows, columns = weight.shape
-    panels = (rows + PANEL - 1) // PANEL
-    padded = F.pad(weight, (0, 0, 0, panels * PANEL - rows))
-    return padded.view(panels, PANEL, columns).transpose(1, 2).contiguous()
-
-
-def unpack_linear(packed: Tensor, out_features: int) -> Tensor:
-    """The inverse of `pack_linear`: panels [P, K, 16] -> weight [N, K]."""
-    return packed.transpose(1, 2).reshape(-1, packed.shape[1])[:out_features].contiguous()
-
-
-def packed_linear(
-    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
-) -> Tensor:
-    """x [..., K] @ weight.T + bias -> [..., N]."""
-    return F.linear(x, unpack_linear(packed, out_features), bias)
-
-
-def pack_gated_linear(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [N, K] -> panels [2 * ceil(N / 16), K, 16], gate's and up's alternating."""
-    return torch.stack([pack_linear(gate), pack_linear(up)], dim=1).flatten(0, 1)
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] @ weight.T + bias -> [..., N], with the unpacked weight [N, K]."""
+    return F.linear(x, weight.float(), bias)
 
 
 def packed_gated_linear(
-    x: Tensor, packed: Tensor, out_features: int, activation: str, bias: Tensor | None = None
+    x: Tensor, gate: Tensor, up: Tensor, activation: str, bias: Tensor | None = None
 ) -> Tensor:
-    """activation(x @ gate.T + bias[:N]) * (x @ up.T + bias[N:]): x [..., K] -> [..., N]."""
+    """activation(x @ gate.T + bias[:N]) * (x @ up.T + bias[N:]) with unpacked weights [N, K]: x [..., K] -> [..., N]."""
     gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-    gate = packed_linear(x, packed[0::2], out_features, gate_bias)
-    up = packed_linear(x, packed[1::2], out_features, up_bias)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    gated, raised = packed_linear(x, gate, gate_bias), packed_linear(x, up, up_bias)
+    return (F.silu(gated) if activation == "silu" else F.gelu(gated, approximate="tanh")) * raised
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
@@ -164,7 +141,7 @@ def decoder_layer(
     cos: Tensor,
     sin: Tensor,
     norms: Sequence[Tensor],
-    packed: Sequence[Tensor],
+    matrices: Sequence[Tensor],
     biases: Sequence[Tensor],
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
@@ -179,21 +156,20 @@ def decoder_layer(
     scaling: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """h = x + attention(norm(x)), then h + mlp(norm(h)): see `shared.ops.layer.decoder_layer`."""
-    batch, queries, width = x.shape
+    """h = x + attention(norm(x)), then h + mlp(norm(h)): see `shared.ops.layer.decoder_layer`. `matrices` are not packed."""
+    batch, queries, _ = x.shape
     kv_heads, head_width, value_width = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
-    biases = list(biases) or [torch.empty(0)] * len(packed)
+    biases = list(biases) or [torch.empty(0)] * (len(matrices) - 1)
     sizes = [heads * head_width, kv_heads * head_width, kv_heads * value_width]
 
-    def project(inner: Tensor, index: int, out_features: int) -> Tensor:
-        bias = biases[index] if biases[index].numel() else None
-        return packed_linear(inner, packed[index], out_features, bias)
+    def project(inner: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        return packed_linear(inner, matrix, bias if bias.numel() else None)
 
     inner = rms_norm(x, norms[0], eps, weight_offset)
-    if len(packed) == 6:
-        parts = [project(inner, index, size) for index, size in enumerate(sizes)]
+    if len(matrices) == 7:
+        parts = [project(inner, *each) for each in zip(matrices[:3], biases[:3], strict=True)]
     else:
-        parts = list(project(inner, 0, sum(sizes)).split(sizes, -1))
+        parts = list(project(inner, matrices[0], biases[0]).split(sizes, -1))
     q, k, v = (
         part.unflatten(-1, (-1, each)).transpose(1, 2)
         for part, each in zip(parts, (head_width, head_width, value_width), strict=True)
@@ -212,11 +188,11 @@ def decoder_layer(
     attended = ragged_contiguous_attention(
         q, k, v, keys, values, bases, counts, masks, scaling, softcap
     )
-    h = x + project(attended.reshape(batch, queries, -1), -3, width)
+    h = x + project(attended.reshape(batch, queries, -1), matrices[-4], biases[-3])
     gate_bias = biases[-2] if biases[-2].numel() else None
     inner = rms_norm(h, norms[1], eps, weight_offset)
-    acted = packed_gated_linear(inner, packed[-2], intermediate, activation, gate_bias)
-    return h + project(acted, -1, width)
+    acted = packed_gated_linear(inner, matrices[-3], matrices[-2], activation, gate_bias)
+    return h + project(acted, matrices[-1], biases[-1])
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
