@@ -108,7 +108,7 @@ def test_wrong_blocks_are_named(kind: str, shape: tuple, inputs: int, message: s
         ops.pack_blocks(torch.zeros(shape, dtype=torch.uint8), kind, inputs)
 
 
-@pytest.mark.parametrize("byte", [*range(0, 32)])
+@pytest.mark.parametrize("byte", range(32))
 def test_a_damaged_packed_matrix_is_refused_or_still_whole(byte: int) -> None:
     packed = ops.pack_linear(torch.randn(20, 8).half())
     packed[byte] ^= 0xFF
@@ -117,14 +117,14 @@ def test_a_damaged_packed_matrix_is_refused_or_still_whole(byte: int) -> None:
         assert ops.unpack_linear(packed).shape == (20, 8)
         return
     for call in (ops.unpack_linear, lambda p: ops.packed_linear(torch.randn(1, 8), p, 20)):
-        with pytest.raises(RuntimeError, match="not a packed matrix|is damaged|is a matrix"):
+        with pytest.raises(RuntimeError, match=r"not a packed matrix|is damaged|is a matrix"):
             call(packed)
 
 
 def test_a_truncated_packed_matrix_is_refused() -> None:
     packed = ops.pack_linear(torch.randn(20, 8))
     for length in (0, 63, 64, packed.numel() - 1):
-        with pytest.raises(RuntimeError, match="not a packed matrix|is damaged"):
+        with pytest.raises(RuntimeError, match=r"not a packed matrix|is damaged"):
             ops.unpack_linear(packed[:length])
     with pytest.raises(RuntimeError, match="not a packed matrix"):
         ops.unpack_linear(packed.float())

@@ -149,8 +149,8 @@ def test_wrong_weights_and_activations_are_named() -> None:
     packed = ops.pack_linear(torch.randn(5, 3))
     with pytest.raises(RuntimeError, match="activation is 'relu'"):
         ops.packed_gated_linear(torch.randn(1, 3), packed, packed, 5, "relu")
+    other = ops.pack_linear(torch.randn(4, 3))
     with pytest.raises(RuntimeError, match=r"up is a matrix \[4, 3\]"):
-        other = ops.pack_linear(torch.randn(4, 3))
         ops.packed_gated_linear(torch.randn(1, 3), packed, other, 5, "silu")
 
 
