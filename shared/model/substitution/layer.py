@@ -162,7 +162,7 @@ class FusedLayer:
         # The modules' hooks. If there are any, the op is not used, because it would not call them.
         self._hooks = [m._forward_hooks for m in inside] + [m._forward_pre_hooks for m in inside]
 
-    def retire(self) -> None:
+    def disable(self) -> None:
         """Makes all later calls run the layer's own forward, and releases the weights."""
         self._plan = None
 

@@ -39,7 +39,7 @@ def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _
     """With a cache of one position per token. Settled positions have keys `fill` and values -`fill`."""
     cache = ContiguousCache(len(tokens))
     states = torch.full((1, 1, 1, 2), fill)
-    keys, values = cache.stores(states, states, 0)
+    keys, values = cache.layer_tensors(states, states, 0)
     keys[:, :, :num_settled] = fill
     values[:, :, :num_settled] = -fill
     return _Sequence(tokens, num_settled, cache, num_prompt_tokens=len(tokens))
