@@ -36,7 +36,7 @@ class DecodeParams:
     stop_loops: bool = True
 
 
-def _never() -> bool:
+def _no_stop() -> bool:
     return False
 
 
@@ -47,8 +47,8 @@ def decode_batch(
     params: DecodeParams,
     *,
     generator: torch.Generator | None = None,
-    should_stop: Callable[[], bool] = _never,
-    is_late: Callable[[], bool] = _never,
+    should_stop: Callable[[], bool] = _no_stop,
+    is_late: Callable[[], bool] = _no_stop,
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[list[int]]:
     """The model's continuation of each prompt, as token ids. No prompt may be empty.

@@ -100,9 +100,9 @@ def test_kept_tokens_are_bounded_and_dropped_on_demand():
     assert prefixes.num_tokens == 2 * LENGTH
     prefixes.insert(sequence(list(range(3 * LENGTH)), num_settled=3 * LENGTH))
     assert prefixes.num_tokens == 2 * LENGTH  # larger than all the room there is
-    prefixes.fit(LENGTH)
+    prefixes.shrink_to(LENGTH)
     assert prefixes.match_length(list(range(400, 400 + LENGTH))) == LENGTH
-    prefixes.fit(-5)
+    prefixes.shrink_to(-5)
     assert prefixes.num_tokens == 0
 
 
