@@ -105,13 +105,13 @@ class Supervisor:
         """Whether the queue waits for the disk or the job store."""
         return self._is_held_up
 
-    def counts(self) -> tuple[JobCount, ...]:
+    def count_jobs(self) -> tuple[JobCount, ...]:
         """Counts of all jobs in the store. Raises as the store does."""
-        return self.store.counts()
+        return self.store.count_jobs()
 
-    def running(self) -> tuple[Job, ...]:
+    def list_running(self) -> tuple[Job, ...]:
         """Running jobs. Raises as the store does."""
-        return self.store.running()
+        return self.store.list_running()
 
     def wake(self) -> None:
         """Makes the queue check at once for jobs that were created or cancelled."""
@@ -155,9 +155,9 @@ class Supervisor:
 
     def _record_outcomes(self) -> None:
         """Called when no process runs: jobs recorded as running have ended. The death of a service is not held against its job."""
-        for job in self.store.running():
+        for job in self.store.list_running():
             how, is_death = self._outcomes.get(job.calibration_id, _SERVICE_DIED)
-            after = self.store.interrupted(job.calibration_id, how, is_death=is_death)
+            after = self.store.record_interruption(job.calibration_id, how, is_death=is_death)
             log.warning(
                 "interrupted", calibration_id=job.calibration_id, how=how, state=after.state
             )

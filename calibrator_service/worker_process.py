@@ -112,7 +112,7 @@ def run_job(config: ProcessConfig) -> None:
         store.fail(job_id, start, error.reason, error.message)
     except Cancelled:
         log.info("cancelled")
-        store.cancelled(job_id, start)
+        store.record_cancelled(job_id, start)
     except NeapError as error:
         log.exception("failed", reason=error.reason)
         store.fail(job_id, start, error.reason, error.message)

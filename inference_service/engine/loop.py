@@ -205,7 +205,7 @@ class EngineLoop:
                 self._end(job, DeadlineExceeded("the deadline passed during generation"))
         # Caches that are only kept for reuse, and shadow checks, give way to running requests.
         self._shadow.make_room(num_free_tokens)
-        self._decoder.prefixes.fit(num_free_tokens - self._shadow.num_tokens)
+        self._decoder.prefixes.shrink_to(num_free_tokens - self._shadow.num_tokens)
         ready = [job for job in runnable if self._is_started(job)]
         if ready:
             self._step(ready)
@@ -214,7 +214,7 @@ class EngineLoop:
             self.background.run_slice()
         elif not self._shadow.is_idle:
             self._shadow.run_slice(num_free_tokens)
-        self._ladders.fit()
+        self._ladders.evict_unused()
 
     def _is_started(self, job: Job) -> bool:
         """Whether the job can be stepped. Starts it if its ladder is bound. Otherwise the ladder is bound in the background."""
@@ -233,7 +233,7 @@ class EngineLoop:
             job.handle.started_s = time.monotonic()
         except Exception as error:
             logger.exception("a request could not be started: %s", job.handle.request.request_id)
-            self._leave(job, failure_of(error))
+            self._remove_and_end(job, failure_of(error))
             return False
         return True
 
@@ -259,7 +259,7 @@ class EngineLoop:
             logger.exception("a step failed for %s", ids)
             for job in jobs:
                 job.sequence = None
-                self._leave(job, failure_of(error))
+                self._remove_and_end(job, failure_of(error))
             self._decoder.check_model()
             return
         has_failures = False
@@ -271,7 +271,7 @@ class EngineLoop:
             if sequence.failure is not None:
                 has_failures = True
                 job.sequence = None  # nothing of its cache may be reused
-                self._leave(job, sequence.failure)
+                self._remove_and_end(job, sequence.failure)
             elif sequence.is_finished:
                 self._finish(job, sequence)
         if has_failures:
@@ -282,16 +282,16 @@ class EngineLoop:
             finished = sequence.finished()
         except Exception as error:
             logger.exception("a request could not be closed: %s", sequence.request.request_id)
-            self._leave(job, failure_of(error))
+            self._remove_and_end(job, failure_of(error))
             return
         self._deliver(job, finished)
         try:
             self._shadow.offer(sequence, self._admission.kv_budget_tokens)
         except Exception:  # the answer is complete; only its check is missing
             logger.exception("an answer could not be offered for a shadow check")
-        self._leave(job, None)
+        self._remove_and_end(job, None)
 
-    def _leave(self, job: Job, error: NeapError | None) -> None:
+    def _remove_and_end(self, job: Job, error: NeapError | None) -> None:
         with self.lock:
             self.scheduler.remove(job)
         self._end(job, error)

@@ -146,8 +146,8 @@ def calibrate(
         model_id=model,
         max_tokens=max_tokens,
         rung_depths=parse_depths(depths),
-        head_form=chosen("--head-form", head_form, HEAD_FORMS),
-        label=chosen("--label", label, LABELS),
+        head_form=parse_choice("--head-form", head_form, HEAD_FORMS),
+        label=parse_choice("--label", label, LABELS),
         draft_vocabulary_size=draft_vocabulary,
         seed=seed,
         aliases=alias or ["latest"],
@@ -271,7 +271,7 @@ def parse_depths(depths: str) -> list[int]:
         ) from error
 
 
-def chosen(flag: str, value: str, choices: dict[str, T]) -> T:
+def parse_choice(flag: str, value: str, choices: dict[str, T]) -> T:
     if value not in choices:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}", param_hint=flag)
     return choices[value]

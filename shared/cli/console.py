@@ -89,7 +89,7 @@ def print_line(text: str) -> None:
     out.print(one_line(text), markup=False)
 
 
-def cell(text: str) -> Text:
+def table_cell(text: str) -> Text:
     """Return `text` for a table cell without interpreting it as rich markup, which a plain str would be."""
     return Text(one_line(text))
 

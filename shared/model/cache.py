@@ -74,7 +74,7 @@ class KVCache(ABC):
         """Bytes of memory that the cache holds now."""
 
 
-def contiguous(cache: KVCache) -> "ContiguousCache":
+def as_contiguous(cache: KVCache) -> "ContiguousCache":
     """`cache` itself. Raises `TypeError` if it is a cache of another kind, so of another runner."""
     if not isinstance(cache, ContiguousCache):
         raise TypeError(f"the runner needs a ContiguousCache, not a {type(cache).__name__}")
@@ -104,12 +104,12 @@ class ContiguousCache(LengthlessCache, KVCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes [B, Hkv, Q, Dh] at the positions of the pass. Returns views [B, Hkv, base + Q, Dh] of the positions up to its end."""
-        keys, values = self.stores(key_states, value_states, layer_idx)
+        keys, values = self.layer_tensors(key_states, value_states, layer_idx)
         keys[:, :, self._base : self._end] = key_states
         values[:, :, self._base : self._end] = value_states
         return keys[:, :, : self._end], values[:, :, : self._end]
 
-    def stores(
+    def layer_tensors(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
         """A layer's whole tensors [B, Hkv, capacity, Dh]. The first call allocates them for states of this form."""
@@ -125,7 +125,7 @@ class ContiguousCache(LengthlessCache, KVCache):
 
         `keys` and `values` [B, Hkv, any, Dh] show the form of what will be written.
         """
-        all_keys, all_values = self.stores(keys, values, layer_idx)
+        all_keys, all_values = self.layer_tensors(keys, values, layer_idx)
         rows = keys.shape[0]
         if rows == 1:
             return LayerKV([all_keys], [all_values], self._bases, self._counts)
@@ -138,10 +138,10 @@ class ContiguousCache(LengthlessCache, KVCache):
 
     @torch.inference_mode()
     def copy(self, other: KVCache, start: int, end: int) -> None:
-        source = contiguous(other)
+        source = as_contiguous(other)
         assert 0 <= start <= end <= min(self.capacity, source.capacity)
         for layer_idx, theirs in source.keys.items():
-            keys, values = self.stores(theirs, source.values[layer_idx], layer_idx)
+            keys, values = self.layer_tensors(theirs, source.values[layer_idx], layer_idx)
             keys[:, :, start:end] = theirs[:, :, start:end]
             values[:, :, start:end] = source.values[layer_idx][:, :, start:end]
 
@@ -152,7 +152,7 @@ class ContiguousCache(LengthlessCache, KVCache):
         """
         try:
             for layer_idx, keys in like.keys.items():
-                self.stores(keys, like.values[layer_idx], layer_idx)
+                self.layer_tensors(keys, like.values[layer_idx], layer_idx)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shared.model.cache import ContiguousCache, KVCache, contiguous
+from shared.model.cache import ContiguousCache, KVCache, as_contiguous
 from shared.model.gated_model import GatedModel
 from shared.model.gates import LayerCounters
 from shared.model.load import LoadedModel
@@ -49,7 +49,7 @@ class ContiguousRunner:
         return ContiguousCache(capacity)
 
     def reserve(self, cache: KVCache) -> None:
-        contiguous(cache).reserve(self._model.one_token_cache)
+        as_contiguous(cache).reserve(self._model.one_token_cache)
 
     def run(
         self,
@@ -62,7 +62,7 @@ class ContiguousRunner:
         hidden: Tensor | None = None,
     ) -> Tensor:
         return self._model.run(
-            token_ids, contiguous(cache), first=first, last=last, base=base, hidden=hidden
+            token_ids, as_contiguous(cache), first=first, last=last, base=base, hidden=hidden
         )
 
     @torch.inference_mode()

@@ -24,8 +24,8 @@ from shared.model.paged_kv import (
     BlockPool,
     LayerShape,
     PagedCache,
+    as_paged,
     num_blocks_of,
-    paged,
 )
 from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer
 from shared.model.ragged import RaggedSequence
@@ -166,7 +166,7 @@ class PagedRunner:
         caches: list[PagedCache] = []
         positions: list[int] = []
         for sequence in sequences:
-            cache = paged(sequence.cache)
+            cache = as_paged(sequence.cache)
             cache.begin(sequence.base, sequence.num_tokens)
             caches += [cache] * sequence.num_tokens
             positions += range(sequence.base, sequence.base + sequence.num_tokens)
@@ -226,7 +226,7 @@ class PagedRunner:
             count = len(positions[piece])
             bucket = bucket_of(count, BUCKETS)
             replay = self._recorded_layers(first, last, bucket)
-            indices = [self.pool.table_of(cache) for cache in caches[piece]] or [0] * count
+            indices = [self.pool.table_index(cache) for cache in caches[piece]] or [0] * count
             self._tokens[bucket].fill(ids[piece], positions[piece], indices)
             if entering is not None:
                 self._entering[:count].copy_(entering[piece])

@@ -113,7 +113,7 @@ class SharedRegistry(AliasOperations):
             self._store(blobs, encoded)
             self._claim(request_id, model_id)
             self._step("claimed")
-            give_up_at = self._keep(blobs, encoded)
+            give_up_at = self._restore_swept(blobs, encoded)
 
             def propose(state: ModelState) -> Entry | VersionRecord:
                 found = self._find_request(request_id, model_id, digest)
@@ -140,7 +140,7 @@ class SharedRegistry(AliasOperations):
             self._objects.put_content("blobs", blobs[name])
         self._objects.put_content("manifests", manifest)
 
-    def _keep(self, blobs: Mapping[str, bytes], manifest: bytes) -> float:
+    def _restore_swept(self, blobs: Mapping[str, bytes], manifest: bytes) -> float:
         """Wait for a running sweep to end and store again what it removed.
 
         Returns the time (monotonic seconds) until which no other sweep can remove the contents. Raises Unavailable (REGISTRY_BUSY)

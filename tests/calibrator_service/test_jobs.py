@@ -40,7 +40,7 @@ def test_a_stored_spec_is_read_back(store: JobStore, source: SelfGenerated) -> N
 def test_a_replaced_process_cannot_write(store: JobStore) -> None:
     job_id = started(store)
     store.heartbeat(job_id, 1)
-    store.interrupted(job_id, "by test", is_death=True)
+    store.record_interruption(job_id, "by test", is_death=True)
     again = store.claim()
     assert again is not None
     assert (again.num_starts, again.num_resumes, again.num_deaths) == (2, 1, 1)
@@ -50,7 +50,7 @@ def test_a_replaced_process_cannot_write(store: JobStore) -> None:
         lambda: store.begin_publishing(job_id, 1),
         lambda: store.succeed(job_id, 1, 1, "sha256:"),
         lambda: store.fail(job_id, 1, "A", "b"),
-        lambda: store.cancelled(job_id, 1),
+        lambda: store.record_cancelled(job_id, 1),
     ):
         with pytest.raises(Conflict):
             call()
@@ -63,7 +63,7 @@ def test_cancel_before_publishing_wins(store: JobStore) -> None:
     assert store.heartbeat(job_id, 1)
     with pytest.raises(Cancelled):
         store.begin_publishing(job_id, 1)
-    assert store.interrupted(job_id, "killed", is_death=True).state is JobState.CANCELLED
+    assert store.record_interruption(job_id, "killed", is_death=True).state is JobState.CANCELLED
 
 
 def test_publishing_before_cancel_wins_even_over_a_death(store: JobStore) -> None:
@@ -71,7 +71,7 @@ def test_publishing_before_cancel_wins_even_over_a_death(store: JobStore) -> Non
     store.begin_publishing(job_id, 1)
     assert not store.cancel(job_id).cancel_requested
     assert not store.heartbeat(job_id, 1)
-    store.interrupted(job_id, "by test", is_death=True)
+    store.record_interruption(job_id, "by test", is_death=True)
     assert store.cancel(job_id).state is JobState.QUEUED, "it may have been published already"
     store.claim()
     store.succeed(job_id, 2, 4, "sha256:x")
@@ -81,13 +81,13 @@ def test_publishing_before_cancel_wins_even_over_a_death(store: JobStore) -> Non
 def test_stops_of_the_service_do_not_count_as_deaths(store: JobStore) -> None:
     job_id = started(store)
     for _ in range(3 * MAX_RESUMES):
-        assert store.interrupted(job_id, "stop", is_death=False).state is JobState.QUEUED
+        assert store.record_interruption(job_id, "stop", is_death=False).state is JobState.QUEUED
         store.claim()
     assert store.get(job_id).num_resumes == 3 * MAX_RESUMES
     for _ in range(MAX_RESUMES):
-        assert store.interrupted(job_id, "by test", is_death=True).state is JobState.QUEUED
+        assert store.record_interruption(job_id, "by test", is_death=True).state is JobState.QUEUED
         store.claim()
-    failed = store.interrupted(job_id, "by test", is_death=True)
+    failed = store.record_interruption(job_id, "by test", is_death=True)
     assert (failed.state, failed.failure_reason) == (JobState.FAILED, "JOB_PROCESS_DIED")
 
 

@@ -71,7 +71,7 @@ def test_an_unreadable_store_hides_only_its_own_metrics(
     def full() -> None:
         raise Exhausted("full", reason="DISK_FULL")
 
-    monkeypatch.setattr(supervisor.store, "counts", full)
+    monkeypatch.setattr(supervisor.store, "count_jobs", full)
     names = {family.name for family in metrics.registry.collect()}
     assert "neap_calibration_queue_up" in names
     assert "neap_calibration_jobs" not in names

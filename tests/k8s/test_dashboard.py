@@ -9,7 +9,7 @@ from tests.exported_metrics import HISTOGRAM_SUFFIXES, exported, exported_series
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "k8s" / "dashboards" / "neap-worker.json"
 DOCUMENT = ROOT / "docs" / "metrics.md"
-# Exported and on purpose not on the dashboard.
+# Exported, but deliberately not on the dashboard.
 NOT_SHOWN: set[str] = set()
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -24,7 +24,7 @@ def metrics_in(query: str) -> set[str]:
     return set(_NAME.findall(bare)) - {"and", "or", "unless", "bool", "offset"}
 
 
-def test_names_are_found_in_promql():
+def test_metrics_in_finds_the_metric_names_of_a_query():
     query = (
         'histogram_quantile(0.5, sum by (le, rung) (rate(a_bucket{x=~"b(c",y="$z"}[5m]))) '
         "/ ignoring (rung) group_left () sum(d:e_total) and 1e3 * f offset 5m"
@@ -43,7 +43,7 @@ def _queries():
             yield selector
 
 
-def test_every_query_asks_for_what_is_exported():
+def test_every_query_uses_exported_metrics_only():
     series = exported_series()
     for query in _queries():
         names = metrics_in(query)
@@ -51,7 +51,7 @@ def test_every_query_asks_for_what_is_exported():
         assert names <= series, query
 
 
-def test_every_label_in_a_query_is_exported():
+def test_every_query_uses_exported_labels_only():
     labels = exported()
     for query in _queries():
         asked = {
@@ -73,7 +73,7 @@ def test_every_metric_is_on_the_dashboard_or_listed_as_not_shown():
     assert ours - shown == NOT_SHOWN
 
 
-def test_every_panel_takes_its_data_source_from_the_variable():
+def test_every_panel_uses_the_data_source_variable():
     dashboard = json.loads(DASHBOARD.read_text())
     variables = {variable["name"]: variable["type"] for variable in dashboard["templating"]["list"]}
     assert variables["datasource"] == "datasource"

@@ -1,4 +1,4 @@
-"""What the overlays say must be true of the services: variables, ports, and how safely they run."""
+"""The overlays agree with the services: environment variables, ports and restricted privileges."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 
 
 def build(overlay: str | Path) -> Objects:
-    """One of ours by name, or the one in a folder."""
+    """Build an overlay of k8s/overlays by its name, or the overlay in a folder."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed")
@@ -40,7 +40,7 @@ def settings_of(objects: Objects) -> dict[str, str]:
     return settings["data"]
 
 
-def test_every_file_is_yaml_and_listed():
+def test_every_file_is_valid_yaml_and_listed_in_a_kustomization():
     for folder in [K8S / "base", *(K8S / "overlays" / name for name in OVERLAYS)]:
         listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
         files = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
@@ -50,7 +50,7 @@ def test_every_file_is_yaml_and_listed():
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_settings_are_the_services_own(overlay, monkeypatch):
+def test_the_services_accept_the_settings_of_each_overlay(overlay, monkeypatch):
     objects = build(overlay)
     settings = settings_of(objects)
     known = {"NEAP_WORKER_LISTEN", "NEAP_CALIBRATOR_LISTEN"}
@@ -81,7 +81,7 @@ def test_settings_are_the_services_own(overlay, monkeypatch):
         ("StatefulSet", "calibrator", CalibratorSettings),
     ],
 )
-def test_metrics_are_served_where_prometheus_looks(overlay, kind, name, settings, monkeypatch):
+def test_metrics_are_served_on_the_annotated_port(overlay, kind, name, settings, monkeypatch):
     objects = build(overlay)
     template = objects[kind, f"neap-{name}"]["spec"]["template"]
     (container,) = template["spec"]["containers"]
@@ -101,7 +101,7 @@ def test_metrics_are_served_where_prometheus_looks(overlay, kind, name, settings
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_pods_run_with_the_least_they_need(overlay):
+def test_pods_run_with_restricted_privileges(overlay):
     objects = build(overlay)
     account = objects["ServiceAccount", "neap"]
     assert account["automountServiceAccountToken"] is False
@@ -120,7 +120,7 @@ def test_pods_run_with_the_least_they_need(overlay):
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
 
 
-def test_overlays_differ_where_they_should():
+def test_the_overlays_differ_in_device_and_replicas():
     local, gpu = build("local"), build("gpu")
     assert settings_of(local)["NEAP_DEVICE"] == "cpu"
     assert settings_of(gpu)["NEAP_DEVICE"] == "cuda"
@@ -137,7 +137,7 @@ def test_overlays_differ_where_they_should():
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_shared_registry_is_the_secrets(overlay, tmp_path):
+def test_the_shared_registry_comes_from_the_secret(overlay, tmp_path):
     def inside(path: str) -> str:
         return os.path.relpath(K8S / path, tmp_path)
 
@@ -152,7 +152,7 @@ def test_the_shared_registry_is_the_secrets(overlay, tmp_path):
     objects = build(tmp_path)
     for spec in workloads(objects).values():
         (container,) = spec["containers"]
-        # Of two sources with the same variable the later holds.
+        # If two sources set the same variable, the later one wins.
         assert [next(iter(source)) for source in container["envFrom"]] == [
             "configMapRef",
             "secretRef",

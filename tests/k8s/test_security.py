@@ -1,4 +1,4 @@
-"""The component that turns certificates and tokens on, over each overlay."""
+"""The component that enables TLS and tokens, applied to each overlay."""
 
 import os
 from pathlib import Path, PurePosixPath
@@ -20,14 +20,14 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path):
 
     made = {
         "resources": [inside(f"overlays/{request.param}")],
-        # Both components together: neither may undo the other.
+        # With both components applied, neither may undo the other's changes.
         "components": [inside("components/shared-registry"), inside("components/security")],
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(made))
     return build(tmp_path)
 
 
-def test_the_services_find_their_files_where_the_secrets_are_mounted(objects, monkeypatch):
+def test_the_services_read_their_files_from_the_mounted_secrets(objects, monkeypatch):
     for name, value in settings_of(objects).items():
         monkeypatch.setenv(name, value)
     for service, spec in workloads(objects).items():
@@ -48,12 +48,12 @@ def test_the_services_find_their_files_where_the_secrets_are_mounted(objects, mo
             assert path.name in KEYS[mount["name"]]
             secret = volumes[mount["name"]]["secret"]
             assert secret["secretName"] == secrets[mount["name"]]
-            # The pod's own group reads them, and nobody else.
+            # Only the pod's own group may read them.
             assert secret["defaultMode"] == 0o440
             assert spec["securityContext"]["fsGroup"] == spec["securityContext"]["runAsGroup"]
 
 
-def test_probes_ask_the_plain_text_port(objects, monkeypatch):
+def test_probes_use_the_plain_text_port(objects, monkeypatch):
     for service, spec in workloads(objects).items():
         (container,) = spec["containers"]
         for variable in container["env"]:
@@ -66,7 +66,7 @@ def test_probes_ask_the_plain_text_port(objects, monkeypatch):
         assert "service" in container["readinessProbe"]["grpc"]
 
 
-def test_callers_reach_the_encrypted_port_and_no_other(objects):
+def test_only_the_encrypted_port_is_reachable_for_callers(objects):
     for service in KINDS:
         (port,) = objects["Service", f"neap-{service}"]["spec"]["ports"]
         assert port["name"] == "grpc"
@@ -75,5 +75,5 @@ def test_callers_reach_the_encrypted_port_and_no_other(objects):
     assert not any({"port": 8086} in rule["ports"] for rule in rules)
 
 
-def test_no_secret_is_in_the_manifests(objects):
+def test_the_manifests_contain_no_secret(objects):
     assert not [name for kind, name in objects if kind == "Secret"]

@@ -52,11 +52,11 @@ def certified_risk(
         },
     }
     if not certificate.bounds:
-        record["reason"] = _why_nothing_is_certified(answers)
+        record["reason"] = _reason_without_bounds(answers)
     return record
 
 
-def _why_nothing_is_certified(answers: RiskAnswers) -> str:
+def _reason_without_bounds(answers: RiskAnswers) -> str:
     if isinstance(answers.text, GivenText):
         return GIVEN_TEXT
     return NO_THRESHOLD if answers.sequences else TOO_FEW_PROMPTS

@@ -73,18 +73,18 @@ class CollectingProgress:
         budget_s = self._run.plan.budget_s
         return self._run.elapsed_s() > TEXT_SHARE * COLLECTING_ENDS * budget_s
 
-    def written(self, num_tokens: int) -> None:
+    def add_written(self, num_tokens: int) -> None:
         """The model has written `num_tokens` more. Raises `Cancelled`."""
         figures = self._run.figures
         figures["generated_tokens"] = figures.get("generated_tokens", 0.0) + num_tokens
         self._num_being_written += num_tokens
         self._report()
 
-    def shard_done(self) -> None:
+    def finish_shard(self) -> None:
         """The shard in work is complete; its tokens count again when they are assigned."""
         self._num_being_written = 0
 
-    def learned(self, num_tokens: int) -> None:
+    def set_learned(self, num_tokens: int) -> None:
         """`num_tokens` in total, over all splits, have gone through the model. Raises `Cancelled`."""
         self._num_learned = num_tokens
         self._report()
@@ -131,8 +131,8 @@ def _sequences(run: Run, text: Text, progress: CollectingProgress) -> Iterator[T
         return
     generator = SelfGenerator(run.loaded, text.config, run.text_folder)
     shards = generator.shards(
-        should_stop=run.should_stop, is_late=progress.is_late, on_tokens=progress.written
+        should_stop=run.should_stop, is_late=progress.is_late, on_tokens=progress.add_written
     )
     for shard in shards:
-        progress.shard_done()
+        progress.finish_shard()
         yield from shard

@@ -11,7 +11,7 @@ from inference_service.engine.drafting.planner import (
     PassCosts,
     exit_gain_s,
     least_survival,
-    worth_asking,
+    select_sequences,
 )
 from inference_service.engine.request.sequence import Sequence
 from shared.errors import Corrupt
@@ -117,7 +117,7 @@ class DraftBuilder:
         return True
 
 
-def worth_taking(
+def select_chains(
     builders: Rows[DraftBuilder],
     index: int,
     depth: int,
@@ -128,4 +128,4 @@ def worth_taking(
     """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass."""
     allowed = [builder for builder in builders if depth >= builder.min_layers]
     gains_s = [builder.gain_s(index, num_sequences, costs, gains) for builder in allowed]
-    return [allowed[place] for place in worth_asking(gains_s, costs.exits[index])]
+    return [allowed[place] for place in select_sequences(gains_s, costs.exits[index])]

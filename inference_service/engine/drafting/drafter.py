@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.drafting.chain import Chain, advance_to
-from inference_service.engine.drafting.draft_builder import DraftBuilder, worth_taking
+from inference_service.engine.drafting.draft_builder import DraftBuilder, select_chains
 from inference_service.engine.drafting.planner import (
     SERVED_WEIGHT,
     ExitGains,
@@ -42,7 +42,7 @@ class Drafter:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens share a
         pass."""
         for index, depth in enumerate(ladder.depths):
-            asked = worth_taking(builders, index, depth, num_sequences, self.costs, self._gains)
+            asked = select_chains(builders, index, depth, num_sequences, self.costs, self._gains)
             if not asked:
                 continue
             states = last_states_at(depth, [one.chain for one in asked], self._runner)

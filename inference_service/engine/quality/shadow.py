@@ -160,7 +160,9 @@ class Shadow:
             self._drop()
             return None
         # Caches that are kept for reuse give way to the check.
-        self._prefixes.fit(max_tokens - round_up_to_blocks(len(tokens), self._runner.block_tokens))
+        self._prefixes.shrink_to(
+            max_tokens - round_up_to_blocks(len(tokens), self._runner.block_tokens)
+        )
         check = self._check = _Check(
             tokens,
             len(request.prompt_ids),

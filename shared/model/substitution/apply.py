@@ -79,10 +79,10 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
             layers = substitute_layers(run, _random_ids(model, 1, 9)) if attends else 0
             invariant = error <= MODEL_TOLERANCE and _is_batch_invariant(model)
         except BaseException:
-            run.step_back()
+            run.undo_all()
             raise
     if error > MODEL_TOLERANCE:
-        run.step_back()
+        run.undo_all()
         raise UnsupportedModel(
             f"accelerated logits differ by {error:.1e} (relative) from the model's own",
             reason="ACCELERATION_MISMATCH",

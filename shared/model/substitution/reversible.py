@@ -73,7 +73,7 @@ class Substitutions:
         if freed:
             self.undo.append(restore)
 
-    def step_back(self) -> None:
+    def undo_all(self) -> None:
         """Undoes all steps, the last one first."""
         while self.undo:
             self.undo.pop()()

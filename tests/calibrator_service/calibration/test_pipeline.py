@@ -12,7 +12,7 @@ import torch
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import (
     QUICK_BUDGET_S,
-    Scale,
+    PassSizes,
     quick_spec,
     resolve,
 )
@@ -131,8 +131,8 @@ def test_recomputed_states_give_the_same_ladder(
     base_model: LoadedModel, tmp_path: Path, finished: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, with tokens only on disk."""
-    scale = Scale(rows=160, keeps_states=False)
-    monkeypatch.setattr("calibrator_service.calibration.plan.scale_of", lambda _: scale)
+    scale = PassSizes(rows=160, keeps_states=False)
+    monkeypatch.setattr("calibrator_service.calibration.plan.pass_sizes_for", lambda _: scale)
     anew = calibrate(base_model, SPEC, work_dir=tmp_path)
     assert contents(anew.ladder, anew.report) == contents(finished[0].ladder, finished[0].report)
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.safetensors")}

@@ -143,9 +143,11 @@ def no_stop_strings(patch, engine, alone):
 
 
 def no_logprobs(patch, engine, alone):
-    unpacked = verification.unpacked
+    from_row = verification.logprobs_from_row
     patch.setattr(
-        verification, "unpacked", lambda row: fail() if len(row) == 1 + 2 * 7 else unpacked(row)
+        verification,
+        "logprobs_from_row",
+        lambda row: fail() if len(row) == 1 + 2 * 7 else from_row(row),
     )
     return request(logprobs=7), {}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_service.engine.verification import computed, verify
+from inference_service.engine.verification import compute_choices, verify
 from shared.model import distribution
 from shared.model.sampling import SamplingParams, Trial
 from shared.ops import library
@@ -109,7 +109,7 @@ def test_nothing_waits_before_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "runs_on", lambda device: True)
     far = logits.to("meta")
     with Crossings() as crossings:
-        choices, scores = computed(far, trials, wanted)
+        choices, scores = compute_choices(far, trials, wanted)
     assert {part.device.type for part in (*choices, *scores)} == {"meta"}
     assert crossings.awaited == []
     assert len(crossings.others) > 0

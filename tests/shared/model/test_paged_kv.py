@@ -18,7 +18,7 @@ def make_pool(num_blocks: int = 8, context_length: int = 100) -> BlockPool:
 
 
 def block_table(pool: BlockPool, cache: paged_kv.PagedCache) -> list[int]:
-    return pool.block_tables[pool.table_of(cache)][: len(cache.blocks)].tolist()
+    return pool.block_tables[pool.table_index(cache)][: len(cache.blocks)].tolist()
 
 
 def test_a_cache_takes_whole_blocks_and_returns_them_however_it_ends() -> None:
@@ -63,15 +63,15 @@ def test_block_tables_go_to_caches_in_use_and_list_their_blocks(
     caches = [pool.new_cache(size) for size in (20, 40, 5)]
     for cache in (*caches, *caches[::-1]):
         assert block_table(pool, cache) == list(cache.blocks)
-    first, second = pool.table_of(caches[0]), pool.table_of(caches[1])
+    first, second = pool.table_index(caches[0]), pool.table_index(caches[1])
     assert first != second
-    pool.table_of(caches[0])
-    assert pool.table_of(caches[2]) == second  # the least recently used one was taken
-    assert pool.table_of(caches[0]) == first
+    pool.table_index(caches[0])
+    assert pool.table_index(caches[2]) == second  # the least recently used one was taken
+    assert pool.table_index(caches[0]) == first
     del cache
     caches.pop(0)  # its block table is free, so the other cache keeps its own
-    assert pool.table_of(caches[0]) == first
-    assert pool.table_of(caches[1]) == second
+    assert pool.table_index(caches[0]) == first
+    assert pool.table_index(caches[1]) == second
     assert block_table(pool, caches[0]) == list(caches[0].blocks)
 
 

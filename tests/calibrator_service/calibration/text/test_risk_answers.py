@@ -58,7 +58,7 @@ def test_loops_do_not_end_an_answer(counting: LoadedModel, tmp_path: Path) -> No
     (learnt,) = SelfGenerator(counting, config, tmp_path).shards()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "calibrator_service.calibration.text.batch_decode.is_loop", lambda tokens: True
+            "calibrator_service.calibration.text.batch_decode.is_repeating", lambda tokens: True
         )
         (cut,) = SelfGenerator(counting, config, tmp_path / "cut").shards()
         judged = answers(counting, tmp_path, config)
