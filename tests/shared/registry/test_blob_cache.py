@@ -52,7 +52,6 @@ def test_fetched_once_also_for_the_next_process_while_the_store_is_away(store, c
     other = BlobCache(tmp_path / "cache", store.fetch, max_bytes=250)
     assert other.read_blob(version, "x") == b"weights" * 10
     assert store.num_fetches == 1
-    assert (other.num_hits, other.num_misses) == (1, 0)
 
 
 @pytest.mark.parametrize("damage", [b"weightZ", b"", b"weights and more"])

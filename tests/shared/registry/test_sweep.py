@@ -47,7 +47,7 @@ def test_what_nobody_names_goes_and_what_is_named_stays(registry, objects):
     objects.put_content("manifests", b"{}")
     rehearsed = sweep(objects, grace_s=0, settle_s=0, is_rehearsal=True)
     assert rehearsed == Sweep(num_named=2, num_removed=2, num_removed_bytes=11, num_young=0)
-    assert objects.read_blob(digest_of(b"left over")) == b"left over"
+    assert objects.read("blobs", digest_of(b"left over")) == b"left over"
     assert sweep(objects, grace_s=0, settle_s=0) == rehearsed
     assert registry.read_blob(version, "x") == WEIGHTS
     assert not objects.has_content("blobs", digest_of(b"left over"))
