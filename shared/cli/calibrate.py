@@ -6,6 +6,7 @@ from typing import Annotated, TypeVar
 
 import typer
 from neap.calibration.v1 import calibration_pb2 as pb
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from shared.cli.connection import connect
@@ -13,7 +14,6 @@ from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
     Model,
-    escape,
     exit_on_error,
     fail,
     out,

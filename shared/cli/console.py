@@ -9,6 +9,7 @@ from typing import Annotated, ParamSpec, TypeVar
 import platformdirs
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.segment import Segment
 from rich.text import Text
 
@@ -98,10 +99,3 @@ def fail(message: str) -> None:
     """Print the message to standard error as one line and exit with code 1."""
     err.print(f"[bold red]error:[/] {escape(one_line(' '.join(message.split())))}")
     raise typer.Exit(1)
-
-
-def escape(text: str) -> str:
-    """Escape rich markup in `text`."""
-    from rich.markup import escape as escaped
-
-    return escaped(text)

@@ -26,22 +26,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class LengthlessCache(Cache):
-    """A transformers cache without a length. Transformers asks for it to place positions and masks; the answer is for the current pass."""
+    """A transformers cache without a length. Transformers asks for it to place positions and masks; the answer is for the current pass.
 
-    # Transformers reads these. They are plain attributes because `layers` stays empty and no per-layer kind applies.
-    is_sliding: list[bool] = []  # noqa: RUF012
-    is_linear: list[bool] = []  # noqa: RUF012
-    is_dummy: list[bool] = []  # noqa: RUF012
-    is_compileable = False
+    `offset`: the position of the pass's first query. `layers` stays empty, so no per-layer kind applies.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, offset: int = 0) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.offset = offset
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        return -1
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Also the query offset that transformers passes to the mask function."""
+        return self.offset
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.offset + query_length, 0
 
 
 class KVCache(ABC):
@@ -49,8 +51,6 @@ class KVCache(ABC):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._base = 0
-        self._end = 0
 
     def begin(self, base: int, num_tokens: int) -> None:
         """States that the next pass holds positions [base, base + num_tokens).
@@ -62,7 +62,6 @@ class KVCache(ABC):
                 f"positions [{base}, {base + num_tokens}) do not fit a KV cache of {self.capacity} tokens",
                 reason="CACHE_CAPACITY",
             )
-        self._base, self._end = base, base + num_tokens
 
     @abstractmethod
     def copy(self, other: "KVCache", start: int, end: int) -> None:
@@ -92,12 +91,14 @@ class ContiguousCache(LengthlessCache, KVCache):
         KVCache.__init__(self, capacity)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self._end = 0
         # The pass per row, in the form that a fused layer takes.
         self._bases: list[int] = []
         self._counts: list[int] = []
 
     def begin(self, base: int, num_tokens: int) -> None:
         super().begin(base, num_tokens)
+        self.offset, self._end = base, base + num_tokens
         self._bases, self._counts = [base], [num_tokens]
 
     def update(
@@ -105,8 +106,8 @@ class ContiguousCache(LengthlessCache, KVCache):
     ) -> tuple[Tensor, Tensor]:
         """Writes [B, Hkv, Q, Dh] at the positions of the pass. Returns views [B, Hkv, base + Q, Dh] of the positions up to its end."""
         keys, values = self.layer_tensors(key_states, value_states, layer_idx)
-        keys[:, :, self._base : self._end] = key_states
-        values[:, :, self._base : self._end] = value_states
+        keys[:, :, self.offset : self._end] = key_states
+        values[:, :, self.offset : self._end] = value_states
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def layer_tensors(
@@ -170,14 +171,3 @@ class ContiguousCache(LengthlessCache, KVCache):
     def kv_bytes(self) -> int:
         tensors = [*self.keys.values(), *self.values.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._base
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._base
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        # Transformers before 5.3 passed the positions themselves instead of their number.
-        num_queries = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self._base + num_queries, 0

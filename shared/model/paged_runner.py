@@ -161,8 +161,6 @@ class PagedRunner:
         last: int,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        assert (hidden is None) == (first == 0)
-        assert 0 <= first < last <= self.num_layers
         caches: list[PagedCache] = []
         positions: list[int] = []
         for sequence in sequences:
@@ -228,6 +226,7 @@ class PagedRunner:
             replay = self._recorded_layers(first, last, bucket)
             indices = [self.pool.table_index(cache) for cache in caches[piece]] or [0] * count
             self._tokens[bucket].fill(ids[piece], positions[piece], indices)
+            assert (entering is None) == (first == 0)
             if entering is not None:
                 self._entering[:count].copy_(entering[piece])
             replay()

@@ -31,15 +31,13 @@ class RaggedCache(LengthlessCache):
 
     def __init__(self, sequences: Sequence[RaggedSequence]) -> None:
         """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
-        super().__init__()
+        self._spans = tuple(Span(sequence.base, sequence.num_tokens) for sequence in sequences)
+        super().__init__(RaggedOffset(self._spans))
         self._caches = tuple(as_contiguous(sequence.cache) for sequence in sequences)
         for cache, sequence in zip(self._caches, sequences, strict=True):
             cache.begin(sequence.base, sequence.num_tokens)
-        self._spans = tuple(Span(sequence.base, sequence.num_tokens) for sequence in sequences)
-        self._offset = RaggedOffset(self._spans)
         self._bases = [span.base for span in self._spans]
         self._counts = [span.num_tokens for span in self._spans]
-        self._num_tokens = sum(self._counts)
 
     def update(  # type: ignore[override]  # transformers passes the result to our attention without looking inside
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -62,12 +60,3 @@ class RaggedCache(LengthlessCache):
             self._bases,
             self._counts,
         )
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._offset
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return self._num_tokens, 0

@@ -50,15 +50,11 @@ class LocalJournal:
     def open(self) -> None:
         """Compare the whole journal with the index and write all missing records. Raises PreconditionFailed (INDEX_BEHIND)."""
         for model_id in sorted({*self._index.models(), *self.journal.models()}):
-            self._check(model_id)
+            self.check_index(model_id)
             try:
                 self.write_missing(model_id)
             except (Unavailable, Exhausted, Corrupt) as error:
                 _log_not_written(model_id, error)
-
-    def _check(self, model_id: str) -> None:
-        if self.journal.has(model_id, self._index.num_events(model_id) + 1):
-            raise index_behind_error(self._root, model_id)
 
     def write_missing(self, model_id: str) -> None:
         """Write every missing record."""

@@ -22,9 +22,10 @@ from shared.registry.base import (
     PublishedVersion,
     RegistryEvent,
 )
-from shared.registry.blobs import Kind, StepHook
+from shared.registry.blobs import StepHook
 from shared.registry.canonical import digest_of
 from shared.registry.contents import (
+    Kind,
     blob_digest,
     blob_size_bytes,
     check_limit,
@@ -232,7 +233,7 @@ class SharedRegistry(AliasOperations):
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """Raises NotFound, Corrupt with metadata expected_digest and actual_digest."""
         digest = blob_digest(version.manifest, name, version.model_id, version.version)
-        return self._objects.read_blob(digest, blob_size_bytes(version.manifest, name))
+        return self._objects.read("blobs", digest, blob_size_bytes(version.manifest, name))
 
     def aliases(self, model_id: str) -> dict[str, int]:
         """In alphabetical order."""

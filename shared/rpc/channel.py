@@ -1,6 +1,6 @@
 """Opens a client's channel to a service, with TLS and a token as configured."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import grpc
 from shared.errors import InvalidInput
 from shared.rpc.access import AUTHORIZATION_KEY
 from shared.rpc.addresses import is_loopback_target
-from shared.rpc.tracing import with_metadata
+from shared.rpc.tracing import MetadataSender
 from shared.rpc.watched_files import read_capped
 
 
@@ -78,7 +78,13 @@ def open_channel(
             # If http_proxy is set, gRPC would send even calls to loopback through that proxy.
             options = (*options, ("grpc.enable_http_proxy", 0))
         channel = grpc.insecure_channel(target, options=options)
-    return grpc.intercept_channel(channel, _TokenSender(security)) if has_token else channel
+    if not has_token:
+        return channel
+
+    def token() -> Mapping[str, str]:
+        return {AUTHORIZATION_KEY: f"Bearer {security.read_token()}"}
+
+    return grpc.intercept_channel(channel, MetadataSender(token))
 
 
 def _credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
@@ -89,21 +95,3 @@ def _credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
         read(security.ca), read(security.key), read(security.certificate)
     )
     return credentials
-
-
-class _TokenSender(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    def __init__(self, security: ClientSecurity) -> None:
-        self._security = security
-
-    def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
-    ) -> Any:
-        return continuation(self._signed(client_call_details), request)
-
-    def intercept_unary_stream(
-        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
-    ) -> Any:
-        return continuation(self._signed(client_call_details), request)
-
-    def _signed(self, details: Any) -> Any:
-        return with_metadata(details, (AUTHORIZATION_KEY, f"Bearer {self._security.read_token()}"))

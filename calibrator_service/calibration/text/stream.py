@@ -3,6 +3,7 @@
 Whoever reads the sequences decides the pace, so text is written and passed through the model in turn, in bounded memory.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from calibrator_service.calibration.spec import HubDataset, SelfGenerated, TextF
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.sources import text_sequences
-from calibrator_service.calibration.text.splits import Split, Splitter, hold_out_prompts
+from calibrator_service.calibration.text.splits import Split, Splitter
 
 # A model that only repeats itself would write for ever. After this many known sequences in a row the text ends.
 MAX_STALE_SEQUENCES = 2000
@@ -20,6 +21,8 @@ MAX_STALE_SEQUENCES = 2000
 TEXT_SHARE = 0.85
 # Share of the work for a token of generated text that is done when it is written. The rest is one pass over many tokens at once.
 WRITING_SHARE = 0.9
+# One in HELD_OUT_INTERVAL given prompts is held out for the risk split. Fewer than MIN_HELD_OUT certify nothing, so then none is.
+HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,19 @@ def plan_text(run: Run) -> Text:
         rows=run.plan.rows,
     )
     return GeneratedText(config, risk_prompts)
+
+
+def hold_out_prompts(
+    prompts: tuple[str, ...], seed: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(prompts of the other splits, prompts of the risk split). A prompt that was given twice is on one side only."""
+    distinct = sorted(set(prompts))
+    random.Random(f"{seed}/apart").shuffle(distinct)
+    held_out = distinct[: len(distinct) // HELD_OUT_INTERVAL]
+    if len(held_out) < MIN_HELD_OUT:
+        return prompts, ()
+    kept = tuple(prompt for prompt in prompts if prompt not in set(held_out))
+    return kept, tuple(held_out)
 
 
 class CollectingProgress:

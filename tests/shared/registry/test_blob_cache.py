@@ -54,7 +54,6 @@ def test_a_blob_is_fetched_once_and_read_by_later_processes_without_the_store(
     other = BlobCache(tmp_path / "cache", store.fetch, max_bytes=250)
     assert other.read_blob(version, "x") == b"weights" * 10
     assert store.num_fetches == 1
-    assert (other.num_hits, other.num_misses) == (1, 0)
 
 
 @pytest.mark.parametrize("damage", [b"weightZ", b"", b"weights and more"])

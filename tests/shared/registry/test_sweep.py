@@ -49,7 +49,7 @@ def test_unused_objects_are_removed_and_used_ones_kept(registry, objects):
     assert rehearsed == Sweep(
         num_in_use=2, num_removed=2, num_removed_bytes=11, num_in_grace_period=0
     )
-    assert objects.read_blob(digest_of(b"left over")) == b"left over"
+    assert objects.read("blobs", digest_of(b"left over")) == b"left over"
     assert sweep(objects, grace_s=0, settle_s=0) == rehearsed
     assert registry.read_blob(version, "x") == WEIGHTS
     assert not objects.has_content("blobs", digest_of(b"left over"))

@@ -1,13 +1,10 @@
-"""Blocking calls from asyncio, and the limit on open watch streams."""
+"""The limit on open watch streams, and their end when the service stops."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shared.blocking import BlockingPool
 from shared.errors import Exhausted, Unavailable
-
-__all__ = ["BlockingPool", "Watchers"]
 
 MAX_WATCHERS = 128
 _RETRY_S = 1.0
