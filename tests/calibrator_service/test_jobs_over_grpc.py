@@ -13,15 +13,16 @@ from neap.router.v1 import router_pb2
 
 from shared.errors import AlreadyExists, Corrupt, Exhausted, InvalidInput, NotFound
 from shared.rpc.status import from_rpc_error
-from tests.calibrator_service.conftest import Service, error_of, rewrite, wait_until
+from tests.calibrator_service.conftest import Service, error_of, rewrite
 from tests.fuzzing import extremes
+from tests.waiting import wait_until
 
 StartService = Callable[..., Service]
 
 
 def versions(service: Service, model_id: str = "tiny") -> list[router_pb2.RouterVersion]:
     request = router_pb2.ListVersionsRequest(model_id=model_id)
-    return list(service.routers.ListVersions(request, timeout=20).versions)
+    return list(service.routers.ListVersions(request, timeout=60).versions)
 
 
 def test_job_from_create_to_published(service: Service) -> None:
@@ -109,7 +110,7 @@ def test_bad_specs_are_refused_at_once(service: Service) -> None:
             "SOURCE_REQUIRED",
         ),
     ):
-        error = error_of(lambda r=request: service.calibrations.CreateCalibration(r, timeout=20))
+        error = error_of(lambda r=request: service.calibrations.CreateCalibration(r, timeout=60))
         assert (type(error), error.reason) == (InvalidInput, reason)
     listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest())
     assert not listed.calibrations
@@ -409,9 +410,9 @@ def test_unreadable_records_do_not_hide_other_jobs(service: Service) -> None:
         rewrite(database, bad[name], **(state | {name: value}))
     service.start()
     cancel = pb.CancelCalibrationRequest(calibration_id=blocker.calibration_id)
-    service.calibrations.CancelCalibration(cancel, timeout=20)
+    service.calibrations.CancelCalibration(cancel, timeout=60)
     assert service.end_of(good).state == pb.STATE_SUCCEEDED
-    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest(), timeout=20)
+    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest(), timeout=60)
     assert [job.calibration_id for job in listed.calibrations] == [
         good.calibration_id,
         blocker.calibration_id,
@@ -427,7 +428,7 @@ def test_unreadable_records_do_not_hide_other_jobs(service: Service) -> None:
             error = error_of(call)
             assert (type(error), error.reason) == (Corrupt, "JOB_UNREADABLE")
     page = pb.ListCalibrationsRequest(page_size=2)
-    paged = service.calibrations.ListCalibrations(page, timeout=20)
+    paged = service.calibrations.ListCalibrations(page, timeout=60)
     assert len(paged.calibrations) + len(paged.unreadable) == 2
     assert paged.next_page_token
 
@@ -436,13 +437,13 @@ def health_of(service: Service) -> int:
     assert service.channel is not None
     stub: Any = health_pb2_grpc.HealthStub(service.channel)
     request = health_pb2.HealthCheckRequest(service="neap.calibration.v1.CalibrationService")
-    return stub.Check(request, timeout=20).status
+    return stub.Check(request, timeout=60).status
 
 
 def test_a_service_whose_queue_has_died_reports_not_serving(start_service: StartService) -> None:
     service = start_service(
         *("--model", "tiny=/a", "--grace-s", "60"),
-        patch="from calibrator_service.supervisor import Supervisor; Supervisor._run_claimed = None",
+        patch="from calibrator_service.jobs import JobStore; JobStore.claim = lambda store: 1 / 0",
     )
     wait_until(lambda: health_of(service) == health_pb2.HealthCheckResponse.SERVING)
     job = service.create()
@@ -457,8 +458,8 @@ def test_a_job_that_cannot_be_supervised_fails_and_the_queue_continues(
     start_service: StartService,
 ) -> None:
     service = start_service(
-        patch="from calibrator_service.supervisor import Supervisor as S\n"
-        "real, S._spawn = S._spawn, lambda self, *_: (setattr(S, '_spawn', real), 1 / 0)"
+        patch="import subprocess as s\n"
+        "real, s.Popen = s.Popen, lambda *_, **__: (setattr(s, 'Popen', real), 1 / 0)"
     )
     end = service.end_of(service.create())
     assert (end.state, end.failure.reason) == (pb.STATE_FAILED, "INTERNAL")
@@ -477,7 +478,7 @@ def test_extreme_numbers_are_refused_or_returned(
     for number, (what, spec) in enumerate(extremes(valid)):
         request = pb.CreateCalibrationRequest(request_id=f"request-{number}", spec=spec)
         try:
-            made = service.calibrations.CreateCalibration(request, timeout=20).calibration
+            made = service.calibrations.CreateCalibration(request, timeout=60).calibration
             assert service.get(made) == made, what
             taken += 1
         except grpc.RpcError as error:
@@ -486,7 +487,7 @@ def test_extreme_numbers_are_refused_or_returned(
     assert taken > 5
     every = pb.ListCalibrationsRequest(page_size=1000)
     for what, request in [("all", every), *extremes(pb.ListCalibrationsRequest())]:
-        listed = service.calibrations.ListCalibrations(request, timeout=20)
+        listed = service.calibrations.ListCalibrations(request, timeout=60)
         assert not listed.unreadable, what
-    listed = service.calibrations.ListCalibrations(every, timeout=20)
+    listed = service.calibrations.ListCalibrations(every, timeout=60)
     assert len(listed.calibrations) == taken + 1

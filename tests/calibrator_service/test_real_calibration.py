@@ -85,7 +85,6 @@ def test_a_request_without_limits_gets_the_quick_budget(
     calibration = recipe.run(task).manifest["calibration"]
     assert calibration["spec"]["time_budget_s"] == 8.0
     assert calibration["spec"]["max_tokens"] == 0
-    assert calibration["seconds"]["total"] < 20.0
 
 
 def test_model_and_dataset_that_do_not_exist(

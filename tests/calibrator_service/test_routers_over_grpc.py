@@ -183,10 +183,10 @@ def test_bad_requests(
         ("GetAliasHistory", pb.GetAliasHistoryRequest(model_id=name, alias="a"), NotFound, "ALIAS_NOT_FOUND"),
     ]  # fmt: skip
     for method, asked, kind, reason in cases:
-        error = error_of(lambda m=method, r=asked: getattr(service.routers, m)(r, timeout=20))
+        error = error_of(lambda m=method, r=asked: getattr(service.routers, m)(r, timeout=60))
         assert (type(error), error.reason) == (kind, reason), (method, asked)
     for asked in (pb.WatchRequest(model_id="../x"), pb.WatchRequest(model_id=name, after_event=-1)):
-        error = error_of(lambda r=asked: list(service.routers.Watch(r, timeout=20)))
+        error = error_of(lambda r=asked: list(service.routers.Watch(r, timeout=60)))
         assert isinstance(error, InvalidInput)
 
 
@@ -232,7 +232,7 @@ def test_one_flipped_byte_in_a_manifest(
     assert error.metadata["actual_digest"] not in ("", digest)
     listed = service.routers.ListVersions(pb.ListVersionsRequest(model_id=model(request)))
     assert [(v.version, digest in v.damage) for v in listed.versions] == [(2, False), (1, True)]
-    watched = service.routers.Watch(pb.WatchRequest(model_id=model(request)), timeout=20)
+    watched = service.routers.Watch(pb.WatchRequest(model_id=model(request)), timeout=60)
     assert digest in next(watched).published.damage
     assert next(watched).alias_changed.to_version == 1
     watched.cancel()

@@ -12,7 +12,7 @@ from calibrator_service.jobs import MAX_RESUMES
 from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.errors import Exhausted
-from tests.calibrator_service.conftest import wait_until
+from tests.waiting import wait_until
 
 SPEC = CalibrationSpec("tiny", SelfGenerated())
 
@@ -62,7 +62,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     monkeypatch.setattr(module.subprocess, "Popen", popen)
     job = create(supervisor)
     supervisor.start()
-    wait_until(lambda: supervisor.store.get(job.calibration_id).state.has_ended, timeout_s=30)
+    wait_until(lambda: supervisor.store.get(job.calibration_id).state.has_ended)
     after = supervisor.store.get(job.calibration_id)
     assert (after.state, after.num_deaths) == (JobState.SUCCEEDED, 0), after.failure_message
 
@@ -81,5 +81,5 @@ def test_missing_heartbeats_count_only_if_they_can_be_recorded(
     monkeypatch.setattr(supervisor.store, "check_writable", check)
     job = create(supervisor, "deaf")
     supervisor.start()
-    wait_until(lambda: supervisor.store.get(job.calibration_id).num_deaths > 0, timeout_s=30)
+    wait_until(lambda: supervisor.store.get(job.calibration_id).num_deaths > 0)
     assert not looks

@@ -25,9 +25,9 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
 from tests.fixed_costs import fixed_cost_engine
-from tests.generation import wait_for
 from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 from tests.worker import build_model, build_tokenizer
 
 FULL, EXACT = DepthPolicy("full"), DepthPolicy("exact")
@@ -197,12 +197,12 @@ def throw(error: Exception) -> Any:
 
 def start_neighbours(engine: Engine) -> list[Any]:
     handles = [engine.submit(asked, NEIGHBOURS_LADDER) for asked in NEIGHBOURS]  # type: ignore[arg-type]
-    wait_for(lambda: engine.num_running == len(handles))
+    wait_until(lambda: engine.num_running == len(handles))
     return handles
 
 
 def check_nothing_is_left(engine: Engine) -> None:
-    wait_for(lambda: engine.num_running == 0)
+    wait_until(lambda: engine.num_running == 0)
     assert engine.kv_usage_ratio == 0
     counts = engine.statistics
     total = engine.loaded.num_layers * (counts.num_generated_tokens - counts.num_requests)
@@ -327,7 +327,7 @@ def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part) -> None:
             tokens_of_outsider += said(outsider.next_event(30))
         assert tokens_of_outsider[: len(alone[3])] == alone[3]
         outsider.cancel()
-        wait_for(lambda: engine.num_running == 0)
+        wait_until(lambda: engine.num_running == 0)
         for handle, expected in zip(start_neighbours(engine), alone, strict=False):
             assert collected(handle)[0] == expected
         tokens, [finished] = collected(engine.submit(request(tuple(range(100, 130)), 4)))

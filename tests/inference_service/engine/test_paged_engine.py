@@ -25,10 +25,10 @@ from shared.model.paged_kv import BLOCK_TOKENS
 from shared.model.paged_runner import PagedRunner
 from tests.families import VOCABULARY_SIZE
 from tests.fixed_costs import fixed_cost_engine
-from tests.generation import wait_for
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 
 NUM_NEW = 14
 NUM_PAGES = 15
@@ -152,10 +152,10 @@ def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_block(engi
         long = request(STEM, full, max_tokens=num_blocks * BLOCK_TOKENS - len(STEM))
         handles.append(engine.submit(long))
         handles[-1].pause()
-    wait_for(lambda: engine.kv_usage_ratio == 1 and engine.num_cached_tokens == 0)
+    wait_until(lambda: engine.kv_usage_ratio == 1 and engine.num_cached_tokens == 0)
     for handle in handles:
         handle.cancel()
-    wait_for(lambda: engine.num_running == 0)
+    wait_until(lambda: engine.num_running == 0)
     assert blocks_taken(engine) == 0
 
 
@@ -179,7 +179,7 @@ def test_a_request_counts_by_whole_blocks(engine: Engine) -> None:
     asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six blocks
     handle = engine.submit(asked)
     handle.pause()
-    wait_for(lambda: engine.num_running == 1)
+    wait_until(lambda: engine.num_running == 1)
     assert engine.kv_usage_ratio == 6 / NUM_PAGES
     handle.resume()
     assert len(all_tokens(handle)) == 41

@@ -251,7 +251,7 @@ def test_a_step_of_mixed_requests_reads_the_device_once(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each read waits."""
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     accelerated = wrap_model(build_family("llama"), accelerate=True)
     decoder = Decoder(ContiguousRunner(accelerated))
     assert decoder.runner.supports_ragged

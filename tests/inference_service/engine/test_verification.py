@@ -21,7 +21,7 @@ def rows(*choices: int) -> Tensor:
 @pytest.fixture(params=["cpu", "as on a gpu"])
 def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "cpu":
-        monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+        monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
 
 
 @pytest.mark.usefixtures("_device")
@@ -91,13 +91,13 @@ def test_other_trials_in_the_batch_change_no_verdict() -> None:
 def test_both_ways_give_the_same_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     case = mixed()
     lazily = verify(*case)
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     assert verify(*case) == lazily
 
 
 def test_a_step_of_all_kinds_of_requests_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     case = mixed()
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     with Reads() as reads:
         verify(*case)
     assert reads.found == ["tolist"]

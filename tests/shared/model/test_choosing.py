@@ -80,7 +80,7 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(
         if not has_kernels:
             patch.setattr(library, "runs_on", lambda device: False)
         lazily = [tokens.tolist() for tokens in choose(logits, trials)]
-        patch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+        patch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
         together = [tokens.tolist() for tokens in choose(logits, trials)]
         rows = iter(logits)
         for trial, tokens, some in zip(trials, together, lazily, strict=True):
@@ -102,7 +102,7 @@ def test_a_row_of_nans_is_some_token_and_harms_nobody(
     if not has_kernels:
         monkeypatch.setattr(library, "runs_on", lambda device: False)
     if not lazily:
-        monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+        monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     sound = torch.randn(1, 30)
     for params in (
         SamplingParams(),
@@ -149,7 +149,7 @@ def test_choosing_together_launches_each_kind_once(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(
             choosing, name, lambda *args, own=own, name=name: [launched.append(name), own(*args)][1]
         )
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     logits, trials = mixed()
     with Reads() as reads:
         choose(logits, trials)

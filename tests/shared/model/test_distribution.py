@@ -82,7 +82,7 @@ def alone(logits: Tensor, trials: list[Trial]) -> list[Tensor]:
 def as_on_a_gpu() -> Iterator[None]:
     """A device where reading a tensor would wait, and where sums depend on the number of rows."""
     with pytest.MonkeyPatch.context() as patch, OrdersOfSums():
-        patch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+        patch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
         yield
 
 
@@ -157,10 +157,10 @@ def test_sorting_what_may_be_in_the_nucleus_finds_all_of_it(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = (scale * torch.randn(1, size, generator=generator)).mul(4).round().div(4)
-    found = masses(scores, [Trial(SamplingParams(temperature=1.0), [0])])
-    bound = top_p * found.sum(-1, keepdim=True)
-    whole = distribution._within(scores, found, bound)
-    assert torch.equal(distribution._within_sorting_few(scores, found, bound), whole)
+    trials = [Trial(SamplingParams(temperature=1.0, top_p=top_p), [0])]
+    with as_on_a_gpu():  # where all of a row is sorted
+        whole = masses(scores, trials)
+    assert torch.equal(masses(scores, trials), whole)
     assert int((whole > 0).sum()) > 0
 
 

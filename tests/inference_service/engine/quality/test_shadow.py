@@ -1,7 +1,6 @@
 """Shadow checks: their verdicts, their bounds in time and memory, and the suspension of a version."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 
 PROMPT = tuple(range(5, 25))
 NUM_NEW = 24
@@ -65,10 +65,8 @@ def run(engine: Engine, ladder: ScriptedLadder, **changes: object) -> list[int]:
 
 
 def checked(engine: Engine, number: int, stratum=(7, 0.05)) -> ShadowCounts:
-    give_up_at = time.monotonic() + 60
-    while engine.shadow.counts.get(stratum, ShadowCounts()).num_checked < number:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.005)
+    counts = engine.shadow.counts
+    wait_until(lambda: stratum in counts and counts[stratum].num_checked >= number)
     return engine.shadow.counts[stratum]
 
 
@@ -246,9 +244,6 @@ def test_a_check_that_fails_ends_no_engine(loaded, answer) -> None:
 
     with fixed_cost_engine(loaded, shadow_share=1.0, runner_of=HookedRunner) as engine:
         check_one(engine, answer, fail)
-        give_up_at = time.monotonic() + 30
-        while not engine.shadow.counts or not engine.shadow.is_idle:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.005)
+        wait_until(lambda: engine.shadow.counts and engine.shadow.is_idle)
         assert engine.shadow.counts == {(7, 0.05): ShadowCounts(num_dropped=1)}
         run(engine, ScriptedLadder(script(answer)), policy=DepthPolicy("full"))
