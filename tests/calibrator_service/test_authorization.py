@@ -1,6 +1,5 @@
 """The calibration service with tokens: who may move aliases, and which actor is recorded."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from neap.calibration.v1 import calibration_pb2 as pb
 from neap.router.v1 import router_pb2
 
 from shared.errors import PermissionDenied, Unauthenticated
-from tests.calibrator_service.conftest import Service, error_of
+from tests.calibrator_service.conftest import error_of
 from tests.tokens import bearer, write_tokens
 
 
@@ -24,9 +23,7 @@ def _create(request_id: str, *aliases: str) -> pb.CreateCalibrationRequest:
     return pb.CreateCalibrationRequest(request_id=request_id, spec=spec)
 
 
-def test_only_admins_move_aliases(
-    start_service: Callable[..., Service], tokens: dict[str, str], tmp_path: Path
-) -> None:
+def test_only_admins_move_aliases(start_service, tokens, tmp_path):
     service = start_service(
         *("--model", "tiny=/nowhere", "--auth-tokens", str(tmp_path / "tokens"))
     )

@@ -52,9 +52,7 @@ def model(request: pytest.FixtureRequest) -> str:
     return "acme/" + request.node.name.split("[")[0].replace("_", "-")
 
 
-def test_versions(
-    service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
-) -> None:
+def test_versions(service, publish, request):
     for number in range(5):
         publish(number)
     seen, token = [], ""
@@ -77,9 +75,7 @@ def test_versions(
     assert service.routers.GetVersion(by_alias).version.version == 5
 
 
-def test_aliases(
-    service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
-) -> None:
+def test_aliases(service, publish, request):
     publish(0)
     publish(1)
     name = {"model_id": model(request), "alias": "stable"}
@@ -103,12 +99,7 @@ def test_aliases(
     assert [(alias.name, alias.version) for alias in aliases] == [("latest", 2), ("stable", 1)]
 
 
-def test_canary(
-    service: Service,
-    registry: LocalRegistry,
-    publish: Callable[..., int],
-    request: pytest.FixtureRequest,
-) -> None:
+def test_canary(service, registry, publish, request):
     publish(0)
     publish(1)
     name = {"model_id": model(request), "alias": "stable"}
@@ -141,12 +132,7 @@ def test_canary(
     assert isinstance(lost, Conflict)
 
 
-def test_an_alias_cannot_be_set_to_a_damaged_version(
-    service: Service,
-    registry: LocalRegistry,
-    publish: Callable[..., int],
-    request: pytest.FixtureRequest,
-) -> None:
+def test_an_alias_cannot_be_set_to_a_damaged_version(service, registry, publish, request):
     publish(0)
     publish(1, aliases=[])
     digest = registry.get(model(request), 2).manifest["blobs"]["x"]["digest"]
@@ -163,9 +149,7 @@ def test_an_alias_cannot_be_set_to_a_damaged_version(
     assert registry.aliases(model(request)) == {"latest": 1}
 
 
-def test_bad_requests(
-    service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
-) -> None:
+def test_bad_requests(service, publish, request):
     publish(0)
     name = model(request)
     cases: list[tuple[str, Any, type[NeapError], str]] = [
@@ -190,9 +174,7 @@ def test_bad_requests(
         assert isinstance(error, InvalidInput)
 
 
-def test_watch_streams_past_and_new_events(
-    service: Service, publish: Callable[..., int], request: pytest.FixtureRequest
-) -> None:
+def test_watch_streams_past_and_new_events(service, publish, request):
     publish(0)
     stream = service.routers.Watch(pb.WatchRequest(model_id=model(request)), timeout=30)
     first, second = next(stream), next(stream)
@@ -211,12 +193,7 @@ def test_watch_streams_past_and_new_events(
     resumed.cancel()
 
 
-def test_one_flipped_byte_in_a_manifest(
-    service: Service,
-    registry: LocalRegistry,
-    publish: Callable[..., int],
-    request: pytest.FixtureRequest,
-) -> None:
+def test_one_flipped_byte_in_a_manifest(service, registry, publish, request):
     publish(0)
     publish(1)
     digest = registry.get(model(request), 1).manifest_digest
@@ -245,7 +222,7 @@ def test_one_flipped_byte_in_a_manifest(
         assert (type(error), error.reason) == (Corrupt, "VERSION_DAMAGED")
 
 
-def test_reflection_lists_both_services(service: Service) -> None:
+def test_reflection_lists_both_services(service):
     assert service.channel is not None
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(service.channel)
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -254,7 +231,7 @@ def test_reflection_lists_both_services(service: Service) -> None:
     assert {"neap.calibration.v1.CalibrationService", "neap.router.v1.RouterService"} <= names
 
 
-def test_stopping_ends_watch_streams(tmp_path: Path) -> None:
+def test_stopping_ends_watch_streams(tmp_path):
     service = Service(tmp_path, "--model", "tiny=/nowhere")
     stream = service.routers.Watch(pb.WatchRequest(model_id="tiny"), timeout=60)
     ended: list[grpc.StatusCode] = []

@@ -35,7 +35,7 @@ def create(supervisor: Supervisor, *prompts: str) -> Job:
     return supervisor.store.create("one", spec, [], max_queued=9, answer=lambda job: job)
 
 
-def test_death_of_the_service_does_not_count_against_the_job(tmp_path: Path) -> None:
+def test_death_of_the_service_does_not_count_against_the_job(tmp_path):
     first = supervisor_of(tmp_path)
     job = create(first)
     first.stop()
@@ -48,9 +48,7 @@ def test_death_of_the_service_does_not_count_against_the_job(tmp_path: Path) -> 
         service.stop()
 
 
-def test_a_process_that_cannot_be_started_is_tried_again(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_be_started_is_tried_again(supervisor, monkeypatch):
     monkeypatch.setattr(module, "RETRY_INTERVAL_S", 0.05)
     real, refusals = module.subprocess.Popen, [OSError("no memory")] * (MAX_RESUMES + 2)
 
@@ -67,9 +65,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     assert (after.state, after.num_deaths) == (JobState.SUCCEEDED, 0), after.failure_message
 
 
-def test_missing_heartbeats_count_only_if_they_can_be_recorded(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_heartbeats_count_only_if_they_can_be_recorded(supervisor, monkeypatch):
     """A healthy process cannot record heartbeats on a full disk and goes on; a stuck process is killed."""
     monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_S", 0.0)
     looks = [Exhausted("full", reason="DISK_FULL")] * 5

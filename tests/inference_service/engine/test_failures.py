@@ -213,7 +213,7 @@ def check_nothing_is_left(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name) -> None:
+def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name):
     case = OWN[name]
     with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
         engine.warm_up()
@@ -233,7 +233,7 @@ def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name) 
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error) -> None:
+def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error):
     seen: list[object] = []
 
     def on_event(event: object) -> None:
@@ -250,9 +250,7 @@ def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error) ->
     assert seen[-1] is None
 
 
-def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
-    loaded, alone, monkeypatch
-) -> None:
+def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(loaded, alone, monkeypatch):
     """In one step the first finishes and the second fails while its last text is decoded."""
     made: list[Any] = []
     step = threading.Event()
@@ -288,7 +286,7 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
 )
 def test_an_error_in_counts_checks_or_reuse_leaves_answers_complete(
     loaded, alone, monkeypatch, owner, name
-) -> None:
+):
     with fixed_cost_engine(loaded) as engine:
         monkeypatch.setattr(owner, name, fail)
         for handle, expected in zip(start_neighbours(engine), alone, strict=False):
@@ -299,7 +297,7 @@ def test_an_error_in_counts_checks_or_reuse_leaves_answers_complete(
 
 
 @pytest.mark.parametrize("part", ["run_ragged", "logits"])
-def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part) -> None:
+def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part):
     with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
         kept = collected(engine.submit(request(tuple(range(100, 130)), 4)))[0]
         outsider = engine.submit(request(max_tokens=1500))
@@ -336,7 +334,7 @@ def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part) -> None:
         check_nothing_is_left(engine)
 
 
-def test_an_engine_ends_if_its_model_cannot_run_any_more(loaded) -> None:
+def test_an_engine_ends_if_its_model_cannot_run_any_more(loaded):
     told = threading.Event()
     with fixed_cost_engine(loaded, on_failure=told.set, runner_of=HookedRunner) as engine:
         engine.warm_up()

@@ -24,7 +24,7 @@ def learnt(*rows: list[int], max_bytes: int = LARGE, **options: int) -> Successo
     return builder.build(max_bytes)
 
 
-def test_backs_off_to_shorter_contexts() -> None:
+def test_backs_off_to_shorter_contexts():
     # 7 is followed by 1 mostly, but after (3, 7) by 2, seen twice.
     table = learnt([0, 7, 1], [5, 7, 1], [6, 7, 1], [3, 7, 2], [3, 7, 2])
     assert table.propose([9, 7]) == SuccessorMatch(1, 1, 3, 153 / 255)
@@ -34,7 +34,7 @@ def test_backs_off_to_shorter_contexts() -> None:
     assert table.propose([]) is None
 
 
-def test_longest_context_is_max_order() -> None:
+def test_longest_context_is_max_order():
     row = [1, 2, 3, 4, 5, 6]
     other = [9, 9, 3, 4, 5, 7]
     table = learnt(row, row, other, other, other)
@@ -43,7 +43,7 @@ def test_longest_context_is_max_order() -> None:
     assert table.propose([0, 0, 3, 4, 5]) == SuccessorMatch(7, 1, 3, 153 / 255)
 
 
-def test_positions_before_first_are_context_only() -> None:
+def test_positions_before_first_are_context_only():
     builder = SuccessorBuilder()
     builder.add(np.array([1, 2, 3]), np.array([0, 0, 4]), first=2)
     table = builder.build(LARGE)
@@ -51,7 +51,7 @@ def test_positions_before_first_are_context_only() -> None:
     assert table.propose([3]) is not None
 
 
-def test_the_models_choice_is_counted_and_not_the_next_token() -> None:
+def test_the_models_choice_is_counted_and_not_the_next_token():
     builder = SuccessorBuilder()
     builder.add(np.array([1, 2, 1, 2]), np.array([8, 9, 8, 9]))
     table = builder.build(LARGE)
@@ -60,7 +60,7 @@ def test_the_models_choice_is_counted_and_not_the_next_token() -> None:
     assert match.token == 8
 
 
-def test_the_tables_size_is_bounded_and_frequent_entries_are_kept() -> None:
+def test_the_tables_size_is_bounded_and_frequent_entries_are_kept():
     generator = np.random.default_rng(0)
     rows = [generator.integers(0, 5000, 200).tolist() for _ in range(20)]
     frequent = [[11, 12, 13]] * 30
@@ -72,7 +72,7 @@ def test_the_tables_size_is_bounded_and_frequent_entries_are_kept() -> None:
     assert match.token == 12
 
 
-def test_counting_memory_is_bounded() -> None:
+def test_counting_memory_is_bounded():
     builder = SuccessorBuilder(capacity=50)
     for _ in range(40):
         builder.add(np.array([1, 2]), np.array([2, 3]))
@@ -85,7 +85,7 @@ def test_counting_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("highest", [60_000, 200_000])
-def test_storage_round_trip(highest: int) -> None:
+def test_storage_round_trip(highest):
     row = np.random.default_rng(0).integers(0, highest, 500).tolist()
     table = learnt([*row, highest - 1, highest - 1, highest - 1])
     read = SuccessorTable.from_tensors(table.to_tensors(), highest)
@@ -95,7 +95,7 @@ def test_storage_round_trip(highest: int) -> None:
         assert read.matches(tail) == table.matches(tail)
 
 
-def test_invalid_storage_is_refused() -> None:
+def test_invalid_storage_is_refused():
     tensors = learnt([0, 7, 1], [5, 7, 1], [6, 7, 1], [3, 7, 2], [3, 7, 2]).to_tensors()
     for name, damaged in {
         "1.keys": tensors["1.keys"].flip(0),
@@ -128,7 +128,7 @@ class Counted(Sequence[int]):
         return self.numbers[index]
 
 
-def test_a_lookup_reads_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_reads_few_keys(monkeypatch):
     monkeypatch.setattr(successors, "array", Counted)
     rows = [np.random.default_rng(i).integers(0, 300, 2000).tolist() for i in range(20)]
     table = learnt(*rows, max_bytes=8 << 20)
