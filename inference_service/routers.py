@@ -98,6 +98,11 @@ class RouterStore:
         """The loaded routers of one model, by version. Any thread may call it."""
         return self._loader.loaded(model_id)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for the registry now; at most `max_waiting`."""
+        return self._num_waiting
+
     async def select(
         self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = ""
     ) -> LoadedRouter:

@@ -11,26 +11,28 @@ from shared.ladder.rungs import Draft
 HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 
 
-def busy_metrics() -> WorkerMetrics:
-    """Of one engine, "tiny", and one call of each kind."""
+def busy_engine() -> SimpleNamespace:
+    """What metrics read of an engine of the model "tiny" that has counted something of each kind."""
     statistics = EngineStatistics(num_layers=4)
     statistics.record_drafts([Draft(1, 0.5, "suffix", 0)], 1, 3)
     statistics.exits["suffix"] += 1
     statistics.by_version[3].exits["suffix"] += 1
     shadow = Shadow(None, Prefixes(0))
     shadow.counts[3, 0.05] = ShadowCounts(num_checked=20, num_differing=1)
-    metrics = WorkerMetrics()
-    metrics.add_engine(
-        SimpleNamespace(
-            loaded=SimpleNamespace(model_id="tiny"),
-            statistics=statistics,
-            shadow=shadow,
-            num_running=1,
-            num_waiting=2,
-            kv_usage_ratio=0.5,
-        ),
-        versions=lambda: {3},
+    return SimpleNamespace(
+        loaded=SimpleNamespace(model_id="tiny"),
+        statistics=statistics,
+        shadow=shadow,
+        num_running=1,
+        num_waiting=2,
+        kv_usage_ratio=0.5,
     )
+
+
+def busy_metrics() -> WorkerMetrics:
+    """Of one such engine, and one call of each kind."""
+    metrics = WorkerMetrics()
+    metrics.add_engine(busy_engine(), versions=lambda: {3})
     metrics.time_to_first_token.labels("tiny").observe(0.1)
     metrics.e2e_request_latency.labels("tiny").observe(0.1)
     metrics.request_success.labels("tiny", "eos").inc()

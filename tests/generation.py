@@ -1,7 +1,5 @@
 """Generate calls of tests, and what their answers say."""
 
-import time
-
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -51,10 +49,3 @@ def answer(stub, request, **call):
     chunks = [event.chunk for event in middle]
     tokens = [token for chunk in chunks for token in chunk.tokens]
     return first.started, tokens, [chunk.text for chunk in chunks], last.finished
-
-
-def wait_for(condition, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)

@@ -34,7 +34,8 @@ class _Stopped(Exception):
 class EngineLoop:
     """Starts its thread when it is created. `lock` guards `scheduler`, `background` and `ended`.
 
-    `cost_meter` measures the costs of passes before the loop is ready. `ladder` is bound before the loop is ready. The thread calls `on_failure` if it ends because of an error. It ends when
+    `cost_meter` measures the costs of passes, and `ladder` is bound, before the loop is ready. `clock` tells when deadlines
+    have passed. The thread calls `on_failure` if it ends because of an error. It ends when
     `request_stop` has been called, and no later than the interpreter.
     """
 
@@ -49,6 +50,7 @@ class EngineLoop:
         ladder: Ladder | None,
         on_failure: Callable[[], object],
         cost_meter: CostMeter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.Lock()
         self.scheduler = scheduler
@@ -63,6 +65,7 @@ class EngineLoop:
         self._ladders.in_use = lambda: {id(job.ladder) for job in scheduler.running}
         self._on_failure = on_failure
         self._cost_meter = cost_meter
+        self._clock = clock
         self._is_stopping = False
         # The thread holds `_working` while it works. A fork takes it, and clears `_may_work` first so that it gets it.
         self._working = threading.Lock()
@@ -181,7 +184,7 @@ class EngineLoop:
             while not self._wake_ups.empty():
                 self._wake_ups.get_nowait()
             with self.lock:
-                now = time.monotonic()
+                now = self._clock()
                 has_background_work = not (self.background.is_empty and self._shadow.is_idle)
                 if self.scheduler.has_work(now) or has_background_work:
                     return not self._is_stopping
@@ -194,7 +197,7 @@ class EngineLoop:
     def _run_once(self) -> None:
         """Ends cancelled and late requests, admits waiting ones, and steps all that are not paused; else does background work."""
         with self.lock:
-            ended = self.scheduler.remove_ended(time.monotonic())
+            ended = self.scheduler.remove_ended(self._clock())
             self.scheduler.admit()
             runnable = self.scheduler.runnable
             num_free_tokens = self.scheduler.num_free_kv_tokens

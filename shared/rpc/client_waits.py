@@ -60,7 +60,7 @@ class ClientWaits:
         self.delivery_timeout_s = delivery_timeout_s
         self._deliveries: set[_Wait] = set()
         self._request_timeout_s = request_timeout_s
-        self._max_awaited = max_awaited
+        self.max_awaited = max_awaited
         self._requests: dict[_Wait, None] = {}
         self._is_draining = False
 
@@ -86,9 +86,9 @@ class ClientWaits:
 
         Raises DeadlineExceeded (REQUEST_TIMEOUT), Exhausted (TOO_MANY_IDLE_CALLS), Unavailable (SHUTTING_DOWN).
         """
-        if len(self._requests) >= self._max_awaited:
+        if len(self._requests) >= self.max_awaited:
             oldest = next(iter(self._requests))
-            oldest.end_by(asyncio.get_running_loop().time(), _too_many(self._max_awaited))
+            oldest.end_by(asyncio.get_running_loop().time(), _too_many(self.max_awaited))
             del self._requests[oldest]
         wait = _Wait(self._request_timeout_s, _too_late(self._request_timeout_s))
         self._requests[wait] = None

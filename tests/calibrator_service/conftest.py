@@ -5,7 +5,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from neap.router.v1 import router_pb2_grpc
 
 from shared.errors import NeapError
 from shared.rpc.status import from_rpc_error
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 WITH_FAKES = (
@@ -116,11 +116,11 @@ class Service:
         request = pb.CreateCalibrationRequest(
             request_id=request_id, spec=pb.CalibrationSpec(**{"model_id": "tiny", **spec})
         )
-        return self.calibrations.CreateCalibration(request, timeout=20).calibration
+        return self.calibrations.CreateCalibration(request, timeout=60).calibration
 
     def get(self, job: pb.Calibration) -> pb.Calibration:
         request = pb.GetCalibrationRequest(calibration_id=job.calibration_id)
-        return self.calibrations.GetCalibration(request, timeout=20).calibration
+        return self.calibrations.GetCalibration(request, timeout=60).calibration
 
     def watch(self, job: pb.Calibration, timeout_s: float = 60) -> Iterator[pb.Calibration]:
         request = pb.WatchCalibrationRequest(calibration_id=job.calibration_id)
@@ -135,13 +135,6 @@ class Service:
             if now.phase == phase:
                 return now
         raise AssertionError("the job ended before that phase")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.05)
 
 
 def error_of(call: Callable[[], Any]) -> NeapError:

@@ -3,10 +3,8 @@
 import json
 import re
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from neap.calibration.v1 import calibration_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -35,9 +33,7 @@ def scraped(service: Service) -> Samples:
     }
 
 
-def test_a_service_counts_the_outcomes_of_its_jobs(
-    start_service: Callable[..., Service],
-) -> None:
+def test_a_service_counts_the_outcomes_of_its_jobs(start_service):
     service = start_service("--model", "tiny=/a", "--metrics-listen", "127.0.0.1:0")
     assert service.end_of(service.create("die-once")).state == pb.STATE_SUCCEEDED
     assert service.end_of(service.create("no-dataset", "two")).state == pb.STATE_FAILED
@@ -62,9 +58,7 @@ def test_a_service_counts_the_outcomes_of_its_jobs(
         assert samples.get(sample) == value, sample
 
 
-def test_an_unreadable_store_hides_only_its_own_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_store_hides_only_its_own_metrics(tmp_path, monkeypatch):
     metrics = CalibratorMetrics()
     supervisor = Supervisor(JobFolder(tmp_path), SupervisorConfig({}, ""), metrics=metrics)
 
@@ -78,7 +72,7 @@ def test_an_unreadable_store_hides_only_its_own_metrics(
     supervisor.stop()
 
 
-def test_the_document_explains_every_metric_and_its_labels(tmp_path: Path) -> None:
+def test_the_document_explains_every_metric_and_its_labels(tmp_path):
     metrics = CalibratorMetrics()
     supervisor = Supervisor(
         JobFolder(tmp_path), SupervisorConfig({"tiny": ""}, ""), metrics=metrics

@@ -23,6 +23,7 @@ from shared.model.load import load_model
 from shared.registry.factory import open_registry
 from tests.calibrator_service.conftest import Service
 from tests.fuzzing import SECONDS, cases, garbage, random_message
+from tests.waiting import wait_until
 from tests.worker import build_ladder, save_model, serving
 
 pytestmark = pytest.mark.full
@@ -106,13 +107,6 @@ def fuzz(target: str, methods: list[MethodDescriptor], process: psutil.Process) 
     return seen
 
 
-def wait_until(is_so, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, "something has leaked"
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = save_model(tmp_path_factory.mktemp("model"))
@@ -126,16 +120,17 @@ def test_a_worker(engine, tmp_path):
     registry = open_registry(str(tmp_path / "registry"))
     manifest, blobs = pack_ladder(build_ladder(engine.loaded), {})
     registry.publish("tiny", manifest, blobs, request_id="one")
-    with serving(engine, registry) as worker:
+    with serving(engine, registry, max_active=NUM_CALLERS) as worker:
         seen = fuzz(worker.target, methods(inference_pb2), psutil.Process())
         assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND"} <= set(seen)
         wait_until(lambda: engine.num_running == engine.num_waiting == 0)
-        assert not worker.servicer._served["tiny"].active
         with grpc.insecure_channel(worker.target) as channel:
             request = inference_pb2.GenerateRequest(model_id="tiny", text="hello")
             request.stopping.max_tokens = 3
             generate = channel.unary_stream("/neap.inference.v1.InferenceService/Generate")
-            assert len(list(generate(request.SerializeToString(), timeout=30))) >= 3
+            # All places are free again: as many calls as there are places are served at once.
+            calls = [generate(request.SerializeToString(), timeout=60) for _ in range(NUM_CALLERS)]
+            assert min(len(list(call)) for call in calls) >= 3
     registry.close()
 
 

@@ -29,7 +29,7 @@ NUM_CLIENTS = 4
 READY_TIMEOUT_S = 90.0
 SHARE_PER_MILLE = 300
 # Long enough for a worker to hear of a change, or to find that nobody tells it any more.
-STAGE_TIMEOUT_S = 30.0
+STAGE_TIMEOUT_S = 120.0
 
 
 class Load:

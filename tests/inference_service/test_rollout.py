@@ -1,6 +1,5 @@
 """A rollout as seen by a worker's clients and in its metrics."""
 
-import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -20,6 +19,7 @@ from shared.registry.factory import open_registry
 from shared.registry.split import takes_canary
 from shared.rpc.client import NeapClient
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 from tests.worker import serving
 
 RISK = {
@@ -79,18 +79,11 @@ def ask(client, policy="exact", request_id=None, version=None):
     return first.started
 
 
-def soon(condition):
-    give_up_at = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-
-
 def test_started_names_the_version_that_the_request_id_leads_to(rollout):
     names = [f"r-{number}" for number in range(30)]
     wanted = [1 + takes_canary(name, "tiny", "stable", Canary(2, 300)) for name in names]
     assert set(wanted) == {1, 2}
-    soon(lambda: ask(rollout.client, request_id=names[wanted.index(2)]).router_version == 2)
+    wait_until(lambda: ask(rollout.client, request_id=names[wanted.index(2)]).router_version == 2)
     for _ in range(2):
         found = [ask(rollout.client, request_id=name).router_version for name in names]
         assert found == wanted
@@ -105,10 +98,10 @@ def test_started_names_the_version_that_the_request_id_leads_to(rollout):
 
 def test_relaxed_is_served_as_exact_once_it_broke_its_bound(rollout):
     assert ask(rollout.client, "relaxed", version=1).policy == "relaxed"
-    soon(lambda: rollout.engine.shadow.is_idle)
+    wait_until(lambda: rollout.engine.shadow.is_idle)
     while not rollout.engine.shadow.is_suspended(1):
         assert ask(rollout.client, "relaxed", version=1).policy == "relaxed"
-        soon(lambda: rollout.engine.shadow.is_idle)
+        wait_until(lambda: rollout.engine.shadow.is_idle)
         assert rollout.engine.shadow.counts[1, 0.05].num_checked < 20
     assert ask(rollout.client, "relaxed", version=1).policy == "exact"
     assert ask(rollout.client, "exact", version=1).policy == "exact"

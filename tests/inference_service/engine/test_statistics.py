@@ -13,6 +13,7 @@ from shared.model.load import LoadedModel, wrap_model
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 
 PROMPT = [5, 17, 3, 44, 8]
 NUM_NEW = 24
@@ -134,22 +135,18 @@ def test_cancelled_requests_count_and_give_their_share_of_memory_back(loaded: Lo
     with fixed_cost_engine(loaded, kv_budget_bytes=1 << 20) as engine:
         handle = engine.submit(request)
         handle.pause()
-        deadline_s = time.monotonic() + 60
-        while not engine.num_running:
-            assert time.monotonic() < deadline_s
+        wait_until(lambda: engine.num_running)
         assert 0 < engine.kv_usage_ratio < 1
         share = engine.kv_usage_ratio
         other = engine.submit(request)
         other.pause()
-        while engine.num_running < 2:
-            assert time.monotonic() < deadline_s
+        wait_until(lambda: engine.num_running == 2)
         assert engine.kv_usage_ratio == pytest.approx(2 * share)
         handle.resume()
         events = handle.events()
         next(events)
         events.close()
         other.cancel()
-        while engine.num_running:
-            assert time.monotonic() < deadline_s
+        wait_until(lambda: not engine.num_running)
         assert engine.kv_usage_ratio == 0
         assert engine.statistics.num_generated_tokens >= 1

@@ -44,7 +44,7 @@ def oracle(answer: list[int]):
     return lambda context: [*answer, 0][min(len(context) - len(PROMPT), NUM_NEW)]
 
 
-def test_right_drafts_save_layer_executions(loaded: LoadedModel, answer: list[int]) -> None:
+def test_right_drafts_save_layer_executions(loaded, answer):
     right = oracle(answer)
     with fixed_cost_engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
@@ -59,7 +59,7 @@ def test_right_drafts_save_layer_executions(loaded: LoadedModel, answer: list[in
     assert exact.stats.exits == {"full": (NUM_LAYERS, 6), "suffix": (0, 18)}
 
 
-def test_wrong_drafts_change_nothing_but_the_counts(loaded: LoadedModel, answer: list[int]) -> None:
+def test_wrong_drafts_change_nothing_but_the_counts(loaded, answer):
     ladder = ScriptedLadder(lambda context: (len(context) % VOCABULARY_SIZE, 0.9))
     with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
@@ -67,7 +67,7 @@ def test_wrong_drafts_change_nothing_but_the_counts(loaded: LoadedModel, answer:
     assert exact.stats.num_drafted > exact.stats.num_accepted
 
 
-def test_an_exit_sees_the_models_own_states(loaded: LoadedModel, answer: list[int]) -> None:
+def test_an_exit_sees_the_models_own_states(loaded, answer):
     right = oracle(answer)
     ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
@@ -90,9 +90,7 @@ def test_an_exit_sees_the_models_own_states(loaded: LoadedModel, answer: list[in
     assert matched == 18
 
 
-def test_rejected_drafts_leave_nothing_settled(
-    loaded: LoadedModel, answer: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_drafts_leave_nothing_settled(loaded, answer, monkeypatch):
     """After a rejection exits must see the last settled token's state, not that of the draft that was dropped."""
     right = oracle(answer)
     asked_after: list[int] = []
@@ -122,9 +120,7 @@ def test_rejected_drafts_leave_nothing_settled(
         assert torch.allclose(states[length - 1 - distance], deep_state, atol=1e-4)
 
 
-def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(
-    loaded: LoadedModel, answer: list[int]
-) -> None:
+def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(loaded, answer):
     right = oracle(answer)
     ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
@@ -133,9 +129,7 @@ def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(
     assert exact.stats.num_token_layers == 23 * NUM_LAYERS
 
 
-def test_relaxed_makes_sure_exits_final_and_completes_their_cache(
-    loaded: LoadedModel, answer: list[int]
-) -> None:
+def test_relaxed_makes_sure_exits_final_and_completes_their_cache(loaded, answer):
     def table(context: list[int]) -> tuple[int, float] | None:
         turn = (len(context) - len(PROMPT)) % 4
         return (7, 0.9) if turn in (1, 2) else None
@@ -157,9 +151,7 @@ def test_relaxed_makes_sure_exits_final_and_completes_their_cache(
             assert token == int(logits[len(PROMPT) + index - 1].argmax())
 
 
-def test_layers_of_exits_count_where_no_deep_pass_follows(
-    loaded: LoadedModel, answer: list[int]
-) -> None:
+def test_layers_of_exits_count_where_no_deep_pass_follows(loaded, answer):
     right = oracle(answer)
     ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
@@ -176,7 +168,7 @@ def test_layers_of_exits_count_where_no_deep_pass_follows(
     assert relaxed.stats.num_layer_executions == 2 * len(ladder.seen_states) > 0
 
 
-def test_min_layers_keeps_shallow_rungs_out(loaded: LoadedModel, answer: list[int]) -> None:
+def test_min_layers_keeps_shallow_rungs_out(loaded, answer):
     right = oracle(answer)
     ladder = ScriptedLadder(
         lambda context: (3, 0.2), lambda context: (right(context), 0.9), depths=(0, 2)
@@ -193,7 +185,7 @@ def test_min_layers_keeps_shallow_rungs_out(loaded: LoadedModel, answer: list[in
     assert list(result.token_ids) == list(none.token_ids) == answer
 
 
-def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded: LoadedModel) -> None:
+def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded):
     sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=11)
     generator = torch.Generator().manual_seed(3)
 
@@ -212,7 +204,7 @@ def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded: Lo
     assert exact.stats.num_accepted > 5
 
 
-def test_an_eos_among_accepted_drafts_ends_the_answer(loaded: LoadedModel) -> None:
+def test_an_eos_among_accepted_drafts_ends_the_answer(loaded):
     with fixed_cost_engine(loaded) as engine:
         answer = list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
     loaded.model.generation_config.eos_token_id = [answer[3], 96]
@@ -235,7 +227,7 @@ def test_an_eos_among_accepted_drafts_ends_the_answer(loaded: LoadedModel) -> No
     assert list(stopped.token_ids) == answer[: answer.index(answer[1])]
 
 
-def test_logprobs_are_the_full_models(loaded: LoadedModel, answer: list[int]) -> None:
+def test_logprobs_are_the_full_models(loaded, answer):
     right = oracle(answer)
     with fixed_cost_engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
         result = engine.generate(PROMPT, policy=DRAFTING, max_tokens=8, logprobs=3)
@@ -247,11 +239,9 @@ def test_logprobs_are_the_full_models(loaded: LoadedModel, answer: list[int]) ->
         assert [t for t, _ in token.alternatives] == expected.topk(3).indices.tolist()
 
 
-def test_a_step_of_mixed_requests_reads_the_device_once(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_mixed_requests_reads_the_device_once(loaded, monkeypatch):
     """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each read waits."""
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     accelerated = wrap_model(build_family("llama"), accelerate=True)
     decoder = Decoder(ContiguousRunner(accelerated))
     assert decoder.runner.supports_ragged

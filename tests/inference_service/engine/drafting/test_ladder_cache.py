@@ -64,7 +64,7 @@ def exits(token: int = 3, probability: float = 0.5) -> ScriptedLadder:
     return ScriptedLadder(exits=lambda context: (token, probability), depths=(0, 1))
 
 
-def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatch) -> None:
+def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatch):
     costs = MeasuredExits()
     first, second = exits(), exits()
     with fixed_cost_engine(loaded, cost_meter=costs) as engine:
@@ -79,7 +79,7 @@ def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatc
         assert engine.statistics.num_requests == 1, "self-tests are counted nowhere"
 
 
-def test_streams_go_on_while_a_ladder_is_prepared(loaded) -> None:
+def test_streams_go_on_while_a_ladder_is_prepared(loaded):
     order: list[str] = []
     ended, held = threading.Event(), threading.Event()
 
@@ -115,9 +115,7 @@ def test_streams_go_on_while_a_ladder_is_prepared(loaded) -> None:
         ScriptedLadder(table=lambda context: {}["a bug"]),
     ],
 )
-def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(
-    loaded, ladder
-) -> None:
+def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(loaded, ladder):
     with measuring_engine(loaded) as engine:
         handle = engine.submit(request())
         with pytest.raises(Corrupt) as raised:
@@ -127,7 +125,7 @@ def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(
         engine.prepare(exits())
 
 
-def test_preparing_ends_with_the_engine(loaded) -> None:
+def test_preparing_ends_with_the_engine(loaded):
     engine = measuring_engine(loaded)
     engine.warm_up()
     with pytest.raises(RouterMismatch):
@@ -137,7 +135,7 @@ def test_preparing_ends_with_the_engine(loaded) -> None:
         engine.prepare(exits())
 
 
-def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
+def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch):
     ladders = [exits() for _ in range(MAX_BOUND_LADDERS + 2)]
     numbers = [0] * len(ladders)
     for index, ladder in enumerate(ladders):
@@ -159,7 +157,7 @@ def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
         assert engine.num_bound_ladders == MAX_BOUND_LADDERS
 
 
-def test_bound_ladders_stay_few_on_an_idle_engine(loaded) -> None:
+def test_bound_ladders_stay_few_on_an_idle_engine(loaded):
     alive: weakref.WeakSet[ScriptedLadder] = weakref.WeakSet()
     with fixed_cost_engine(loaded, max_ladders=2) as engine:
         for _ in range(12):
@@ -189,7 +187,7 @@ class SlowlyPrepared(ContiguousRunner):
             number += 1
 
 
-def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded) -> None:
+def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded):
     """Between two slices of the binding the others are stepped."""
     steps: list[int] = []
     with fixed_cost_engine(
@@ -207,7 +205,7 @@ def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded) -> None
     assert all(later > earlier for earlier, later in pairwise(steps)), steps
 
 
-def test_a_cancelled_request_leaves_no_binding_behind(loaded) -> None:
+def test_a_cancelled_request_leaves_no_binding_behind(loaded):
     started = threading.Event()
 
     class NeverPrepared(SlowlyPrepared):

@@ -1,7 +1,6 @@
 """Shadow checks: their verdicts, their bounds in time and memory, and the suspension of a version."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,6 +17,7 @@ from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 
 PROMPT = tuple(range(5, 25))
 NUM_NEW = 24
@@ -65,22 +65,20 @@ def run(engine: Engine, ladder: ScriptedLadder, **changes: object) -> list[int]:
 
 
 def checked(engine: Engine, number: int, stratum=(7, 0.05)) -> ShadowCounts:
-    give_up_at = time.monotonic() + 60
-    while engine.shadow.counts.get(stratum, ShadowCounts()).num_checked < number:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.005)
+    counts = engine.shadow.counts
+    wait_until(lambda: stratum in counts and counts[stratum].num_checked >= number)
     return engine.shadow.counts[stratum]
 
 
 @pytest.mark.parametrize("wrong_at", [None, 1, 12, 20])
-def test_a_generation_differs_where_one_token_does(loaded, answer, wrong_at) -> None:
+def test_a_generation_differs_where_one_token_does(loaded, answer, wrong_at):
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         tokens = run(engine, ScriptedLadder(script(answer, wrong_at)))
         assert (tokens == answer) == (wrong_at is None)
         assert checked(engine, 1) == ShadowCounts(1, int(wrong_at is not None), 0)
 
 
-def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer) -> None:
+def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer):
     sampling = SamplingParams(repetition_penalty=1.5)
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         run(engine, ScriptedLadder(lambda context: None), sampling=sampling)
@@ -90,23 +88,21 @@ def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer) -> None:
 
 
 @pytest.mark.parametrize(("limit", "differs"), [(None, True), (12, False), (13, True)])
-def test_only_the_tokens_for_which_the_bound_holds_are_checked(
-    loaded, answer, limit, differs
-) -> None:
+def test_only_the_tokens_for_which_the_bound_holds_are_checked(loaded, answer, limit, differs):
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         wrong = ScriptedLadder(script(answer, wrong_at=12))
         run(engine, wrong, risk_bound_tokens=limit)
         assert checked(engine, 1).num_differing == differs
 
 
-def test_tokens_after_an_end_of_sequence_are_not_checked(loaded, answer) -> None:
+def test_tokens_after_an_end_of_sequence_are_not_checked(loaded, answer):
     ends_early = replace(loaded, eos_token_ids=frozenset([answer[5]]))
     with fixed_cost_engine(ends_early, shadow_share=1.0) as engine:
         run(engine, ScriptedLadder(script(answer, wrong_at=12)), risk_bound_tokens=NUM_NEW)
         assert checked(engine, 1).num_differing == 0
 
 
-def test_only_greedy_relaxed_answers_are_sampled(loaded, answer) -> None:
+def test_only_greedy_relaxed_answers_are_sampled(loaded, answer):
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         ladder = ScriptedLadder(script(answer))
         run(engine, ladder, policy=DepthPolicy("exact"))
@@ -119,7 +115,7 @@ def test_only_greedy_relaxed_answers_are_sampled(loaded, answer) -> None:
         assert engine.shadow.is_idle
 
 
-def test_a_version_that_breaks_its_bound_is_suspended_and_stays_so(loaded, answer, caplog) -> None:
+def test_a_version_that_breaks_its_bound_is_suspended_and_stays_so(loaded, answer, caplog):
     wrong, right = ScriptedLadder(script(answer, 3)), ScriptedLadder(script(answer))
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         run(engine, wrong)
@@ -152,7 +148,7 @@ def check_one(engine: Engine, answer: list[int], on_pass: Callable[[int], object
     engine.submit(request(), ScriptedLadder(script(answer)), on_event=on_event)
 
 
-def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch) -> None:
+def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch):
     """No slice of a check runs while a request runs; a check that has begun stops between its slices."""
     monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
     with fixed_cost_engine(loaded, shadow_share=1.0, runner_of=HookedRunner) as engine:
@@ -188,7 +184,7 @@ def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch) -
     assert set(slices) == {0}
 
 
-def test_the_queue_is_bounded_and_dropped_checks_are_counted(loaded, answer, monkeypatch) -> None:
+def test_the_queue_is_bounded_and_dropped_checks_are_counted(loaded, answer, monkeypatch):
     monkeypatch.setattr(shadow_module, "MAX_WAITING", 2)
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         stopping = StoppingParams(max_tokens=100, ignore_eos=True)
@@ -202,7 +198,7 @@ def test_the_queue_is_bounded_and_dropped_checks_are_counted(loaded, answer, mon
         assert checked(engine, 2).num_dropped == 3
 
 
-def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) -> None:
+def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch):
     """With room for one request only, the current check is restarted later, so that the request need not wait."""
     monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
     with fixed_cost_engine(loaded) as engine:
@@ -239,16 +235,13 @@ def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) 
     assert set(held_beside_request) == {0}
 
 
-def test_a_check_that_fails_ends_no_engine(loaded, answer) -> None:
+def test_a_check_that_fails_ends_no_engine(loaded, answer):
     def fail(_: int) -> None:
         del engine.runner.before["run"]
         raise RuntimeError("device lost")
 
     with fixed_cost_engine(loaded, shadow_share=1.0, runner_of=HookedRunner) as engine:
         check_one(engine, answer, fail)
-        give_up_at = time.monotonic() + 30
-        while not engine.shadow.counts or not engine.shadow.is_idle:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.005)
+        wait_until(lambda: engine.shadow.counts and engine.shadow.is_idle)
         assert engine.shadow.counts == {(7, 0.05): ShadowCounts(num_dropped=1)}
         run(engine, ScriptedLadder(script(answer)), policy=DepthPolicy("full"))
