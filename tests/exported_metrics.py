@@ -1,6 +1,11 @@
 """Every metric a worker exports, with its labels, from one that has done a little of everything."""
 
+import json
+import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from inference_service.engine.memory.prefixes import Prefixes
 from inference_service.engine.quality.shadow import Shadow, ShadowCounts
@@ -58,4 +63,17 @@ def exported_series() -> set[str]:
     """Names of all series, histograms' suffixes included."""
     return {
         sample.name for family in busy_metrics().registry.collect() for sample in family.samples
+    }
+
+
+def scraped(log: Path) -> dict[tuple[str, ...], float]:
+    """What a service process exports at the port that its log names last: (name, label values in the labels' order) -> value."""
+    lines = log.read_text().splitlines()
+    ports = [json.loads(line)["port"] for line in lines if '"metrics listening"' in line]
+    with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=60) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return {
+        (s.name, *dict(sorted(s.labels.items())).values()): s.value
+        for f in families
+        for s in f.samples
     }

@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from neap.calibration.v1 import calibration_pb2 as pb
 from neap.calibration.v1 import calibration_pb2_grpc
-from neap.router.v1 import router_pb2_grpc
+from neap.router.v1 import router_pb2, router_pb2_grpc
 
 from shared.errors import NeapError
 from shared.rpc.status import from_rpc_error
@@ -121,6 +122,20 @@ class Service:
     def get(self, job: pb.Calibration) -> pb.Calibration:
         request = pb.GetCalibrationRequest(calibration_id=job.calibration_id)
         return self.calibrations.GetCalibration(request, timeout=60).calibration
+
+    def versions(self) -> list[router_pb2.RouterVersion]:
+        """Published routers of the model "tiny", the newest first."""
+        request = router_pb2.ListVersionsRequest(model_id="tiny")
+        return list(self.routers.ListVersions(request, timeout=60).versions)
+
+    def version(self, number: int) -> router_pb2.RouterVersion:
+        request = router_pb2.GetVersionRequest(model_id="tiny", version=number)
+        return self.routers.GetVersion(request, timeout=60).version
+
+    def health(self, name: str = "neap.calibration.v1.CalibrationService") -> int:
+        assert self.channel is not None
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
+        return stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status
 
     def watch(self, job: pb.Calibration, timeout_s: float = 60) -> Iterator[pb.Calibration]:
         request = pb.WatchCalibrationRequest(calibration_id=job.calibration_id)

@@ -1,36 +1,19 @@
 """The metrics of the calibration service, scraped as Prometheus does."""
 
-import json
 import re
-import urllib.request
 from pathlib import Path
 
 from neap.calibration.v1 import calibration_pb2 as pb
-from prometheus_client.parser import text_string_to_metric_families
 
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.errors import Exhausted
-from tests.calibrator_service.conftest import Service
+from tests.exported_metrics import scraped
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 SPEC = CalibrationSpec("tiny", SelfGenerated())
-Samples = dict[tuple[str, ...], float]
-
-
-def scraped(service: Service) -> Samples:
-    """(name, label values in the labels' order) -> value."""
-    lines = (service.folder / "service.log").read_text().splitlines()
-    ports = [json.loads(line)["port"] for line in lines if '"metrics listening"' in line]
-    with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=60) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    return {
-        (s.name, *dict(sorted(s.labels.items())).values()): s.value
-        for f in families
-        for s in f.samples
-    }
 
 
 def test_a_service_counts_the_outcomes_of_its_jobs(start_service):
@@ -39,7 +22,7 @@ def test_a_service_counts_the_outcomes_of_its_jobs(start_service):
     assert service.end_of(service.create("no-dataset", "two")).state == pb.STATE_FAILED
     service.wait_for(service.create("wait", "three"), pb.PHASE_COLLECTING)
     service.create("wait", "four")
-    samples = scraped(service)
+    samples = scraped(service.folder / "service.log")
     for sample, value in {
         ("neap_calibration_jobs", "tiny", "succeeded"): 1,
         ("neap_calibration_jobs", "tiny", "failed"): 1,

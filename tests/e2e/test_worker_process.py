@@ -7,27 +7,16 @@ from contextlib import contextmanager
 
 import pytest
 import structlog
-from neap.inference.v1 import inference_pb2 as pb
 
 from inference_service.servicer import SERVICE_NAME
 from shared.errors import Unavailable
 from shared.rpc.client import NeapClient
+from tests.generation import request_of
 from tests.waiting import wait_until
-from tests.worker import save_model
 from tests.worker_process import worker_process
 
 pytestmark = pytest.mark.e2e
-REQUEST = pb.GenerateRequest(
-    model_id="tiny",
-    text="hello",
-    depth=pb.DepthPolicy(full=pb.Full()),
-    stopping=pb.Stopping(max_tokens=1500, ignore_eos=True),
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
+REQUEST = request_of(1500)
 
 
 @contextmanager

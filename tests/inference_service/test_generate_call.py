@@ -16,6 +16,7 @@ from inference_service.metrics import WorkerMetrics
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
+from tests.generation import EXACT, request_of
 from tests.spans import recorded_spans
 from tests.waiting import wait_until
 from tests.worker import build_ladder, serving
@@ -69,14 +70,7 @@ def log_lines(capfd):
 
 
 def _request(max_tokens=6, **changes):
-    fields = {
-        "model_id": "tiny",
-        "text": "hello there",
-        "depth": pb.DepthPolicy(full=pb.Full()),
-        "stopping": pb.Stopping(max_tokens=max_tokens, ignore_eos=True),
-        **changes,
-    }
-    return pb.GenerateRequest(**fields)
+    return request_of(max_tokens, **{"text": "hello there", **changes})
 
 
 def _ended(metrics):
@@ -144,10 +138,9 @@ def test_the_default_routers_version_is_shown(stub, metrics, registry, worker, l
     manifest, blobs = pack_ladder(build_ladder(worker.engine.loaded), {})
     version = registry.publish("tiny", manifest, blobs, request_id="one").version
     other = registry.publish("tiny", manifest, blobs, request_id="two", aliases=()).version
-    exact = pb.DepthPolicy(exact=pb.Exact())
-    list(stub.Generate(_request(depth=exact)))
+    list(stub.Generate(_request(depth=EXACT)))
     assert _value(metrics, "neap_router_version") == version
-    list(stub.Generate(_request(depth=exact, router=pb.RouterSelector(version=other))))
+    list(stub.Generate(_request(depth=EXACT, router=pb.RouterSelector(version=other))))
     assert _value(metrics, "neap_router_version") == version
     lines = []
     wait_until(lambda: lines.extend(log_lines()) or len(lines) == 2)
@@ -183,8 +176,9 @@ def clock():
 
 @pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED"])
 def test_calls_that_end_early_count_once_and_end_their_spans(
-    stub, clock, metrics, spans, log_lines, code
+    stub, worker, clock, metrics, spans, log_lines, code
 ):
+    """The clock of the engine passes the deadline that the client has set."""
     call = stub.Generate(_request(2000), metadata=METADATA, timeout=1000)
     first, second = next(call), next(call)
     assert first.HasField("started")
@@ -194,6 +188,7 @@ def test_calls_that_end_early_count_once_and_end_their_spans(
     clock.later_s = 1000.0
     spans.wait_for(lambda: spans.named(GENERATE))
     assert _ended(metrics) == {("request_failures", "tiny", code): 1}
+    assert worker.engine.num_running == 0
     (line,) = log_lines()
     assert line["code"] == code
     assert 0 < line["generated_tokens"] < 2000

@@ -12,6 +12,7 @@ from inference_service.engine.engine import Engine
 from shared.errors import Exhausted
 from shared.registry.factory import open_registry
 from shared.rpc.status import from_rpc_error
+from tests.generation import EXACT, FULL, request_of
 from tests.waiting import wait_until
 from tests.worker import build_ladder, serving
 
@@ -56,15 +57,8 @@ def worker(loaded, tmp_path):
                 held.go.set()
 
 
-def request(policy="exact", **router):
-    depths = {"exact": pb.DepthPolicy(exact=pb.Exact()), "full": pb.DepthPolicy(full=pb.Full())}
-    return pb.GenerateRequest(
-        model_id="tiny",
-        text="hello",
-        depth=depths[policy],
-        router=pb.RouterSelector(**router) if router else None,
-        stopping=pb.Stopping(max_tokens=3, ignore_eos=True),
-    )
+def request(depth=EXACT, **router):
+    return request_of(3, depth=depth, router=pb.RouterSelector(**router) if router else None)
 
 
 def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
@@ -83,7 +77,7 @@ def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
             stub.Generate(request(version=100 + number)) for number in range(MAX_WAITING // 2)
         ]
         wait_until(lambda: worker.store.num_waiting == MAX_WAITING)
-        assert served(request("full"))
+        assert served(request(FULL))
         assert served(request(version=1)), "loaded"
         assert served(request()), "by the alias' last answer"
         with pytest.raises(grpc.RpcError) as caught:

@@ -5,7 +5,6 @@ from contextlib import closing
 
 import pytest
 import structlog
-from neap.inference.v1 import inference_pb2 as pb
 
 from inference_service import router_loader
 from inference_service.engine.engine import Engine
@@ -15,6 +14,7 @@ from inference_service.routers import RouterChoice, RouterStore
 from shared.errors import NotFound, PreconditionFailed, Unavailable
 from shared.registry.factory import open_registry
 from shared.rpc.client import NeapClient
+from tests.generation import EXACT, request_of
 from tests.registry_servers import shared_url
 from tests.waiting import wait_until, wait_until_async
 from tests.worker import build_ladder, serving
@@ -181,9 +181,7 @@ async def test_an_alias_that_moved_to_a_version_that_cannot_be_fetched(
 
 def test_a_worker_serves_on_when_redis_is_killed(loaded, publish, own_redis, s3, stale):
     def answer(client):
-        stopping = pb.Stopping(max_tokens=4, ignore_eos=True)
-        request = pb.GenerateRequest(model_id="tiny", text="hello", stopping=stopping)
-        events = list(client.generate(request))
+        events = list(client.generate(request_of(4, depth=EXACT)))
         tokens = [token.id for event in events for token in event.chunk.tokens]
         return events[0].started.router_version, tokens
 

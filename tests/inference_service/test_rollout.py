@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from neap.inference.v1 import inference_pb2 as pb
 
-from inference_service.engine.engine import Engine
 from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.request import GenerationRequest
 from inference_service.metrics import WorkerMetrics
@@ -18,6 +17,8 @@ from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.split import takes_canary
 from shared.rpc.client import NeapClient
+from tests.fixed_costs import fixed_cost_engine
+from tests.generation import request_of
 from tests.scripted_ladder import ScriptedLadder
 from tests.waiting import wait_until
 from tests.worker import serving
@@ -55,7 +56,7 @@ def rollout(tmp_path, loaded):
             "metrics": metrics,
         }
         with (
-            Engine(loaded, shadow_share=1.0) as engine,
+            fixed_cost_engine(loaded, shadow_share=1.0) as engine,
             serving(engine, registry, **options) as worker,
             NeapClient(worker.target) as client,
         ):
@@ -64,16 +65,11 @@ def rollout(tmp_path, loaded):
 
 def ask(client, policy="exact", request_id=None, version=None):
     """The Started event of one request that is read to its end."""
-    depth = pb.DepthPolicy(exact=pb.Exact())
-    if policy == "relaxed":
-        depth = pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9))
-    request = pb.GenerateRequest(
-        model_id="tiny",
-        text="hello hello",
-        depth=depth,
-        router=pb.RouterSelector(version=version) if version else None,
-        stopping=pb.Stopping(max_tokens=6, ignore_eos=True),
-    )
+    relaxed = pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9))
+    exact = pb.DepthPolicy(exact=pb.Exact(max_drafts=3))
+    depth = relaxed if policy == "relaxed" else exact
+    router = pb.RouterSelector(version=version) if version else None
+    request = request_of(6, text="hello hello", depth=depth, router=router)
     first, *_, last = client.generate(request, request_id=request_id)
     assert last.HasField("finished")
     return first.started

@@ -25,8 +25,7 @@ from shared.errors import (
     Unavailable,
 )
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, wrap_model
-from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
@@ -35,11 +34,6 @@ from tests.waiting import wait_until
 PROMPT = (5, 17, 3, 44, 8)
 FULL = DepthPolicy("full")
 KV_TOKEN_BYTES = NUM_LAYERS * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap_model(build_family("llama"))
 
 
 def request(max_tokens: int = 8, **changes: object) -> GenerationRequest:
@@ -210,15 +204,6 @@ def test_requests_wait_for_room_in_the_kv_budget(loaded):
         with pytest.raises(Exhausted, match="this worker has") as caught:
             engine.submit(request(100))
         assert caught.value.reason == "KV_BUDGET"
-
-
-def test_paused_requests_do_not_keep_others_out(loaded):
-    with fixed_cost_engine(loaded, max_running=3) as engine:
-        stalled = [engine.submit(request(100)) for _ in range(3)]
-        for handle in stalled:
-            handle.next_event(30)
-            handle.pause()
-        assert len(engine.generate(PROMPT, policy="full", max_tokens=5).tokens) == 5
 
 
 def test_no_more_run_at_once_than_asked(loaded):

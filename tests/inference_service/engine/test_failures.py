@@ -152,16 +152,6 @@ def no_logprobs(patch, engine, alone):
     return request(logprobs=7), {}
 
 
-def a_callback(error: type[BaseException]):
-    def broken(patch, engine, alone):
-        def on_event(event: object) -> None:
-            raise error
-
-        return request(), {"on_event": on_event}
-
-    return broken
-
-
 OWN = {
     "bind": Case(with_ladder(ScriptedLadder(), bind=fail)),
     "bind by a NeapError": Case(

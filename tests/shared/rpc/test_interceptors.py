@@ -34,15 +34,6 @@ def _raising(error):
     return handle
 
 
-def test_unary_errors_carry_their_status(scripted, stub):
-    scripted.on_get_model = _raising(NotFound("no such", reason="MODEL_NOT_FOUND"))
-    with pytest.raises(grpc.RpcError) as caught:
-        stub.GetModel(inference_pb2.GetModelRequest())
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert caught.value.details() == "no such"
-    assert _info(caught.value).reason == "MODEL_NOT_FOUND"
-
-
 def test_streaming_errors_come_after_what_was_sent(scripted, stub):
     async def handle(request, context):
         yield inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text="a"))

@@ -6,9 +6,7 @@ import time
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 from structlog.testing import capture_logs
 
@@ -52,22 +50,6 @@ def test_health_lists_all_services(server, channel):
         "": SERVING,
         SERVICE: SERVING,
     }
-
-
-def test_reflection_lists_services_and_gives_descriptors(channel):
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    requests = [
-        reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
-    ]
-    listed, described = stub.ServerReflectionInfo(iter(requests))
-    names = {service.name for service in listed.list_services_response.service}
-    assert {SERVICE, "grpc.health.v1.Health"} <= names
-    files = [
-        descriptor_pb2.FileDescriptorProto.FromString(data)
-        for data in described.file_descriptor_response.file_descriptor_proto
-    ]
-    assert any(file.name == "neap/inference/v1/inference.proto" for file in files)
 
 
 def test_messages_beyond_the_cap_are_refused_by_grpc(scripted, channel):

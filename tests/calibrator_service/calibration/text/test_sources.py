@@ -21,14 +21,6 @@ def test_text_is_packed_with_a_separator_between_documents(counting, tmp_path):
     assert sum(len(s.tokens) for s in sequences) == 3 + 1 + 300 + 1
 
 
-def test_a_text_file_is_one_document(counting, tmp_path):
-    """An end-of-sequence token follows the file, not a line or a paragraph."""
-    path = tmp_path / "a.txt"
-    path.write_text("w0 w1\nw2\n\n" + "w3 " * 20 + "\n")
-    (sequence,) = text_sequences(counting, TextFile(str(path)))
-    assert sequence.tokens == (5, 6, 7, *[8] * 20, 1)
-
-
 def test_jsonl_field(counting, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"body": "w4 w5 " * 20}) for _ in range(3)))

@@ -9,57 +9,31 @@ import pytest
 from inference_service.engine.engine import Engine
 from inference_service.engine.quality import shadow as shadow_module
 from inference_service.engine.quality.shadow import ShadowCounts
-from inference_service.engine.request.request import Finished, GenerationRequest, StoppingParams
+from inference_service.engine.request.request import Finished, GenerationRequest
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
-from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.hooked_runner import HookedRunner
+from tests.known_answer import NUM_NEW, PROMPT, request, right
 from tests.scripted_ladder import ScriptedLadder
 from tests.waiting import wait_until
 
-PROMPT = tuple(range(5, 25))
-NUM_NEW = 24
 RELAXED = DepthPolicy("relaxed", threshold=0.5)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap_model(build_family("llama"))
-
-
-@pytest.fixture(scope="module")
-def answer(loaded: LoadedModel) -> list[int]:
-    with fixed_cost_engine(loaded) as engine:
-        return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
 
 
 def script(answer: list[int], wrong_at: int | None = None):
     """Drafts the full model's tokens with high probability, except for a wrong one at `wrong_at`."""
-
-    def draft(context: list[int]) -> tuple[int, float] | None:
-        at = len(context) - len(PROMPT)
-        if at >= len(answer):
-            return None
-        return (answer[at] + (at == wrong_at)) % VOCABULARY_SIZE, 0.9
-
-    return draft
+    token = right(answer, wrong_at)
+    return lambda context: (token(context), 0.9)
 
 
-def request(**changes: object) -> GenerationRequest:
-    options = {
-        "prompt_ids": PROMPT,
-        "policy": RELAXED,
-        "router_version": 7,
-        "risk_bound": 0.05,
-        "stopping": StoppingParams(max_tokens=NUM_NEW, ignore_eos=True),
-    }
-    return GenerationRequest(**{**options, **changes})
+def relaxed(**changes: object) -> GenerationRequest:
+    """Of a router's version 7 that promises 0.05."""
+    return request(**{"policy": RELAXED, "router_version": 7, "risk_bound": 0.05, **changes})
 
 
 def run(engine: Engine, ladder: ScriptedLadder, **changes: object) -> list[int]:
-    events = list(engine.submit(request(**changes), ladder).events())
+    events = list(engine.submit(relaxed(**changes), ladder).events())
     assert isinstance(events.pop(), Finished)
     return [token.token_id for event in events for token in event.tokens]
 
@@ -145,7 +119,7 @@ def check_one(engine: Engine, answer: list[int], on_pass: Callable[[int], object
         if isinstance(event, Finished):
             engine.runner.before["run"] = lambda ids, *_: on_pass(ids.shape[1])
 
-    engine.submit(request(), ScriptedLadder(script(answer)), on_event=on_event)
+    engine.submit(relaxed(), ScriptedLadder(script(answer)), on_event=on_event)
 
 
 def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch):
@@ -175,7 +149,7 @@ def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch):
             else:
                 while_live.append(len(slices))
 
-        engine.submit(request(policy=DepthPolicy("full"), router_version=0), on_event=on_event)
+        engine.submit(request(), on_event=on_event)
         submitted.set()
         assert ended.wait(60)
         assert set(while_live) == {3}, "the slice under way ended, and no other began"
@@ -187,8 +161,7 @@ def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch):
 def test_the_queue_is_bounded_and_dropped_checks_are_counted(loaded, answer, monkeypatch):
     monkeypatch.setattr(shadow_module, "MAX_WAITING", 2)
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
-        stopping = StoppingParams(max_tokens=100, ignore_eos=True)
-        long = engine.submit(request(policy=DepthPolicy("full"), stopping=stopping))
+        long = engine.submit(request(100))
         for _ in range(5):
             run(engine, ScriptedLadder(script(answer)))
         assert long.next_event(30) is not None
@@ -227,7 +200,7 @@ def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch):
 
         check_one(engine, answer, on_pass)
         assert started.wait(30)
-        handle = engine.submit(request(policy=DepthPolicy("full"), router_version=0))
+        handle = engine.submit(request())
         go.set()
         list(handle.events())
         checked(engine, 1)

@@ -1,5 +1,4 @@
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,15 +20,6 @@ EXPERTS = {"mixtral"}
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
     build()
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # models this small lose by a second one
-    with torch.no_grad():
-        yield
-    torch.set_num_threads(threads)
 
 
 def _ids(*shape: int) -> Tensor:

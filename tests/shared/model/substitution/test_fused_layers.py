@@ -1,6 +1,5 @@
 """Which layers become one op, when the op runs, and that its results are those of the modules."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,15 +23,6 @@ LEFT_ALONE = {
     "phi2": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
     "opt": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
 }
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
