@@ -15,7 +15,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -358,11 +358,11 @@ def known_variables() -> frozenset[str]:
     return frozenset(name.upper() for name in names if name.upper().startswith(PREFIX))
 
 
-def unknown_variables(environment: Iterable[str] | None = None) -> list[str]:
+def unknown_variables() -> list[str]:
     """Return a sentence for each variable NEAP_.. that nothing reads, with the most similar known name. Values are never shown."""
     known = known_variables()
     problems = []
-    for name in sorted(os.environ if environment is None else environment):
+    for name in sorted(os.environ):
         upper = name.upper()
         if not upper.startswith(PREFIX) or upper in known or _SERVICE_LINK.fullmatch(upper):
             continue

@@ -19,18 +19,15 @@ POOL_VARIABLES = (
 
 
 def usable_cpus(
-    wanted: int | None = None,
     *,
     cgroup_root: Path = CGROUP_ROOT,
     process_cgroups: Path = PROCESS_CGROUPS,
 ) -> int:
-    """Return `wanted` if given. Otherwise return the smaller of the CPU affinity and the container's CPU quota (rounded up), at least 1.
+    """Return the smaller of the CPU affinity and the container's CPU quota (rounded up), at least 1.
 
     The quota is the smallest quota of this process' cgroup and its ancestors, in cgroup version 2 (`cpu.max`) or version 1
     (`cpu.cfs_quota_us`).
     """
-    if wanted is not None:
-        return wanted
     num_allowed = _num_allowed()
     quota = _quota(cgroup_root, process_cgroups)
     return max(1, num_allowed if quota is None else min(num_allowed, math.ceil(quota)))

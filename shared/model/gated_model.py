@@ -64,7 +64,7 @@ class GatedModel:
 
     @torch.inference_mode()
     def normed(self, state: Tensor) -> Tensor:
-        """See `Runner.normed`."""
+        """The final norm of states [..., D]. A model without a final norm returns the states themselves."""
         norm = self.loaded.parts.final_norm
         return state if norm is None else norm(state)
 
@@ -81,7 +81,7 @@ class GatedModel:
     def capture(
         self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
     ) -> dict[int, Tensor]:
-        """See `Runner.capture`."""
+        """One pass of all layers over tokens [B, Q] without a cache. Returns the states at `depths` (L included), each [B, Q, D]."""
         return self.gates.capture(
             depths, input_ids=token_ids, attention_mask=attention_mask, use_cache=False
         )

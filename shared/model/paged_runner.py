@@ -184,9 +184,6 @@ class PagedRunner:
             return self.embed(self.ids(tokens))[0]
         return self._run_in_buckets(torch.tensor(tokens), [], list(positions), 0, 0, None)
 
-    def normed(self, state: Tensor) -> Tensor:
-        return self._model.normed(state)
-
     @torch.inference_mode()
     def logits(self, state: Tensor) -> Tensor:
         flat = state.reshape(-1, state.shape[-1])
@@ -198,11 +195,6 @@ class PagedRunner:
             replay()
             pieces.append(self._logits[: len(rows)].clone())
         return _joined(pieces).reshape(*state.shape[:-1], -1)
-
-    def capture(
-        self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
-    ) -> dict[int, Tensor]:
-        return self._model.capture(token_ids, depths, attention_mask=attention_mask)
 
     def _run_in_buckets(
         self,

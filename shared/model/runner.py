@@ -114,13 +114,5 @@ class Runner(Protocol):
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """The states at depth 0 [N, D] of N tokens of any sequences, each at its own position. Runs no layer."""
 
-    def normed(self, state: Tensor) -> Tensor:
-        """The final norm of states [..., D]. A model without a final norm returns the states themselves."""
-
     def logits(self, state: Tensor) -> Tensor:
         """States at depth L [..., D] -> float32 logits [..., V]."""
-
-    def capture(
-        self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
-    ) -> dict[int, Tensor]:
-        """One pass of all layers over tokens [B, Q] without a cache. Returns the states at `depths` (L included), each [B, Q, D]."""

@@ -71,7 +71,6 @@ class RpcServer:
         health_listen: str = "",
         request_timeout_s: float = 30.0,
         delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
-        options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self.listen = listen
         self.port = 0
@@ -81,9 +80,7 @@ class RpcServer:
         self.waits = ClientWaits(request_timeout_s, delivery_timeout_s=delivery_timeout_s)
         interceptor = ServiceInterceptor(self.security.access, self.waits)
         self._calls = interceptor.calls
-        self.grpc_server: Any = grpc.aio.server(
-            interceptors=(interceptor,), options=(*SERVER_OPTIONS, *options)
-        )
+        self.grpc_server: Any = grpc.aio.server(interceptors=(interceptor,), options=SERVER_OPTIONS)
         self._service_names = tuple(service_names)
         self._health: Any = HealthServicer(self._service_names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)

@@ -16,7 +16,7 @@ from calibrator_service.calibration.text.splits import SPLITS, Split
 from calibrator_service.calibration.text.stream import CollectingProgress
 from shared.errors import InvalidInput
 from shared.ladder.successor_builder import SuccessorBuilder
-from shared.model.runner import Runner
+from shared.model.contiguous_runner import ContiguousRunner
 
 # Tokens of the routers split, and of the report split, on which the table rungs are evaluated; they are held in memory.
 MAX_TABLE_TOKENS = 100_000
@@ -39,7 +39,7 @@ class TrainingData:
 
 def collect_training_data(
     run: Run,
-    runner: Runner,
+    runner: ContiguousRunner,
     sequences: Iterable[tuple[Split, TokenSequence]],
     progress: CollectingProgress,
 ) -> TrainingData:

@@ -77,14 +77,13 @@ class Shadow:
         prefixes: Prefixes,
         *,
         share: float = 0.0,
-        generator: random.Random | None = None,
     ) -> None:
         self.counts: dict[Stratum, ShadowCounts] = {}
         self.num_served_exact: dict[int, int] = {}
         self._runner = runner
         self._prefixes = prefixes
         self._share = share
-        self._random = generator or random.Random()
+        self._random = random.Random()
         self._waiting: deque[tuple[tuple[int, ...], GenerationRequest]] = deque()
         self._check: _Check | None = None
         self._suspended: frozenset[int] = frozenset()

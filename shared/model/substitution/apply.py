@@ -48,10 +48,10 @@ class AccelerationReport:
     left_alone: Mapping[str, str]
 
 
-def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> AccelerationReport:
+def accelerate(model: PreTrainedModel) -> AccelerationReport:
     """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
-    Weights that are packed and not shared are freed unless `keep_weights`: they become meta tensors, so `state_dict` keeps its keys, but
+    Weights that are packed and not shared are freed: they become meta tensors, so `state_dict` keeps its keys, but
     the model cannot be saved until `restore`.
 
     Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already; `PreconditionFailed` if
@@ -68,7 +68,7 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
             raise ValueError(
                 f"{name} is {parameter.dtype} on {parameter.device}, want float32 on cpu"
             )
-    run = Substitutions(model, keep_weights)
+    run = Substitutions(model)
     with torch.no_grad():
         expected = _padded_logits(model)
         try:

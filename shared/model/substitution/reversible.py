@@ -16,9 +16,8 @@ class Substitutions:
     `left_alone` maps a module's name to the reason why it kept its own forward. `consumed`: modules that need no replacement any more.
     """
 
-    def __init__(self, model: PreTrainedModel, keep_weights: bool) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.keep_weights = keep_weights
         self.undo: list[Callable[[], object]] = []
         self.left_alone: dict[str, str] = {}
         self.consumed: set[nn.Module] = set()
@@ -47,8 +46,7 @@ class Substitutions:
         self.counts[kind] += 1
         self.consumed.add(module)
         self.packed_bytes += sum(t.nbytes for t in found.packed)
-        if not self.keep_weights:
-            self.free(found)
+        self.free(found)
         for source in found.sources:
             self.consumed.add(source)
 
