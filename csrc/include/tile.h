@@ -17,17 +17,7 @@ constexpr int panels_for(int rows) {
   return fitting < 1 ? 1 : fitting > kMaxPanels ? kMaxPanels : fitting;
 }
 
-// The largest number of rows whose float32 tiles span at least kFollowedPanels panels, so that the hardware prefetcher follows; 0: none do.
-constexpr int low_tile_rows() {
-  int rows = kMaxTileRows;
-  while (rows > 0 && kAccumulators / (rows * kPanelVecs) < kFollowedPanels) --rows;
-  return rows;
-}
-
-constexpr int kLowTileRows = low_tile_rows();
-
-// Rows that fit in two tiles of this height are cut into these: the first tile reads more panels at once from memory, and the second
-// finds them in the cache. 0: never. Where reading means widening, fewer tiles are better.
+// The height of low tiles, see kLowTileRows. Where reading means widening, fewer tiles are better.
 template <class Reader>
 constexpr int low_rows() {
   return Reader::kHeld ? 0 : kLowTileRows;
@@ -51,7 +41,7 @@ struct TileArgs {
 template <class Reader, int kRows, int kPanels>
 __attribute__((noinline)) void tile(const TileArgs& t) {
   constexpr int kColumns = kPanels * kPanelVecs, kUnit = Reader::kUnit;
-  constexpr bool kPrefetches = Reader::kHeld == 0 && kRows > kLowTileRows;
+  constexpr bool kPrefetches = kRows > kFollowedRows;
   const int64_t a_stride = t.a_stride;
   const float* a = t.a;
   const uint8_t* ahead = t.b + t.prefetch;
