@@ -39,6 +39,7 @@ from bench.peers.figures import table
 from bench.peers.models import Models, fetched_gguf
 from bench.peers.prompts import encode, read_texts
 from bench.peers.run import Planned, measure, start
+from bench.peers.worker import EngineFailed
 from shared.cli.demo_model import demo_model
 from shared.errors import InvalidInput, NeapError
 
@@ -158,15 +159,11 @@ def main() -> None:
             started = start(stack, planned, options.cache.absolute() / "logs", failures, say)
             if not started or started[0].planned is not planned[0]:
                 sys.exit("the reference, Hugging Face float32, does not run")
-            rows = measure(
-                started,
-                prompts,
-                options.max_tokens,
-                options.batch,
-                options.rounds,
-                failures,
-                say,
-            )
+            sizes = (options.max_tokens, options.batch, options.rounds)
+            try:
+                rows = measure(started, prompts, *sizes, failures, say)
+            except EngineFailed as error:
+                sys.exit(f"no reference answers: {error.message}")
         say(f"\n{described('cpu')}; {len(prompts)} prompts, {options.rounds} rounds")
         say("\n".join(table(rows, options.batch)))
         if options.json:

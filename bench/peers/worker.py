@@ -121,6 +121,8 @@ class Worker:
         while b"\n" not in self._received:
             ready, _, _ = select.select([stream], [], [], max(deadline_s - time.monotonic(), 0.0))
             if not ready:
+                # Its late reply would be taken for that of the next call.
+                self._signal(signal.SIGKILL)
                 raise self._failed("did not answer in time")
             data = os.read(stream, 1 << 20)
             if not data:

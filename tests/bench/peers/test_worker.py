@@ -13,7 +13,7 @@ from bench.peers.environment import worker_environment
 from bench.peers.worker import EngineFailed, Worker
 
 ENGINE = """
-import os, subprocess, sys
+import os, subprocess, time
 from bench.peers.engines.serving import Answer, serve
 
 class Counting:
@@ -30,8 +30,8 @@ class Counting:
             os._exit(3)
         if mode == "raise":
             raise MemoryError("too long")
-        if mode == "hang":
-            sys.stdin.read()
+        if mode == "slow":
+            time.sleep(1.0)
         if mode == "child":
             return [Answer([subprocess.Popen(["sleep", "1000"]).pid], [0.0])]
         answers = []
@@ -101,10 +101,12 @@ def test_a_dead_engine_is_an_error_that_names_its_log(worker: Worker) -> None:
         worker.answer([[1]], 1, "", 60)
 
 
-def test_an_engine_that_hangs_is_an_error(worker: Worker) -> None:
+def test_a_late_answer_is_not_taken_for_the_next(worker: Worker) -> None:
     worker.load(settings(), 60)
     with pytest.raises(EngineFailed, match="did not answer in time"):
-        worker.answer([[1]], 1, "hang", 0.2)
+        worker.answer([[1]], 1, "slow", 0.01)
+    with pytest.raises(EngineFailed, match="ended"):
+        worker.answer([[2]], 1, "", 60)
 
 
 def test_processes_that_an_engine_leaves_end_with_its_worker(worker: Worker) -> None:
