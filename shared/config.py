@@ -109,7 +109,8 @@ class ServiceSettings(SecuritySettings):
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads that run the models. Unset: as many CPUs as the process may use, by its affinity and its container's CPU quota.",
+        description="CPU threads that run the models; as a variable, also the threads of each library's pool. Unset: as many CPUs as the process "
+        "may use, by its affinity and its container's CPU quota.",
     )
     grace_s: float = Field(
         default=2.0,
