@@ -41,7 +41,7 @@ def test_one_tag_everywhere():
     }
     documents = [DOCKERFILE, ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     for path in documents:
-        tagged |= set(re.findall(r"\bneap:[\w.-]+\w", path.read_text()))
+        tagged |= set(re.findall(r"\bneap:\d+\.[\w.-]+\w", path.read_text()))
         for line in re.findall(r"^.*docker build .*$", path.read_text(), re.M):
             assert re.search(r"--tag neap:\S", line), f"{path.name}: {line}"
     assert tagged == {f"neap:{tag}" for tag in TAGS}

@@ -87,7 +87,7 @@ def test_there_is_a_registry_and_who_fetches_may_do_so(composition):
         for port in rule.get("ports", ())
     }
     for name, container, spec in containers(objects):
-        sources = [source for source in container.get("envFrom", ())]
+        sources = container.get("envFrom", ())
         secrets = {source["secretRef"]["name"] for source in sources if "secretRef" in source}
         if "neap-registry" in secrets:
             assert 6379 in ports
