@@ -6,6 +6,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,13 @@ def render_text(base: str, components: tuple[str, ...] = ()) -> str:
 
 def render(base: str, components: Sequence[str] = ()) -> Objects:
     """(kind, name) -> object."""
-    documents = yaml.safe_load_all(render_text(base, tuple(components)))
+    return deepcopy(_parsed(base, tuple(components)))
+
+
+@cache
+def _parsed(base: str, components: tuple[str, ...]) -> Objects:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    documents = yaml.load_all(render_text(base, components), loader)
     return {(item["kind"], item["metadata"]["name"]): item for item in documents}
 
 

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 
 import pytest
-import yaml
 
 from tests.k8s.test_settings import parse
 from tests.kustomize import COMPOSITIONS, K8S, OVERLAYS, name_of, pods, program, render
@@ -32,8 +31,6 @@ def everything() -> dict[tuple[str, str], dict]:
 
 def secrets_used() -> set[str]:
     """Names of Secrets that any pod mounts or reads."""
-    text = yaml.safe_dump([template for key in COMPOSITIONS for _, template in pods(render(*key))])
-    documents = yaml.safe_load(text)
     found = set()
 
     def visit(node):
@@ -48,7 +45,7 @@ def secrets_used() -> set[str]:
             for value in node:
                 visit(value)
 
-    visit(documents)
+    visit([template for key in COMPOSITIONS for _, template in pods(render(*key))])
     return found
 
 

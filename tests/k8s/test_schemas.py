@@ -12,7 +12,7 @@ import yaml
 from cloudcoil.models.keda import v1alpha1 as keda
 from cloudcoil.models.prometheus_operator import v1 as operator
 
-from tests.kustomize import COMPOSITIONS, K8S, name_of, render_text
+from tests.kustomize import COMPOSITIONS, K8S, name_of, render
 
 VERSIONS = ("1.33", "1.37")
 CUSTOM = {
@@ -92,7 +92,7 @@ def check(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=name_of)
 def test_schemas_accept_what_is_rendered(composition):
-    for document in yaml.safe_load_all(render_text(*composition)):
+    for document in render(*composition).values():
         check_once(json.dumps(document, sort_keys=True))
 
 
@@ -115,7 +115,7 @@ def check_once(document: str) -> None:
 )
 def test_schemas_refuse_what_is_wrong(kind, damage):
     components = ("monitoring", "autoscaling", "grpc-route")
-    documents = yaml.safe_load_all(render_text("cpu", components))
+    documents = render("cpu", components).values()
     document = next(document for document in documents if document["kind"] == kind)
     check(document)
     damage(document["spec"])

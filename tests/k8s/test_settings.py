@@ -238,6 +238,20 @@ def test_a_gpu_is_held_by_workers_and_by_calibrations_that_run(settings_in):
             assert GPU not in container["resources"]["limits"]
 
 
+@pytest.mark.parametrize("components", [(), ("security",)], ids=["plain", "security"])
+def test_a_calibration_accepts_its_settings_and_has_its_model(components, monkeypatch):
+    objects = render("gpu", components)
+    (container,) = [one for name, one, _ in containers(objects) if name == "calibration"]
+    variables = environment(objects, container)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    settings = settings_from_command_line(CalibratorSettings, "calibrator", [])
+    assert container["args"][-2:] == ["--model", "$(MODEL_ID)"]
+    assert [model.model_id for model in settings.models] == [variables["MODEL_ID"]]
+    assert settings.device == "cuda"
+    assert (settings.tls_cert, settings.auth_tokens, settings.health_listen) == (None, None, "")
+
+
 def test_a_gpu_rollout_needs_a_spare_gpu_only_if_asked():
     def strategy(*composition):
         worker = render(*composition)["Deployment", "neap-worker"]
