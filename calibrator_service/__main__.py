@@ -45,6 +45,8 @@ class CalibratorServer(RpcServer):
             security=security,
             health_listen=settings.health_listen,
             request_timeout_s=settings.request_timeout_s,
+            max_connection_age_s=settings.max_connection_age_s,
+            max_connection_age_grace_s=settings.max_connection_age_grace_s,
         )
         self._watchers = watchers
 

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS = Path("/proc/self/cgroup")
+THREADS_VARIABLE = "NEAP_THREADS"
 # Libraries read these when they are loaded or create their first pool: OpenMP (torch and the kernels of shared.ops), numpy's BLAS,
 # tokenizers and safetensors (rayon), obstore (tokio). Without these variables they use all CPUs of the machine.
 POOL_VARIABLES = (
@@ -36,12 +37,15 @@ def usable_cpus(
 def size_thread_pools(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that tell libraries how many threads to create. Call it in a main module before torch or numpy is imported.
 
-    Variables that are already set are kept. If this process may use all CPUs, nothing is set, because libraries choose better
-    defaults for CPUs that share a core.
+    The number is that of the setting NEAP_THREADS, else `usable_cpus`. Variables that are already set are kept. If this process may
+    use all CPUs, nothing is set, because libraries choose better defaults for CPUs that share a core.
     """
-    if usable_cpus() < (os.cpu_count() or 1):
+    wanted = environment.get(THREADS_VARIABLE, "")
+    # The service itself refuses other values.
+    num_threads = int(wanted) if wanted.isdecimal() and int(wanted) else usable_cpus()
+    if num_threads < (os.cpu_count() or 1):
         for name in POOL_VARIABLES:
-            environment.setdefault(name, str(usable_cpus()))
+            environment.setdefault(name, str(num_threads))
 
 
 def _num_allowed() -> int:

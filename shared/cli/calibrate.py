@@ -1,6 +1,7 @@
 """`neap calibrate`: starts a calibration job, shows its progress, and cancels it on Ctrl-C."""
 
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -19,6 +20,7 @@ from shared.cli.console import (
     out,
     print_line,
 )
+from shared.cli.own_service import calibration_service
 from shared.errors import InvalidInput
 from shared.plain_text import one_line
 from shared.rpc.client import NeapClient
@@ -136,6 +138,14 @@ def calibrate(
             "and starts no second one. Default: a new id.",
         ),
     ] = "",
+    start_service: Annotated[
+        bool,
+        typer.Option(
+            "--start-service",
+            help="Start a calibration service for this job alone, with the settings of the environment (NEAP_MODELS, NEAP_REGISTRY, "
+            "NEAP_DEVICE, ...), and stop it at the end. --calibrator is then not used.",
+        ),
+    ] = False,
 ) -> None:
     """Calibrate a ladder for a model and publish it.
 
@@ -155,7 +165,10 @@ def calibrate(
     set_source(spec, text=text, dataset=dataset, field=field, prompts=prompts)
     if time_budget is not None:
         spec.time_budget.CopyFrom(duration_of(time_budget, "--time-budget"))
-    with connect(calibrator) as client:
+    with (
+        calibration_service() if start_service else nullcontext(calibrator) as address,
+        connect(address) as client,
+    ):
         job = client.create_calibration(spec, request_id=request_id or str(uuid.uuid4()))
         job = follow(client, job)
     if job.state == pb.STATE_FAILED:

@@ -16,15 +16,19 @@ RAGGED_TOLERANCE = 1e-4
 
 
 class ContiguousRunner(GatedModel):
-    """A `Runner` whose caches are `ContiguousCache`s. `run`, `embed` and `capture` also take B rows [B, Q] at once."""
+    """A `Runner` whose caches are `ContiguousCache`s. `run`, `embed` and `capture` also take B rows [B, Q] at once.
+
+    `why`: why the model is not run over paged KV, if somebody asks for recorded passes or compiled layers.
+    """
 
     records = False
     compiles = False
     block_tokens = 1
     description = "by the model's own forward"
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, why: str = "") -> None:
         super().__init__(loaded)
+        self.why_not_recorded = self.why_not_compiled = why
         self.supports_ragged = self._check_ragged()
         self.counters.reset()
 

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from shared.errors import NotFound, UnsupportedModel
+from shared.model.device import check_device
 from shared.model.fingerprint import fingerprint
 from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import ModelParts, find_parts
@@ -75,9 +76,10 @@ def load_model(
     `dtype` None: float32 on a CPU, the checkpoint's own on other devices. Weights are read from safetensors or GGUF, never from a
     pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate` is as in `wrap_model`. Logs the size on disk
     before loading and the seconds taken afterwards.
-    Raises `NotFound` (reason MODEL_NOT_FOUND) and `UnsupportedModel`.
+    Raises `NotFound` (reason MODEL_NOT_FOUND), `UnsupportedModel`, and the errors of `check_device`.
     """
     started_s = time.monotonic()
+    check_device(device)
     name = model_id or str(source)
     log.info("loading model", model_id=name, source=str(source), size_mb=_size_mb(Path(source)))
     loaded = run_in_own_thread(

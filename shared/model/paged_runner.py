@@ -44,8 +44,8 @@ class PagedRunner:
     """A `Runner` whose caches are `PagedCache`s of one pool.
 
     `kv_budget_bytes`: for caches, in whole blocks. RESERVED_TOKENS tokens come on top. `recorder` makes passes replayable; `transform`
-    is as in `PagedForward`. If one of the two does not work for the model, the runner works without it: a warning is logged, and
-    `records` or `compiles` is False. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the
+    is as in `PagedForward`. If one of the two does not work for the model, the runner works without it: a warning is logged,
+    `records` or `compiles` is False, and `why_not_recorded` or `why_not_compiled` gives the reason. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the
     states of the model's own attention.
     """
 
@@ -76,13 +76,18 @@ class PagedRunner:
         self._recorder: Recorder = NoRecorder()
         self._set_up(None, checks=True)
         check.compare(self.run_ragged, self.new_cache, "paged attention")
+        self.why_not_recorded = self.why_not_compiled = ""
         self.compiles = False
         if transform is not None:
-            self.compiles = self._works(check, transform, "compiled layers")
+            self.why_not_compiled = self._why_not(check, transform, "compiled layers")
+            self.compiles = not self.why_not_compiled
         chosen = transform if self.compiles else None
-        if recorder.records and self._can_be_recorded():
+        if recorder.records:
+            self.why_not_recorded = self._waits_for_device()
+        if recorder.records and not self.why_not_recorded:
             self._recorder = recorder
-            if not self._works(check, chosen, "recorded passes"):
+            self.why_not_recorded = self._why_not(check, chosen, "recorded passes")
+            if self.why_not_recorded:
                 self._recorder = NoRecorder()
                 self._set_up(chosen)  # drops what was recorded
                 recorder.close()
@@ -260,28 +265,29 @@ class PagedRunner:
         self._layer_passes: dict[tuple[int, int, int], Work] = {}
         self._head_passes: dict[int, Work] = {}
 
-    def _works(self, check: StateCheck, transform: LayerTransform | None, what: str) -> bool:
-        """Sets passes up with `transform` and the current recorder. Returns whether they give the right states; if not, logs why."""
+    def _why_not(self, check: StateCheck, transform: LayerTransform | None, what: str) -> str:
+        """Sets passes up with `transform` and the current recorder. Returns why they do not give the right states, empty if they do."""
         try:
             self._set_up(transform)
             check.compare(self.run_ragged, self.new_cache, what)
         except UnsupportedModel as error:
             logger.warning("%s is served without %s: %s", self.loaded.model_id, what, error.message)
-            return False
-        return True
+            return error.message
+        return ""
 
-    def _can_be_recorded(self) -> bool:
+    def _waits_for_device(self) -> str:
+        """Which operations of a pass wait for the device, as a sentence; empty if none does."""
         self._set_up(None)
         self._tokens[BUCKETS[0]].clear()
         syncs = host_syncs(partial(self._run_layers, 0, self.num_layers, BUCKETS[0]))
         syncs += host_syncs(partial(self._run_head, HEAD_BUCKETS[0]))
-        if syncs:
-            logger.warning(
-                "passes of %s are not recorded, and are slower, because they wait for the device: %s",
-                self.loaded.model_id,
-                ", ".join(sorted(set(syncs))),
-            )
-        return not syncs
+        if not syncs:
+            return ""
+        why = f"they wait for the device: {', '.join(sorted(set(syncs)))}"
+        logger.warning(
+            "passes of %s are not recorded, and are slower, because %s", self.loaded.model_id, why
+        )
+        return why
 
     def _layer_shapes(self) -> list[LayerShape]:
         """The form of the keys and values that the model's own attention puts into a cache, layer by layer."""

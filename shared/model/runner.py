@@ -51,6 +51,14 @@ class Runner(Protocol):
         """Whether layers run as compiled by torch.compile."""
 
     @property
+    def why_not_recorded(self) -> str:
+        """Why `records` is False. Empty if it is True, or if recording was switched off."""
+
+    @property
+    def why_not_compiled(self) -> str:
+        """Why `compiles` is False. Empty if it is True, or if compiling was switched off."""
+
+    @property
     def description(self) -> str:
         """How passes are run, for logs and reports."""
 

@@ -9,9 +9,16 @@ import grpc
 
 from shared.errors import InvalidInput
 from shared.rpc.access import AUTHORIZATION_KEY
-from shared.rpc.addresses import is_loopback_target
+from shared.rpc.addresses import is_loopback_target, with_scheme
 from shared.rpc.tracing import MetadataSender
 from shared.rpc.watched_files import read_capped
+
+_BALANCING: tuple[tuple[str, Any], ...] = (
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    # A name is resolved again when a connection ends, but no more often than this. gRPC's own value is 30 s, for which a new replica
+    # would get no call.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+)
 
 
 @dataclass(frozen=True)
@@ -59,14 +66,18 @@ def open_channel(
 ) -> grpc.Channel:
     """Open a channel on which every call carries the token. `target` is HOST:PORT or any other form that gRPC accepts.
 
+    A name is resolved by DNS, and calls are shared among all its addresses in turn.
+
     Raises InvalidInput: TOKEN_OVER_PLAIN_TEXT for a token that would leave this machine unencrypted, BAD_TOKEN, and
     BAD_CONFIGURATION for files that cannot be used.
     """
     has_token = bool(security.read_token())
+    dialled = with_scheme(target)
+    options = (*_BALANCING, *options)
     if security.is_encrypted:
         if security.server_name:
             options = (*options, ("grpc.ssl_target_name_override", security.server_name))
-        channel = grpc.secure_channel(target, _credentials(security), options=options)
+        channel = grpc.secure_channel(dialled, _credentials(security), options=options)
     else:
         if has_token and not (security.allow_plaintext_token or is_loopback_target(target)):
             raise InvalidInput(
@@ -77,7 +88,7 @@ def open_channel(
         if has_token and not security.allow_plaintext_token:
             # If http_proxy is set, gRPC would send even calls to loopback through that proxy.
             options = (*options, ("grpc.enable_http_proxy", 0))
-        channel = grpc.insecure_channel(target, options=options)
+        channel = grpc.insecure_channel(dialled, options=options)
     if not has_token:
         return channel
 

@@ -30,8 +30,9 @@ T = TypeVar("T")
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
-    # This module decides about retries, call by call.
-    ("grpc.enable_retries", 0),
+    # gRPC repeats only calls that the server has never begun, as when its connection ends by age. This module decides about all
+    # others, call by call.
+    ("grpc.enable_retries", 1),
     # A restarted service is found within this time.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -46,8 +47,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 class NeapClient:
     """A client of one target, which may be a worker, a calibrator, or both. Thread-safe.
 
-    `target` is HOST:PORT or any other form that gRPC accepts. Of several addresses, "ipv4:10.0.0.7:7071,10.0.0.8:7071", the first
-    that answers is used. `timeout_s` is the deadline of every unary call. `num_attempts` includes the first attempt. Without
+    `target` is HOST:PORT or any other form that gRPC accepts. Calls are shared in turn among all addresses of a name, or of a list
+    such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left out. `timeout_s` is the deadline of every unary call. `num_attempts` includes the first attempt. Without
     `security` the connection is plain text and has no token. Raises InvalidInput as `open_channel` does.
     """
 

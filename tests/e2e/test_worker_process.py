@@ -105,6 +105,8 @@ def test_sigterm_while_loading_ends_at_once(folder, tmp_path):
         ([], "no model is named"),
         (["--model", "tiny=/no/such/folder"], "MODEL_NOT_FOUND"),
         (["--model", "tiny"], "ID=SOURCE"),
+        (["--model", "tiny=x", "--device", "gpu"], "BAD_DEVICE"),
+        (["--model", "tiny=x", "--device", "cuda:99"], "DEVICE_UNAVAILABLE"),
         (["--model", "tiny=x", "--grace-s", "nan"], "BAD_CONFIGURATION"),
         (["--model", "tiny=x", "--registry", "redis://nowhere"], "BAD_REGISTRY"),
     ],
@@ -118,3 +120,15 @@ def test_what_cannot_start_says_why_and_exits_with_2(flags, said, tmp_path, capf
     defaults = ["--listen", "127.0.0.1:0", "--data-dir", str(tmp_path)]
     assert main([*defaults, *flags]) == 2
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--record-passes", "--compile-layers"])
+def test_a_worker_that_must_be_fast_and_cannot_refuses_to_start(
+    flag, folder, tmp_path, capfd, request
+):
+    from inference_service.__main__ import main
+
+    request.addfinalizer(structlog.reset_defaults)
+    asked = ["--model", f"tiny={folder}", flag, "on"]
+    assert main(["--listen", "127.0.0.1:0", "--data-dir", str(tmp_path), *asked]) == 2
+    assert "on cpu: only a GPU does this" in capfd.readouterr().err

@@ -93,6 +93,15 @@ def test_pools_are_sized_unless_the_environment_sets_their_size(monkeypatch):
     assert environment["RAYON_NUM_THREADS"] == str(usable_cpus())
 
 
+@pytest.mark.parametrize(("threads", "size"), [("3", "3"), ("0", None), ("many", None)])
+def test_pools_have_the_size_of_the_setting(monkeypatch, threads, size):
+    """As in a pod without a CPU limit on a large node: the setting is all that says how many CPUs it asked for."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
+    environment = {"NEAP_THREADS": threads}
+    size_thread_pools(environment)
+    assert environment["OMP_NUM_THREADS"] == (size or str(usable_cpus()))
+
+
 @pytest.mark.parametrize("module", ["inference_service", "calibrator_service"])
 def test_the_services_size_their_pools_before_torch_is_imported(module):
     """The program fails if torch is imported before the pools are sized."""

@@ -38,7 +38,9 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextmanager
-def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
+def running(
+    servicer: Any, *, listen: str = "127.0.0.1:0", **server_options: Any
+) -> Iterator[SimpleNamespace]:
     """Run a server in a thread; yields its target, the server and its event loop."""
     state = SimpleNamespace()
     started, finish = threading.Event(), None
@@ -47,11 +49,11 @@ def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
         nonlocal finish
         finish = asyncio.Event()
         state.loop = asyncio.get_running_loop()
-        state.server = RpcServer("127.0.0.1:0", [SERVICE], **server_options)
+        state.server = RpcServer(listen, [SERVICE], **server_options)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             servicer, state.server.grpc_server
         )
-        state.target = f"127.0.0.1:{await state.server.start()}"
+        state.target = f"{listen.rpartition(':')[0]}:{await state.server.start()}"
         started.set()
         await finish.wait()
         await state.server.stop()
