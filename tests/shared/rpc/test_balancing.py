@@ -13,7 +13,8 @@ from shared.rpc.addresses import with_scheme
 from shared.rpc.client import NeapClient
 from tests.dns_server import DnsServer, dns_server
 from tests.servers import free_ports
-from tests.shared.rpc.conftest import Scripted, running, soon
+from tests.shared.rpc.conftest import Scripted, running
+from tests.waiting import wait_until
 
 NUM_TOKENS = 5
 # Connections that end by age while calls begin.
@@ -78,10 +79,10 @@ def test_replicas_share_the_calls_and_a_new_one_gets_its_part(replicas):
                 assert _generated(client) == whole
             return [now - old for now, old in zip(replicas.num_calls, before, strict=True)]
 
-        soon(called)
+        wait_until(called)
         assert min(shares(30)) >= 5  # of 10 each; connections are renewed meanwhile
         replicas.start()
-        soon(called)
+        wait_until(called)
         assert min(shares(40)) >= 5
 
 
@@ -107,7 +108,7 @@ def test_no_stream_is_lost_when_connections_end_by_age(replicas):
                 assert _generated(client) == "ab"
                 return len(peers) >= NUM_CONNECTIONS
 
-            soon(called)
+            wait_until(called)
 
         try:
             with ThreadPoolExecutor(4) as pool:
