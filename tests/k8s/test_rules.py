@@ -37,8 +37,8 @@ def calibrator_families():
         SimpleNamespace(
             is_alive=True,
             is_held_up=False,
-            counts=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)],
-            running=lambda: [SimpleNamespace(model_id="tiny", phase="loading", fraction=0.1)],
+            count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)],
+            list_running=lambda: [SimpleNamespace(model_id="tiny", phase="loading", fraction=0.1)],
         )
     )
     metrics.process_deaths.labels("tiny").inc()
