@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from collections.abc import Callable
 
 from google.protobuf import duration_pb2
 from neap.inference.v1 import inference_pb2
@@ -136,22 +137,26 @@ def to_router_choice(selector: inference_pb2.RouterSelector) -> RouterChoice:
     return RouterChoice()
 
 
-def from_event(event: GenerationEvent) -> inference_pb2.GenerateResponse:
-    """Converts an event to the response that carries it."""
+def from_event(
+    event: GenerationEvent, text_of: Callable[[int], str]
+) -> inference_pb2.GenerateResponse:
+    """Converts an event to the response that carries it. `text_of` gives the text of a token that has a log-probability."""
     if isinstance(event, Finished):
         return inference_pb2.GenerateResponse(finished=_finished(event))
-    chunk = inference_pb2.TokenChunk(text=event.text, tokens=map(_token, event.tokens))
+    tokens = [_token(token, text_of) for token in event.tokens]
+    chunk = inference_pb2.TokenChunk(text=event.text, tokens=tokens)
     return inference_pb2.GenerateResponse(chunk=chunk)
 
 
-def _token(token: GeneratedToken) -> inference_pb2.Token:
+def _token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb2.Token:
     return inference_pb2.Token(
+        text=None if token.logprob is None else text_of(token.token_id),
         id=token.token_id,
         exit_depth=token.exit_depth,
         rung=token.rung,
         logprob=token.logprob,
         alternatives=[
-            inference_pb2.Alternative(id=token_id, logprob=logprob)
+            inference_pb2.Alternative(id=token_id, logprob=logprob, text=text_of(token_id))
             for token_id, logprob in token.alternatives
         ],
     )

@@ -20,6 +20,7 @@ from inference_service.pools import Pools
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_request import published_bound, with_router
 from inference_service.stream import EventStream
+from inference_service.token_texts import TokenTexts
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from shared.rpc.callers import client_key
 from shared.rpc.interceptors import annotate_call, current_request_id, write_response
@@ -34,6 +35,7 @@ class _Served:
     engine: Engine
     max_active: int
     max_active_per_client: int | None
+    text_of: TokenTexts
     active: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
@@ -94,7 +96,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         A client is an authenticated caller's name or, without authentication, an address. In the second case set
         `max_active_per_client` only if clients do not share a proxy.
         """
-        self._served[engine.loaded.model_id] = _Served(engine, max_active, max_active_per_client)
+        self._served[engine.loaded.model_id] = _Served(
+            engine, max_active, max_active_per_client, TokenTexts(engine.loaded.tokenizer)
+        )
         self._routers.prepare_with(engine.loaded.model_id, engine.prepare)
         model_id = engine.loaded.model_id
         self._metrics.add_engine(
@@ -113,16 +117,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             served = self._find(request.model_id)
             call.set_model(request.model_id, deadline_s)
             with served.admitted(client_key(context)):
-                await self._generate(request, served.engine, deadline_s, context, call)
+                await self._generate(request, served, deadline_s, context, call)
 
     async def _generate(
         self,
         request: inference_pb2.GenerateRequest,
-        engine: Engine,
+        served: _Served,
         deadline_s: float,
         context: Any,
         call: GenerateCall,
     ) -> None:
+        engine = served.engine
         generation = await self._pools.requests.call(
             to_generation_request,
             request,
@@ -150,7 +155,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
             while (event := await stream.next()) is not None:
                 call.record_event(event)
-                await write_response(context, from_event(event), self._stall_timeout_s)
+                response = from_event(event, served.text_of)
+                await write_response(context, response, self._stall_timeout_s)
         finally:
             # Cancellation and deadline both raise CancelledError in any of the awaits above.
             stream.close()

@@ -1,8 +1,8 @@
-"""Settings of the two services. This is the only module that reads the environment for them.
+"""Settings of the two services and of the gateway. This is the only module that reads the environment for them.
 
 Every field has a variable `NEAP_<NAME>`. The listen addresses are `NEAP_WORKER_LISTEN` and `NEAP_CALIBRATOR_LISTEN` (and
 `NEAP_WORKER_HEALTH_LISTEN`, `NEAP_CALIBRATOR_HEALTH_LISTEN`, `NEAP_CALIBRATOR_METRICS_LISTEN`), so that both services can run from
-one environment. Lists are comma-separated in variables; their flags are repeated. Flags win over variables, variables over defaults.
+one environment. Variables of the gateway's own settings begin with `NEAP_GATEWAY_`. Lists are comma-separated in variables; their flags are repeated. Flags win over variables, variables over defaults.
 A service does not start if a variable NEAP_.. is set that nothing reads, because a misspelt name would leave a setting at its default.
 
 `description` of a field is its help text and its entry in docs/settings.md (`python -m shared.settings_reference`): it gives the unit
@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from platformdirs import user_data_path
-from pydantic import AliasChoices, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import InvalidInput
+from shared.gateway_settings import GatewaySettings
+from shared.process_settings import METRICS_LISTEN, METRICS_LISTEN_PATTERN, ProcessSettings
 from shared.security_settings import HEALTH_LISTEN, ClientSettings, SecuritySettings
 from shared.settings_flags import add_flags
 
@@ -37,9 +39,7 @@ _SERVICE_LINK = re.compile(
 )
 
 B = TypeVar("B", bound=BaseSettings)
-S = TypeVar("S", bound="ServiceSettings")
-METRICS_LISTEN = "Address for Prometheus metrics over HTTP, in plain text. Port 0 picks a free port. Unset: metrics are not served."
-METRICS_LISTEN_PATTERN = r"^$|^.+:[0-9]+$"
+S = TypeVar("S", bound=ProcessSettings)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _listed(value: Any) -> Any:
     return value
 
 
-class ServiceSettings(SecuritySettings):
+class ServiceSettings(ProcessSettings, SecuritySettings):
     """Settings of both services."""
 
     model_config = SettingsConfigDict(
@@ -112,24 +112,6 @@ class ServiceSettings(SecuritySettings):
         description="CPU threads that run the models; as a variable, also the threads of each library's pool. Unset: as many CPUs as the process "
         "may use, by its affinity and its container's CPU quota.",
     )
-    grace_s: float = Field(
-        default=2.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Seconds after SIGTERM during which new calls are still accepted, while health checks already answer NOT_SERVING.",
-    )
-    drain_timeout_s: float = Field(
-        default=60.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Seconds that running calls then get to finish. Calls that are still running afterwards end with UNAVAILABLE (SHUTTING_DOWN).",
-    )
-    request_timeout_s: float = Field(
-        default=30.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds within which an opened call must send its request message. A call that does not is ended (REQUEST_TIMEOUT).",
-    )
     max_connection_age_s: float | None = Field(
         default=300.0,
         gt=0,
@@ -143,39 +125,6 @@ class ServiceSettings(SecuritySettings):
         allow_inf_nan=False,
         description="Seconds that calls may still run on a connection that has reached its age; those that run longer are cut off. Unset: no limit.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severe level of log lines that are written."
-    )
-    otel_endpoint: str = Field(
-        default="",
-        validation_alias=AliasChoices(
-            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
-        ),
-        description="URL of the collector to which traces are exported. Unset: traces are not exported.",
-    )
-    otel_protocol: str = Field(
-        default="",
-        validation_alias=AliasChoices(
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
-        ),
-        description="Protocol of the export. Only grpc is supported. Unset: grpc.",
-    )
-    otel_exporter: str = Field(
-        default="",
-        validation_alias="OTEL_TRACES_EXPORTER",
-        description="Exporter of traces: otlp, or none to switch the export off. Unset: otlp.",
-    )
-    otel_disabled: str = Field(
-        default="",
-        validation_alias="OTEL_SDK_DISABLED",
-        description="true switches the export of traces off.",
-    )
-
-    @property
-    def exports_traces(self) -> bool:
-        """Whether spans are exported: a collector is named and no variable switches the export off."""
-        off = self.otel_disabled.lower() == "true" or self.otel_exporter == "none"
-        return bool(self.otel_endpoint) and not off
 
     @field_validator("models", mode="before")
     @classmethod
@@ -188,10 +137,6 @@ class ServiceSettings(SecuritySettings):
         ids = [model.model_id for model in self.models]
         if len(ids) != len(set(ids)):
             raise ValueError("two models have the same id")
-        if self.exports_traces and (
-            self.otel_exporter not in ("", "otlp") or self.otel_protocol not in ("", "grpc")
-        ):
-            raise ValueError("traces can be exported only with otlp over grpc")
         if not self.registry:
             # The class is frozen, so its own __setattr__ cannot be used here.
             object.__setattr__(self, "registry", str(self.data_dir / "registry"))
@@ -365,7 +310,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
 def known_variables() -> frozenset[str]:
     """Every variable NEAP_.. that a service, a client, the build or a test reads."""
     names = set(_OTHER_VARIABLES)
-    for kind in (WorkerSettings, CalibratorSettings, ClientSettings):
+    for kind in (WorkerSettings, CalibratorSettings, GatewaySettings, ClientSettings):
         for name, field in kind.model_fields.items():
             alias: Any = field.validation_alias or kind.model_config["env_prefix"] + name
             names |= {str(choice) for choice in getattr(alias, "choices", [alias])}

@@ -16,8 +16,8 @@ HEALTH_LISTEN = (
 OptionalFile = Annotated[Path | None, BeforeValidator(lambda value: None if value == "" else value)]
 
 
-class SecuritySettings(BaseSettings):
-    """Encryption and identity of both services."""
+class TlsSettings(BaseSettings):
+    """Encryption of both services and of the gateway."""
 
     tls_cert: OptionalFile = Field(
         default=None,
@@ -30,6 +30,19 @@ class SecuritySettings(BaseSettings):
         default=None,
         description="PEM file of authorities. Only clients with a certificate of one of them can connect (mutual TLS). Unset: clients need no certificate.",
     )
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key must be given together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        return self
+
+
+class SecuritySettings(TlsSettings):
+    """Identity of the callers of both services."""
+
     auth_tokens: OptionalFile = Field(
         default=None,
         description="File of bearer tokens and their roles, as `neap tokens create` writes it; reloaded when it changes. Unset: anybody may call "
@@ -39,14 +52,6 @@ class SecuritySettings(BaseSettings):
         default=False,
         description="Accept tokens without TLS beyond loopback, because something else encrypts the connection.",
     )
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key must be given together")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca needs tls_cert and tls_key")
-        return self
 
 
 class ClientSettings(BaseSettings):

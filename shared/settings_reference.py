@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings
 
 from shared.cli.connection import global_options
 from shared.config import CalibratorSettings, WorkerSettings
+from shared.gateway_settings import GatewaySettings
 from shared.security_settings import ClientSettings
 from shared.settings_flags import (
     default_text,
@@ -26,8 +27,9 @@ PREFACE = """# Settings
 
 This page is generated from the code: `python -m shared.settings_reference > docs/settings.md`.
 
-`neap serve worker` (or `python -m inference_service`) and `neap serve calibrator` (or `python -m calibrator_service`) read each
-setting from its flag, else from its environment variable, else they use the default. `--help` shows the same texts. A flag with
+`neap serve worker` (or `python -m inference_service`), `neap serve calibrator` (or `python -m calibrator_service`) and `neap serve
+gateway` (or `python -m shared.gateway`) read each setting from its flag, else from its environment variable, else they use the
+default. `--help` shows the same texts. A flag with
 several values is repeated; its variable takes them as a comma-separated list. A value that is out of range ends the service with exit
 status 2.
 """
@@ -53,11 +55,16 @@ def settings_page() -> str:
     """Return the page in Markdown. It does not depend on the machine or the environment."""
     parts = [PREFACE]
     seen: set[str] = set()
-    for kind in (WorkerSettings, CalibratorSettings, ClientSettings):
+    for kind in (WorkerSettings, CalibratorSettings, GatewaySettings, ClientSettings):
         for title, fields in fields_by_group(kind):
-            if fields and title not in seen:
+            if not fields:
+                continue
+            if title not in seen:
                 seen.add(title)
                 parts.append(_section(kind, title, fields))
+            elif kind is GatewaySettings:
+                # The same fields, but with variables of the gateway's own.
+                parts.append(_section(kind, f"{title}: as variables of the gateway", fields))
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""`neap serve`: replaces itself with one of the services. All flags after the name, `--help` included, go to the service."""
+"""`neap serve`: replaces itself with one of the services or the gateway. All flags after the name, `--help` included, go to the service."""
 
 import os
 import sys
@@ -7,7 +7,9 @@ import typer
 
 from shared.cli.console import exit_on_error
 
-app = typer.Typer(help="Run one of the two services in this process.", no_args_is_help=True)
+app = typer.Typer(
+    help="Run one of the two services or the HTTP gateway in this process.", no_args_is_help=True
+)
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -24,6 +26,13 @@ def calibrator(context: typer.Context) -> None:
 def worker(context: typer.Context) -> None:
     """Run an inference worker. `neap serve worker --help` lists its flags."""
     exec_service("inference_service", context.args)
+
+
+@app.command("gateway", context_settings=PASS_THROUGH, add_help_option=False)
+@exit_on_error
+def gateway(context: typer.Context) -> None:
+    """Run the HTTP gateway with OpenAI's API. `neap serve gateway --help` lists its flags."""
+    exec_service("shared.gateway", context.args)
 
 
 def exec_service(module: str, arguments: list[str]) -> None:

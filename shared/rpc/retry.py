@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from tenacity import (
+    AsyncRetrying,
     RetryCallState,
     Retrying,
     retry_if_exception,
@@ -51,6 +52,18 @@ def retrying(
         stop=stop_after_attempt(num_attempts) | _TooLate(deadline_s),
         wait=_wait_s,
         sleep=sleep,
+        reraise=True,
+    )
+
+
+def retrying_async(
+    may_repeat: Callable[[BaseException], bool], *, num_attempts: int, deadline_s: float = math.inf
+) -> AsyncRetrying:
+    """The same for a coroutine function."""
+    return AsyncRetrying(
+        retry=retry_if_exception(may_repeat),
+        stop=stop_after_attempt(num_attempts) | _TooLate(deadline_s),
+        wait=_wait_s,
         reraise=True,
     )
 

@@ -172,12 +172,14 @@ def test_logprobs_zero_is_not_absent(loaded):
 
 def test_chunks_become_messages():
     token = GeneratedToken(3, 2, "depth-2", -0.5, ((3, -0.5), (4, -2.0)))
-    chunk = from_event(TokenChunk("ab", (token, GeneratedToken(9, 4, "full")))).chunk
+    chunk = from_event(TokenChunk("ab", (token, GeneratedToken(9, 4, "full"))), str).chunk
     assert chunk.text == "ab"
     first, second = chunk.tokens
     assert (first.id, first.exit_depth, first.rung, first.logprob) == (3, 2, "depth-2", -0.5)
     assert [(a.id, a.logprob) for a in first.alternatives] == [(3, -0.5), (4, -2.0)]
+    assert (first.text, [a.text for a in first.alternatives]) == ("3", ["3", "4"])
     assert second.id == 9
+    assert not second.HasField("text")
     assert not second.HasField("logprob")
 
 
@@ -185,7 +187,7 @@ def test_chunks_become_messages():
 def test_finished_becomes_a_message(reason):
     depth = DepthStatistics({"full": (4, 6), "suffix": (0, 2)}, 5, 2, 24, 40, 6, 8)
     event = Finished(reason, "stop", "tail", 11, 7, 8, 0.25, 1.5, 2.000000001, depth)
-    finished = from_event(event).finished
+    finished = from_event(event, str).finished
     assert pb.FinishReason.Name(finished.reason) == f"FINISH_REASON_{reason.name}"
     assert (finished.stop_match, finished.text) == ("stop", "tail")
     assert finished.usage == pb.Usage(

@@ -1,0 +1,253 @@
+"""Builds OpenAI's response objects from the events of the calls."""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from neap.inference.v1 import inference_pb2 as pb
+
+REPLACEMENT = "\ufffd"
+FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length"}
+
+
+class Choice:
+    """One choice: what its events have brought so far. `logprobs` and the text are kept only if `keeps` is set."""
+
+    def __init__(self, index: int, *, is_chat: bool, keeps: bool) -> None:
+        self.index = index
+        self.finished: pb.Finished | None = None
+        self.num_tokens = 0
+        self._started = pb.Started()
+        self._is_chat = is_chat
+        self._keeps = keeps
+        self._num_characters = 0
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+
+    def receive(self, event: pb.GenerateResponse) -> list[dict[str, Any]]:
+        """Take in an event and return the choices of the chunks that it becomes in a stream."""
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            self._started = event.started
+            role = {"role": "assistant", "content": ""}
+            first: dict[str, Any] = {"delta": role} if self._is_chat else {"text": ""}
+            return [self._part(first, neap=self._facts())]
+        if kind == "finished":
+            self.finished = event.finished
+            parts = [self._text_part(event.finished.text)] if event.finished.text else []
+            last: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+            return [*parts, self._part(last, self._finish_reason(), neap=self._figures())]
+        self.num_tokens += len(event.chunk.tokens)
+        logprobs = self._logprobs_of(event.chunk)
+        if not event.chunk.text and logprobs is None:
+            return []
+        return [self._text_part(event.chunk.text, logprobs)]
+
+    def whole(self) -> dict[str, Any]:
+        """Return the choice of a response that is not a stream. Needs `keeps`, and Finished."""
+        text = "".join(self._texts)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        whole: dict[str, Any] = {"message": message} if self._is_chat else {"text": text}
+        whole = self._part(whole, self._finish_reason(), neap=self._facts() | self._figures())
+        if self._logprobs:
+            whole["logprobs"] = _joined(self._logprobs)
+        return whole
+
+    def _text_part(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        self._num_characters += len(text)
+        if self._keeps:
+            self._texts.append(text)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
+        part: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
+        return self._part(part, logprobs=logprobs)
+
+    def _part(
+        self,
+        part: dict[str, Any],
+        finish_reason: str | None = None,
+        *,
+        logprobs: dict[str, Any] | None = None,
+        neap: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        part = {
+            "index": self.index,
+            **part,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        return part if neap is None else {**part, "neap": neap}
+
+    def _finish_reason(self) -> str:
+        assert self.finished is not None
+        return FINISH_REASONS.get(self.finished.reason, "stop")
+
+    def _facts(self) -> dict[str, Any]:
+        """What ran, as `Started` says it."""
+        started = self._started
+        facts: dict[str, Any] = {
+            "request_id": started.request_id,
+            "policy": started.policy,
+            "router_version": started.router_version,
+            "router_digest": started.router_digest,
+            # Text, because JavaScript's numbers are not exact above 2**53.
+            "seed": str(started.seed),
+        }
+        for name in ("risk_bound", "risk_bound_tokens"):
+            facts[name] = getattr(started, name) if started.HasField(name) else None
+        return facts
+
+    def _figures(self) -> dict[str, Any]:
+        """What the choice took, as `Finished` says it."""
+        assert self.finished is not None
+        reason = pb.FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_")
+        timing = self.finished.timing
+        return {
+            "finish_reason": reason.lower(),
+            "stop_match": self.finished.stop_match or None,
+            **depth_figures([self.finished]),
+            "queue_s": timing.queue.ToNanoseconds() / 1e9,
+            "prefill_s": timing.prefill.ToNanoseconds() / 1e9,
+            "decode_s": timing.decode.ToNanoseconds() / 1e9,
+        }
+
+    def _logprobs_of(self, chunk: pb.TokenChunk) -> dict[str, Any] | None:
+        if not any(token.HasField("logprob") for token in chunk.tokens):
+            return None
+        if self._is_chat:
+            return {"content": [_chat_logprob(token) for token in chunk.tokens], "refusal": None}
+        offset = self._num_characters
+        offsets = []
+        for token in chunk.tokens:
+            offsets.append(offset)
+            offset += len(token.text)
+        return {
+            "tokens": [token.text for token in chunk.tokens],
+            "token_logprobs": [token.logprob for token in chunk.tokens],
+            "top_logprobs": [
+                {other.text: other.logprob for other in token.alternatives}
+                for token in chunk.tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+class Response:
+    """The fields that all objects of one response share."""
+
+    def __init__(self, request_id: str, model: str, *, is_chat: bool, includes_usage: bool) -> None:
+        self._is_chat = is_chat
+        self._object = "chat.completion" if is_chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        # With usage requested, all chunks before the last have a usage of null.
+        self._no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
+
+    def chunk(self, part: dict[str, Any]) -> str:
+        """Return the JSON text of a chunk with one part."""
+        return _json({**self._chunk_head(), "choices": [part], **self._no_usage})
+
+    def usage_chunk(self, choices: Sequence[Choice]) -> str:
+        """Return the JSON text of the last chunk, which has no choice."""
+        return _json({**self._chunk_head(), "choices": [], "usage": usage(choices)})
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        return {
+            **self._head,
+            "object": self._object,
+            "choices": [choice.whole() for choice in choices],
+            "usage": usage(choices),
+        }
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return {**self._head, "object": f"{self._object}{'.chunk' if self._is_chat else ''}"}
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Sum the usage of the choices. A prompt counts once for each choice that it was run for."""
+    finished = [choice.finished for choice in choices if choice.finished is not None]
+    prompt = sum(one.usage.num_prompt_tokens for one in finished)
+    completion = sum(one.usage.num_completion_tokens for one in finished)
+    cached = sum(one.usage.num_cached_tokens for one in finished)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "neap": depth_figures(finished),
+    }
+
+
+def depth_figures(finished: Sequence[pb.Finished]) -> dict[str, Any]:
+    """Sum what depth execution did. The mean number of layers is per generated token, while decoding."""
+    exits: dict[str, int] = {}
+    for one in finished:
+        for count in one.depth.exits:
+            exits[count.rung] = exits.get(count.rung, 0) + count.num_tokens
+    num_tokens = sum(one.usage.num_completion_tokens for one in finished)
+    weighted = sum(
+        one.depth.mean_layers_per_token * one.usage.num_completion_tokens for one in finished
+    )
+    return {
+        "mean_layers_per_token": weighted / max(num_tokens, 1),
+        "layer_executions": sum(one.depth.num_layer_executions for one in finished),
+        "deep_passes": sum(one.depth.num_deep_passes for one in finished),
+        "drafted_tokens": sum(one.depth.num_drafted for one in finished),
+        "accepted_tokens": sum(one.depth.num_accepted for one in finished),
+        "exits": exits,
+    }
+
+
+def model_object(model: pb.Model) -> dict[str, Any]:
+    """Return OpenAI's model object. `created` is 0, because a worker does not know when a model was made."""
+    return {
+        "id": model.model_id,
+        "object": "model",
+        "created": 0,
+        "owned_by": "neap",
+        "neap": {
+            "fingerprint": model.fingerprint,
+            "architecture": model.architecture,
+            "num_layers": model.num_layers,
+            "context_length": model.context_length,
+            "vocabulary_size": model.vocabulary_size,
+            "routers": [
+                {
+                    "version": router.version,
+                    "digest": router.manifest_digest,
+                    "rungs": list(router.rungs),
+                }
+                for router in model.routers
+            ],
+        },
+    }
+
+
+def _chat_logprob(token: pb.Token) -> dict[str, Any]:
+    return {
+        **_logprob(token.text, token.logprob),
+        "top_logprobs": [_logprob(other.text, other.logprob) for other in token.alternatives],
+    }
+
+
+def _logprob(text: str, logprob: float) -> dict[str, Any]:
+    # The bytes of a part of a character are not known here.
+    encoded = None if REPLACEMENT in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": encoded}
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join log-probabilities: lists are concatenated, other values are those of the last part."""
+    joined: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            joined[name] = joined.get(name, []) + value if isinstance(value, list) else value
+    return joined
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,275 @@
+"""The ASGI application: endpoints of OpenAI's API, and health."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Any
+
+import structlog
+from neap.inference.v1 import inference_pb2 as pb
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from shared.errors import RETRY_AFTER_S, Exhausted, NeapError
+from shared.gateway.answers import Choice, Response, model_object
+from shared.gateway.errors import (
+    CLIENT_CLOSED_REQUEST,
+    error_headers,
+    error_object,
+    path_error,
+    unexpected,
+)
+from shared.gateway.exchange import Exchange
+from shared.gateway.metrics import GatewayMetrics
+from shared.gateway.requests import Generation, parse_generation
+from shared.gateway.workers import Metadata, Workers, no_answer
+from shared.gateway_settings import GatewaySettings
+from shared.rpc.interceptors import REQUEST_ID_KEY
+
+Handler = Callable[[Exchange], Awaitable[None]]
+log = structlog.get_logger("neap.gateway")
+
+
+class Gateway:
+    """Belongs to one event loop. `drain` makes it unready; `ending` ends the requests that run."""
+
+    def __init__(
+        self, settings: GatewaySettings, workers: Workers, metrics: GatewayMetrics
+    ) -> None:
+        self.ending = asyncio.Event()
+        self.num_running = 0
+        self._settings = settings
+        self._workers = workers
+        self._metrics = metrics
+        self._is_draining = False
+
+    def drain(self) -> None:
+        self._is_draining = True
+
+    def app(self) -> Starlette:
+        chat, text = partial(self._generate, is_chat=True), partial(self._generate, is_chat=False)
+        routes = [
+            self._route("/v1/chat/completions", "POST", chat),
+            self._route("/v1/completions", "POST", text),
+            self._route("/v1/models", "GET", self._list_models),
+            self._route("/v1/models/{model_id:path}", "GET", self._get_model),
+            Route("/healthz", _alive),
+            Route("/readyz", self._ready),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _path_error})
+
+    def _route(self, path: str, method: str, handler: Handler) -> Route:
+        endpoint = _Endpoint(self, path.partition("/{")[0], handler)
+        return Route(path, endpoint, methods=[method])
+
+    async def serve(
+        self, endpoint: str, handler: Handler, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Serve one request to the API: every failure becomes OpenAI's error object. Logs and counts it."""
+        started_s = time.monotonic()
+        exchange = Exchange(scope, receive, send, stall_timeout_s=self._settings.stall_timeout_s)
+        error: NeapError | None = None
+        try:
+            with self._admitted():
+                await exchange.run(handler, self.ending)
+        except NeapError as caught:
+            error = caught
+        except Exception as caught:
+            error = unexpected(caught)
+        finally:
+            if error is not None:
+                await exchange.fail(error)
+            self._record(endpoint, exchange, error, time.monotonic() - started_s)
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        if self.num_running >= self._settings.max_requests:
+            raise Exhausted(
+                f"{self.num_running} requests are running; no more are taken",
+                reason="GATEWAY_FULL",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.num_running += 1
+        self._metrics.running.inc()
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._metrics.running.dec()
+
+    def _record(
+        self, endpoint: str, exchange: Exchange, error: NeapError | None, duration_s: float
+    ) -> None:
+        status = exchange.status or CLIENT_CLOSED_REQUEST
+        fields: dict[str, Any] = {"reason": error.reason} if error is not None else {}
+        if error is not None:
+            self._metrics.errors.labels(endpoint, error.reason).inc()
+        self._metrics.requests.labels(endpoint, str(status)).inc()
+        self._metrics.duration.labels(endpoint).observe(duration_s)
+        log.info(
+            "request ended",
+            endpoint=endpoint,
+            status=status,
+            duration_s=round(duration_s, 6),
+            request_id=exchange.request_id,
+            **fields,
+            **exchange.log_fields,
+        )
+
+    def _metadata(self, exchange: Exchange) -> Metadata:
+        return exchange.metadata(with_token=not self._settings.drop_tokens)
+
+    async def _list_models(self, exchange: Exchange) -> None:
+        exchange.expect_no_body()
+        metadata = (*self._metadata(exchange), (REQUEST_ID_KEY, exchange.request_id))
+        models = await self._workers.list_models(metadata)
+        data = [model_object(model) for model in models]
+        await exchange.respond(200, {"object": "list", "data": data})
+
+    async def _get_model(self, exchange: Exchange) -> None:
+        exchange.expect_no_body()
+        metadata = (*self._metadata(exchange), (REQUEST_ID_KEY, exchange.request_id))
+        model_id: str = exchange.scope["path_params"]["model_id"]
+        model = await self._workers.get_model(model_id, metadata)
+        await exchange.respond(200, model_object(model))
+
+    async def _generate(self, exchange: Exchange, *, is_chat: bool) -> None:
+        settings = self._settings
+        started_s = time.monotonic()
+        metadata = self._metadata(exchange)
+        body = await exchange.read_body(
+            max_bytes=settings.max_body_mb << 20, timeout_s=settings.request_timeout_s
+        )
+        generation = parse_generation(body, is_chat=is_chat, max_choices=settings.max_choices)
+        exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
+        choices = [
+            Choice(index, is_chat=is_chat, keeps=not generation.is_stream)
+            for index in range(len(generation.calls))
+        ]
+        response = Response(
+            exchange.request_id,
+            generation.model,
+            is_chat=is_chat,
+            includes_usage=generation.includes_usage,
+        )
+        deadline_s = started_s + settings.generation_timeout_s
+        events = self._events(generation, exchange.request_id, metadata, deadline_s)
+        try:
+            async with aclosing(events):
+                async for index, event in events:
+                    if not exchange.log_fields.get("ttft_s") and event.HasField("chunk"):
+                        ttft_s = time.monotonic() - started_s
+                        exchange.log_fields["ttft_s"] = round(ttft_s, 6)
+                        endpoint = exchange.scope["path"]
+                        self._metrics.first_token.labels(endpoint).observe(ttft_s)
+                    for part in choices[index].receive(event):
+                        if generation.is_stream:
+                            if not exchange.status:
+                                await exchange.start_stream()
+                            await exchange.send_event(response.chunk(part))
+        finally:
+            num_tokens = sum(choice.num_tokens for choice in choices)
+            self._metrics.tokens.inc(num_tokens)
+            exchange.log_fields["generated_tokens"] = num_tokens
+        if any(choice.finished is None for choice in choices):
+            raise no_answer()
+        if not generation.is_stream:
+            await exchange.respond(200, response.whole(choices))
+            return
+        if generation.includes_usage:
+            await exchange.send_event(response.usage_chunk(choices))
+        await exchange.send_event("[DONE]")
+        await exchange.end_stream()
+
+    async def _events(
+        self, generation: Generation, request_id: str, metadata: Metadata, deadline_s: float
+    ) -> AsyncGenerator[tuple[int, pb.GenerateResponse], None]:
+        """Yield (index of the choice, event) of all calls as they come. Leaving it cancels the calls."""
+        calls = generation.calls
+        if len(calls) == 1:
+            own = (*metadata, (REQUEST_ID_KEY, request_id))
+            async with self._workers.generate(calls[0], own, deadline_s) as events:
+                async for event in events:
+                    yield 0, event
+            return
+        # A reader that does not read holds up the calls, which pauses them on the workers.
+        queue: asyncio.Queue[tuple[int, pb.GenerateResponse]] = asyncio.Queue(len(calls))
+
+        async def forward(index: int) -> None:
+            own = (*metadata, (REQUEST_ID_KEY, f"{request_id}-{index}"))
+            async with self._workers.generate(calls[index], own, deadline_s) as events:
+                async for event in events:
+                    await queue.put((index, event))
+
+        async def forward_all() -> None:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(calls)):
+                    group.create_task(forward(index))
+
+        forwarding = asyncio.create_task(forward_all())
+        try:
+            while not (forwarding.done() and queue.empty()):
+                item = await _next(queue, forwarding)
+                if item is not None:
+                    yield item
+            await _unwrapped(forwarding)
+        finally:
+            forwarding.cancel()
+            await asyncio.gather(forwarding, return_exceptions=True)
+
+    async def _ready(self, request: Request) -> JSONResponse:
+        """200 if requests can be served: the gateway is not draining, and a worker serves."""
+        if self._is_draining:
+            return JSONResponse({"status": "draining"}, 503)
+        if not await self._workers.is_serving():
+            return JSONResponse({"status": "no worker serves"}, 503)
+        return JSONResponse({"status": "ready"})
+
+
+class _Endpoint:
+    """An ASGI application, so that the handler has `receive` and `send` themselves."""
+
+    def __init__(self, gateway: Gateway, name: str, handler: Handler) -> None:
+        self._gateway, self._name, self._handler = gateway, name, handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gateway.serve(self._name, self._handler, scope, receive, send)
+
+
+async def _next(
+    queue: "asyncio.Queue[tuple[int, pb.GenerateResponse]]", forwarding: "asyncio.Task[None]"
+) -> tuple[int, pb.GenerateResponse] | None:
+    """Return the next event, or None if `forwarding` ends before there is one."""
+    if not queue.empty():
+        return queue.get_nowait()
+    getting = asyncio.create_task(queue.get())
+    try:
+        await asyncio.wait((getting, forwarding), return_when=asyncio.FIRST_COMPLETED)
+        return getting.result() if getting.done() else None
+    finally:
+        getting.cancel()
+
+
+async def _unwrapped(task: "asyncio.Task[None]") -> None:
+    """Await `task`. Of several errors at once, the first is raised."""
+    try:
+        await task
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+async def _alive(request: Request) -> JSONResponse:
+    return JSONResponse({"status": "alive"})
+
+
+async def _path_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    found = path_error(error.status_code, request.url.path)
+    headers = {**error_headers(found), **(error.headers or {})}
+    return JSONResponse({"error": error_object(found)}, error.status_code, headers)

@@ -1,0 +1,96 @@
+"""Reads and checks the JSON body of a request, within bounds of size and time."""
+
+import asyncio
+import json
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope
+
+from shared.errors import Cancelled, InvalidInput
+from shared.gateway.errors import refused
+
+# A body that is too large is read and dropped up to this many times the limit, so that its sender sees the answer.
+DROPPED_TIMES = 8
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Return the body. Raises InvalidInput (BODY_TOO_LARGE, REQUEST_TIMEOUT), Cancelled if the client has gone."""
+    declared = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
+    is_too_large = declared.isdigit() and int(declared) > max_bytes
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Cancelled("the client has closed the connection", reason="CLIENT_GONE")
+                num_bytes += len(message.get("body", b""))
+                is_too_large = is_too_large or num_bytes > max_bytes
+                if is_too_large:
+                    chunks.clear()
+                else:
+                    chunks.append(message.get("body", b""))
+                if not message.get("more_body") or num_bytes > max_bytes * DROPPED_TIMES:
+                    break
+    except TimeoutError as error:
+        raise InvalidInput(
+            f"the body has not arrived within {timeout_s:g} s", reason="REQUEST_TIMEOUT"
+        ) from error
+    if is_too_large:
+        raise InvalidInput(
+            f"the body is larger than {max_bytes} bytes",
+            reason="BODY_TOO_LARGE",
+            metadata={"max_bytes": str(max_bytes)},
+        )
+    return b"".join(chunks)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8. Raises InvalidInput (BAD_JSON)."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise refused("the body is not UTF-8", reason="BAD_JSON") from error
+    except RecursionError as error:
+        raise refused("the body is nested too deeply", reason="BAD_JSON") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise refused(f"the body is not JSON: {error.msg} at {where}", reason="BAD_JSON") from error
+    except ValueError as error:  # NaN and Infinity, or an integer with too many digits
+        raise refused("the body has a number that is not valid", reason="BAD_JSON") from error
+    if not isinstance(value, dict):
+        raise refused("the body must be a JSON object", reason="BAD_JSON")
+    return value
+
+
+def validated(kind: type[M], fields: dict[str, Any]) -> M:
+    """Build `kind` from `fields`. Raises InvalidInput (UNKNOWN_FIELD, INVALID_INPUT) that names the first wrong field."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = _path(kind, first["loc"])
+    if first["type"] == "extra_forbidden":
+        raise refused(f"the field {field} is not known", field, reason="UNKNOWN_FIELD")
+    raise refused(f"{field or 'the body'}: {first['msg']}", field)
+
+
+def _path(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """Format a location as "messages[0].content". Names that pydantic adds for the members of a union are left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            path += f".{part[:64]}" if path else part[:64]
+        elif not path:
+            path = repr(part[:64])
+    return path
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)

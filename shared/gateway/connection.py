@@ -1,0 +1,95 @@
+"""One HTTP connection: uvicorn's, with bounds on the time to send a request and to read a response."""
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shared.gateway.errors import error_object, refused
+
+# Bytes buffered here for a client that does not read, in addition to the kernel's buffer.
+WRITE_BUFFER_BYTES = 16 * 1024
+
+
+class Connection(H11Protocol):
+    """uvicorn makes one for each connection, by `connection_class`. `scope["state"]["abort"]` closes it at once.
+
+    A connection whose request has no complete head after `request_timeout_s` is closed, and so is one whose response is not read
+    within `stall_timeout_s` after its end.
+    """
+
+    request_timeout_s = 30.0
+    stall_timeout_s = 30.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.app_state = {**self.app_state, "abort": self._abort}
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._await_head()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before and self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self._read_timer = self.loop.call_later(self.stall_timeout_s, self._abort_unread)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are not HTTP, with OpenAI's error object instead of uvicorn's text."""
+        body = json.dumps({"error": error_object(refused(msg, reason="BAD_HTTP"))}).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.request_timeout_s, self._abort)
+
+    def _abort_unread(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self._abort()
+
+    def _abort(self) -> None:
+        self._stop_timers()
+        self.transport.abort()
+
+    def _stop_timers(self) -> None:
+        for timer in (self._head_timer, self._read_timer):
+            if timer is not None:
+                timer.cancel()
+
+
+def connection_class(*, request_timeout_s: float, stall_timeout_s: float) -> type[Connection]:
+    """Return the class with these bounds. uvicorn passes no arguments of ours to it."""
+    bounds = {"request_timeout_s": request_timeout_s, "stall_timeout_s": stall_timeout_s}
+    return type("BoundedConnection", (Connection,), bounds)

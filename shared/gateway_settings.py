@@ -1,0 +1,103 @@
+"""Settings of the HTTP gateway. `shared.config` explains where the values come from."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from shared.process_settings import METRICS_LISTEN, METRICS_LISTEN_PATTERN, ProcessSettings
+from shared.security_settings import OptionalFile, TlsSettings
+
+
+class GatewaySettings(ProcessSettings, TlsSettings):
+    """Settings of the gateway."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="NEAP_GATEWAY_", frozen=True, extra="forbid", populate_by_name=True
+    )
+
+    listen: str = Field(
+        default="127.0.0.1:8080",
+        description="Address to listen on for HTTP, or for HTTPS with a certificate. Port 0 picks a free port.",
+    )
+    metrics_listen: str = Field(
+        default="", pattern=METRICS_LISTEN_PATTERN, description=METRICS_LISTEN
+    )
+    workers: str = Field(
+        default="127.0.0.1:7071",
+        min_length=1,
+        description="gRPC target of the workers: HOST:PORT, dns:///HOST:PORT for a name with several addresses, or "
+        "ipv4:ADDRESS:PORT,ADDRESS:PORT. Requests go to the addresses in turn. All workers must serve the same models.",
+        json_schema_extra={"metavar": "TARGET"},
+    )
+    worker_tls: bool = Field(
+        default=False,
+        description="Encrypt calls to the workers with TLS and trust the authorities that this machine trusts.",
+    )
+    worker_ca: OptionalFile = Field(
+        default=None,
+        description="PEM file of the authorities of the workers' certificates. Implies TLS. Unset: those that this machine trusts.",
+    )
+    worker_cert: OptionalFile = Field(
+        default=None,
+        description="PEM file of the gateway's certificate for workers that ask for one. Implies TLS. Unset: the gateway shows no "
+        "certificate.",
+    )
+    worker_key: OptionalFile = Field(
+        default=None, description="PEM file with the private key of that certificate."
+    )
+    worker_server_name: str = Field(
+        default="",
+        description="Name that the workers' certificates must be valid for. Unset: the name in the target.",
+        json_schema_extra={"metavar": "NAME"},
+    )
+    drop_tokens: bool = Field(
+        default=False,
+        description="Do not pass the bearer tokens of clients on, because the workers need none. Unset: they are passed on.",
+    )
+    allow_plaintext_tokens: bool = Field(
+        default=False,
+        validation_alias="NEAP_ALLOW_PLAINTEXT_TOKENS",
+        description="Pass tokens on to workers without TLS beyond loopback, because something else encrypts the connection.",
+    )
+    max_requests: int = Field(
+        default=256,
+        ge=1,
+        description="Most HTTP requests to the API at once. Further requests are refused with 429 (GATEWAY_FULL).",
+    )
+    max_choices: int = Field(
+        default=16,
+        ge=1,
+        le=128,
+        description="Most choices of one HTTP request: n times the number of prompts. Each choice is a call to a worker.",
+    )
+    max_body_mb: int = Field(
+        default=4,
+        ge=1,
+        le=15,
+        description="Largest body of an HTTP request in MiB. Larger ones are refused with 413 (BODY_TOO_LARGE).",
+    )
+    generation_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="Seconds that one HTTP request may take. It then ends with 504 (DEADLINE_EXCEEDED).",
+    )
+    stall_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds for which a client may stop reading. Its connection is then closed and its calls are cancelled (SLOW_READER).",
+    )
+    num_attempts: int = Field(
+        default=3,
+        ge=1,
+        le=10,
+        description="How often a call is made, at most, while no worker answers. A call is not repeated after its first token.",
+    )
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        if (self.worker_cert is None) != (self.worker_key is None):
+            raise ValueError("worker_cert and worker_key must be given together")
+        return self

@@ -1,0 +1,237 @@
+"""The gateway in front of a real worker, as the `openai` package sees it."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+from neap.inference.v1 import inference_pb2 as pb
+
+from inference_service.engine.engine import Engine
+from shared.model.load import wrap_model
+from shared.registry.factory import open_registry
+from shared.rpc.client import NeapClient
+from tests.gateways import chat_body, gateway_to
+from tests.generation import publish
+from tests.worker import build_model, build_tokenizer, serving
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+CHAT = {**GREEDY, "messages": MESSAGES}
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny")
+    registry = open_registry(str(tmp_path_factory.mktemp("registry")))
+    with Engine(loaded) as engine:
+        publish(registry, engine)
+        with serving(engine, registry) as worker:
+            yield worker
+    registry.close()
+
+
+@pytest.fixture(scope="module")
+def gateway(worker):
+    with gateway_to(worker.target) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def direct(worker):
+    """The answer that gRPC gives to the same greedy request: (text, Finished)."""
+    request = pb.GenerateRequest(
+        model_id="tiny",
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")]),
+        stopping=pb.Stopping(max_tokens=12, ignore_eos=True),
+    )
+    with NeapClient(worker.target) as client, client.generate(request) as stream:
+        events = list(stream)
+        return stream.text, events[-1].finished
+
+
+def test_a_chat_is_the_answer_of_the_worker(client, direct):
+    answer = client.chat.completions.create(**CHAT, max_tokens=12)
+    text, finished = direct
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.prompt_tokens == finished.usage.num_prompt_tokens
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
+    depth = answer.usage.model_extra["neap"]
+    assert sum(depth["exits"].values()) == 12
+    assert depth["mean_layers_per_token"] > 0
+    neap = answer.choices[0].model_extra["neap"]
+    assert (neap["policy"], neap["router_version"]) == ("exact", 1)
+
+
+def test_a_stream_has_the_same_text_and_usage_if_asked_for(client, direct):
+    stream = client.chat.completions.create(
+        **CHAT, max_tokens=12, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = stream
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == direct[0]
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["length"]
+    assert {chunk.id for chunk in chunks} == {last.id}
+    assert (last.choices, last.usage.completion_tokens) == ([], 12)
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_events_end_with_done(gateway):
+    reply = gateway.http.post("/v1/chat/completions", json=chat_body(stream=True, max_tokens=2))
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in reply.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    assert "usage" not in json.loads(lines[-2].removeprefix("data: "))
+
+
+def test_developer_messages_and_text_parts_reach_the_template(client):
+    def answer(messages):
+        reply = client.chat.completions.create(**GREEDY, messages=messages, max_tokens=8)
+        return reply.choices[0].message.content, reply.usage.prompt_tokens
+
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    plain = [{"role": "system", "content": "in"}, {"role": "user", "content": "he\nllo"}]
+    rich = [{"role": "developer", "content": "in"}, {"role": "user", "content": parts}]
+    assert answer(rich) == answer(plain)
+
+
+def test_a_message_can_be_sent_back_with_all_its_fields(client):
+    first = client.chat.completions.create(**CHAT, max_tokens=4).choices[0].message
+    messages = [*MESSAGES, first.model_dump(), {"role": "user", "content": "and?"}]
+    again = client.chat.completions.create(**GREEDY, messages=messages, max_tokens=4)
+    assert again.usage.prompt_tokens > 4
+
+
+def test_stop_strings_end_the_text(client, direct):
+    text = direct[0]
+    stop = text[3:5]
+    answer = client.chat.completions.create(**CHAT, max_tokens=12, stop=stop)
+    assert answer.choices[0].message.content == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].model_extra["neap"]["stop_match"] == stop
+
+
+def test_choices_of_one_seed_differ_and_repeat(client):
+    def texts():
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, n=3, seed=-5, max_tokens=10, temperature=2.0
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        return [choice.message.content for choice in answer.choices]
+
+    first = texts()
+    assert len(set(first)) == 3
+    assert texts() == first
+
+
+def test_several_streamed_choices_are_told_apart_by_index(client):
+    whole = client.completions.create(**GREEDY, prompt=["hello", "th"], max_tokens=6)
+    texts = ["", ""]
+    reasons = [None, None]
+    for chunk in client.completions.create(
+        **GREEDY, prompt=["hello", "th"], max_tokens=6, stream=True
+    ):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == ["length", "length"]
+
+
+def test_absent_temperature_is_one(client):
+    sampled = {"model": "tiny", "prompt": "hello", "seed": 3, "max_tokens": 12}
+    absent = client.completions.create(**sampled).choices[0].text
+    assert absent == client.completions.create(**sampled, temperature=1).choices[0].text
+    assert absent != client.completions.create(**sampled, temperature=0).choices[0].text
+
+
+def test_completions_have_16_tokens_unless_told_otherwise(client):
+    assert client.completions.create(**GREEDY, prompt="hello").usage.completion_tokens == 16
+
+
+def test_prompts_may_be_token_ids(client):
+    ids = build_tokenizer()("hello").input_ids
+    by_text = client.completions.create(**GREEDY, prompt="hello", max_tokens=6)
+    by_ids = client.completions.create(**GREEDY, prompt=ids, max_tokens=6)
+    assert by_ids.choices[0].text == by_text.choices[0].text
+
+
+def test_logprobs_of_a_chat_have_texts_and_bytes(client):
+    answer = client.chat.completions.create(**CHAT, max_tokens=6, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 6
+    for token in content:
+        assert token.logprob == pytest.approx(token.top_logprobs[0].logprob)
+        assert token.token == token.top_logprobs[0].token
+        assert len(token.top_logprobs) == 2
+        if token.bytes is not None:
+            assert bytes(token.bytes).decode() == token.token
+
+
+def test_logprobs_of_a_completion_have_the_older_form(client):
+    answer = client.completions.create(**GREEDY, prompt="hello", max_tokens=5, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 5
+    assert all(len(top) == 1 for top in logprobs.top_logprobs)
+    assert logprobs.text_offset[0] == 0
+
+
+def test_the_depth_policy_and_the_router_can_be_chosen(client, direct):
+    def answer(neap):
+        extra = {"ignore_eos": True, "neap": neap}
+        return client.chat.completions.create(**{**CHAT, "extra_body": extra}, max_tokens=12)
+
+    full = answer({"policy": "full"})
+    assert full.choices[0].message.content == direct[0]
+    assert full.usage.model_extra["neap"]["mean_layers_per_token"] > 0
+    assert full.choices[0].model_extra["neap"]["router_version"] == 0
+    relaxed = answer({"policy": "relaxed", "threshold": 0.9, "router_version": 1})
+    assert relaxed.choices[0].model_extra["neap"]["policy"] == "relaxed"
+    with pytest.raises(openai.NotFoundError):
+        answer({"router_version": 99})
+
+
+def test_models_are_listed(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.object) == ("tiny", "model")
+    assert model.model_extra["neap"]["num_layers"] == 4
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_a_model_that_is_not_served_is_not_found(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="other/model", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other/model")
+
+
+def test_a_prompt_that_is_too_long_has_openais_code(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x" * 3000)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.response.headers["x-should-retry"] == "false"
+
+
+def test_an_async_client_can_stream_many_answers(gateway):
+    async def main():
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x") as client:
+
+            async def one():
+                stream = await client.chat.completions.create(**CHAT, max_tokens=6, stream=True)
+                return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            return await asyncio.gather(*(one() for _ in range(8)))
+
+    assert len(set(asyncio.run(main()))) == 1
