@@ -85,7 +85,7 @@ def attention_contenders(tokens: int, length: int) -> Contenders:
     mask = None if square else torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)
     causal = square and tokens > 1
     return {
-        "neap": lambda: ops.slot_attention(q, k, v, length),
+        "neap": lambda: ops.contiguous_attention(q, k, v, length),
         "sdpa": lambda: F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
         ),
@@ -99,19 +99,19 @@ def bench_attention(rounds: int) -> None:
         print_row(f"attention Q={tokens} S={length}", figures)
 
 
-def model_pass(model: PreTrainedModel, tokens: int, slots: bool) -> Callable[[], object]:
+def model_pass(model: PreTrainedModel, tokens: int, contiguous: bool) -> Callable[[], object]:
     """A pass over `tokens` tokens after CONTEXT cached ones. Each call restores the cache's length."""
     ids = torch.randint(model.config.vocab_size, (1, CONTEXT + tokens))
-    if slots:
-        slot_cache = ContiguousCache(CONTEXT + 64)
-        slot_cache.begin(0, CONTEXT)
-        model(input_ids=ids[:, :CONTEXT], past_key_values=slot_cache)
+    if contiguous:
+        contiguous_cache = ContiguousCache(CONTEXT + 64)
+        contiguous_cache.begin(0, CONTEXT)
+        model(input_ids=ids[:, :CONTEXT], past_key_values=contiguous_cache)
 
-        def run_slots() -> None:
-            slot_cache.begin(CONTEXT, tokens)
-            model(input_ids=ids[:, CONTEXT:], past_key_values=slot_cache)
+        def run_contiguous() -> None:
+            contiguous_cache.begin(CONTEXT, tokens)
+            model(input_ids=ids[:, CONTEXT:], past_key_values=contiguous_cache)
 
-        return run_slots
+        return run_contiguous
     cache = DynamicCache()
     model(input_ids=ids[:, :CONTEXT], past_key_values=cache)
 
@@ -146,8 +146,8 @@ def bench_model(path: str, rounds: int) -> None:
     for tokens in (1, 2, 4, 8, 16):
         figures = medians_ms(
             {
-                "neap": with_rotary(replaced, model_pass(fast, tokens, slots=True)),
-                "HF": with_rotary(original, model_pass(plain, tokens, slots=False)),
+                "neap": with_rotary(replaced, model_pass(fast, tokens, contiguous=True)),
+                "HF": with_rotary(original, model_pass(plain, tokens, contiguous=False)),
                 "floor": floor,
             },
             rounds,

@@ -36,7 +36,7 @@ from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, load_model
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 
 FULL, EXACT = "full", "exact"
 MIN_TOKENS = 8
@@ -82,7 +82,7 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
     if ladder.exits:
         found["exits at layers"] = no_tables
         found["exits, whole vocabulary"] = replace(
-            no_tables, draft_vocabulary=in_own_thread(torch.arange, vocabulary_size)
+            no_tables, draft_vocabulary=run_in_own_thread(torch.arange, vocabulary_size)
         )
     return found
 
@@ -191,7 +191,7 @@ def main() -> None:
         "--model", required=True, help="Hugging Face folder, .gguf file or hub name"
     )
     parser.add_argument(
-        "--router", type=Path, help="folder with a packed ladder (manifest.json and blobs)"
+        "--router", type=Path, help="folder with a ladder's artefact (manifest.json and blobs)"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)

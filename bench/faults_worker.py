@@ -28,7 +28,7 @@ from bench.faults_tls import tls_trials
 from bench.worker import MODEL_ID, worker_process
 from shared.cli.processes import ServiceProcess
 from shared.errors import NeapError
-from shared.ladder.folder import read_packed
+from shared.ladder.folder import read_router_folder
 from shared.registry.factory import open_registry
 from shared.rpc.client import NeapClient
 
@@ -151,7 +151,9 @@ class Trials:
     def redis(self) -> str:
         url, pid = self.options.registry, self.options.redis_pid
         with closing(open_registry(url)) as registry:
-            registry.publish(MODEL_ID, *read_packed(self.options.router), request_id="faults")
+            registry.publish(
+                MODEL_ID, *read_router_folder(self.options.router), request_id="faults"
+            )
         with (
             self.worker(registry=url) as worker,
             NeapClient(worker.address, num_attempts=1) as client,

@@ -181,16 +181,19 @@ def router_us(
         adapted = torch.randn(tokens, ROUTER_WIDTH, device=device)
         logits = torch.randn(tokens, 64, device=device)
         top = logits.topk(2).values.contiguous()
-        log_mass, ago = logits.logsumexp(-1), torch.zeros(tokens, dtype=torch.int64, device=device)
+        log_mass, distance = (
+            logits.logsumexp(-1),
+            torch.ones(tokens, dtype=torch.int64, device=device),
+        )
         tickets = new_tickets(tokens, torch.device(device))
 
-        def plain(adapted: Tensor, logits: Tensor, ago: Tensor) -> Tensor:
-            probabilities: Tensor = router(adapted, scalar_features(logits, ago))
+        def plain(adapted: Tensor, logits: Tensor, distance: Tensor) -> Tensor:
+            probabilities: Tensor = router(adapted, scalar_features(logits, distance))
             return probabilities
 
-        eager = partial(plain, adapted, logits, ago)
-        compiled = partial(torch.compile(plain, dynamic=False), adapted, logits, ago)
-        own = partial(route, adapted, weights, top, log_mass, ago, LOWEST, HIGHEST, tickets)
+        eager = partial(plain, adapted, logits, distance)
+        compiled = partial(torch.compile(plain, dynamic=False), adapted, logits, distance)
+        own = partial(route, adapted, weights, top, log_mass, distance, LOWEST, HIGHEST, tickets)
         found[tokens] = {
             "neap": timed(own),
             "PyTorch": timed(eager),

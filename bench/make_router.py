@@ -26,9 +26,9 @@ from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec
 from shared.ladder.artefact import pack_ladder
-from shared.ladder.folder import write_packed
+from shared.ladder.folder import write_router_folder
 from shared.model.load import LoadedModel, load_model
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 
 DEFAULT_TOKENS = 52_000
 # Default amounts of the curve on a GPU, as shares of all tokens.
@@ -96,12 +96,12 @@ def main() -> None:
         folder = options.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if curve:
             # In a thread of its own, as `calibrate` does (docs/decisions/004).
-            points = in_own_thread(_printed_curve, loaded, spec, curve, folder)
+            points = run_in_own_thread(_printed_curve, loaded, spec, curve, folder)
             if options.json:
                 options.json.write_text(json.dumps([asdict(point) for point in points], indent=1))
         result = calibrate(loaded, spec, work_dir=folder, progress=Show())
     manifest, blobs = pack_ladder(result.ladder, result.report)
-    write_packed(options.out, manifest, blobs)
+    write_router_folder(options.out, manifest, blobs)
     size = sum(map(len, blobs.values()))
     print(
         f"written to {options.out}: {size / 1e6:.2f} MB, calibrated in {result.report['seconds']['total']:.0f} s"

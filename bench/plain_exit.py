@@ -33,18 +33,18 @@ class PlainExit:
             partial(torch.autocast, rows.device.type, torch.float16, cache_enabled=False),
         )
 
-    def exit(self, state: Tensor, deep: Tensor, ago: Tensor) -> object:
-        """The whole exit: states [N, D], ago [N] -> indices into the draft vocabulary [N] and probabilities [N]."""
+    def exit(self, state: Tensor, deep: Tensor, distance: Tensor) -> object:
+        """The whole exit: states [N, D], distance [N] -> indices into the draft vocabulary [N] and probabilities [N]."""
         with self.precision():
-            adapted = self.head(state, deep, ago)
+            adapted = self.head(state, deep, distance)
             logits = self.project(adapted)
-            probability = self.router(adapted, scalar_features(logits, ago))
+            probability = self.router(adapted, scalar_features(logits, distance))
             return logits.argmax(-1), probability
 
-    def exit_head(self, state: Tensor, deep: Tensor, ago: Tensor) -> object:
+    def exit_head(self, state: Tensor, deep: Tensor, distance: Tensor) -> object:
         """Head alone -> adapted states [N, W]."""
         with self.precision():
-            return self.head(state, deep, ago)
+            return self.head(state, deep, distance)
 
     def draft_top(self, adapted: Tensor) -> object:
         """Draft vocabulary alone: adapted states [N, W] -> best tokens, two largest logits and log mass, as `draft_top` computes."""
@@ -52,7 +52,7 @@ class PlainExit:
             logits = self.project(adapted)
             return logits.argmax(-1), torch.topk(logits, 2), logits.logsumexp(-1)
 
-    def route(self, adapted: Tensor, ago: Tensor, logits: Tensor) -> object:
+    def route(self, adapted: Tensor, distance: Tensor, logits: Tensor) -> object:
         """The router alone -> probabilities [N]."""
         with self.precision():
-            return self.router(adapted, scalar_features(logits, ago))
+            return self.router(adapted, scalar_features(logits, distance))

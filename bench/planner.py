@@ -36,7 +36,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, load_model
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 
 MAX_TOKENS = 64
 FIXED = range(1, 7)
@@ -185,7 +185,7 @@ def main() -> None:
 
     loaded = load_model(options.model)
     ladder = replace(read_ladder(options.router), exits=(), draft_vocabulary=None)
-    costs = in_own_thread(measure_costs, loaded)
+    costs = run_in_own_thread(measure_costs, loaded)
     traces = record(loaded, options.prompts, options.per_task)
     strategies: dict[str, Strategy] = {
         **{f"always {length}": partial(fixed, length) for length in FIXED},

@@ -23,7 +23,7 @@ from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
 from shared.model.load import LoadedModel, load_model
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 
 DRAWN_SEED = 1_000_003
 # Requests sent at once.
@@ -88,7 +88,7 @@ def main() -> None:
         turns = [prompt.turns[0] for prompt in read_prompts(DEFAULT_FILE, options.per_task)]
         sources["Spec-Bench"] = [tuple(encode_turns(loaded, [turn])) for turn in turns]
     if options.drawn:
-        sources["drawn"] = in_own_thread(drawn, loaded, options.drawn, num_tokens)
+        sources["drawn"] = run_in_own_thread(drawn, loaded, options.drawn, num_tokens)
     print(
         "| prompts | threshold | certified: differs on at most | differs on | P[so many or more] |"
     )

@@ -1,4 +1,4 @@
-"""Times the ops of exits, choices and pages against PyTorch's equivalents and against the time that moving their bytes takes.
+"""Times the ops of exits, choices and paged attention against PyTorch's equivalents and against the time that moving their bytes takes.
 
     python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40] [--json FILE]
 
@@ -130,20 +130,20 @@ def bench_exit(bench: Bench, width: int) -> None:
     mix_size, out_size, hidden_size = mix.numel(), out.numel(), weights.hidden.numel()
     for tokens in bench.tokens:
         state, deep = torch.randn(2, tokens, width).to(bench.dtype).unbind()
-        ago, tickets = torch.zeros(tokens, dtype=torch.int64), new_tickets(tokens, bench.device)
-        adapted = head(state, deep, ago)
+        distance, tickets = torch.ones(tokens, dtype=torch.int64), new_tickets(tokens, bench.device)
+        adapted = head(state, deep, distance)
         top, _, log_mass = draft_top(adapted, small, None, 2)
-        others = (top, log_mass, ago, LOWEST, HIGHEST, tickets)
+        others = (top, log_mass, distance, LOWEST, HIGHEST, tickets)
         whole = mix_size + out_size + small.numel() + hidden_size
         each = bench.line
         each("exit", width, tokens, 2 * whole, 2 * whole * tokens, {
-            **{name: partial(way.exit, state, deep, ago) for name, way in ways.items()},
-            "neap": partial(fused, state, deep, ago),
+            **{name: partial(way.exit, state, deep, distance) for name, way in ways.items()},
+            "neap": partial(fused, state, deep, distance),
         })  # fmt: skip
         each("exit_head", width, tokens, 2 * (mix_size + out_size), 2 * (mix_size + out_size) * tokens, {
-            **{name: partial(way.exit_head, state, deep, ago) for name, way in ways.items()},
-            "neap": partial(exit_head, state, deep, ago, mix, head.offset, out, head.scale, head.gain, 1e-6),
-            "neap float32": partial(exit_head, state, deep, ago, head.mix, head.offset, head.out, head.scale, head.gain, 1e-6),
+            **{name: partial(way.exit_head, state, deep, distance) for name, way in ways.items()},
+            "neap": partial(exit_head, state, deep, distance, mix, head.offset, out, head.scale, head.gain, 1e-6),
+            "neap float32": partial(exit_head, state, deep, distance, head.mix, head.offset, head.out, head.scale, head.gain, 1e-6),
         })  # fmt: skip
         each("draft_top", width, tokens, 2 * small.numel(), 2 * small.numel() * tokens, {
             **{name: partial(way.draft_top, adapted) for name, way in ways.items()},
@@ -151,7 +151,7 @@ def bench_exit(bench: Bench, width: int) -> None:
             "neap float32": partial(draft_top, adapted, rows, None, 2),
         })  # fmt: skip
         each("route", width, tokens, 2 * hidden_size, 2 * hidden_size * tokens, {
-            **{name: partial(way.route, adapted, ago, top) for name, way in ways.items()},
+            **{name: partial(way.route, adapted, distance, top) for name, way in ways.items()},
             "neap": partial(route, adapted, weights, *others),
         })  # fmt: skip
 
@@ -180,24 +180,27 @@ def bench_choices(bench: Bench, width: int) -> None:
 
 
 def bench_paged(bench: Bench, width: int) -> None:
-    """Times paged attention of one token of each of N sequences of CONTEXT positions, with pages in random order in the pool."""
+    """Times paged attention of one token of each of N sequences of CONTEXT positions, with blocks in random order in the pool."""
     heads, kv_heads, size = HEADS[width]
-    row_pages = CONTEXT // BLOCK_TOKENS
+    table_blocks = CONTEXT // BLOCK_TOKENS
     for tokens in bench.tokens:
 
         def drawn(*shape: int) -> Tensor:
             return torch.randn(shape).to(bench.dtype)
 
         q, (k, v) = drawn(tokens, heads, size), drawn(2, tokens, kv_heads, size).unbind()
-        keys, values = drawn(2, tokens * row_pages, kv_heads, BLOCK_TOKENS, size).unbind()
-        pages = torch.randperm(tokens * row_pages).view(tokens, row_pages)
-        rows, positions = torch.arange(tokens), torch.full((tokens,), CONTEXT - 1)
-        arguments = (q, k, v, keys, values, pages, rows, positions)
+        keys, values = drawn(2, tokens * table_blocks, kv_heads, BLOCK_TOKENS, size).unbind()
+        block_tables = torch.randperm(tokens * table_blocks).view(tokens, table_blocks)
+        table_indices, positions = torch.arange(tokens), torch.full((tokens,), CONTEXT - 1)
+        arguments = (q, k, v, keys, values, block_tables, table_indices, positions)
 
         def plain(
-            q: Tensor = q, keys: Tensor = keys, values: Tensor = values, pages: Tensor = pages
+            q: Tensor = q,
+            keys: Tensor = keys,
+            values: Tensor = values,
+            block_tables: Tensor = block_tables,
         ) -> object:
-            k, v = (t[pages].transpose(1, 2).flatten(2, 3) for t in (keys, values))
+            k, v = (t[block_tables].transpose(1, 2).flatten(2, 3) for t in (keys, values))
             return F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
 
         moved = 2 * tokens * CONTEXT * kv_heads * size * keys.element_size()

@@ -30,7 +30,7 @@ from bench.load import MAX_CHARACTERS, chat, percentile, shuffled
 from bench.prompts import DEFAULT_FILE, read_prompts
 from bench.streams import FINISHED, Stream, StreamClient
 from bench.worker import MODEL_ID, worker_process
-from shared.ladder.folder import read_packed
+from shared.ladder.folder import read_router_folder
 from shared.registry.base import Registry
 from shared.registry.factory import open_registry
 
@@ -101,7 +101,7 @@ def print_table(streams: list[Stream], phases: dict[str, Phase]) -> None:
 
 def alias_actions(registry: Registry, folder: Path) -> dict[str, Callable[[], object]]:
     """The change that each phase makes to the alias, by phase. Publishes versions 1 and 2."""
-    manifest, blobs = read_packed(folder)
+    manifest, blobs = read_router_folder(folder)
     numbers = count(1)
 
     def publish() -> int:

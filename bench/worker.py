@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.cli.processes import ServiceProcess
-from shared.ladder.folder import read_packed
+from shared.ladder.folder import read_router_folder
 from shared.registry.factory import open_registry
 
 MODEL_ID = "bench"
 
 
 def publish_router(folder: Path, registry: Path) -> None:
-    """Publishes the packed ladder in `folder` to `registry`, as the newest version of MODEL_ID."""
+    """Publishes the ladder in `folder` to `registry`, as the newest version of MODEL_ID."""
     opened = open_registry(str(registry))
     try:
-        opened.publish(MODEL_ID, *read_packed(folder), request_id="bench")
+        opened.publish(MODEL_ID, *read_router_folder(folder), request_id="bench")
     finally:
         opened.close()
 

@@ -18,14 +18,14 @@ from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.config import CalibratorSettings, settings_from_command_line
 from shared.cpus import size_thread_pools
 from shared.errors import NeapError
-from shared.metrics_server import metrics_served
+from shared.metrics_server import serve_metrics
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
 from shared.rpc.security import ServerSecurity, open_security
 from shared.rpc.security_metrics import SecurityCollector
-from shared.rpc.service_logs import log_all_output, log_stdout, say_why_not
+from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
 from shared.rpc.serving import RpcServer
-from shared.rpc.trace_export import traces_exported
+from shared.rpc.trace_export import export_traces
 
 log = structlog.get_logger("neap.calibration")
 
@@ -107,7 +107,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 # A service without its queue is useless. It reports NOT_SERVING, drains and ends, and is then restarted.
                 supervisor.start(on_failure=partial(_stop_soon, loop, server))
 
-            with metrics_served(settings.metrics_listen, metrics.registry):
+            with serve_metrics(settings.metrics_listen, metrics.registry):
                 await server.run(prepare)
             return 1 if supervisor.has_died else 0
         finally:
@@ -131,10 +131,10 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = DEFAULT_RECIPE) -> 
         )
         configure_logging(settings.log_level)
         log_stdout()
-        with traces_exported(settings.exports_traces, "neap-calibrator"):
+        with export_traces(settings.exports_traces, "neap-calibrator"):
             return asyncio.run(serve(settings, recipe=recipe))
     except NeapError as error:
-        say_why_not(error)
+        report_start_failure(error)
         return 2
 
 

@@ -22,7 +22,7 @@ class Watchers:
         self._stopping = asyncio.Event()
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def track_stream(self) -> Iterator[None]:
         """Scope of one open stream. Raises Exhausted (TOO_MANY_WATCHERS)."""
         if self._num_watchers >= self._max_watchers:
             raise Exhausted(

@@ -16,7 +16,7 @@ from calibrator_service.calibration.spec import (
     Source,
     TextFile,
 )
-from calibrator_service.job import Job, JobState, unreadable
+from calibrator_service.job import Job, JobState, unreadable_job_error
 from shared.errors import Corrupt, InvalidInput
 from shared.plain_text import check_plain_text
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
@@ -160,7 +160,7 @@ def job_to_proto(job: Job) -> calibration_pb2.Calibration:
         return _calibration(job)
     except (ValueError, TypeError, OverflowError) as error:
         log.exception("a record cannot be shown", calibration_id=job.calibration_id)
-        raise unreadable(job, "it holds a value that cannot be shown") from error
+        raise unreadable_job_error(job, "it holds a value that cannot be shown") from error
 
 
 def unreadable_to_proto(job: Job, error: Corrupt) -> calibration_pb2.UnreadableCalibration:

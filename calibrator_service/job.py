@@ -77,31 +77,31 @@ class Job:
         try:
             return JobState(self.state_text)
         except ValueError as error:
-            raise unreadable(self, "its state is not one this build knows") from error
+            raise unreadable_job_error(self, "its state is not one this build knows") from error
 
     @property
     def spec(self) -> CalibrationSpec:
         try:
             return CalibrationSpec.from_json(self.spec_text)
         except Corrupt as error:
-            raise unreadable(self, error.message) from error
+            raise unreadable_job_error(self, error.message) from error
 
     @property
     def aliases(self) -> tuple[str, ...]:
         try:
             return tuple(map(str, json.loads(self.aliases_text)))
         except (ValueError, TypeError) as error:
-            raise unreadable(self, "its aliases cannot be read") from error
+            raise unreadable_job_error(self, "its aliases cannot be read") from error
 
     @property
     def figures(self) -> Mapping[str, float]:
         try:
             return {str(name): float(n) for name, n in json.loads(self.figures_text).items()}
         except (ValueError, TypeError, AttributeError) as error:
-            raise unreadable(self, "its figures cannot be read") from error
+            raise unreadable_job_error(self, "its figures cannot be read") from error
 
 
-def unreadable(job: Job, why: str) -> Corrupt:
+def unreadable_job_error(job: Job, why: str) -> Corrupt:
     """The error for a record that this build cannot read. Its metadata has those fields of the job that can be read."""
     return Corrupt(
         f"the record of calibration {job.calibration_id} cannot be read by this build: {why}",

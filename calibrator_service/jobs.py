@@ -224,7 +224,7 @@ class JobStore:
                 json.dumps({**job.figures, **figures}),
             )
 
-    def check_wanted(self, calibration_id: str, start: int) -> None:
+    def check_not_cancelled(self, calibration_id: str, start: int) -> None:
         """Raises Cancelled if the job was cancelled, and Conflict if another process runs it."""
         if self._owned_job(calibration_id, start).cancel_requested:
             raise Cancelled("the calibration was cancelled before it was published")
@@ -232,7 +232,7 @@ class JobStore:
     def begin_publishing(self, calibration_id: str, start: int) -> None:
         """From now on the job cannot be cancelled. Raises Cancelled, Conflict."""
         with self._database.transaction() as connection:
-            self.check_wanted(calibration_id, start)
+            self.check_not_cancelled(calibration_id, start)
             _set(connection, calibration_id, "publishing = 1, phase = ?", PUBLISHING)
 
     def succeed(

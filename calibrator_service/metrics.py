@@ -72,7 +72,7 @@ class CalibratorMetrics:
         """Adds the metrics of `queue`."""
         self.registry.register(_QueueCollector(queue))
 
-    def job_ended(self, job: Job) -> None:
+    def count_ended_job(self, job: Job) -> None:
         """Counts a job that this service has run and that has ended."""
         if job.end_time_s is not None:
             seconds = max(job.end_time_s - job.create_time_s, 0.0)

@@ -29,15 +29,15 @@ def publish(config: ProcessConfig, store: JobStore, product: Product) -> Publish
     """Publishes and returns the version. Safe to repeat, because the job's id is the request id. Raises what registry and store raise."""
     job = store.get(config.calibration_id)
 
-    def check_wanted() -> None:
+    def check_not_cancelled() -> None:
         # A job can be cancelled until publishing begins, also while it waits for the registry.
-        store.check_wanted(config.calibration_id, config.start)
+        store.check_not_cancelled(config.calibration_id, config.start)
 
     failed = failed_checks(product.manifest)
     if failed:
         # It is published for inspection, and can be reached by its version number only.
         log.warning("the router did not pass its checks: no alias is moved", failed=failed)
-    registry = _with_retries(lambda: open_registry(config.registry), check_wanted)
+    registry = _with_retries(lambda: open_registry(config.registry), check_not_cancelled)
     try:
         store.begin_publishing(job.calibration_id, config.start)
         published = _with_retries(

@@ -42,7 +42,7 @@ def run(task: Task) -> Product:
 
     from calibrator_service.calibration.pipeline import calibrate
     from shared.ladder.artefact import pack_ladder
-    from shared.ladder.checks import check_packed
+    from shared.ladder.checks import check_artefact
     from shared.model.load import load_model
 
     options = task.options
@@ -64,4 +64,4 @@ def run(task: Task) -> Product:
         should_stop=task.should_stop,
     )
     manifest, blobs = pack_ladder(result.ladder, result.report)
-    return Product({**manifest, "checks": check_packed(manifest, blobs)}, blobs)
+    return Product({**manifest, "checks": check_artefact(manifest, blobs)}, blobs)

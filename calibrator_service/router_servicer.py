@@ -18,7 +18,7 @@ from calibrator_service.convert import (
 )
 from shared.errors import Corrupt, InvalidInput
 from shared.registry.base import PublishedVersion, Registry, RegistryEvent
-from shared.registry.version_reader import version_damaged
+from shared.registry.version_reader import version_damaged_error
 from shared.rpc.callers import recorded_actor
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
@@ -128,7 +128,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             for name in published.manifest.get("blobs", {}):
                 self._registry.read_blob(published, name)
         except Corrupt as error:
-            raise version_damaged(model_id, version, error) from error
+            raise version_damaged_error(model_id, version, error) from error
 
     async def RollbackAlias(  # noqa: N802
         self, request: pb.RollbackAliasRequest, context: Any
@@ -157,7 +157,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Streams events. The next page is read only after the caller has taken the previous one."""
         if request.after_event < 0:
             raise InvalidInput("after_event must not be negative", reason="BAD_EVENT")
-        with self._watchers.one():
+        with self._watchers.track_stream():
             cursor = request.after_event
             while True:
                 events = await self._pool.call(self._next_events, request.model_id, cursor)

@@ -134,7 +134,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         self, request: pb.WatchCalibrationRequest, context: Any
     ) -> AsyncIterator[pb.WatchCalibrationResponse]:
         """Streams the job's state at each change. Changes within one interval, or while the caller does not read, are merged."""
-        with self._watchers.one():
+        with self._watchers.track_stream():
             revision = 0
             while True:
                 job = await self._pool.call(self._store.get, request.calibration_id)

@@ -176,7 +176,7 @@ class Supervisor:
             reason=after.failure_reason,
         )
         if after.state.has_ended:
-            self._metrics.job_ended(after)
+            self._metrics.count_ended_job(after)
             shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
 
     def _run_or_fail(self, job: Job) -> None:

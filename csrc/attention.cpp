@@ -42,19 +42,20 @@ void attend_together(const std::vector<AttentionArgs>& problems) {
   });
 }
 
-// Copies tokens [from, from + count) of new keys or values [1, H, T, D] into slots [base, base + count) of a store [1, H, S, D].
-void write_slots(const Tensor& fresh, int64_t from, int64_t count, const Tensor& store, int64_t base) {
+// Copies tokens [from, from + count) of new keys or values [1, H, T, D] into slots [base, base + count) of a contiguous cache [1, H, S, D].
+void write_slots(const Tensor& fresh, int64_t from, int64_t count, const Tensor& cache, int64_t base) {
   const int64_t width = fresh.size(3);
   for (int64_t head = 0; head < fresh.size(1); ++head)
     for (int64_t token = 0; token < count; ++token)
-      std::memcpy(mutable_floats(store) + head * store.stride(1) + (base + token) * store.stride(2),
+      std::memcpy(mutable_floats(cache) + head * cache.stride(1) + (base + token) * cache.stride(2),
                   floats(fresh) + head * fresh.stride(1) + (from + token) * fresh.stride(2), sizeof(float) * width);
 }
 
 }  // namespace
 
-Tensor slot_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling, std::optional<double> softcap) {
-  const char* op = "slot_attention";
+Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling,
+                            std::optional<double> softcap) {
+  const char* op = "contiguous_attention";
   check_float(op, "q", q, 4);
   check_float(op, "k", k, 4);
   check_float(op, "v", v, 4);
@@ -77,34 +78,35 @@ Tensor slot_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::opti
   return out;
 }
 
-Tensor packed_slot_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
-                             std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling, std::optional<double> softcap) {
-  const char* op = "packed_slot_attention";
+Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
+                                   std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
+                                   std::optional<double> softcap) {
+  const char* op = "ragged_contiguous_attention";
   check_float(op, "q", q, 4);
   check_float(op, "k", k, 4);
   check_float(op, "v", v, 4);
   const int64_t heads = q.size(1), tokens = q.size(2), kv_heads = k.size(1);
-  const size_t segments = keys.size();
+  const size_t sequences = keys.size();
   NEAP_CHECK(q.size(0) == 1 && k.size(0) == 1 && v.size(0) == 1 && k.size(2) == tokens && v.size(2) == tokens && v.size(1) == kv_heads && k.size(3) == q.size(3),
              op, ": q ", text(q), ", k ", text(k), " and v ", text(v), " do not fit [1, Hq, T, D], [1, Hkv, T, D], [1, Hkv, T, Dv]");
   NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads, " key heads");
-  NEAP_CHECK(values.size() == segments && bases.size() == segments && counts.size() == segments && masks.size() == segments, op, ": ", segments,
-             " stores of keys, ", values.size(), " of values, ", bases.size(), " bases, ", counts.size(), " counts and ", masks.size(), " masks");
+  NEAP_CHECK(values.size() == sequences && bases.size() == sequences && counts.size() == sequences && masks.size() == sequences, op, ": ", sequences,
+             " caches of keys, ", values.size(), " of values, ", bases.size(), " bases, ", counts.size(), " counts and ", masks.size(), " masks");
   NEAP_CHECK(tokens == 0 || (k.stride(3) == 1 && v.stride(3) == 1), op, ": the last dimension of k and v must be contiguous");
   NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
   int64_t covered = 0;
-  for (size_t s = 0; s < segments; ++s) {
-    check_float(op, "a store of keys", keys[s], 4);
-    check_float(op, "a store of values", values[s], 4);
-    const auto fits = [&](const Tensor& store, const Tensor& fresh) {
-      return store.size(0) == 1 && store.size(1) == kv_heads && store.size(3) == fresh.size(3) && store.stride(3) == 1 && bases[s] >= 0 && counts[s] > 0 &&
-             bases[s] + counts[s] <= store.size(2);
+  for (size_t s = 0; s < sequences; ++s) {
+    check_float(op, "a cache of keys", keys[s], 4);
+    check_float(op, "a cache of values", values[s], 4);
+    const auto fits = [&](const Tensor& cache, const Tensor& fresh) {
+      return cache.size(0) == 1 && cache.size(1) == kv_heads && cache.size(3) == fresh.size(3) && cache.stride(3) == 1 && bases[s] >= 0 && counts[s] > 0 &&
+             bases[s] + counts[s] <= cache.size(2);
     };
-    NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": stores ", text(keys[s]), " and ", text(values[s]), " cannot take ", counts[s], " tokens at ", bases[s]);
+    NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": caches ", text(keys[s]), " and ", text(values[s]), " cannot take ", counts[s], " tokens at ", bases[s]);
     covered += counts[s];
   }
   NEAP_CHECK(covered == tokens, op, ": the counts sum to ", covered, " tokens, but q has ", tokens);
-  for (size_t s = 0; s < segments; ++s)
+  for (size_t s = 0; s < sequences; ++s)
     if (masks[s].numel() > 0) check_mask(op, masks[s], 1, counts[s], bases[s] + counts[s]);
 
   const int64_t value_width = v.size(3);
@@ -112,7 +114,7 @@ Tensor packed_slot_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> k
   if (out.numel() == 0) return out;
   std::vector<AttentionArgs> problems;
   int64_t from = 0, items = 0, blocks = 0;
-  for (size_t s = 0; s < segments; ++s) {
+  for (size_t s = 0; s < sequences; ++s) {
     write_slots(k, from, counts[s], keys[s], bases[s]);
     write_slots(v, from, counts[s], values[s], bases[s]);
     const bool masked = masks[s].numel() > 0;

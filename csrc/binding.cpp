@@ -1,45 +1,20 @@
 // The ops on packed weights, norms and rotary positions: argument checks, allocation of outputs, and calls of the CPU kernels. Also
 // the schemas of the ops that run on the CPU only.
-#include "binding.h"
+#include "packed.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 #include <tuple>
 
 namespace neap::binding {
 
 namespace {
 
-// Asks for 2 MiB pages, which save page walks: weights are read from end to end at every pass. The system may ignore the advice.
-void advise_huge_pages(const Tensor& t) {
-#if defined(__linux__)
-  constexpr uintptr_t kHuge = 2 << 20;
-  const uintptr_t begin = ((uintptr_t)t.const_data_ptr() + kHuge - 1) & ~(kHuge - 1);
-  const uintptr_t end = ((uintptr_t)t.const_data_ptr() + (uintptr_t)t.numel() * 4) & ~(kHuge - 1);
-  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
-#endif
-}
-
-Tensor pack_linear(Tensor weight) {
-  check_float("pack_linear", "weight", weight, 2);
-  const int64_t n = weight.size(0), k = weight.size(1), panels = (n + neap::kPanel - 1) / neap::kPanel;
-  Tensor packed = empty({panels, k, neap::kPanel});
-  advise_huge_pages(packed);
-  const neap::PackArgs args{floats(weight), mutable_floats(packed), n, k, weight.stride(0), weight.stride(1)};
-  parallel(panels, (double)n * k, [&](int64_t b, int64_t e) { neap::kernels().pack(args, b, e); });
-  return packed;
-}
-
-Tensor run_linear(const char* op, Tensor x, const Tensor& packed, int64_t out_features, const std::optional<Tensor>& bias, bool gated,
+Tensor run_linear(const char* op, Tensor x, const Tensor& weight, const Tensor* up, int64_t out_features, const std::optional<Tensor>& bias,
                   neap::Activation activation) {
   check_float(op, "x", x, -1);
-  check_float(op, "packed", packed, 3);
-  const int64_t k = x.size(x.dim() - 1), factor = gated ? 2 : 1;
   NEAP_CHECK(out_features >= 0, op, ": out_features is negative");
-  const int64_t panels = factor * ((out_features + neap::kPanel - 1) / neap::kPanel);
-  NEAP_CHECK(packed.is_contiguous() && packed.size(0) == panels && packed.size(1) == k && packed.size(2) == neap::kPanel, op, ": packed has shape ",
-             text(packed), ", but ", out_features, " outputs of x ", text(x), " want contiguous [", panels, ", ", k, ", ", neap::kPanel, "]");
+  const int64_t k = x.size(x.dim() - 1), factor = up ? 2 : 1;
+  const neap::Matrix matrix = packed_of_size(op, up ? "gate" : "packed", weight, out_features, k);
+  const neap::Matrix up_matrix = up ? packed_of_size(op, "up", *up, out_features, k) : neap::Matrix{};
   if (bias) check_vector(op, "bias", *bias, factor * out_features);
   if (!x.is_contiguous()) x = torch::stable::contiguous(x);
   Sizes shape = sizes_of(x);
@@ -47,19 +22,19 @@ Tensor run_linear(const char* op, Tensor x, const Tensor& packed, int64_t out_fe
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
   shape.back() = out_features;
   Tensor out = empty(shape);
-  const neap::LinearArgs args{floats(x), floats(packed), bias ? floats(*bias) : nullptr, mutable_floats(out), rows, k, out_features, k, gated, activation, nullptr};
+  const neap::LinearArgs args{floats(x), matrix, up_matrix, bias ? floats(*bias) : nullptr, mutable_floats(out), rows, k, out_features, k, up != nullptr, activation, nullptr};
   const neap::Kernels& kernels = neap::kernels();
   const int64_t items = kernels.linear_items(args, torch::stable::get_num_threads());
-  parallel(items, (double)rows * k * panels * neap::kPanel, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
+  parallel(items, (double)rows * k * factor * out_features, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
   return out;
 }
 
 Tensor packed_linear(Tensor x, Tensor packed, int64_t out_features, std::optional<Tensor> bias) {
-  return run_linear("packed_linear", x, packed, out_features, bias, false, neap::kIdentity);
+  return run_linear("packed_linear", x, packed, nullptr, out_features, bias, neap::kIdentity);
 }
 
-Tensor packed_gated_linear(Tensor x, Tensor packed, int64_t out_features, std::string activation, std::optional<Tensor> bias) {
-  return run_linear("packed_gated_linear", x, packed, out_features, bias, true, gate_activation("packed_gated_linear", activation));
+Tensor packed_gated_linear(Tensor x, Tensor gate, Tensor up, int64_t out_features, std::string activation, std::optional<Tensor> bias) {
+  return run_linear("packed_gated_linear", x, gate, &up, out_features, bias, gate_activation("packed_gated_linear", activation));
 }
 
 Tensor rms_norm(Tensor x, Tensor weight, double eps, double weight_offset) {
@@ -110,15 +85,18 @@ void set_cpu_isa(std::string name) {
 
 STABLE_TORCH_LIBRARY(neap, m) {
   m.def("pack_linear(Tensor weight) -> Tensor");
+  m.def("pack_blocks(Tensor blocks, str kind, int in_features) -> Tensor");
+  m.def("unpack_linear(Tensor packed) -> Tensor");
+  m.def("packed_rows(Tensor packed, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, SymInt out_features, Tensor? bias=None) -> Tensor");
-  m.def("packed_gated_linear(Tensor x, Tensor packed, SymInt out_features, str activation, Tensor? bias=None) -> Tensor");
+  m.def("packed_gated_linear(Tensor x, Tensor gate, Tensor up, SymInt out_features, str activation, Tensor? bias=None) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float weight_offset=0.0) -> Tensor");
   m.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def(
-      "slot_attention(Tensor q, Tensor k, Tensor v, SymInt kv_length, Tensor? mask, bool causal, float scaling, "
+      "contiguous_attention(Tensor q, Tensor k, Tensor v, SymInt kv_length, Tensor? mask, bool causal, float scaling, "
       "float? softcap=None) -> Tensor");
   m.def(
-      "packed_slot_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, "
+      "ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, "
       "SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
   m.def(
       "decoder_layer(Tensor x, Tensor cos, Tensor sin, Tensor[] norms, Tensor[] packed, Tensor[] biases, Tensor(a!)[] keys, "
@@ -131,12 +109,15 @@ STABLE_TORCH_LIBRARY(neap, m) {
 STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
   using namespace neap::binding;
   m.impl("pack_linear", TORCH_BOX(&pack_linear));
+  m.impl("pack_blocks", TORCH_BOX(&pack_blocks));
+  m.impl("unpack_linear", TORCH_BOX(&unpack_linear));
+  m.impl("packed_rows", TORCH_BOX(&packed_rows));
   m.impl("packed_linear", TORCH_BOX(&packed_linear));
   m.impl("packed_gated_linear", TORCH_BOX(&packed_gated_linear));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
   m.impl("rotary", TORCH_BOX(&rotary));
-  m.impl("slot_attention", TORCH_BOX(&slot_attention));
-  m.impl("packed_slot_attention", TORCH_BOX(&packed_slot_attention));
+  m.impl("contiguous_attention", TORCH_BOX(&contiguous_attention));
+  m.impl("ragged_contiguous_attention", TORCH_BOX(&ragged_contiguous_attention));
   m.impl("decoder_layer", TORCH_BOX(&decoder_layer));
 }
 

@@ -46,11 +46,11 @@ inline void check_vector(const char* op, const char* name, const Tensor& t, int6
   NEAP_CHECK(t.size(0) == size && t.is_contiguous(), op, ": ", name, " must be contiguous with shape [", size, "], got ", text(t));
 }
 
-inline Tensor empty(const Sizes& sizes) {
+inline Tensor empty(const Sizes& sizes, int32_t dtype = aoti_torch_dtype_float32()) {
   Sizes strides(sizes.size(), 1);
   for (int64_t i = (int64_t)sizes.size() - 2; i >= 0; --i) strides[i] = strides[i + 1] * std::max<int64_t>(sizes[i + 1], 1);
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), aoti_torch_dtype_float32(),
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
                                                   aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
@@ -92,9 +92,11 @@ inline float* thread_scratch(int64_t count) {
 }
 
 // attention.cpp
-Tensor slot_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling, std::optional<double> softcap);
-Tensor packed_slot_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
-                             std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling, std::optional<double> softcap);
+Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling,
+                            std::optional<double> softcap);
+Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
+                                   std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
+                                   std::optional<double> softcap);
 
 // layer.cpp
 Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms, std::vector<Tensor> packed, std::vector<Tensor> biases,

@@ -15,15 +15,15 @@ void dots(const RowDotsArgs& args) {
            [&](int64_t b, int64_t e) { kernels.row_dots(args, b, e); });
 }
 
-Tensor exit_head(Tensor state, Tensor deep_state, Tensor ago, Tensor mix, Tensor offset, std::optional<Tensor> out, std::optional<Tensor> scale, Tensor gain,
-                 double eps) {
+Tensor exit_head(Tensor state, Tensor deep_state, Tensor distance, Tensor mix, Tensor offset, std::optional<Tensor> out, std::optional<Tensor> scale,
+                 Tensor gain, double eps) {
   const Call call("exit_head", state);
   call.rows("state", state, {-1, -1});
   const int64_t tokens = state.size(0), width = state.size(1);
   call.rows("deep_state", deep_state, {tokens, width});
   ExitHeadArgs args{};
   args.tokens = tokens, args.width = width, args.eps = (float)eps;
-  args.ago = call.integers("ago", ago, {tokens});
+  args.distance = call.integers("distance", distance, {tokens});
   args.mix = call.weight("mix", mix, -1, 2 * width);
   args.offset = call.floats("offset", offset, {-1, args.mix.rows});
   args.num_offsets = offset.size(0);
@@ -95,8 +95,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optiona
   return {values, indices, log_mass};
 }
 
-Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor ago, double shift,
-             double eps, double lowest, double highest, Tensor tickets) {
+Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor distance,
+             double shift, double eps, double lowest, double highest, Tensor tickets) {
   const Call call("route", x);
   call.rows("x", x, {-1, -1});
   RouteArgs args{};
@@ -111,7 +111,7 @@ Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature
   args.top = call.floats("top", top, {tokens, -1});
   NEAP_CHECK(top.size(1) >= 1, "route: top has no columns");
   args.k = (int)top.size(1);
-  args.log_mass = call.floats("log_mass", log_mass, {tokens}), args.ago = call.integers("ago", ago, {tokens});
+  args.log_mass = call.floats("log_mass", log_mass, {tokens}), args.distance = call.integers("distance", distance, {tokens});
   args.shift = (float)shift, args.eps = (float)eps, args.lowest = (float)lowest, args.highest = (float)highest;
   call.contiguous("tickets", tickets, {-1});
   NEAP_CHECK(tickets.scalar_type() == ScalarType::Int && tickets.size(0) >= route_tiles(tokens), "route: tickets must be int32 zeros, at least ",
@@ -139,11 +139,11 @@ Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature
 
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def(
-      "exit_head(Tensor state, Tensor deep_state, Tensor ago, Tensor mix, Tensor offset, Tensor? out, Tensor? scale, Tensor gain, "
+      "exit_head(Tensor state, Tensor deep_state, Tensor distance, Tensor mix, Tensor offset, Tensor? out, Tensor? scale, Tensor gain, "
       "float eps) -> Tensor");
   m.def("draft_top(Tensor x, Tensor rows, Tensor? bias, int k) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor ago, "
+      "route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor distance, "
       "float shift, float eps, float lowest, float highest, Tensor(a!) tickets) -> Tensor");
 }
 

@@ -2,6 +2,7 @@
 //
 // It calls the same kernels in the same order as the separate ops do, so its result is bit-identical to that of the modules.
 #include "attention_problem.h"
+#include "packed.h"
 #include "team.h"
 
 namespace neap::binding {
@@ -10,7 +11,7 @@ namespace {
 
 constexpr const char* kOp = "decoder_layer";
 
-// Allocates pieces of one block of floats, each starting on a cache line. With a null block it only adds up their sizes.
+// Allocates pieces of one buffer of floats, each starting on a cache line. With a null buffer it only adds up their sizes.
 class Arena {
  public:
   explicit Arena(float* base) : base_(base) {}
@@ -125,29 +126,27 @@ void Layer::run(const Team& team) const {
   linear(down, down_items);
 }
 
-// The arguments of a product with a packed matrix. An empty or null bias means none. `lay_out` sets x and out.
-LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* bias, int64_t rows, int64_t in_features, int64_t out_features, bool gated,
-                       Activation activation) {
-  check_float(kOp, name, packed, 3);
-  const int64_t factor = gated ? 2 : 1, panels = factor * ((out_features + kPanel - 1) / kPanel);
-  NEAP_CHECK(packed.is_contiguous() && packed.size(0) == panels && packed.size(1) == in_features && packed.size(2) == kPanel, kOp, ": ", name, " has shape ",
-             text(packed), ", but ", out_features, " outputs of ", in_features, " inputs want contiguous [", panels, ", ", in_features, ", ", kPanel, "]");
+// The arguments of a product with a packed matrix, or with a gate and `up`. An empty or null bias means none. `lay_out` sets x and out.
+LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* up, const Tensor* bias, int64_t rows, int64_t in_features, int64_t out_features,
+                       Activation activation = kIdentity) {
+  const Matrix matrix = packed_of_size(kOp, name, packed, out_features, in_features);
+  const Matrix up_matrix = up ? packed_of_size(kOp, "up", *up, out_features, in_features) : Matrix{};
   if (bias && bias->numel() == 0) bias = nullptr;
-  if (bias) check_vector(kOp, name, *bias, factor * out_features);
-  return {nullptr, floats(packed), bias ? floats(*bias) : nullptr, nullptr, rows, in_features, out_features, in_features, gated, activation, nullptr};
+  if (bias) check_vector(kOp, name, *bias, (up ? 2 : 1) * out_features);
+  return {nullptr, matrix, up_matrix, bias ? floats(*bias) : nullptr, nullptr, rows, in_features, out_features, in_features, up != nullptr, activation, nullptr};
 }
 
 // Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, and their attention problem.
 void add_sequence(Layer* layer, const Tensor& keys, const Tensor& values, int64_t base, int64_t count, const Tensor* mask, double scaling,
                   const std::optional<double>& softcap) {
-  check_float(kOp, "a store of keys", keys, 4);
-  check_float(kOp, "a store of values", values, 4);
+  check_float(kOp, "a cache of keys", keys, 4);
+  check_float(kOp, "a cache of values", values, 4);
   const PlaceArgs& place = layer->place;
-  const auto fits = [&](const Tensor& store, int64_t width) {
-    return store.size(0) == 1 && store.size(1) == place.kv_heads && store.size(3) == width && store.stride(3) == 1 && base >= 0 && count > 0 &&
-           base + count <= store.size(2);
+  const auto fits = [&](const Tensor& cache, int64_t width) {
+    return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 && base >= 0 && count > 0 &&
+           base + count <= cache.size(2);
   };
-  NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": stores ", text(keys), " and ", text(values), " cannot take ", count,
+  NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": caches ", text(keys), " and ", text(values), " cannot take ", count,
              " tokens at ", base);
   if (mask) check_mask(kOp, *mask, 1, count, base + count);
   for (int64_t token = base; token < base + count; ++token)
@@ -169,16 +168,16 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
   check_float(kOp, "sin", sin, 3);
   const int64_t tokens = x.size(0) * x.size(1), width = x.size(2);
   const size_t sequences = keys.size();
-  NEAP_CHECK(sequences > 0 && values.size() == sequences && bases.size() == sequences && counts.size() == sequences, kOp, ": ", sequences, " stores of keys, ",
+  NEAP_CHECK(sequences > 0 && values.size() == sequences && bases.size() == sequences && counts.size() == sequences, kOp, ": ", sequences, " caches of keys, ",
              values.size(), " of values, ", bases.size(), " bases and ", counts.size(), " counts");
   NEAP_CHECK(masks.empty() || masks.size() == sequences, kOp, ": ", masks.size(), " masks for ", sequences, " sequences");
   NEAP_CHECK(norms.size() == 2 || norms.size() == 4, kOp, ": ", norms.size(), " norms, want 2, or 4 with head norms");
-  NEAP_CHECK((packed.size() == 4 || packed.size() == 6) && (biases.empty() || biases.size() == packed.size()), kOp, ": ", packed.size(), " matrices and ", biases.size(),
-             " biases, want 6 of each, or 4 if one matrix makes queries, keys and values; biases may be absent");
+  NEAP_CHECK((packed.size() == 5 || packed.size() == 7) && (biases.empty() || biases.size() == packed.size() - 1), kOp, ": ", packed.size(), " matrices and ",
+             biases.size(), " biases, want 7 and 6, or 5 and 4 if one matrix makes queries, keys and values; biases may be absent");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
-  check_float(kOp, "a store of keys", keys[0], 4);
-  check_float(kOp, "a store of values", values[0], 4);
+  check_float(kOp, "a cache of keys", keys[0], 4);
+  check_float(kOp, "a cache of values", values[0], 4);
 
   Layer layer;
   layer.tokens = tokens;
@@ -210,18 +209,19 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
   layer.input_norm = {floats(x), floats(norms[0]), nullptr, width, width, (float)eps, (float)weight_offset};
   layer.mlp_norm = {nullptr, floats(norms[1]), nullptr, width, width, (float)eps, (float)weight_offset};
   const int64_t q = heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
-  const Sizes parts = packed.size() == 6 ? Sizes{q, k, v} : Sizes{q + k + v};
+  const Sizes parts = packed.size() == 7 ? Sizes{q, k, v} : Sizes{q + k + v};
   const auto bias = [&](size_t i) { return biases.empty() ? nullptr : &biases[i]; };
   for (size_t i = 0; i < parts.size(); ++i)
-    layer.projections.push_back(linear_args("a projection", packed[i], bias(i), tokens, width, parts[i], false, kIdentity));
+    layer.projections.push_back(linear_args("a projection", packed[i], nullptr, bias(i), tokens, width, parts[i]));
   const size_t next = parts.size();
-  layer.out = linear_args("out", packed[next], bias(next), tokens, heads * place.value_width, width, false, kIdentity);
-  layer.gated = linear_args("gate and up", packed[next + 1], bias(next + 1), tokens, width, intermediate, true, gate_activation(kOp, activation));
-  layer.down = linear_args("down", packed[next + 2], bias(next + 2), tokens, intermediate, width, false, kIdentity);
+  layer.out = linear_args("out", packed[next], nullptr, bias(next), tokens, heads * place.value_width, width);
+  layer.gated = linear_args("gate", packed[next + 1], &packed[next + 2], bias(next + 1), tokens, width, intermediate, gate_activation(kOp, activation));
+  layer.down = linear_args("down", packed[next + 3], nullptr, bias(next + 2), tokens, intermediate, width);
   layer.out.residual = floats(x), layer.down.out = mutable_floats(result);
 
-  double products = 0;
-  for (const Tensor& matrix : packed) products += (double)matrix.numel();
+  double products = (double)layer.gated.out_features * width;  // of gate and up: the loop below counts the gate
+  for (const LinearArgs* product : {&layer.out, &layer.gated, &layer.down}) products += (double)product->in_features * product->out_features;
+  for (const LinearArgs& projection : layer.projections) products += (double)projection.in_features * projection.out_features;
   layer.ranks = std::clamp<int64_t>((int64_t)(products * (double)tokens / (double)kGrainFlops), 1, torch::stable::get_num_threads());
   layer.count(neap::kernels());
   Arena size(nullptr);

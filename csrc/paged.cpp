@@ -15,24 +15,25 @@ namespace {
 
 constexpr int64_t kLanes = 16;  // independent partial sums of a dot product
 
-// Index of the slot of a position in a pool of slots [page, kv head, slot].
-int64_t slot_of(const PagedArgs& args, int64_t row, int64_t position, int64_t head) {
-  const int64_t page = args.pages[row * args.row_pages + position / args.page_slots];
-  return (page * args.kv_heads + head) * args.page_slots + position % args.page_slots;
+// Index of the slot of a position in a pool of slots [block, kv head, slot].
+int64_t slot_of(const PagedArgs& args, int64_t table, int64_t position, int64_t head) {
+  const int64_t block = args.block_tables[table * args.table_blocks + position / args.block_tokens];
+  return (block * args.kv_heads + head) * args.block_tokens + position % args.block_tokens;
 }
 
-// Checks the contents of rows, positions and pages. CPU only: on a GPU this would need a synchronisation.
+// Checks the contents of block_tables, table_indices and positions. CPU only: on a GPU this would need a synchronisation.
 void check_indices(const PagedArgs& args) {
   for (int64_t t = 0; t < args.tokens; ++t) {
-    const int64_t row = args.rows[t], position = args.positions[t];
+    const int64_t table = args.table_indices[t], position = args.positions[t];
     if (position < 0) continue;
-    NEAP_CHECK(row >= 0 && row < args.num_rows, "paged_attention: token ", t, " has row ", row, ", but there are ", args.num_rows, " rows");
-    NEAP_CHECK(position < args.row_pages * args.page_slots, "paged_attention: token ", t, " has position ", position, ", but its row has ",
-               args.row_pages, " pages of ", args.page_slots, " slots");
-    for (int64_t i = first_seen(args, position) / args.page_slots; i <= position / args.page_slots; ++i) {
-      const int64_t page = args.pages[row * args.row_pages + i];
-      NEAP_CHECK(page >= 0 && page < args.num_pages, "paged_attention: page ", i, " of row ", row, " is ", page, ", but the pool has ", args.num_pages,
-                 " pages");
+    NEAP_CHECK(table >= 0 && table < args.num_tables, "paged_attention: token ", t, " has table index ", table, ", but there are ", args.num_tables,
+               " block tables");
+    NEAP_CHECK(position < args.table_blocks * args.block_tokens, "paged_attention: token ", t, " has position ", position,
+               ", but its block table has ", args.table_blocks, " blocks of ", args.block_tokens, " tokens");
+    for (int64_t i = first_seen(args, position) / args.block_tokens; i <= position / args.block_tokens; ++i) {
+      const int64_t block = args.block_tables[table * args.table_blocks + i];
+      NEAP_CHECK(block >= 0 && block < args.num_blocks, "paged_attention: entry ", i, " of block table ", table, " is ", block, ", but the pool has ",
+                 args.num_blocks, " blocks");
     }
   }
 }
@@ -44,7 +45,7 @@ void write(const PagedArgs& args) {
   for (int64_t t = 0; t < args.tokens; ++t) {
     if (args.positions[t] < 0) continue;
     for (int64_t h = 0; h < args.kv_heads; ++h) {
-      const int64_t slot = slot_of(args, args.rows[t], args.positions[t], h);
+      const int64_t slot = slot_of(args, args.table_indices[t], args.positions[t], h);
       std::memcpy(keys + slot * args.width, k + t * args.k_token + h * args.k_head, args.width * sizeof(E));
       std::memcpy(values + slot * args.value_width, v + t * args.v_token + h * args.v_head, args.value_width * sizeof(E));
     }
@@ -80,13 +81,13 @@ void attend(const PagedArgs& args, float* scratch, int64_t begin, int64_t end) {
     const int64_t first = first_seen(args, position), count = position - first + 1;
     float largest = -INFINITY, total = 0.f;
     for (int64_t i = 0; i < count; ++i) {
-      float score = args.scaling * dot(query, keys + slot_of(args, args.rows[t], first + i, own) * args.width, args.width);
+      float score = args.scaling * dot(query, keys + slot_of(args, args.table_indices[t], first + i, own) * args.width, args.width);
       if (args.softcap > 0) score = args.softcap * std::tanh(score / args.softcap);
       weights[i] = score, largest = std::max(largest, score);
     }
     for (int64_t i = 0; i < count; ++i) {
       const float weight = std::exp(weights[i] - largest);
-      const E* value = values + slot_of(args, args.rows[t], first + i, own) * args.value_width;
+      const E* value = values + slot_of(args, args.table_indices[t], first + i, own) * args.value_width;
       total += weight;
       for (int64_t c = 0; c < args.value_width; ++c) sums[c] += weight * (float)value[c];
     }
@@ -121,8 +122,8 @@ void* pool(const Call& call, const char* name, Tensor& t, const Sizes& sizes, Dt
   return t.mutable_data_ptr();
 }
 
-Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor pages, Tensor rows, Tensor positions, double scaling,
-                       double softcap, int64_t window) {
+Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor block_tables, Tensor table_indices,
+                       Tensor positions, double scaling, double softcap, int64_t window) {
   const Call call("paged_attention", q);
   PagedArgs args{};
   args.dtype = call.dtype("q", q);
@@ -136,13 +137,13 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
              args.kv_heads, " key heads");
   NEAP_CHECK(args.width > 0 && args.value_width > 0, "paged_attention: the heads' width is 0");
   args.keys = pool(call, "keys", keys, {-1, args.kv_heads, -1, args.width}, args.dtype);
-  args.num_pages = keys.size(0), args.page_slots = keys.size(2);
-  args.values = pool(call, "values", values, {args.num_pages, args.kv_heads, args.page_slots, args.value_width}, args.dtype);
-  args.pages = call.integers("pages", pages, {-1, -1});
-  args.num_rows = pages.size(0), args.row_pages = pages.size(1);
-  NEAP_CHECK(args.page_slots > 0 && args.page_slots * args.row_pages < INT32_MAX, "paged_attention: rows of ", args.row_pages, " pages of ",
-             args.page_slots, " slots are empty or too long");
-  args.rows = call.integers("rows", rows, {args.tokens}), args.positions = call.integers("positions", positions, {args.tokens});
+  args.num_blocks = keys.size(0), args.block_tokens = keys.size(2);
+  args.values = pool(call, "values", values, {args.num_blocks, args.kv_heads, args.block_tokens, args.value_width}, args.dtype);
+  args.block_tables = call.integers("block_tables", block_tables, {-1, -1});
+  args.num_tables = block_tables.size(0), args.table_blocks = block_tables.size(1);
+  NEAP_CHECK(args.block_tokens > 0 && args.block_tokens * args.table_blocks < INT32_MAX, "paged_attention: block tables of ",
+             args.table_blocks, " blocks of ", args.block_tokens, " tokens are empty or too long");
+  args.table_indices = call.integers("table_indices", table_indices, {args.tokens}), args.positions = call.integers("positions", positions, {args.tokens});
   NEAP_CHECK(softcap >= 0 && window >= 0, "paged_attention: softcap and window must be at least 0 (0: none)");
   args.scaling = (float)scaling, args.softcap = (float)softcap, args.window = window;
   args.q = q.const_data_ptr(), args.k = k.const_data_ptr(), args.v = v.const_data_ptr();
@@ -175,8 +176,8 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
 
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def(
-      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor pages, Tensor rows, Tensor positions, "
-      "float scaling, float softcap=0., int window=0) -> Tensor");
+      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, Tensor table_indices, "
+      "Tensor positions, float scaling, float softcap=0., int window=0) -> Tensor");
 }
 
 #define NEAP_REGISTER(device)                                              \

@@ -1,7 +1,7 @@
 """`python -m inference_service`: a worker that serves frozen models with published routers."""
 
 from shared.cpus import size_thread_pools, usable_cpus
-from shared.rpc.service_logs import log_all_output, log_stdout, say_why_not
+from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
 
 if __name__ == "__main__":  # before anything below imports torch
     log_all_output()
@@ -27,7 +27,7 @@ from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.errors import InvalidInput, NeapError
-from shared.metrics_server import metrics_served
+from shared.metrics_server import serve_metrics
 from shared.model.load import LoadedModel, load_model
 from shared.model.runners import make_runner
 from shared.registry.blob_cache import BlobCache
@@ -37,7 +37,7 @@ from shared.rpc.logs import configure_logging
 from shared.rpc.security import open_security
 from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.serving import RpcServer
-from shared.rpc.trace_export import traces_exported
+from shared.rpc.trace_export import export_traces
 
 log = structlog.get_logger("neap.worker")
 
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = settings_from_command_line(WorkerSettings, "python -m inference_service", argv)
         configure_logging(settings.log_level)
         log_stdout()
-        with traces_exported(settings.exports_traces, "neap-worker"):
+        with export_traces(settings.exports_traces, "neap-worker"):
             return asyncio.run(serve(settings))
     except NeapError as error:
-        say_why_not(error)
+        report_start_failure(error)
         return 2
 
 
@@ -127,7 +127,7 @@ async def serve(settings: WorkerSettings) -> int:
             )
         servicer.set_ready()
 
-    with metrics_served(settings.metrics_listen, metrics.registry):
+    with serve_metrics(settings.metrics_listen, metrics.registry):
         ready = await server.run(prepare)
     if not ready:
         # A thread may still be loading weights. There is nothing to finish or to save.

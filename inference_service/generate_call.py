@@ -33,23 +33,23 @@ class GenerateCall:
     def __enter__(self) -> "GenerateCall":
         return self
 
-    def found(self, model_id: str, deadline_s: float) -> None:
+    def set_model(self, model_id: str, deadline_s: float) -> None:
         """The call names a model that is served here. `deadline_s` in `time.monotonic()` seconds."""
         self._model_id, self._deadline_s = model_id, deadline_s
         annotate_call(model_id=model_id, router_version=0)  # 0 means no router
 
-    def routed(self, version: int, *, by_default: bool) -> None:
+    def set_router(self, version: int, *, by_default: bool) -> None:
         """The call uses this router version. `by_default`: the caller named none."""
         if by_default:
             self._metrics.router_version.labels(self._model_id).set(version)
         annotate_call(router_version=version)
 
-    def accepted(self, handle: GenerationHandle) -> None:
+    def set_handle(self, handle: GenerationHandle) -> None:
         """The engine has accepted the request."""
         self._handle = handle
         annotate_call(prompt_tokens=len(handle.request.prompt_ids))
 
-    def event(self, event: GenerationEvent) -> None:
+    def record_event(self, event: GenerationEvent) -> None:
         """`event` is about to be written to the client."""
         if isinstance(event, Finished):
             self._finished = event

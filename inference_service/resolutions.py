@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from inference_service.recent import Recent
+from inference_service.lru_cache import LruCache
 from shared.blocking import BlockingPool
 from shared.errors import Exhausted, Unavailable
 from shared.registry.base import AliasTarget
@@ -60,8 +60,8 @@ class Resolutions:
         self._patience_s = patience_s
         self._ask_again_s = ask_again_s
         self._known_aliases, self._new_aliases = known_aliases, new_aliases
-        self._known: Recent[Key, Resolution] = Recent(MAX_KNOWN)
-        self._probe: asyncio.Task[Resolution] | None = None
+        self._known: LruCache[Key, Resolution] = LruCache(MAX_KNOWN)
+        self._refresh: asyncio.Task[Resolution] | None = None
         self._failed_at_s: float | None = None
         self._logged_at_s = float("-inf")
 
@@ -77,8 +77,8 @@ class Resolutions:
             return await self._ask(key, self._new_aliases)
         if self._failed_at_s is not None:
             is_due = time.monotonic() - self._failed_at_s >= self._ask_again_s
-            if is_due and (self._probe is None or self._probe.done()):
-                self._probe = self._ask(key, self._known_aliases)
+            if is_due and (self._refresh is None or self._refresh.done()):
+                self._refresh = self._ask(key, self._known_aliases)
             return self._stale(key, known)
         try:
             answer = asyncio.shield(self._ask(key, self._known_aliases))

@@ -10,8 +10,8 @@ from typing import Any
 
 import structlog
 
+from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
-from inference_service.recent import Recent
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
 from shared.ladder.ladder import Ladder
@@ -80,7 +80,7 @@ class RouterLoader:
         self._prepare: dict[str, Prepare] = {}
         self._loaded: OrderedDict[tuple[str, int], LoadedRouter] = OrderedDict()
         self._loading: dict[tuple[str, int], asyncio.Task[LoadedRouter]] = {}
-        self._failures: Recent[tuple[str, int], _Failure] = Recent(MAX_FAILURES)
+        self._failures: LruCache[tuple[str, int], _Failure] = LruCache(MAX_FAILURES)
 
     def prepare_with(self, model_id: str, prepare: Prepare) -> None:
         """Calls `prepare(ladder)`, in a thread, before a router of this model counts as loaded. It may raise NeapError."""

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
-from inference_service.recent import Recent
 from inference_service.resolutions import MAX_KNOWN, Resolution, Resolutions
 from inference_service.router_loader import (
     LoadedRouter,
@@ -88,7 +88,7 @@ class RouterStore:
         self._on_fallback = on_fallback
         self._num_waiting, self._max_waiting = 0, max_waiting
         # The version that each alias served last. The loader may have evicted it.
-        self._serving: Recent[tuple[str, str], int] = Recent(MAX_KNOWN)
+        self._serving: LruCache[tuple[str, str], int] = LruCache(MAX_KNOWN)
 
     def prepare_with(self, model_id: str, prepare: Prepare) -> None:
         """See `RouterLoader.prepare_with`."""

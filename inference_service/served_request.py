@@ -24,7 +24,7 @@ def with_router(
     bound: float | None = None
     num_tokens: int | None = None
     if policy.name == "relaxed" and shadow.is_suspended(router.version):
-        shadow.served_exact(router.version)
+        shadow.count_served_exact(router.version)
         policy = DepthPolicy("exact", min_layers=policy.min_layers)
     elif policy.name == "relaxed":
         bound = default_bound

@@ -21,7 +21,7 @@ from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_request import published_bound, with_router
 from inference_service.stream import EventStream
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
-from shared.rpc.callers import client_of
+from shared.rpc.callers import client_key
 from shared.rpc.interceptors import annotate_call, current_request_id, write_response
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -111,8 +111,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with GenerateCall(self._metrics) as call:
             deadline_s = _deadline_s(context)
             served = self._find(request.model_id)
-            call.found(request.model_id, deadline_s)
-            with served.admitted(client_of(context)):
+            call.set_model(request.model_id, deadline_s)
+            with served.admitted(client_key(context)):
                 await self._generate(request, served.engine, deadline_s, context, call)
 
     async def _generate(
@@ -138,18 +138,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
             asked = generation.policy.name
             generation = with_router(generation, router, engine.shadow, self._relaxed_bound)
-            call.routed(router.version, by_default=choice == RouterChoice())
+            call.set_router(router.version, by_default=choice == RouterChoice())
             if generation.policy.name != asked:
                 annotate_call(served_policy=generation.policy.name)
         stream = EventStream()
         try:
             handle = await self._pools.requests.call(_submit, engine, generation, router, stream)
-            call.accepted(handle)
+            call.set_handle(handle)
             await write_response(
                 context, _started(generation, engine, router), self._stall_timeout_s
             )
             while (event := await stream.next()) is not None:
-                call.event(event)
+                call.record_event(event)
                 await write_response(context, from_event(event), self._stall_timeout_s)
         finally:
             # Cancellation and deadline both raise CancelledError in any of the awaits above.

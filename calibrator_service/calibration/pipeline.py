@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from calibrator_service.calibration.plan import quick, resolve
+from calibrator_service.calibration.plan import quick_spec, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.report.risk import certified_risk
@@ -27,7 +27,7 @@ from calibrator_service.calibration.training.routers import fit_ladder
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ def calibrate(
     progress: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CalibrationResult:
-    """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: `plan.quick`.
+    """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: `plan.quick_spec`.
 
     `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder. It may be deleted
     afterwards. The same spec, model and folder give the same ladder, unless a time budget ends a phase elsewhere.
     Raises `InvalidInput`, `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
     `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
-    plan = resolve(spec or quick(loaded.model_id), loaded)
+    plan = resolve(spec or quick_spec(loaded.model_id), loaded)
     folder = work_dir or Path(tempfile.mkdtemp(prefix="neap-calibration-"))
     try:
         # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/004).
-        return in_own_thread(run_phases, Run(loaded, plan, folder, progress, should_stop))
+        return run_in_own_thread(run_phases, Run(loaded, plan, folder, progress, should_stop))
     finally:
         if work_dir is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -59,7 +59,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec with every choice made. `spec` itself has a limit: see `bounded`.
+    """A spec with every choice made. `spec` itself has a limit: see `with_time_budget`.
 
     `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
     successor table. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
@@ -82,12 +82,12 @@ class Plan:
         return self.scale.rows
 
 
-def quick(model_id: str = "") -> CalibrationSpec:
+def quick_spec(model_id: str = "") -> CalibrationSpec:
     """The default: under three minutes on two cores with a model of the demo's size."""
-    return bounded(CalibrationSpec(model_id=model_id))
+    return with_time_budget(CalibrationSpec(model_id=model_id))
 
 
-def bounded(spec: CalibrationSpec) -> CalibrationSpec:
+def with_time_budget(spec: CalibrationSpec) -> CalibrationSpec:
     """The spec itself, or with the quick preset's time budget if it has neither `max_tokens` nor a budget."""
     if spec.max_tokens or spec.time_budget_s is not None:
         return spec
@@ -96,7 +96,7 @@ def bounded(spec: CalibrationSpec) -> CalibrationSpec:
 
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     """Raises `InvalidInput` for a rung at the last layer or beyond, and for a draft vocabulary larger than the model's."""
-    spec = bounded(spec)
+    spec = with_time_budget(spec)
     depths = tuple(sorted(spec.rung_depths)) or default_depths(loaded.num_layers)
     if depths[-1] >= loaded.num_layers:
         raise InvalidInput(
@@ -142,7 +142,7 @@ def default_depths(num_layers: int) -> tuple[int, ...]:
 
 def scale_of(loaded: LoadedModel) -> Scale:
     """A GPU gets larger passes: a small pass takes as long as a large one, because the launches of its kernels decide."""
-    rows = rows_together(loaded)
+    rows = num_decoded_rows(loaded)
     if loaded.device.type == "cpu":
         return Scale(rows)
     return Scale(rows, pass_tokens=32_768, chunk_positions=65_536, keeps_states=False)
@@ -163,7 +163,7 @@ def head_training(spec: CalibrationSpec, device: torch.device) -> HeadTraining:
     return replace(params, batch_size=batch_size)
 
 
-def rows_together(loaded: LoadedModel) -> int:
+def num_decoded_rows(loaded: LoadedModel) -> int:
     """Rows decoded together: at most 64 on a CPU and 2,048 on a GPU, fewer if their keys and values need too much memory.
 
     The limit is 2 GiB on a CPU and a quarter of a GPU's memory. It is the GPU's total memory: the memory that is free at the moment

@@ -5,6 +5,9 @@
 namespace neap::NEAP_ISA {
 
 constexpr float kMinusInfinity = -__builtin_inff();
+constexpr int64_t kRowBytes = kPanel * 4;  // of a row of 16 numbers
+
+inline const uint8_t* bytes_of(const float* p) { return reinterpret_cast<const uint8_t*>(p); }
 
 struct QueryTile {
   int64_t batch, kv_head, query, queries;  // queries [query, query + queries)
@@ -95,20 +98,20 @@ inline void pack_keys(const float* k, int64_t k_row, int64_t count, int64_t widt
 }
 
 // c [rows, panels * 16] = a [rows, depth] @ b.
-template <int kStride>
+template <class Reader>
 void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
   const RowTiles tiles(rows);
-  const int64_t group = panels_for((int)tiles.height);
+  const int64_t group = panels_for<Reader>((int)tiles.height);
   const TileArgs base = t;
   for (int64_t p = 0; p < panels; p += group)
     for (int64_t k = 0; k < depth; k += kDepthBlock)
       for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
         t.a = base.a + r * base.a_stride + k;
-        t.b = base.b + p * base.panel_stride + k * base.b_stride;
+        t.b = base.b + p * base.panel_stride + k * base.row_bytes;
         t.c = base.c + r * base.c_stride + p * kPanel;
         t.depth = min64(kDepthBlock, depth - k);
         t.accumulate = k > 0;
-        pick_tile<kStride>((int)tiles.rows(i), (int)min64(group, panels - p))(t);
+        pick_tile<Reader>((int)tiles.rows(i), (int)min64(group, panels - p))(t);
       }
 }
 
@@ -158,18 +161,18 @@ inline bool attend_block(const AttentionArgs& a, const QueryTile& t, const Scrat
   const int64_t count = min64(kKeyBlock, t.last_key - first), width = a.value_width;
   if (count <= 0 || all_masked(a, t, first, count)) return false;
   pack_keys(a.k + t.batch * a.k_batch + t.kv_head * a.k_head + first * a.k_row, a.k_row, count, a.width, s.keys);
-  multiply<kPanel>({s.q, a.width, s.keys, a.width * kPanel, kPanel, 0, s.scores, kKeyBlock, false, 0, 0}, t.rows, ceil_div(count, kPanel), a.width);
+  multiply<FloatRows<>>({s.q, a.width, bytes_of(s.keys), a.width * kRowBytes, kRowBytes, 0, s.scores, kKeyBlock, false, 0, 0}, t.rows, ceil_div(count, kPanel), a.width);
   for (int64_t row = 0; row < t.rows; ++row) {
     const int64_t end = a.causal ? a.keys - a.queries + t.query + row / t.group + 1 : a.keys;
     softmax_row(a, s.scores + row * kKeyBlock, count, min64(count, end - first), mask_row(a, t, row, first), s.block_max + row, s.block_sum + row);
   }
   const float* v = a.v + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
   const int64_t panels = width / kPanel, c_stride = padded_width(a);
-  multiply<0>({s.scores, kKeyBlock, v, kPanel, a.v_row, 0, s.block, c_stride, false, 0, 0}, t.rows, panels, count);
+  multiply<FloatRows<0>>({s.scores, kKeyBlock, bytes_of(v), kRowBytes, a.v_row * 4, 0, s.block, c_stride, false, 0, 0}, t.rows, panels, count);
   if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
     for (int64_t i = 0; i < count; ++i)
       for (int64_t c = 0; c < kPanel; ++c) s.tail[i * kPanel + c] = panels * kPanel + c < width ? v[i * a.v_row + panels * kPanel + c] : 0.f;
-    multiply<kPanel>({s.scores, kKeyBlock, s.tail, 0, kPanel, 0, s.block + panels * kPanel, c_stride, false, 0, 0}, t.rows, 1, count);
+    multiply<FloatRows<>>({s.scores, kKeyBlock, bytes_of(s.tail), 0, kRowBytes, 0, s.block + panels * kPanel, c_stride, false, 0, 0}, t.rows, 1, count);
   }
   return true;
 }

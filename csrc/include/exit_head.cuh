@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(kThreads) exit_inner_kernel(ExitHeadArgs args,
   float sums[kTile];
   warp_dots(units, columns, tokens, weight + row * columns, columns, fours, sums);
   float value = of_lane(sums);
-  const int64_t ago = lane < tokens ? max((int64_t)0, min(args.ago[first + lane], args.num_offsets - 1)) : 0;
-  value += args.offset[ago * size + row];
+  const int64_t offset = lane < tokens ? (max((int64_t)1, min(args.distance[first + lane], args.num_offsets)) - 1) * size : 0;
+  value += args.offset[offset + row];
   if (gated) {
     warp_dots(units, columns, tokens, weight + (rank + row) * columns, columns, fours, sums);
-    value = silu(value) * (of_lane(sums) + args.offset[ago * size + rank + row]);
+    value = silu(value) * (of_lane(sums) + args.offset[offset + rank + row]);
   }
   if (lane < tokens) args.inner[(first + lane) * size + row] = value;
 }

@@ -40,7 +40,7 @@ inline void exit_gate(const ExitHeadArgs& args, int64_t begin, int64_t end) {
   const int64_t size = args.mix.rows, rank = size / 2;
   for (int64_t token = begin; token < end; ++token) {
     float* inner = args.inner + token * size;
-    const float* offset = args.offset + max64(0, min64(args.ago[token], args.num_offsets - 1)) * size;
+    const float* offset = args.offset + (max64(1, min64(args.distance[token], args.num_offsets)) - 1) * size;
     if (args.out.data == nullptr)
       for_lanes(size, [&](int64_t i, auto get, auto put) { put(inner + i, get(inner + i) + get(offset + i)); });
     else

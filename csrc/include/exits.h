@@ -1,7 +1,7 @@
 // The computation of a layer exit, and its arguments as plain structs for the CPU and GPU kernels. No torch.
 //
 //   own, deep = unit(state), unit(deep_state)               unit: RMS norm, no gain
-//   inner     = mix @ [own; deep] + offset[ago]
+//   inner     = mix @ [own; deep] + offset[min(distance, num_offsets) - 1]
 //   adapted   = unit(gated ? out @ (silu(inner[:rank]) * inner[rank:]) + scale[0] * own + scale[1] * deep : inner) * gain
 //   top       = the k largest of rows @ adapted + bias
 //   probability = sigmoid(shift + output @ silu(hidden @ unit(adapted) + features...) + skip @ features)
@@ -11,7 +11,7 @@
 namespace neap {
 
 constexpr int kMaxTop = 8;                 // largest k of the k best tokens of a draft vocabulary
-constexpr int kFeatures = 3;               // log p(top), p(top) - p(second), ago / 4 (see scalar_features in shared/ladder/routers.py)
+constexpr int kFeatures = 3;               // log p(top), p(top) - p(second), (distance - 1) / 4 (see scalar_features in shared/ladder/routers.py)
 constexpr int64_t kVocabularyBlock = 64;   // draft vocabulary rows per block; each block's k best are found first, then joined
 
 // Weights are row-major and contiguous, [out, in].
@@ -37,7 +37,7 @@ struct RowDotsArgs {
 };
 
 struct ExitHeadArgs {
-  const int64_t* ago;    // [tokens]: positions back to the last settled token, minus 1; values past num_offsets - 1 count as that
+  const int64_t* distance;  // [tokens]: positions back to the last settled token, at least 1; values past num_offsets count as that
   Weight mix, out;       // [inner, 2 * width]; [head_width, rank], its data null: affine, and inner = head_width
   const float* offset;   // [num_offsets, inner]
   const float* scale;    // [2, head_width], or null: the states are not added
@@ -72,7 +72,7 @@ struct RouteArgs {
   const float *feature_weight; // [kFeatures, width]
   const float *skip;           // [kFeatures]
   const float *top, *log_mass; // [tokens, k >= 1], [tokens]
-  const int64_t* ago;          // [tokens]
+  const int64_t* distance;     // [tokens], as in ExitHeadArgs
   int64_t tokens, x_stride;
   int k;
   float shift, eps, lowest, highest;

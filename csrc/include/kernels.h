@@ -4,25 +4,18 @@
 
 #include "choices.h"
 #include "exits.h"
+#include "formats.h"
 
 namespace neap {
 
-constexpr int64_t kPanel = 16;         // output columns of one weight panel
-constexpr int64_t kDepthBlock = 256;   // products summed in one chain before they are added to the total
 constexpr int64_t kKeyBlock = 256;     // keys per step of the online softmax
 constexpr int64_t kQueryRows = 48;     // (query, head) pairs that share one read of the keys
 
 enum Activation : int32_t { kIdentity = 0, kSilu = 1, kGeluTanh = 2 };
 
-struct PackArgs {
-  const float* weight;  // [out_features, in_features], any strides
-  float* packed;        // [ceil(out_features / 16), in_features, 16]
-  int64_t out_features, in_features, row_stride, column_stride;
-};
-
 struct LinearArgs {
   const float* x;       // [rows, in_features], rows `x_stride` apart
-  const float* packed;  // panels; gated: gate and up panels alternate
+  Matrix weight, up;    // `up` only if gated; then `weight` is the gate's
   const float* bias;    // [out_features], gated: [2 * out_features] (gate, then up), or null
   float* out;           // [rows, out_features] contiguous
   int64_t rows, in_features, out_features, x_stride;
@@ -46,7 +39,7 @@ struct RotaryArgs {
   int64_t angle_batch, angle_row;  // strides of cos and sin, which share them; angle_batch is 0 to broadcast
 };
 
-// Where a token's key and value of head 0 are stored in the cache, and the strides to the next head's.
+// One token's place in KV memory: its key and value of head 0, and the strides to the next head's.
 struct Slot {
   float *key, *value;
   int64_t key_head, value_head;
@@ -81,7 +74,7 @@ struct AttentionArgs {
 // Each function runs items [begin, end) of a parallel loop. The comments say what an item is.
 struct Kernels {
   const char* name;
-  void (*pack)(const PackArgs&, int64_t begin, int64_t end);  // item: a panel
+  void (*widen)(Format, const uint8_t* block, int64_t depth, float* out);  // a depth block of a panel -> [depth, 16]
   int64_t (*linear_items)(const LinearArgs&, int64_t threads);  // number of items into which `linear` should be cut
   void (*linear)(const LinearArgs&, int64_t items, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);  // item: a row

@@ -1,24 +1,36 @@
-// Weight packing, and x @ weight.T over packed weights.
+// x @ weight.T over packed weights of any format.
 #pragma once
 #include "tile.h"
 
 namespace neap::NEAP_ISA {
 
-inline void pack(const PackArgs& args, int64_t begin, int64_t end) {
-  for (int64_t panel = begin; panel < end; ++panel) {
-    float* out = args.packed + panel * args.in_features * kPanel;
-    for (int64_t k = 0; k < args.in_features; ++k)
-      for (int64_t c = 0; c < kPanel; ++c) {
-        const int64_t row = panel * kPanel + c;
-        *out++ = row < args.out_features ? args.weight[row * args.row_stride + k * args.column_stride] : 0.f;
-      }
-  }
-}
-
 constexpr int64_t kRowChunk = 96;  // rows per chunk: their inputs stay in L2 while a thread processes its panels
 
-// Size of the buffer of partial sums: a chunk of rows times the panels of a tile, or of a gated pair.
-constexpr int64_t kChunkFloats = kRowChunk * kPanel * (panels_for(kMaxTileRows) > 2 ? panels_for(kMaxTileRows) : 2);
+// Size of the buffer of partial sums of one matrix: a chunk of rows times the panels of the tallest tile.
+constexpr int64_t kChunkFloats = kRowChunk * kPanel * panels_for<FloatRows<>>(kMaxTileRows);
+
+constexpr int64_t kWidenedPanels = 2;  // panels whose widened depth blocks lie in the L1 cache together
+
+// The kernels of one format. Rows that need several tiles share a widened copy of the depth block if the format is quantised.
+struct Product {
+  int (*panels)(int rows);
+  TileFn (*tile)(int rows, int panels);
+  void (*widen)(const uint8_t* block, int64_t depth, float* out);
+  bool quantised;
+};
+
+template <Format kFormat>
+constexpr Product product_of() {
+  using Reader = typename ReaderOf<kFormat>::Type;
+  return {panels_for<Reader>, pick_tile<Reader>, widen_block<Reader>, Reader::kQuantised};
+}
+
+constexpr Product kProducts[kFormats] = {
+    product_of<kPlain32>(), product_of<kPlain16>(), product_of<kPlainBf16>(), product_of<kQ4_0>(), product_of<kQ4_1>(), product_of<kQ5_0>(),
+    product_of<kQ5_1>(),    product_of<kQ8_0>(),    product_of<kQ4_K>(),      product_of<kQ5_K>(), product_of<kQ6_K>(),
+};
+
+inline void widen(Format format, const uint8_t* block, int64_t depth, float* out) { kProducts[format].widen(block, depth, out); }
 
 // An item is one output panel (gated: a pair of panels) of one range of rows. Rows are split only if the panels alone are too few to keep
 // the threads busy.
@@ -35,8 +47,9 @@ NEAP_INLINE Vec activate(Activation activation, Vec x) {
   return splat(0.5f) * x * (splat(1.f) + tanh(inner));
 }
 
-// Applies bias, activation and residual to the sums c [rows, 16] (gated: [rows, 32]) of output panel `unit`, and writes them to out.
-inline void finish_panel(const LinearArgs& args, const float* c, int64_t c_stride, int64_t unit, int64_t row, int64_t rows) {
+// Applies bias, activation and residual to the sums c [rows, 16] (and those of `up`, if gated) of output panel `unit`, and writes them
+// to out.
+inline void finish_panel(const LinearArgs& args, const float* c, const float* up, int64_t c_stride, int64_t unit, int64_t row, int64_t rows) {
   const int64_t first = unit * kPanel, width = min64(kPanel, args.out_features - first);
   alignas(64) float bias[2 * kPanel] = {};
   if (args.bias)
@@ -44,14 +57,13 @@ inline void finish_panel(const LinearArgs& args, const float* c, int64_t c_strid
       bias[i] = args.bias[first + i];
       if (args.gated) bias[kPanel + i] = args.bias[args.out_features + first + i];
     }
-  for (int64_t r = 0; r < rows; ++r, c += c_stride) {
+  for (int64_t r = 0; r < rows; ++r, c += c_stride, up += c_stride) {
     float* out = args.out + (row + r) * args.out_features + first;
     const float* residual = args.residual ? args.residual + (row + r) * args.out_features + first : nullptr;
     alignas(64) float line[kPanel];
     for (int v = 0; v < kPanelVecs; ++v) {
       Vec value = load(c + v * kLanes) + load(bias + v * kLanes);
-      if (args.gated)
-        value = activate(args.activation, value) * (load(c + kPanel + v * kLanes) + load(bias + kPanel + v * kLanes));
+      if (args.gated) value = activate(args.activation, value) * (load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
       if (residual && width == kPanel) value = load(residual + v * kLanes) + value;
       store((width == kPanel ? out : line) + v * kLanes, value);
     }
@@ -60,40 +72,54 @@ inline void finish_panel(const LinearArgs& args, const float* c, int64_t c_strid
   }
 }
 
-// Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
-inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  const int64_t per_unit = args.gated ? 2 : 1;
-  const RowTiles tiles(rows);
-  const int64_t max_panels = panels_for((int)tiles.height);
-  const int64_t fitting = min64(max_panels, kChunkFloats / (rows * kPanel));
-  const int64_t group_panels = max64(per_unit, fitting / per_unit * per_unit);
-  const int64_t panel_size = args.in_features * kPanel;
-  alignas(64) float c[kChunkFloats];
-  for (int64_t unit = begin; unit < end;) {
-    const int64_t panels = min64(group_panels, (end - unit) * per_unit), c_stride = panels * kPanel;
-    TileArgs t{nullptr, args.x_stride, nullptr, panel_size, kPanel, 0, nullptr, c_stride, false, 0, 0};
-    for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {
-      t.depth = min64(kDepthBlock, args.in_features - k);
-      t.accumulate = k > 0;
+// c [rows, panels * 16] = rows [row, row + rows) of x times `panels` panels of `matrix` from number `first` on.
+inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const RowTiles& tiles, int64_t row, int64_t first, int64_t panels, float* c) {
+  const Product& product = kProducts[matrix.format];
+  const bool widens = product.quantised && tiles.count > 1;
+  const Product& tile_product = widens ? kProducts[kPlain32] : product;
+  const int64_t c_stride = panels * kPanel;
+  const int64_t max_panels = min64(tile_product.panels((int)tiles.height), widens ? kWidenedPanels : panels);
+  alignas(64) float widened[kDepthBlock * kPanel * kWidenedPanels];
+  TileArgs t{nullptr, args.x_stride, nullptr, matrix.panel_bytes, kPanel * 4, 0, nullptr, c_stride, false, 0, 0};
+  if (args.in_features == 0)
+    for (int64_t i = 0; i < tiles.rows_in_all * c_stride; ++i) c[i] = 0.f;
+  for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {
+    t.depth = min64(kDepthBlock, args.in_features - k);
+    t.accumulate = k > 0;
+    const int64_t bytes = block_bytes(matrix.format, t.depth);
+    for (int64_t p = 0; p < panels; p += max_panels) {
+      const int width = (int)min64(max_panels, panels - p);
+      const TileFn tall = tile_product.tile((int)tiles.height, width);
+      const TileFn low = tiles.height > 1 ? tile_product.tile((int)tiles.height - 1, width) : tall;
+      t.b = matrix.panels + (first + p) * matrix.panel_bytes + block_begin(matrix.format, k / kDepthBlock);
+      if (widens) {
+        for (int64_t i = 0; i < width; ++i) product.widen(t.b + i * matrix.panel_bytes, t.depth, widened + i * kDepthBlock * kPanel);
+        t.b = reinterpret_cast<const uint8_t*>(widened);
+        t.panel_stride = kDepthBlock * kPanel * 4;
+      }
       // While this depth block is used, the next one is prefetched; each row tile prefetches a part of it.
-      t.prefetch_step = kPanel / tiles.count;
-      // At this tile height a gated pair can need more registers than there are. Then its panels are processed one after the other.
-      for (int64_t p = 0; p < panels; p += max_panels) {
-        const int width = (int)min64(max_panels, panels - p);
-        const TileFn tall = pick_tile<kPanel>((int)tiles.height, width);
-        const TileFn low = tiles.height > 1 ? pick_tile<kPanel>((int)tiles.height - 1, width) : tall;
-        t.b = args.packed + (unit * per_unit + p) * panel_size + k * kPanel;
-        for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
-          t.prefetch = t.depth * kPanel + i * t.depth * t.prefetch_step;
-          t.a = args.x + (row + r) * args.x_stride + k;
-          t.c = c + r * c_stride + p * kPanel;
-          (i < tiles.taller ? tall : low)(t);
-        }
+      t.prefetch_step = bytes / t.depth / tiles.count;
+      for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
+        t.prefetch = bytes + i * t.depth * t.prefetch_step;
+        t.a = args.x + (row + r) * args.x_stride + k;
+        t.c = c + r * c_stride + p * kPanel;
+        (i < tiles.taller ? tall : low)(t);
       }
     }
-    if (args.in_features == 0)
-      for (int64_t i = 0; i < rows * c_stride; ++i) c[i] = 0.f;
-    for (int64_t p = 0; p < panels; p += per_unit) finish_panel(args, c + p * kPanel, c_stride, unit++, row, rows);
+  }
+}
+
+// Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
+inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
+  const RowTiles tiles(rows);
+  alignas(64) float c[kChunkFloats], up[kChunkFloats];
+  // As many panels as a tile takes, and as the buffers hold.
+  const int64_t group = max64(1, min64(kProducts[args.weight.format].panels((int)tiles.height), kChunkFloats / (rows * kPanel)));
+  for (int64_t unit = begin; unit < end; unit += group) {
+    const int64_t panels = min64(group, end - unit);
+    multiply_panels(args, args.weight, tiles, row, unit, panels, c);
+    if (args.gated) multiply_panels(args, args.up, tiles, row, unit, panels, up);
+    for (int64_t p = 0; p < panels; ++p) finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
   }
 }
 

@@ -1,6 +1,6 @@
 // Paged attention: see PagedArgs and PagedPlan. Two launches: the first writes all keys and values, the second reads them.
 //
-// A block processes one token, one key head and a tile of its query heads, so that a key is read once for all of these heads. Its warps
+// A thread block processes one token, one key head and a tile of its query heads, so that a key is read once for all of these heads. Its warps
 // process tiles of 32 keys independently. The warps' results are joined at the end of each piece, and the pieces' results after that.
 #pragma once
 #include "device.cuh"
@@ -12,35 +12,35 @@ constexpr int kKeyLanes = 4;                    // lanes that share the dot prod
 constexpr int kKeysAtOnce = kWarp / kKeyLanes;  // keys that a warp processes at once; each lane processes two such sets
 static_assert(kPieceKeys == kThreads && kPieces == kWarp, "a tile of keys per warp, a piece per lane");
 
-// Index of the slot of a position in a pool of slots [page, kv head, slot], or -1 if the pool has no such page.
-__device__ __forceinline__ int64_t slot_of(const PagedArgs& args, int64_t row, int position, int64_t head) {
-  const int slots = (int)args.page_slots;
-  const int64_t page = args.pages[row * args.row_pages + position / slots];
-  return page >= 0 && page < args.num_pages ? (page * args.kv_heads + head) * slots + position % slots : -1;
+// Index of the slot of a position in a pool of slots [block, kv head, slot], or -1 if the pool has no such block.
+__device__ __forceinline__ int64_t slot_of(const PagedArgs& args, int64_t table, int position, int64_t head) {
+  const int tokens = (int)args.block_tokens;
+  const int64_t block = args.block_tables[table * args.table_blocks + position / tokens];
+  return block >= 0 && block < args.num_blocks ? (block * args.kv_heads + head) * tokens + position % tokens : -1;
 }
 
-// Whether the block table has an entry for this row and position.
-__device__ __forceinline__ bool has_place(const PagedArgs& args, int64_t row, int64_t position) {
-  return row >= 0 && row < args.num_rows && position < args.row_pages * args.page_slots;
+// Whether there is a block table of this index, with an entry for this position.
+__device__ __forceinline__ bool has_slot(const PagedArgs& args, int64_t table, int64_t position) {
+  return table >= 0 && table < args.num_tables && position < args.table_blocks * args.block_tokens;
 }
 
-// Writes the new keys and values to their slots, and clears the tickets. One block per token and pool (blockIdx.y: keys, values). `Unit`:
+// Writes the new keys and values to their slots, and clears the tickets. One thread block per token and pool (blockIdx.y: keys, values). `Unit`:
 // the type that is copied; its size must divide all sizes and addresses.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) paged_write_kernel(PagedArgs args, int64_t num_tickets) {
-  const int64_t token = blockIdx.x, row = args.rows[token], position = args.positions[token];
+  const int64_t token = blockIdx.x, table = args.table_indices[token], position = args.positions[token];
   if (blockIdx.y == 0)
     for (int64_t i = token * kThreads + threadIdx.x; i < num_tickets; i += (int64_t)gridDim.x * kThreads) args.tickets[i] = 0;
-  if (position < 0 || !has_place(args, row, position)) return;
+  if (position < 0 || !has_slot(args, table, position)) return;
   const bool is_key = blockIdx.y == 0;
   const int64_t bytes = element_bytes(args.dtype), width = (is_key ? args.width : args.value_width) * bytes, units = width / (int64_t)sizeof(Unit);
   const char* from = static_cast<const char*>(is_key ? args.k : args.v) + token * (is_key ? args.k_token : args.v_token) * bytes;
   char* to = static_cast<char*>(is_key ? args.keys : args.values);
-  const int64_t first = slot_of(args, row, (int)position, 0), step = (is_key ? args.k_head : args.v_head) * bytes;
+  const int64_t first = slot_of(args, table, (int)position, 0), step = (is_key ? args.k_head : args.v_head) * bytes;
   if (first < 0) return;
   for (int64_t i = threadIdx.x; i < args.kv_heads * units; i += kThreads) {
     const int64_t head = i / units, unit = i % units;
-    reinterpret_cast<Unit*>(to + (first + head * args.page_slots) * width)[unit] = reinterpret_cast<const Unit*>(from + head * step)[unit];
+    reinterpret_cast<Unit*>(to + (first + head * args.block_tokens) * width)[unit] = reinterpret_cast<const Unit*>(from + head * step)[unit];
   }
 }
 
@@ -61,10 +61,10 @@ struct WarpState {
 // A lane's view of the warp's current tile of 32 keys. `keys` and `values` point into the pools.
 template <class E>
 struct KeyTile {
-  const E *keys, *values;  // `values` begins at the block's first column
+  const E *keys, *values;  // `values` begins at the thread block's first column
   int64_t slot;            // slot of the lane's key, or -1 if there is none
-  bool seen;               // whether the lane has a key; if so, a slot of -1 means an invalid page
-  int chunks, value_chunks, value_lanes;  // chunks of kSize per key; of the block's value columns; the latter rounded up to a power of two
+  bool seen;               // whether the lane has a key; if so, a slot of -1 means an invalid block
+  int chunks, value_chunks, value_lanes;  // chunks of kSize per key; of the thread block's value columns; the latter rounded up to a power of two
 };
 
 // The dot products of a tile of keys with the queries: `weights` [kHeads, 32].
@@ -146,9 +146,9 @@ __device__ __forceinline__ void add_values(const PagedArgs& args, const KeyTile<
   }
 }
 
-// Attention of a warp over its tiles of the keys at positions [begin, end) of a row.
+// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence.
 template <class E, int kHeads, int kSize>
-__device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t row, int64_t head, int begin, int end, const float* query,
+__device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t table, int64_t head, int begin, int end, const float* query,
                                        float* weights, WarpState<kHeads, kSize>& state) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
@@ -156,13 +156,13 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
     state.largest[h] = -INFINITY, state.sums[h] = 0.f;
     for (int e = 0; e < kSize; ++e) state.values[h][e] = 0.f;
   }
-  const auto slot_at = [&](int position) { return position < end ? slot_of(args, row, position, head) : (int64_t)-1; };
+  const auto slot_at = [&](int position) { return position < end ? slot_of(args, table, position, head) : (int64_t)-1; };
   int first = begin + (int)(threadIdx.x / kWarp) * kWarp;
   int64_t next = slot_at(first + lane);
 #pragma unroll 1
   for (; first < end; first += kThreads) {
     tile.slot = next, tile.seen = first + lane < end;
-    next = slot_at(first + kThreads + lane);  // reads the next tile's page numbers early, to hide the latency
+    next = slot_at(first + kThreads + lane);  // reads the next tile's block numbers early, to hide the latency
     add_scores<E, kHeads, kSize>(args, tile, query, weights);
     __syncwarp();
     weigh(args, tile, weights, state);
@@ -179,8 +179,8 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
   }
 }
 
-// Joins the results of the block's warps in their order into `part` [kHeads, 32 * kSize], and `largest` and `sums` [kHeads]. All threads of
-// the block must call it.
+// Joins the results of the thread block's warps in their order into `part` [kHeads, 32 * kSize], and `largest` and `sums` [kHeads]. All threads of
+// the thread block must call it.
 template <int kHeads, int kSize>
 __device__ __forceinline__ void join_warps(const WarpState<kHeads, kSize>& state, int value_lanes, float* warp_largest, float* warp_sums, float* part,
                                            float* largest, float* sums) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ void join_warps(const WarpState<kHeads, kSize>& state
   }
 }
 
-// One block per token (x), tile of its output (y) and share of its pieces (z): see PagedPlan.
+// One thread block per token (x), tile of its output (y) and share of its pieces (z): see PagedPlan.
 template <class E, int kHeads, int kSize>
 __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs args) {
   constexpr int kColumns = kWarp * kSize, kItems = kHeads * kColumns;
@@ -233,10 +233,10 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   const int column_tiles = ((int)args.value_width + kColumns - 1) / kColumns, head_tiles = (group + kHeads - 1) / kHeads;
   const int column = (int)blockIdx.y % column_tiles * kColumns, columns = min(kColumns, (int)args.value_width - column);
   const int first_head = (int)blockIdx.y / column_tiles % head_tiles * kHeads, heads = min(kHeads, group - first_head);
-  const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x, row = args.rows[token], position = args.positions[token];
+  const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x, table = args.table_indices[token], position = args.positions[token];
   const int64_t first_row = token * args.heads + kv_head * group + first_head;  // of the output
   E* out = static_cast<E*>(args.out) + first_row * args.value_width + column;
-  if (position < 0 || !has_place(args, row, position)) {
+  if (position < 0 || !has_slot(args, table, position)) {
     for (int i = threadIdx.x; blockIdx.z == 0 && i < heads * columns; i += kThreads)
       out[i / columns * args.value_width + i % columns] = from_float<E>(position < 0 ? 0.f : NAN);
     return;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   for (int piece = blockIdx.z; piece < pieces; piece += shares) {
     WarpState<kHeads, kSize> state;
     const int from = begin + piece * piece_keys;
-    attend<E, kHeads, kSize>(args, tile, row, kv_head, from, min(from + piece_keys, begin + count), query, weights + warp * kHeads * kWarp, state);
+    attend<E, kHeads, kSize>(args, tile, table, kv_head, from, min(from + piece_keys, begin + count), query, weights + warp * kHeads * kWarp, state);
     join_warps(state, tile.value_lanes, warp_largest, warp_sums, part, largest, sums);
     if (shares > 1) {
       for (int i = threadIdx.x; i < kHeads * columns; i += kThreads)

@@ -18,7 +18,7 @@ __device__ __forceinline__ Features features_of(const RouteArgs& args, int64_t t
   const float* top = args.top + token * args.k;
   const float first = top[0] - args.log_mass[token];
   const float second = args.k > 1 ? expf(top[1] - args.log_mass[token]) : 0.f;
-  return {{first, expf(first) - second, (float)args.ago[token] * 0.25f}};
+  return {{first, expf(first) - second, (float)(args.distance[token] - 1) * 0.25f}};
 }
 
 // What one reading of the tokens gives: products with a row of weights, and the squares that the norm needs.

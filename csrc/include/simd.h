@@ -23,22 +23,23 @@
 
 namespace neap::NEAP_ISA {
 
+// kMaxPanels: streams of weights that one tile reads. More than eight at once cost a fifth of the bandwidth on Zen 4 (bench.floor).
 #if defined(NEAP_AVX512)
-constexpr int kLanes = 16, kAccumulators = 24, kMaxTileRows = 8;
+constexpr int kLanes = 16, kAccumulators = 24, kMaxTileRows = 8, kMaxPanels = 8;
 #elif defined(NEAP_AVX2)
-constexpr int kLanes = 8, kAccumulators = 12, kMaxTileRows = 6;
+constexpr int kLanes = 8, kAccumulators = 12, kMaxTileRows = 6, kMaxPanels = 6;
 #elif defined(__ARM_NEON)
-constexpr int kLanes = 4, kAccumulators = 24, kMaxTileRows = 6;
+constexpr int kLanes = 4, kAccumulators = 24, kMaxTileRows = 6, kMaxPanels = 6;
 #elif defined(NEAP_PORTABLE_LANES)
 // For tests: runs the code paths of wider instruction sets on a machine without them.
-constexpr int kLanes = NEAP_PORTABLE_LANES, kAccumulators = 24, kMaxTileRows = 8;
+constexpr int kLanes = NEAP_PORTABLE_LANES, kAccumulators = 24, kMaxTileRows = 8, kMaxPanels = 8;
 #else
-constexpr int kLanes = 4, kAccumulators = 12, kMaxTileRows = 3;
+constexpr int kLanes = 4, kAccumulators = 12, kMaxTileRows = 3, kMaxPanels = 3;
 #endif
 
-// From this number of panels per tile on, the hardware prefetcher is faster than software prefetches. Measured on AVX2; on other sets
-// software prefetches are always used.
-#if defined(NEAP_AVX2)
+// From this number of panels per tile on, the hardware prefetcher is faster than software prefetches. Not measured on other sets, which
+// always use software prefetches.
+#if defined(NEAP_AVX512) || defined(NEAP_AVX2)
 constexpr int kFollowedPanels = 2;
 #else
 constexpr int kFollowedPanels = kAccumulators + 1;

@@ -4,23 +4,24 @@
 // the number of threads or its position.
 #pragma once
 #include "kernels.h"
-#include "simd.h"
+#include "widen.h"
 
 namespace neap::NEAP_ISA {
 
-constexpr int kPanelVecs = kPanel / kLanes;
-
 // The number of panels per tile of `rows` rows: as many as their accumulators fit in registers, so that enough chains of multiply-adds
-// are independent to hide the latency.
+// are independent to hide the latency. At most kMaxPanels, because caches and prefetchers follow only so many streams. Readers of
+// quants need registers for scales, too.
+template <class Reader>
 constexpr int panels_for(int rows) {
+  const int limit = !Reader::kQuantised ? kMaxPanels : rows * kPanelVecs <= 2 ? 4 : 2;
   const int panels = kAccumulators / (rows * kPanelVecs);
-  return panels < 1 ? 1 : panels;
+  return panels < 1 ? 1 : panels > limit ? limit : panels;
 }
 
 // The largest number of rows whose tiles span at least kFollowedPanels panels, so that the hardware prefetcher follows; 0: none do.
 constexpr int low_tile_rows() {
   int rows = kMaxTileRows;
-  while (rows > 0 && panels_for(rows) < kFollowedPanels) --rows;
+  while (rows > 0 && kAccumulators / (rows * kPanelVecs) < kFollowedPanels) --rows;
   return rows;
 }
 constexpr int kLowTileRows = low_tile_rows();
@@ -28,41 +29,57 @@ constexpr int kLowTileRows = low_tile_rows();
 struct TileArgs {
   const float* a;        // [rows, depth], rows `a_stride` apart
   int64_t a_stride;
-  const float* b;        // panels, `panel_stride` apart; each [depth, 16] with rows `b_stride` apart
-  int64_t panel_stride, b_stride;
+  const uint8_t* b;      // a depth block of each panel, `panel_stride` bytes apart
+  int64_t panel_stride;
+  int64_t row_bytes;     // FloatRows<0> only: from one input to the next
   int64_t depth;
   float* c;              // [rows, panels * 16], rows `c_stride` apart
   int64_t c_stride;
   bool accumulate;       // add to c instead of overwriting it
-  // What this call prefetches for later ones: in each panel, `prefetch_step` floats per depth, beginning `prefetch` floats ahead of b.
+  // What this call prefetches for later ones: in each panel, `prefetch_step` bytes per input, beginning `prefetch` bytes ahead
+  // of b.
   int64_t prefetch, prefetch_step;
 };
 
-// kStride: b_stride if known at compile time (16 for packed weights), else 0.
-template <int kRows, int kPanels, int kStride>
+template <class Reader, int kRows, int kPanels>
 __attribute__((noinline)) void tile(const TileArgs& t) {
-  constexpr int kColumns = kPanels * kPanelVecs;
-  const int64_t stride = kStride ? kStride : t.b_stride;
-  const int64_t a_stride = t.a_stride, panel_stride = t.panel_stride;
+  constexpr int kColumns = kPanels * kPanelVecs, kUnit = Reader::kUnit;
+  constexpr bool kPrefetches = !Reader::kQuantised && kRows > kLowTileRows;
+  const int64_t a_stride = t.a_stride;
   const float* a = t.a;
-  const float* b = t.b;
-  const float* ahead = t.b + t.prefetch;
+  const uint8_t* ahead = t.b + t.prefetch;
+  Reader readers[kPanels];
+  for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.row_bytes);
   Vec sum[kRows][kColumns] = {};
-  for (int64_t k = 0; k < t.depth; ++k, ++a, b += stride, ahead += t.prefetch_step) {
+  const auto add_input = [&](auto input, const float* from) __attribute__((always_inline)) {
     Vec column[kColumns];
 #pragma GCC unroll 24
-    for (int p = 0; p < kPanels; ++p) {
+    for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 4
-      for (int v = 0; v < kPanelVecs; ++v)
-        column[p * kPanelVecs + v] = load(b + p * panel_stride + v * kLanes);
-      if (kStride && kRows > kLowTileRows) __builtin_prefetch(ahead + p * panel_stride);
-    }
+      for (int v = 0; v < kPanelVecs; ++v) column[p * kPanelVecs + v] = readers[p].template column<decltype(input)::value>(v);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Vec value = splat(a[r * a_stride]);
+      const Vec value = splat(from[r * a_stride + decltype(input)::value]);
 #pragma GCC unroll 24
       for (int c = 0; c < kColumns; ++c) sum[r][c] = fma(value, column[c], sum[r][c]);
     }
+  };
+  int64_t k = 0;
+  while (k + kUnit <= t.depth) {
+#pragma GCC unroll 24
+    for (int p = 0; p < kPanels; ++p) readers[p].open(k);
+    for (int u = 0; u < Reader::kGroup / kUnit; ++u, k += kUnit, a += kUnit, ahead += kUnit * t.prefetch_step) {
+#pragma GCC unroll 24
+      for (int p = 0; p < kPanels; ++p) {
+        readers[p].load(k);
+        if (kPrefetches) __builtin_prefetch(ahead + p * t.panel_stride);
+      }
+      for_inputs<kUnit>([&](auto input) __attribute__((always_inline)) { add_input(input, a); });
+    }
+  }
+  if (kUnit == 2 && k < t.depth) {  // the last of an odd number of inputs
+    for (int p = 0; p < kPanels; ++p) readers[p].load(k);
+    add_input(Number<0>(), a);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
@@ -75,30 +92,30 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
 
 using TileFn = void (*)(const TileArgs&);
 
-template <int kStride, int kRows, int kPanels>
+template <class Reader, int kRows, int kPanels>
 struct TilePicker {
   static TileFn pick(int rows, int panels) {
     if (rows != kRows) {
-      if constexpr (kRows > 1) return TilePicker<kStride, kRows - 1, panels_for(kRows - 1)>::pick(rows, panels);
+      if constexpr (kRows > 1) return TilePicker<Reader, kRows - 1, panels_for<Reader>(kRows - 1)>::pick(rows, panels);
     } else if (panels != kPanels) {
-      if constexpr (kPanels > 1) return TilePicker<kStride, kRows, kPanels - 1>::pick(rows, panels);
+      if constexpr (kPanels > 1) return TilePicker<Reader, kRows, kPanels - 1>::pick(rows, panels);
     }
-    return tile<kRows, kPanels, kStride>;
+    return tile<Reader, kRows, kPanels>;
   }
 };
 
-template <int kStride>
+template <class Reader>
 TileFn pick_tile(int rows, int panels) {
-  return TilePicker<kStride, kMaxTileRows, panels_for(kMaxTileRows)>::pick(rows, panels);
+  return TilePicker<Reader, kMaxTileRows, panels_for<Reader>(kMaxTileRows)>::pick(rows, panels);
 }
 
 // Cuts rows into tiles of nearly equal height: 8 rows become 4 + 4 rather than 6 + 2, because a tile of 2 rows has few independent
 // chains. Rows that fit in two tiles of kLowTileRows are cut into these: the first tile reads more panels at once from memory, and the
 // second finds them in the cache.
 struct RowTiles {
-  int64_t count, height, taller;  // the first `taller` tiles have `height` rows, the others one less
-  explicit RowTiles(int64_t rows) {
-    count = ceil_div(rows, rows <= 2 * kLowTileRows ? kLowTileRows : kMaxTileRows);
+  int64_t rows_in_all, count, height, taller;  // the first `taller` tiles have `height` rows, the others one less
+  explicit RowTiles(int64_t rows) : rows_in_all(rows) {
+    count = ceil_div(rows, kLowTileRows && rows <= 2 * kLowTileRows ? kLowTileRows : kMaxTileRows);
     height = count ? ceil_div(rows, count) : 0;
     taller = count ? rows - (height - 1) * count : 0;
   }

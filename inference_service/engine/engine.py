@@ -28,7 +28,7 @@ from shared.errors import Unavailable
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
 from shared.model.sampling import SamplingParams
@@ -89,11 +89,11 @@ class Engine:
         cost_meter = cost_meter or CostMeter()
         if kv_budget_bytes is None:
             kv_budget_bytes = default_budget(loaded.device)
-        runner = in_own_thread(runner_of, loaded, kv_budget_bytes)
+        runner = run_in_own_thread(runner_of, loaded, kv_budget_bytes)
         kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
         if prefix_cache_bytes is None:
             prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
-        token_bytes = in_own_thread(kv_token_bytes, runner)
+        token_bytes = run_in_own_thread(kv_token_bytes, runner)
         self._admission = Admission(loaded, token_bytes, kv_budget_bytes, runner.block_tokens)
         self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes))
         self.statistics = self._decoder.statistics

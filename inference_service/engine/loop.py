@@ -81,7 +81,7 @@ class EngineLoop:
         return self._is_stopping or self.ended is not None
 
     def why_closed(self) -> NeapError:
-        return self.ended or stopping()
+        return self.ended or stopping_error()
 
     def wake(self) -> None:
         self._wake_ups.put(None)
@@ -120,7 +120,7 @@ class EngineLoop:
     # From here on: the engine's thread.
 
     def _run(self, ladder: Ladder | None) -> None:
-        ended = stopping()
+        ended = stopping_error()
         try:
             with self._working:
                 self._make_ready(ladder)
@@ -213,7 +213,7 @@ class EngineLoop:
         elif not self.background.is_empty:
             self.background.run_slice()
         elif not self._shadow.is_idle:
-            self._shadow.slice(num_free_tokens)
+            self._shadow.run_slice(num_free_tokens)
         self._ladders.fit()
 
     def _is_started(self, job: Job) -> bool:
@@ -325,5 +325,5 @@ def _member(job: Job) -> Member:
     return job.sequence, job.binding[1]
 
 
-def stopping() -> Unavailable:
+def stopping_error() -> Unavailable:
     return Unavailable("the worker is stopping", reason="SHUTTING_DOWN")

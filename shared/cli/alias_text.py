@@ -17,7 +17,7 @@ def aliases_by_version(aliases: Iterable[Any]) -> dict[int, list[str]]:
     return names
 
 
-def moved(change: Any) -> str:
+def describe_change(change: Any) -> str:
     """Describe an AliasChange in one line."""
     before = str(change.from_version) if change.HasField("from_version") else "nothing"
     line = f"{change.alias}: {before} -> {change.to_version}"

@@ -14,10 +14,10 @@ from shared.cli.console import (
     Calibrator,
     Model,
     escape,
+    exit_on_error,
     fail,
-    guarded,
     out,
-    say_line,
+    print_line,
 )
 from shared.errors import InvalidInput
 from shared.plain_text import one_line
@@ -36,7 +36,7 @@ MAX_FIGURES_SHOWN = 4
 T = TypeVar("T")
 
 
-@guarded
+@exit_on_error
 def calibrate(
     model: Model,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
@@ -162,7 +162,7 @@ def calibrate(
         fail(f"the calibration failed: {job.failure.message} [{job.failure.reason}]")
     if job.state == pb.STATE_CANCELLED:
         fail("the calibration was cancelled; nothing was published")
-    say_line(f"published version {job.router_version} ({job.manifest_digest})")
+    print_line(f"published version {job.router_version} ({job.manifest_digest})")
 
 
 def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
@@ -170,7 +170,7 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
 
     Ctrl-C cancels the job and waits for it to end. A second Ctrl-C leaves at once.
     """
-    say_line(f"calibration {job.calibration_id}")
+    print_line(f"calibration {job.calibration_id}")
     columns = (
         TextColumn("{task.description:<16}"),
         BarColumn(),
@@ -195,7 +195,7 @@ def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
                     )
                     said = (phase, int(10 * job.fraction))
                     if not out.is_terminal and said != last_said:
-                        say_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}")
+                        print_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}")
                     last_said = said
                 break
             except KeyboardInterrupt:

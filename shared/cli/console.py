@@ -56,7 +56,7 @@ def default_data_dir() -> Path:
     return Path(platformdirs.user_data_dir("neap"))
 
 
-def guarded(command: Callable[P, T]) -> Callable[P, T]:
+def exit_on_error(command: Callable[P, T]) -> Callable[P, T]:
     """Wrap a command so that it fails with one line on standard error and exit code 1, never with a traceback.
 
     For development, NEAP_TRACEBACK=1 shows the traceback of an unexpected error.
@@ -84,7 +84,7 @@ def guarded(command: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def say_line(text: str) -> None:
+def print_line(text: str) -> None:
     """Print `text` as one line. It may contain text from a service."""
     out.print(one_line(text), markup=False)
 

@@ -18,7 +18,7 @@ from neap.router.v1 import router_pb2
 from shared.cli import charts
 from shared.cli.calibrate import ENDED, follow
 from shared.cli.connection import connect
-from shared.cli.console import default_data_dir, fail, guarded, out
+from shared.cli.console import default_data_dir, exit_on_error, fail, out
 from shared.cli.demo_model import MODEL_ID, demo_model, own_model, size_mb
 from shared.cli.depth_view import DepthView
 from shared.cli.generate import (
@@ -40,7 +40,7 @@ CALIBRATION_BUDGET_S = 150
 START_TIMEOUT_S = 180.0
 
 
-@guarded
+@exit_on_error
 def demo(
     data_dir: Annotated[
         Path | None,
@@ -81,7 +81,7 @@ def demo(
     if model_path is None:
         model_id, source = MODEL_ID, demo_model(folder, say)
     else:
-        model_id, source = named_after(model_path), own_model(model_path.absolute())
+        model_id, source = model_id_from_path(model_path), own_model(model_path.absolute())
     say(f"{model_id}: {source}")
     # SIGINT and SIGTERM must both raise KeyboardInterrupt, so that the `finally` blocks stop the services. SIGINT is set explicitly
     # because a shell starts background jobs with SIGINT ignored.
@@ -192,7 +192,7 @@ def compare(
     """
     num_layers = worker.get_model(model_id).num_layers
     figures = {policy: PolicyFigures(policy) for policy in POLICIES}
-    is_chat = takes_chat(worker, model_id)
+    is_chat = has_chat_template(worker, model_id)
     for policy in POLICIES:
         # The first request of each kind includes loading and warm-up, so it is not counted.
         warm_up = request_for(model_id, "Hello", policy, 8, is_chat, router)
@@ -231,7 +231,7 @@ def request_for(
     return request
 
 
-def takes_chat(worker: NeapClient, model_id: str) -> bool:
+def has_chat_template(worker: NeapClient, model_id: str) -> bool:
     """Return whether the model has a chat template. A base model given with --model-path may have none."""
     try:
         run_one(worker, request_for(model_id, "Hi", "full", 1, True), lambda _: None)
@@ -243,7 +243,7 @@ def takes_chat(worker: NeapClient, model_id: str) -> bool:
     return True
 
 
-def named_after(path: Path) -> str:
+def model_id_from_path(path: Path) -> str:
     """Derive a model id from a path, in lower case and with only the characters that a registry allows in names."""
     return re.sub(r"[^a-z0-9._-]+", "-", path.absolute().stem.lower()).strip("-._") or "model"
 

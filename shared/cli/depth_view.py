@@ -12,7 +12,7 @@ SHADES = ("bright_green", "green", "cyan", "bright_blue", "blue", "magenta", "br
 FULL_STYLE = "default"
 
 
-def shade(rung: str, depth: int, num_layers: int) -> str:
+def rung_colour(rung: str, depth: int, num_layers: int) -> str:
     """Return the colour of a rung by its depth. Exits before the first layer are green."""
     if rung == FULL:
         return FULL_STYLE
@@ -49,7 +49,7 @@ class DepthView:
         style = FULL_STYLE
         if self.coloured and self._pending:
             rung, depth = max(self._pending, key=lambda key: key[1])
-            style = shade(rung, depth, self.num_layers)
+            style = rung_colour(rung, depth, self.num_layers)
         self._pending.clear()
         self.console.print(Text(text, style=style), end="")
 
@@ -58,7 +58,7 @@ class DepthView:
         line = Text("left at: ")
         order = sorted(self.counts.items(), key=lambda item: (item[0][1], item[0][0]))
         for (rung, depth), count in order:
-            style = shade(rung, depth, self.num_layers)
+            style = rung_colour(rung, depth, self.num_layers)
             line.append(f"{rung} ({depth}/{self.num_layers}) {count}", style=f"bold {style}")
             line.append("  ")
         return line

@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from neap.inference.v1 import inference_pb2 as pb
 
 from shared.cli.connection import connect
-from shared.cli.console import DEFAULT_WORKER, Worker, err, guarded, out
+from shared.cli.console import DEFAULT_WORKER, Worker, err, exit_on_error, out
 from shared.cli.depth_view import DepthView
 from shared.cli.measure import statistics_line
 from shared.cli.risk_view import bound_line
@@ -23,7 +23,7 @@ NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
 PLAIN_TEXT_NOTE = "the model has no chat template: prompts are continued as plain text"
 
 
-@guarded
+@exit_on_error
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt. - reads it from standard input.")],
     worker: Worker = DEFAULT_WORKER,

@@ -14,7 +14,7 @@ from shared.cli.console import (
     Calibrator,
     Model,
     Worker,
-    guarded,
+    exit_on_error,
     out,
 )
 from shared.cli.demo import compare
@@ -23,7 +23,7 @@ from shared.cli.risk_view import print_risk
 from shared.cli.routers import selector
 
 
-@guarded
+@exit_on_error
 def report(
     model: Model,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,

@@ -6,7 +6,7 @@ from typing import Any
 from neap.inference.v1 import inference_pb2 as pb
 from rich.table import Table
 
-from shared.cli.console import cell, out, say_line
+from shared.cli.console import cell, out, print_line
 
 
 def print_risk(manifest: Mapping[str, Any]) -> None:
@@ -14,7 +14,7 @@ def print_risk(manifest: Mapping[str, Any]) -> None:
     risk: Mapping[str, Any] = manifest.get("risk", {})
     if not risk.get("bounds"):
         reason = manifest.get("calibration", {}).get("risk", {}).get("reason", "")
-        say_line(f"  relaxed   no certified bound{reason and f' ({reason})'}")
+        print_line(f"  relaxed   no certified bound{reason and f' ({reason})'}")
         return
     num_tokens, num_prompts = risk.get("max_new_tokens"), risk.get("num_prompts", "unknown")
     tokens = f"the first {num_tokens} tokens" if num_tokens else "whole answers"

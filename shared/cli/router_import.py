@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli.console import guarded, out
+from shared.cli.console import exit_on_error, out
 from shared.cli.routers import actor
 from shared.config import ServiceSettings, make_settings
 
 
-@guarded
+@exit_on_error
 def import_router(
     folder: Annotated[
         Path, typer.Argument(help="Folder with manifest.json and ladder.safetensors.")
@@ -54,8 +54,8 @@ def import_router(
     """
     # Imported here because they need torch, which takes seconds to load. Other commands do not need it.
     from shared.ladder.artefact import unpack_ladder
-    from shared.ladder.checks import check_packed
-    from shared.ladder.folder import read_packed
+    from shared.ladder.checks import check_artefact
+    from shared.ladder.folder import read_router_folder
     from shared.registry.canonical import canonical_json, digest_of
     from shared.registry.factory import open_registry
     from shared.rpc.logs import configure_logging
@@ -64,9 +64,9 @@ def import_router(
     settings = make_settings(
         ServiceSettings, **{name: value for name, value in given.items() if value is not None}
     )
-    manifest, blobs = read_packed(folder)
+    manifest, blobs = read_router_folder(folder)
     ladder = unpack_ladder(manifest, blobs)
-    manifest = {**manifest, "checks": check_packed(manifest, blobs)}
+    manifest = {**manifest, "checks": check_artefact(manifest, blobs)}
     model_id = model or ladder.model.model_id
     contents = {
         "model_id": model_id,

@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.console import guarded, say_line
+from shared.cli.console import exit_on_error, print_line
 from shared.cli.shared_registry import RegistryUrl, rebuilt
 
 
-@guarded
+@exit_on_error
 def rebuild_index(
     registry: RegistryUrl = None,
     model: Annotated[
@@ -26,7 +26,7 @@ def rebuild_index(
     read, stop the services first.
     """
     for model_id, state in rebuilt(registry, model or ()):
-        say_line(
+        print_line(
             f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases,"
             f" {state.num_events} events"
         )

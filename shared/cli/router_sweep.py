@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
-from shared.cli.console import guarded, out
-from shared.cli.shared_registry import RegistryUrl, opened_shared_registry
+from shared.cli.console import exit_on_error, out
+from shared.cli.shared_registry import RegistryUrl, open_shared_registry
 
 
-@guarded
+@exit_on_error
 def sweep(
     registry: RegistryUrl = None,
     grace_hours: Annotated[
@@ -21,11 +21,11 @@ def sweep(
 
     The command may run while the services run. Publications wait until it ends, which can take minutes.
     """
-    with opened_shared_registry(registry, "removes unreferenced files by itself") as opened:
+    with open_shared_registry(registry, "removes unreferenced files by itself") as opened:
         done = opened.sweep(grace_s=grace_hours * 3600, is_rehearsal=dry_run)
     out.print(
-        f"{done.num_named} objects in use, {done.num_removed} unused ({done.num_removed_bytes} bytes)"
-        f" {'to remove' if dry_run else 'removed'}, {done.num_young} unused but within the grace period",
+        f"{done.num_in_use} objects in use, {done.num_removed} unused ({done.num_removed_bytes} bytes)"
+        f" {'to remove' if dry_run else 'removed'}, {done.num_in_grace_period} unused but within the grace period",
         markup=False,
     )
     if done.num_damaged:

@@ -9,16 +9,16 @@ import typer
 from neap.router.v1 import router_pb2
 from rich.table import Table
 
-from shared.cli.alias_text import aliases_by_version, moved, share_of, share_per_mille
+from shared.cli.alias_text import aliases_by_version, describe_change, share_of, share_per_mille
 from shared.cli.connection import connect
 from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
     Model,
     cell,
-    guarded,
+    exit_on_error,
     out,
-    say_line,
+    print_line,
 )
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
@@ -40,14 +40,14 @@ Reason = Annotated[str, typer.Option("--reason", help="Reason to record in the a
 
 
 @app.command("list")
-@guarded
+@exit_on_error
 def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """List the versions of a model, newest first, with their aliases."""
     with connect(calibrator) as client:
         versions = list(client.list_versions(model))
         names = aliases_by_version(client.list_aliases(model))
     if not versions:
-        say_line(f"no router is published for {model}")
+        print_line(f"no router is published for {model}")
         return
     table = Table("version", "aliases", "published", "rungs", "MB", "digest")
     for version in versions:
@@ -62,11 +62,11 @@ def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> N
     out.print(table)
     for version in versions:
         if version.damage:
-            say_line(f"version {version.version} is damaged: {version.damage}")
+            print_line(f"version {version.version} is damaged: {version.damage}")
 
 
 @app.command("show")
-@guarded
+@exit_on_error
 def show(
     model: Model,
     version: Annotated[str, typer.Argument(help="A version number or an alias.")] = "latest",
@@ -81,10 +81,10 @@ def show(
     if manifest:
         out.print(router.manifest_json, markup=False, soft_wrap=True)
         return
-    say_line(f"{model} version {router.version}")
+    print_line(f"{model} version {router.version}")
     out.print(f"  published {when(router.create_time)}, {router.size_bytes / 1e6:.2f} MB")
-    say_line(f"  manifest  {router.manifest_digest}")
-    say_line(f"  model     {router.model_fingerprint}")
+    print_line(f"  manifest  {router.manifest_digest}")
+    print_line(f"  model     {router.model_fingerprint}")
     table = Table("rung", "depth", "agreement", "coverage", "router AUC", "Brier", "precision")
     for rung in router.rungs:
         table.add_row(
@@ -101,7 +101,7 @@ def show(
 
 
 @app.command("promote")
-@guarded
+@exit_on_error
 def promote(
     model: Model,
     version: Annotated[
@@ -128,11 +128,11 @@ def promote(
             change = client.set_alias(
                 model, alias, version, expected_version=expect, actor=actor(), reason=reason
             )
-    say_line(moved(change))
+    print_line(describe_change(change))
 
 
 @app.command("canary")
-@guarded
+@exit_on_error
 def canary(
     model: Model,
     version: Annotated[
@@ -162,11 +162,11 @@ def canary(
     )
     with connect(calibrator) as client:
         change = client.set_canary(request)
-    say_line(moved(change))
+    print_line(describe_change(change))
 
 
 @app.command("abort")
-@guarded
+@exit_on_error
 def abort(
     model: Model,
     alias: Alias = "stable",
@@ -177,11 +177,11 @@ def abort(
     request = router_pb2.SetCanaryRequest(model_id=model, alias=alias, actor=actor(), reason=reason)
     with connect(calibrator) as client:
         change = client.set_canary(request)
-    say_line(moved(change))
+    print_line(describe_change(change))
 
 
 @app.command("rollback")
-@guarded
+@exit_on_error
 def rollback(
     model: Model,
     alias: Alias = "stable",
@@ -194,11 +194,11 @@ def rollback(
         change = client.rollback_alias(
             model, alias, expected_version=expect, actor=actor(), reason=reason
         )
-    say_line(moved(change))
+    print_line(describe_change(change))
 
 
 @app.command("history")
-@guarded
+@exit_on_error
 def history(
     model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR
 ) -> None:

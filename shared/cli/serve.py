@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from shared.cli.console import guarded
+from shared.cli.console import exit_on_error
 
 app = typer.Typer(help="Run one of the two services in this process.", no_args_is_help=True)
 
@@ -13,20 +13,20 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 @app.command("calibrator", context_settings=PASS_THROUGH, add_help_option=False)
-@guarded
+@exit_on_error
 def calibrator(context: typer.Context) -> None:
     """Run the calibration service and the router catalogue. `neap serve calibrator --help` lists its flags."""
-    become("calibrator_service", context.args)
+    exec_service("calibrator_service", context.args)
 
 
 @app.command("worker", context_settings=PASS_THROUGH, add_help_option=False)
-@guarded
+@exit_on_error
 def worker(context: typer.Context) -> None:
     """Run an inference worker. `neap serve worker --help` lists its flags."""
-    become("inference_service", context.args)
+    exec_service("inference_service", context.args)
 
 
-def become(module: str, arguments: list[str]) -> None:
+def exec_service(module: str, arguments: list[str]) -> None:
     """Replace this process with the service, so that signals reach it directly. Does not return."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])

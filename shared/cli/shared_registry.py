@@ -24,7 +24,7 @@ RegistryUrl = Annotated[
 
 
 @contextmanager
-def opened_shared_registry(url: str | None, why_not_embedded: str) -> Iterator["SharedRegistry"]:
+def open_shared_registry(url: str | None, why_not_embedded: str) -> Iterator["SharedRegistry"]:
     """Open the shared registry at `url`. None means the services' own setting.
 
     Raises InvalidInput (BAD_REGISTRY) for an embedded registry; `why_not_embedded` completes its message.
@@ -53,7 +53,7 @@ def rebuilt(url: str | None, models: Sequence[str]) -> Iterable[tuple[str, "Mode
 
     folder = folder_of(_address(url))
     if folder is None:
-        with opened_shared_registry(url, "") as opened:
+        with open_shared_registry(url, "") as opened:
             for model_id in models or opened.models():
                 yield model_id, opened.rebuild(model_id)
         return

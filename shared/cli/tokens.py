@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from shared.cli.console import err, fail, guarded, out
+from shared.cli.console import err, exit_on_error, fail, out
 from shared.rpc.callers import Role
 from shared.rpc.tokens import new_token, parse_tokens
 from shared.rpc.watched_files import read_capped
@@ -15,7 +15,7 @@ app = typer.Typer(help="Bearer tokens for callers of the services.", no_args_is_
 
 
 @app.command("create")
-@guarded
+@exit_on_error
 def create(
     name: Annotated[str, typer.Argument(help="Name of the caller, shown in logs and histories.")],
     role: Annotated[
@@ -41,7 +41,7 @@ def create(
 
 
 @app.command("list")
-@guarded
+@exit_on_error
 def list_tokens(file: Annotated[Path, typer.Argument(help="Token file of the services.")]) -> None:
     """Check a token file and list its callers and their roles."""
     table = Table("name", "roles", "digest")

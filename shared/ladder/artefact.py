@@ -18,7 +18,7 @@ from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
 from shared.ladder.successors import SuccessorTable
 from shared.ladder.table_router import TableRouter
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 
 SCHEMA_VERSION = 1
 BLOB = "ladder.safetensors"
@@ -106,7 +106,7 @@ def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> La
     Raises `PreconditionFailed` (reason SCHEMA_TOO_NEW) for a later format, and `Corrupt` for wrong names, shapes or dtypes, numbers
     that are not finite, sizes above the limits of this module, and pickles (reason PICKLE_REFUSED).
     """
-    return in_own_thread(_unpack, manifest, blobs)
+    return run_in_own_thread(_unpack, manifest, blobs)
 
 
 def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:

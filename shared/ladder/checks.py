@@ -12,10 +12,10 @@ from shared.ladder.artefact import unpack_ladder
 BRIER_SLACK = 0.05
 
 
-def check_packed(
+def check_artefact(
     manifest: Mapping[str, Any], blobs: Mapping[str, bytes]
 ) -> dict[str, dict[str, Any]]:
-    """The checks of a packed ladder, by name.
+    """The checks of a ladder's artefact, by name.
 
     `unpacks`: the bytes can be loaded as a worker would, and give the manifest's rungs. `figures`: all are finite. `routers`: each
     router's held-out Brier score is no worse than that of always giving the rung's share of agreement, plus BRIER_SLACK; rungs

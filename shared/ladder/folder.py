@@ -1,4 +1,4 @@
-"""Reads and writes a packed ladder as a folder of manifest.json and its blob: a router shipped as files, as in bench/router."""
+"""Reads and writes a ladder's artefact as a folder of manifest.json and its blob: a router shipped as files, as in bench/router."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,9 @@ from shared.ladder.ladder import Ladder
 MANIFEST = "manifest.json"
 
 
-def write_packed(folder: Path, manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
+def write_router_folder(
+    folder: Path, manifest: Mapping[str, Any], blobs: Mapping[str, bytes]
+) -> None:
     """Writes what `pack_ladder` returned. Creates the folder if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in blobs.items():
@@ -21,14 +23,14 @@ def write_packed(folder: Path, manifest: Mapping[str, Any], blobs: Mapping[str, 
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def read_packed(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+def read_router_folder(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(manifest, blobs) as `unpack_ladder` takes them. Other files in the folder are ignored.
 
     Raises `NotFound` without a manifest, and `Corrupt` if the manifest is no JSON object or the blob is missing.
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise NotFound(f"{folder} holds no packed router: {MANIFEST} is missing")
+        raise NotFound(f"{folder} holds no router: {MANIFEST} is missing")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -42,5 +44,5 @@ def read_packed(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 
 def read_ladder(folder: Path) -> Ladder:
-    """The ladder in `folder`. Raises as `read_packed` and `unpack_ladder`."""
-    return unpack_ladder(*read_packed(folder))
+    """The ladder in `folder`. Raises as `read_router_folder` and `unpack_ladder`."""
+    return unpack_ladder(*read_router_folder(folder))

@@ -73,19 +73,21 @@ class FusedExit:
         self.router = router_weights(router)
         self._tickets = new_tickets(8, self._mix.device)
 
-    def __call__(self, state: Tensor, deep_state: Tensor, ago: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, state: Tensor, deep_state: Tensor, distance: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Indices into the draft vocabulary [N] int64 and probabilities [N].
 
-        `state` and `deep_state` [N, D], `ago` [N] int64: as `ExitHead.forward` takes them.
+        `state` and `deep_state` [N, D], `distance` [N] int64: as `ExitHead.forward` takes them.
         """
         if len(state) > len(self._tickets) * ROUTE_TOKENS:
             self._tickets = new_tickets(len(state), self._mix.device)
         adapted = exit_head(
-            state, deep_state, ago, self._mix, self._offset, self._out, self._scale, self._gain, EPSILON
+            state, deep_state, distance, self._mix, self._offset, self._out, self._scale, self._gain, EPSILON
         )  # fmt: skip
         top, indices, log_mass = draft_top(adapted, self._drafts.rows, self._drafts.bias, 2)
         probabilities = route(
-            adapted, self.router, top, log_mass, ago, LOWEST, HIGHEST, self._tickets
+            adapted, self.router, top, log_mass, distance, LOWEST, HIGHEST, self._tickets
         )
         return indices[:, 0], probabilities
 

@@ -58,16 +58,16 @@ class ExitHead(nn.Module):
             self.out = nn.Parameter(torch.randn(head_width, rank) * rank**-0.5 * 0.5)
             self.scale = nn.Parameter(torch.full((2, head_width), 0.5))
 
-    def forward(self, state: Tensor, deep_state: Tensor, ago: Tensor) -> Tensor:
+    def forward(self, state: Tensor, deep_state: Tensor, distance: Tensor) -> Tensor:
         """The adapted state [..., head_width], float32 and normalised: the LM head's input.
 
-        `state` [..., D]: at depth d. `deep_state` [..., D]: at depth L, of the last settled token. `ago` [...] int64: the
-        positions between that token and this one (0: it is the token before).
+        `state` [..., D]: at depth d. `deep_state` [..., D]: at depth L, of the last settled token. `distance` [...] int64 >= 1:
+        how many positions that token lies back (1: it is the token before).
         """
         own, deep = unit(state), unit(deep_state)
         inner = (
             F.linear(torch.cat([own, deep], -1), self.mix)
-            + self.offset[ago.clamp(max=NUM_OFFSETS - 1)]
+            + self.offset[distance.clamp(1, NUM_OFFSETS) - 1]
         )
         if self.form == "affine":
             return unit(inner) * self.gain

@@ -158,13 +158,13 @@ class BoundLadder:
     ) -> tuple[Tensor, Tensor]:
         """As `ask`, but the results stay on the device: tokens [N] int64, probabilities [N]."""
         layer_exit = self._exits[index]
-        ago = torch.tensor([distance - 1 for distance in distances], device=self._vocabulary.device)
+        distance = torch.tensor(distances, device=self._vocabulary.device)
         if self._fused:
-            places, probabilities = self._fused[index](states, deep_states, ago)
+            places, probabilities = self._fused[index](states, deep_states, distance)
             return self._vocabulary[places], probabilities
-        adapted = layer_exit.head(states, deep_states, ago)
+        adapted = layer_exit.head(states, deep_states, distance)
         logits = self._project(adapted)
-        probabilities = layer_exit.router(adapted, scalar_features(logits, ago))
+        probabilities = layer_exit.router(adapted, scalar_features(logits, distance))
         return self._vocabulary[logits.argmax(-1)], probabilities
 
 

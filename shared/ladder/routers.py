@@ -13,16 +13,16 @@ NUM_SCALARS = 3
 LOWEST, HIGHEST = 1e-3, 0.999
 
 
-def scalar_features(logits: Tensor, ago: Tensor) -> Tensor:
-    """Scalar inputs of a `DepthRouter`: log p(top), p(top) - p(second), ago / 4.
+def scalar_features(logits: Tensor, distance: Tensor) -> Tensor:
+    """Scalar inputs of a `DepthRouter`: log p(top), p(top) - p(second), (distance - 1) / 4.
 
-    `logits` [..., Vd] of the draft vocabulary; `ago` [...] as in `ExitHead.forward`. Returns [..., NUM_SCALARS].
+    `logits` [..., Vd] of the draft vocabulary; `distance` [...] as in `ExitHead.forward`. Returns [..., NUM_SCALARS].
     """
     top = torch.topk(logits, min(2, logits.shape[-1]), dim=-1).values
     log_mass = torch.logsumexp(logits, -1)
     first = top[..., 0] - log_mass
     second = (top[..., -1] - log_mass).exp() if logits.shape[-1] > 1 else torch.zeros_like(first)
-    return torch.stack([first, first.exp() - second, ago.to(first.dtype) / 4], -1)
+    return torch.stack([first, first.exp() - second, (distance - 1).to(first.dtype) / 4], -1)
 
 
 class DepthRouter(nn.Module):

@@ -18,7 +18,7 @@ from transformers import (
 
 from shared.errors import NotFound, UnsupportedModel
 from shared.model.fingerprint import fingerprint
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import ModelParts, find_parts
 
 log = structlog.get_logger("neap.model")
@@ -80,7 +80,7 @@ def load_model(
     started_s = time.monotonic()
     name = model_id or str(source)
     log.info("loading model", model_id=name, source=str(source), size_mb=_size_mb(Path(source)))
-    loaded = in_own_thread(
+    loaded = run_in_own_thread(
         _load_model,
         source,
         model_id=model_id,

@@ -14,7 +14,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def in_own_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def run_in_own_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Returns `work(*args, **kwargs)`, run in a new thread, which has ended when this returns. Raises what `work` raises.
 
     An exception that interrupts the caller, for example Ctrl-C, is also raised in `work`, at its next line of Python. A thread that

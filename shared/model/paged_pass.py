@@ -26,7 +26,7 @@ LayerTransform = Callable[[int, Forward], Forward]
 class TokenBuffer:
     """The tokens of a pass, in tensors that stay in place. Every pass has T = `num_tokens` tokens.
 
-    `ids`, `positions` (negative: padding) and `tables`, the index of each token's block table: each [T] int64, views of
+    `ids`, `positions` (negative: padding) and `table_indices`, the index of each token's block table: each [T] int64, views of
     `stacked` [3, T].
     """
 
@@ -34,7 +34,7 @@ class TokenBuffer:
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.num_tokens = num_tokens
         self.stacked = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
-        self.ids, self.positions, self.tables = self.stacked.unbind()
+        self.ids, self.positions, self.table_indices = self.stacked.unbind()
         self.clear()
 
     @torch.inference_mode()
@@ -43,11 +43,11 @@ class TokenBuffer:
         self.positions.fill_(-1)
 
     @torch.inference_mode()
-    def fill(self, ids: Tensor, positions: list[int], tables: list[int]) -> None:
-        """Sets N <= T tokens: `ids` [N], their positions and block tables. The rest is padding. One copy if `ids` are on the host."""
+    def fill(self, ids: Tensor, positions: list[int], table_indices: list[int]) -> None:
+        """Sets N <= T tokens: `ids` [N], their positions and the indices of their block tables. The rest is padding. One copy if `ids` are on the host."""
         padding = self.num_tokens - len(positions)
         host = torch.tensor(
-            [[0] * self.num_tokens, positions + [-1] * padding, tables + [0] * padding]
+            [[0] * self.num_tokens, positions + [-1] * padding, table_indices + [0] * padding]
         )
         on_host = ids.device.type == "cpu"
         if on_host:
@@ -147,7 +147,7 @@ class PagedForward:
         def paged(*args: Any, **kwargs: Any) -> LayerOutput:
             tokens = self._tokens
             assert tokens is not None
-            layer = LayerBlocks(keys, values, block_tables, tokens.tables, tokens.positions)
+            layer = LayerBlocks(keys, values, block_tables, tokens.table_indices, tokens.positions)
 
             def located(value: Any) -> Any:
                 return value.for_layer(layer) if isinstance(value, PagedMask) else value

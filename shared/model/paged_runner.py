@@ -226,8 +226,8 @@ class PagedRunner:
             count = len(positions[piece])
             bucket = bucket_of(count, BUCKETS)
             replay = self._recorded_layers(first, last, bucket)
-            tables = [self.pool.table_of(cache) for cache in caches[piece]] or [0] * count
-            self._tokens[bucket].fill(ids[piece], positions[piece], tables)
+            indices = [self.pool.table_of(cache) for cache in caches[piece]] or [0] * count
+            self._tokens[bucket].fill(ids[piece], positions[piece], indices)
             if entering is not None:
                 self._entering[:count].copy_(entering[piece])
             replay()

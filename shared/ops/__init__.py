@@ -1,4 +1,4 @@
-"""neap's kernels for the CPU in float32, as typed functions. `reference` specifies each of them in PyTorch.
+"""neap's kernels for the CPU, as typed functions. They compute in float32; weights may be stored in other formats. `reference` specifies each of them in PyTorch.
 
 Every op is *batch-invariant*: the bits of a token's result do not depend on what else is in the call, such as other tokens, a longer
 cache or more threads. So a pass over eight tokens equals eight passes over one token, and drafts can be verified without changing the
@@ -17,18 +17,20 @@ from torch import Tensor
 from shared.ops.library import is_available, load
 
 __all__ = [
+    "contiguous_attention",
     "cpu_isa",
     "is_available",
     "load",
-    "pack_gated_linear",
+    "pack_blocks",
     "pack_linear",
     "packed_gated_linear",
     "packed_linear",
-    "packed_slot_attention",
+    "packed_rows",
+    "ragged_contiguous_attention",
     "rms_norm",
     "rotary",
     "set_cpu_isa",
-    "slot_attention",
+    "unpack_linear",
 ]
 
 
@@ -39,43 +41,66 @@ def refuse_gradient(*tensors: Tensor | None) -> None:
 
 
 def pack_linear(weight: Tensor) -> Tensor:
-    """weight [N, K] float32, any strides -> panels [ceil(N / 16), K, 16], zero-padded.
+    """weight [N, K] float32, float16 or bfloat16, any strides -> a packed matrix in the same dtype.
 
-    The result is a copy, so the caller may free `weight`.
+    A packed matrix is a uint8 vector that states its format and size itself (csrc/include/formats.h). It is a copy, so the caller may
+    free `weight`.
     """
     load()
     packed: Tensor = torch.ops.neap.pack_linear.default(weight.detach())
     return packed
 
 
+def pack_blocks(blocks: Tensor, kind: str, in_features: int) -> Tensor:
+    """Rows of GGUF blocks [N, bytes per row] uint8 of one type, such as "Q4_K" -> a packed matrix of the same numbers."""
+    load()
+    packed: Tensor = torch.ops.neap.pack_blocks.default(blocks, kind, in_features)
+    return packed
+
+
+def unpack_linear(packed: Tensor) -> Tensor:
+    """The float32 weight [N, K] of a packed matrix."""
+    load()
+    weight: Tensor = torch.ops.neap.unpack_linear.default(packed)
+    return weight
+
+
+def packed_rows(packed: Tensor, indices: Tensor) -> Tensor:
+    """Rows of a packed matrix: indices [...] int64 -> [..., K] float32. Raises `RuntimeError` for an index outside the matrix."""
+    load()
+    rows: Tensor = torch.ops.neap.packed_rows.default(packed, indices)
+    return rows
+
+
 def packed_linear(
     x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
 ) -> Tensor:
-    """x [..., K] float32 times the packed weight [N, K] plus bias [N] -> [..., N], `N = out_features`."""
+    """x [..., K] float32 times the packed weight [N, K] plus bias [N] -> [..., N], `N = out_features`.
+
+    The bits are those of the product with the weight widened to float32.
+    """
     load()
     refuse_gradient(x, bias)
     out: Tensor = torch.ops.neap.packed_linear.default(x, packed, out_features, bias)
     return out
 
 
-def pack_gated_linear(gate: Tensor, up: Tensor) -> Tensor:
-    """gate and up [N, K] float32 -> panels [2 * ceil(N / 16), K, 16] for `packed_gated_linear`."""
-    if gate.shape != up.shape:
-        raise ValueError(f"gate {list(gate.shape)} and up {list(up.shape)} differ in shape")
-    return torch.stack([pack_linear(gate), pack_linear(up)], dim=1).flatten(0, 1)
-
-
 def packed_gated_linear(
-    x: Tensor, packed: Tensor, out_features: int, activation: str, bias: Tensor | None = None
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    out_features: int,
+    activation: str,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """activation(gate(x)) * up(x) in one pass: x [..., K] float32 -> [..., N].
+    """activation(gate(x)) * up(x) in one pass over packed matrices [N, K]: x [..., K] float32 -> [..., N].
 
     `activation` is "silu" or "gelu_tanh"; `bias` [2 * N] is gate's, then up's.
     """
     load()
     refuse_gradient(x, bias)
     out: Tensor = torch.ops.neap.packed_gated_linear.default(
-        x, packed, out_features, activation, bias
+        x, gate, up, out_features, activation, bias
     )
     return out
 
@@ -99,7 +124,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return rotated
 
 
-def slot_attention(
+def contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,13 +144,13 @@ def slot_attention(
     load()
     refuse_gradient(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out: Tensor = torch.ops.neap.slot_attention.default(
+    out: Tensor = torch.ops.neap.contiguous_attention.default(
         q, k, v, kv_length, mask, causal, scale, softcap
     )
     return out
 
 
-def packed_slot_attention(
+def ragged_contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -142,12 +167,12 @@ def packed_slot_attention(
     Sequence s has the next `counts[s]` of the T tokens, at positions from `bases[s]` on. Its new keys and values are written to those
     positions of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv]. Then its queries attend over positions
     [0, bases[s] + counts[s]): causally if `masks[s]` is empty, else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is
-    True. The result is contiguous, and has the same bits as `slot_attention` per sequence.
+    True. The result is contiguous, and has the same bits as `contiguous_attention` per sequence.
     """
     load()
     refuse_gradient(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out: Tensor = torch.ops.neap.packed_slot_attention.default(
+    out: Tensor = torch.ops.neap.ragged_contiguous_attention.default(
         q, k, v, keys, values, bases, counts, masks, scale, softcap
     )
     return out

@@ -67,6 +67,8 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
     )
     return [
         Object("binding", "binding.cpp", binding),
+        Object("weights", "weights.cpp", binding),
+        Object("pack", "pack.cpp", "-std=c++17"),
         Object("attention", "attention.cpp", binding),
         Object("layer", "layer.cpp", binding),
         Object("exits", "exits.cpp", binding),

@@ -1,6 +1,6 @@
 """The ops of a layer exit as typed functions: exit head, largest logits of the draft vocabulary, router. CPU and CUDA.
 
-`N` tokens of width `D`. Weights are row-major [out, in], each tensor float32, float16 or bfloat16. Sums are in float32. `ago` is as in
+`N` tokens of width `D`. Weights are row-major [out, in], each tensor float32, float16 or bfloat16. Sums are in float32. `distance` is as in
 `shared.ladder.heads.ExitHead.forward`. Inference only. The functions raise `PreconditionFailed` if the library is not built, and
 `RuntimeError`, which names the argument, for wrong shapes, dtypes, devices or layouts. `reference` specifies each in PyTorch.
 """
@@ -19,7 +19,7 @@ ROUTE_TOKENS = 8
 def exit_head(
     state: Tensor,
     deep_state: Tensor,
-    ago: Tensor,
+    distance: Tensor,
     mix: Tensor,
     offset: Tensor,
     out: Tensor | None,
@@ -27,15 +27,15 @@ def exit_head(
     gain: Tensor,
     eps: float,
 ) -> Tensor:
-    """The input of the LM head [N, W] float32, from state and deep_state [N, D] and ago [N] int64.
+    """The input of the LM head [N, W] float32, from state and deep_state [N, D] and distance [N] int64.
 
-    Both states are normed and multiplied by `mix` [I, 2 * D]. Row min(ago, O - 1) of `offset` [O, I] float32 is added. With `out`
+    Both states are normed and multiplied by `mix` [I, 2 * D]. Row min(distance, O) - 1 of `offset` [O, I] float32 is added. With `out`
     [W, I / 2], silu(first half) * second half is multiplied by it, and if W = D, `scale` [2, D] times the normed states is added; without
     `out`, I = W. The result is normed and multiplied by `gain` [W]."""
     load()
     refuse_gradient(state, deep_state, mix)
     adapted: Tensor = torch.ops.neap.exit_head.default(
-        state, deep_state, ago, mix, offset, out, scale, gain, eps
+        state, deep_state, distance, mix, offset, out, scale, gain, eps
     )
     return adapted
 
@@ -82,14 +82,14 @@ def route(
     weights: RouterWeights,
     top: Tensor,
     log_mass: Tensor,
-    ago: Tensor,
+    distance: Tensor,
     lowest: float,
     highest: float,
     tickets: Tensor,
 ) -> Tensor:
     """The probability of each token's draft [N] float32 in [lowest, highest], from norm and router. One launch on a GPU.
 
-    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] from `draft_top`; ago [N] int64; `tickets` from
+    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] from `draft_top`; distance [N] int64; `tickets` from
     `new_tickets`.
     """
     load()
@@ -103,7 +103,7 @@ def route(
         weights.skip,
         top,
         log_mass,
-        ago,
+        distance,
         weights.shift,
         weights.eps,
         lowest,

@@ -6,33 +6,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PANEL = 16
+PANEL, HEADER_BYTES = 16, 64
 
 
 def _check(condition: bool) -> None:
     torch._check(condition)
 
 
-def _panels(features: int) -> int:
-    return (features + PANEL - 1) // PANEL
-
-
 def _pack_linear(weight: Tensor) -> Tensor:
     _check(weight.dim() == 2)
-    return weight.new_empty(_panels(weight.shape[0]), weight.shape[1], PANEL)
+    panels = (weight.shape[0] + PANEL - 1) // PANEL
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    columns = (weight.shape[1] + pair - 1) // pair * pair
+    size = HEADER_BYTES + panels * columns * PANEL * weight.element_size()
+    return weight.new_empty(size, dtype=torch.uint8)
 
 
 def _packed_linear(
     x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
 ) -> Tensor:
-    _check(packed.shape[1] == x.shape[-1])
     return x.new_empty(*x.shape[:-1], out_features)
 
 
 def _packed_gated_linear(
-    x: Tensor, packed: Tensor, out_features: int, activation: str, bias: Tensor | None = None
+    x: Tensor, gate: Tensor, up: Tensor, out_features: int, *others: Any
 ) -> Tensor:
-    _check(packed.shape[1] == x.shape[-1])
     return x.new_empty(*x.shape[:-1], out_features)
 
 
@@ -46,7 +44,7 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _slot_attention(
+def _contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -60,7 +58,7 @@ def _slot_attention(
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-def _packed_slot_attention(
+def _ragged_contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -83,7 +81,7 @@ def _decoder_layer(x: Tensor, *others: Any) -> Tensor:
 def _exit_head(
     state: Tensor,
     deep_state: Tensor,
-    ago: Tensor,
+    distance: Tensor,
     mix: Tensor,
     offset: Tensor,
     out: Tensor | None,
@@ -134,8 +132,8 @@ def register() -> None:
         "packed_gated_linear": _packed_gated_linear,
         "rms_norm": _rms_norm,
         "rotary": _rotary,
-        "slot_attention": _slot_attention,
-        "packed_slot_attention": _packed_slot_attention,
+        "contiguous_attention": _contiguous_attention,
+        "ragged_contiguous_attention": _ragged_contiguous_attention,
         "decoder_layer": _decoder_layer,
         "exit_head": _exit_head,
         "draft_top": _draft_top,

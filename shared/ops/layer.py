@@ -16,8 +16,8 @@ class LayerWeights:
     """The weights of a layer.
 
     `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are any. `packed`: queries, keys and
-    values, or all three in one; out; gate and up (`shared.ops.pack_gated_linear`); down. All others are packed by
-    `shared.ops.pack_linear`. `biases`: in the same order; an empty tensor where there is none, or an empty list if there are none at all.
+    values, or all three in one; out; gate; up; down. `biases`: in the same order, but one for gate and up together (gate's, then up's);
+    an empty tensor where there is none, or an empty list if there are none at all.
     """
 
     norms: Sequence[Tensor]
@@ -56,7 +56,7 @@ def decoder_layer(
 
     The tokens of x are those of all sequences, one after another: `kv.counts[s]` of sequence s. The first R numbers of queries and keys
     are rotated by cos, sin [B or 1, Q, R], halves paired. Keys and values are written to `kv`, then queries attend as in
-    `shared.ops.packed_slot_attention`; without `masks`, all causally. The bits are those of the single ops, called one after another.
+    `shared.ops.ragged_contiguous_attention`; without `masks`, all causally. The bits are those of the single ops, called one after another.
     """
     load()
     refuse_gradient(x)

@@ -1,8 +1,7 @@
 """Paged attention as a typed function: one op for a ragged batch of tokens of any sequences. CPU and CUDA.
 
 Inference only. It raises `PreconditionFailed` if the library is not built, and `RuntimeError`, which names the argument, for wrong
-shapes, dtypes, devices or layouts. `reference` specifies it in PyTorch. The arguments have the names of the op: a page is a block of KV
-memory, and a row of `pages` is the block table of one sequence.
+shapes, dtypes, devices or layouts. `reference` specifies it in PyTorch.
 """
 
 import torch
@@ -18,32 +17,33 @@ def paged_attention(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    pages: Tensor,
-    rows: Tensor,
+    block_tables: Tensor,
+    table_indices: Tensor,
     positions: Tensor,
     scaling: float | None = None,
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """Writes the keys and values of T tokens to their pages, then attends -> [T, Hq, Dv] contiguous, of q's dtype.
+    """Writes the keys and values of T tokens to their blocks, then attends -> [T, Hq, Dv] contiguous, of q's dtype.
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]: float32, float16 or bfloat16, with a contiguous last dimension. keys [P, Hkv, G, D] and
-    values [P, Hkv, G, Dv]: contiguous, of the same dtype, a pool of P pages of G tokens each. pages [R, M] int64: position p of row r is
-    at index p % G of page pages[r, p // G]; entries that no query sees are ignored. rows and positions [T] int64: a token's row and its
-    position in it. A negative position is padding: nothing is written, and the result is 0.
+    values [P, Hkv, G, Dv]: contiguous, of the same dtype, a pool of P blocks of G tokens each. block_tables [R, M] int64: position p of
+    sequence r is at index p % G of block block_tables[r, p // G]; entries that no query sees are ignored. table_indices and positions [T]
+    int64: the row of block_tables that belongs to a token's sequence, and its position. A negative position is padding: nothing is
+    written, and the result is 0.
 
-    A query sees positions [0, its own] of its row, or the last `window` of them if `window` is not 0. That includes those written by
-    this call. No two tokens may have the same row and position. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
+    A query sees positions [0, its own] of its sequence, or the last `window` of them if `window` is not 0. That includes those written
+    by this call. No two tokens may have the same sequence and position. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
     D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in float32. The bits of a token's result do not
     depend on the other tokens of the pass.
 
-    On the CPU, a row, position or page that does not exist raises `RuntimeError`. On a GPU that check would need a synchronisation, so
+    On the CPU, a block table, position or block that does not exist raises `RuntimeError`. On a GPU that check would need a synchronisation, so
     the result of such a token is NaN instead.
     """
     load()
     refuse_gradient(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.paged_attention.default(
-        q, k, v, keys, values, pages, rows, positions, scale, softcap, window
+        q, k, v, keys, values, block_tables, table_indices, positions, scale, softcap, window
     )
     return out

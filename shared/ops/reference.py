@@ -6,42 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PANEL = 16
 
-
-def pack_linear(weight: Tensor) -> Tensor:
-    """weight [N, K] -> panels [ceil(N / 16), K, 16]; columns past N are 0."""
-    rows, columns = weight.shape
-    panels = (rows + PANEL - 1) // PANEL
-    padded = F.pad(weight, (0, 0, 0, panels * PANEL - rows))
-    return padded.view(panels, PANEL, columns).transpose(1, 2).contiguous()
-
-
-def unpack_linear(packed: Tensor, out_features: int) -> Tensor:
-    """The inverse of `pack_linear`: panels [P, K, 16] -> weight [N, K]."""
-    return packed.transpose(1, 2).reshape(-1, packed.shape[1])[:out_features].contiguous()
-
-
-def packed_linear(
-    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
-) -> Tensor:
-    """x [..., K] @ weight.T + bias -> [..., N]."""
-    return F.linear(x, unpack_linear(packed, out_features), bias)
-
-
-def pack_gated_linear(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [N, K] -> panels [2 * ceil(N / 16), K, 16], gate's and up's alternating."""
-    return torch.stack([pack_linear(gate), pack_linear(up)], dim=1).flatten(0, 1)
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] @ weight.T + bias -> [..., N], with the unpacked weight [N, K]."""
+    return F.linear(x, weight.float(), bias)
 
 
 def packed_gated_linear(
-    x: Tensor, packed: Tensor, out_features: int, activation: str, bias: Tensor | None = None
+    x: Tensor, gate: Tensor, up: Tensor, activation: str, bias: Tensor | None = None
 ) -> Tensor:
-    """activation(x @ gate.T + bias[:N]) * (x @ up.T + bias[N:]): x [..., K] -> [..., N]."""
+    """activation(x @ gate.T + bias[:N]) * (x @ up.T + bias[N:]) with unpacked weights [N, K]: x [..., K] -> [..., N]."""
     gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-    gate = packed_linear(x, packed[0::2], out_features, gate_bias)
-    up = packed_linear(x, packed[1::2], out_features, up_bias)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    gated, raised = packed_linear(x, gate, gate_bias), packed_linear(x, up, up_bias)
+    return (F.silu(gated) if activation == "silu" else F.gelu(gated, approximate="tanh")) * raised
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
@@ -61,7 +38,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return rotate(q), rotate(k)
 
 
-def slot_attention(
+def contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -88,7 +65,7 @@ def slot_attention(
     return (weights @ values.float()).to(q.dtype).transpose(1, 2).contiguous()
 
 
-def packed_slot_attention(
+def ragged_contiguous_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,7 +85,7 @@ def packed_slot_attention(
         value[:, :, base : base + count] = v[:, :, own]
         plain = mask.numel() == 0
         out.append(
-            slot_attention(
+            contiguous_attention(
                 q[:, :, own],
                 key,
                 value,
@@ -129,30 +106,29 @@ def paged_attention(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    pages: Tensor,
-    rows: Tensor,
+    block_tables: Tensor,
+    table_indices: Tensor,
     positions: Tensor,
     scaling: float,
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """Writes tokens to pages, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
-    tokens, slots, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
-    places = [
-        (token, row, position)
-        for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
-        if position >= 0
+    """Writes tokens to blocks, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
+    tokens, block_tokens, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
+    indices = zip(table_indices.tolist(), positions.tolist(), strict=True)
+    real = [
+        (token, table, position) for token, (table, position) in enumerate(indices) if position >= 0
     ]
-    for token, row, position in places:
-        own = pages[row, position // slots]
-        keys[own, :, position % slots], values[own, :, position % slots] = k[token], v[token]
+    for token, table, position in real:
+        block, slot = block_tables[table, position // block_tokens], position % block_tokens
+        keys[block, :, slot], values[block, :, slot] = k[token], v[token]
     out = q.new_zeros(tokens, q.shape[1], v.shape[2])
-    for token, row, position in places:
+    for token, table, position in real:
         first = max(0, position - window + 1) if window else 0
         seen = torch.arange(first, position + 1, device=q.device)
-        page, slot = pages[row, seen // slots], seen % slots
-        key = keys[page, :, slot].float().repeat_interleave(group, 1)  # [S, Hq, D]
-        value = values[page, :, slot].float().repeat_interleave(group, 1)
+        blocks, slots = block_tables[table, seen // block_tokens], seen % block_tokens
+        key = keys[blocks, :, slots].float().repeat_interleave(group, 1)  # [S, Hq, D]
+        value = values[blocks, :, slots].float().repeat_interleave(group, 1)
         scores = torch.einsum("hd,shd->hs", q[token].float(), key) * scaling
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
@@ -165,7 +141,7 @@ def decoder_layer(
     cos: Tensor,
     sin: Tensor,
     norms: Sequence[Tensor],
-    packed: Sequence[Tensor],
+    matrices: Sequence[Tensor],
     biases: Sequence[Tensor],
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
@@ -180,21 +156,20 @@ def decoder_layer(
     scaling: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """h = x + attention(norm(x)), then h + mlp(norm(h)): see `shared.ops.layer.decoder_layer`."""
-    batch, queries, width = x.shape
+    """h = x + attention(norm(x)), then h + mlp(norm(h)): see `shared.ops.layer.decoder_layer`. `matrices` are not packed."""
+    batch, queries, _ = x.shape
     kv_heads, head_width, value_width = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
-    biases = list(biases) or [torch.empty(0)] * len(packed)
+    biases = list(biases) or [torch.empty(0)] * (len(matrices) - 1)
     sizes = [heads * head_width, kv_heads * head_width, kv_heads * value_width]
 
-    def project(inner: Tensor, index: int, out_features: int) -> Tensor:
-        bias = biases[index] if biases[index].numel() else None
-        return packed_linear(inner, packed[index], out_features, bias)
+    def project(inner: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        return packed_linear(inner, matrix, bias if bias.numel() else None)
 
     inner = rms_norm(x, norms[0], eps, weight_offset)
-    if len(packed) == 6:
-        parts = [project(inner, index, size) for index, size in enumerate(sizes)]
+    if len(matrices) == 7:
+        parts = [project(inner, *each) for each in zip(matrices[:3], biases[:3], strict=True)]
     else:
-        parts = list(project(inner, 0, sum(sizes)).split(sizes, -1))
+        parts = list(project(inner, matrices[0], biases[0]).split(sizes, -1))
     q, k, v = (
         part.unflatten(-1, (-1, each)).transpose(1, 2)
         for part, each in zip(parts, (head_width, head_width, value_width), strict=True)
@@ -207,15 +182,17 @@ def decoder_layer(
     rotated = cos.shape[-1]
     turned = rotary(q[..., :rotated], k[..., :rotated], cos, sin)
     q, k = (torch.cat([part, x[..., rotated:]], -1) for part, x in zip(turned, (q, k), strict=True))
-    # All tokens in one row, sequence after sequence, as `packed_slot_attention` takes them.
+    # All tokens in one row, sequence after sequence, as `ragged_contiguous_attention` takes them.
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
-    attended = packed_slot_attention(q, k, v, keys, values, bases, counts, masks, scaling, softcap)
-    h = x + project(attended.reshape(batch, queries, -1), -3, width)
+    attended = ragged_contiguous_attention(
+        q, k, v, keys, values, bases, counts, masks, scaling, softcap
+    )
+    h = x + project(attended.reshape(batch, queries, -1), matrices[-4], biases[-3])
     gate_bias = biases[-2] if biases[-2].numel() else None
     inner = rms_norm(h, norms[1], eps, weight_offset)
-    acted = packed_gated_linear(inner, packed[-2], intermediate, activation, gate_bias)
-    return h + project(acted, -1, width)
+    acted = packed_gated_linear(inner, matrices[-3], matrices[-2], activation, gate_bias)
+    return h + project(acted, matrices[-1], biases[-1])
 
 
 def norm(x: Tensor, eps: float) -> Tensor:
@@ -227,7 +204,7 @@ def norm(x: Tensor, eps: float) -> Tensor:
 def exit_head(
     state: Tensor,
     deep_state: Tensor,
-    ago: Tensor,
+    distance: Tensor,
     mix: Tensor,
     offset: Tensor,
     out: Tensor | None,
@@ -235,10 +212,11 @@ def exit_head(
     gain: Tensor,
     eps: float,
 ) -> Tensor:
-    """State and deep state [N, D], ago [N] -> adapted [N, W] float32: see `shared.ops.exits.exit_head`."""
+    """State and deep state [N, D], distance [N] -> adapted [N, W] float32: see `shared.ops.exits.exit_head`."""
     own, deep = norm(state, eps), norm(deep_state, eps)
     inner = (
-        F.linear(torch.cat([own, deep], -1), mix.float()) + offset[ago.clamp(0, len(offset) - 1)]
+        F.linear(torch.cat([own, deep], -1), mix.float())
+        + offset[distance.clamp(1, len(offset)) - 1]
     )
     if out is not None:
         gate, value = inner.chunk(2, -1)
@@ -266,7 +244,7 @@ def route(
     skip: Tensor,
     top: Tensor,
     log_mass: Tensor,
-    ago: Tensor,
+    distance: Tensor,
     shift: float,
     eps: float,
     lowest: float,
@@ -275,7 +253,9 @@ def route(
     """Probability [N]: see `shared.ops.exits.route`."""
     likelihood = (top - log_mass[:, None]).exp()
     second = likelihood[:, 1] if top.shape[1] > 1 else torch.zeros_like(log_mass)
-    scalars = torch.stack([top[:, 0] - log_mass, likelihood[:, 0] - second, ago.float() / 4], -1)
+    scalars = torch.stack(
+        [top[:, 0] - log_mass, likelihood[:, 0] - second, (distance - 1).float() / 4], -1
+    )
     inner = F.linear(norm(x, eps), hidden.float(), bias) + scalars @ features
     score = F.silu(inner) @ output + scalars @ skip + shift
     return score.sigmoid().clamp(lowest, highest)

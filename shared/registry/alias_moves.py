@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shared.errors import Conflict, InvalidInput, PreconditionFailed
 from shared.registry.base import AliasChange, Canary
-from shared.registry.contents import check_expected, no_earlier_version
+from shared.registry.contents import check_expected, no_earlier_version_error
 from shared.registry.names import check_alias_change, check_model_id
 
 MAX_SHARE_PER_MILLE = 999
@@ -93,7 +93,7 @@ class AliasMove:
         if last.from_version == last.to_version:
             moved = next(past for past in history() if past.from_version != past.to_version)
         if moved.from_version is None:
-            raise no_earlier_version(self.model_id, self.alias, last.to_version)
+            raise no_earlier_version_error(self.model_id, self.alias, last.to_version)
         return self.change(last, moved.from_version)
 
     def _open_canary(self, last: AliasChange) -> Canary:

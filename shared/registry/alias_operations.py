@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from shared.registry.alias_moves import AliasMove
 from shared.registry.base import AliasChange, Canary
-from shared.registry.contents import no_alias
+from shared.registry.contents import no_alias_error
 from shared.registry.version_reader import VersionReader
 
 Propose = Callable[[AliasChange | None], AliasChange]
@@ -40,7 +40,7 @@ class AliasOperations(VersionReader):
         """See `Registry.set_alias`. Records nothing if the alias already names the version."""
         move = AliasMove(model_id, alias, actor, reason)
         # Versions are immutable, so the check may precede the change.
-        self._check_sound(model_id, version, must_pass=True)
+        self._check_alias_target(model_id, version, must_pass=True)
         return self._change_alias(
             move, lambda last: move.to_version(last, version, expected_version)
         )
@@ -58,7 +58,7 @@ class AliasOperations(VersionReader):
         """See `Registry.set_canary`."""
         move = AliasMove(model_id, alias, actor, reason)
         if canary is not None:
-            self._check_sound(model_id, canary.version, must_pass=True)
+            self._check_alias_target(model_id, canary.version, must_pass=True)
         return self._change_alias(
             move, lambda last: move.with_canary(self._known(move, last), canary, expected_version)
         )
@@ -76,7 +76,9 @@ class AliasOperations(VersionReader):
         move = AliasMove(model_id, alias, actor, reason)
         return self._change_alias(
             move,
-            self._to_sound(lambda last: move.promoted(self._known(move, last), expected_canary)),
+            self._with_target_check(
+                lambda last: move.promoted(self._known(move, last), expected_canary)
+            ),
         )
 
     def rollback_alias(
@@ -92,7 +94,7 @@ class AliasOperations(VersionReader):
         move = AliasMove(model_id, alias, actor, reason)
         return self._change_alias(
             move,
-            self._to_sound(
+            self._with_target_check(
                 lambda last: move.rolled_back(
                     self._known(move, last),
                     lambda: self.alias_history(model_id, alias),
@@ -101,18 +103,18 @@ class AliasOperations(VersionReader):
             ),
         )
 
-    def _to_sound(self, propose: Propose) -> Propose:
+    def _with_target_check(self, propose: Propose) -> Propose:
         """Wrap `propose` so that it raises Corrupt (VERSION_DAMAGED) before it moves an alias to a version that cannot be read."""
 
         def checked(last: AliasChange | None) -> AliasChange:
             change = propose(last)
             if last is None or change.to_version != last.to_version:
-                self._check_sound(change.model_id, change.to_version, must_pass=False)
+                self._check_alias_target(change.model_id, change.to_version, must_pass=False)
             return change
 
         return checked
 
     def _known(self, move: AliasMove, last: AliasChange | None) -> AliasChange:
         if last is None:
-            raise no_alias(move.model_id, move.alias, self.aliases(move.model_id))
+            raise no_alias_error(move.model_id, move.alias, self.aliases(move.model_id))
         return last

@@ -100,7 +100,7 @@ def blob_size_bytes(manifest: Mapping[str, Any], name: str) -> int:
     return int(manifest["blobs"][name]["size_bytes"])
 
 
-def other_contents(request_id: str, model_id: str, version: int | None) -> AlreadyExists:
+def other_contents_error(request_id: str, model_id: str, version: int | None) -> AlreadyExists:
     """The error for a `request_id` in use. `version` is None if it belongs to a publication that has not ended."""
     made = "" if version is None else f" version {version} of"
     metadata = {"model_id": model_id}
@@ -112,7 +112,7 @@ def other_contents(request_id: str, model_id: str, version: int | None) -> Alrea
     )
 
 
-def no_version(model_id: str, version: int) -> NotFound:
+def no_version_error(model_id: str, version: int) -> NotFound:
     return NotFound(
         f"model {model_id!r} has no router version {version}",
         reason="ROUTER_VERSION_NOT_FOUND",
@@ -120,7 +120,7 @@ def no_version(model_id: str, version: int) -> NotFound:
     )
 
 
-def no_alias(model_id: str, alias: str, known: Mapping[str, Any]) -> NotFound:
+def no_alias_error(model_id: str, alias: str, known: Mapping[str, Any]) -> NotFound:
     names = ", ".join(sorted(known))
     there_are = f"there are: {names}" if known else "it has none"
     return NotFound(
@@ -130,7 +130,7 @@ def no_alias(model_id: str, alias: str, known: Mapping[str, Any]) -> NotFound:
     )
 
 
-def no_earlier_version(model_id: str, alias: str, version: int) -> PreconditionFailed:
+def no_earlier_version_error(model_id: str, alias: str, version: int) -> PreconditionFailed:
     return PreconditionFailed(
         f"alias {alias!r} of {model_id!r} has named only version {version}, so it has no previous version",
         reason="NO_EARLIER_VERSION",

@@ -11,7 +11,7 @@ from shared.errors import Corrupt
 from shared.registry.alias_moves import AliasMove
 from shared.registry.base import AliasChange, Canary
 from shared.registry.blobs import Kind
-from shared.registry.contents import other_contents
+from shared.registry.contents import other_contents_error
 from shared.registry.journal import Entry, VersionRecord
 from shared.sqlite import Database
 
@@ -75,7 +75,7 @@ class RegistryIndex:
             model_id,
             manifest_digest,
         ):
-            raise other_contents(request_id, row["model_id"], row["version"])
+            raise other_contents_error(request_id, row["model_id"], row["version"])
         return row
 
     def add_version(
@@ -179,7 +179,7 @@ class RegistryIndex:
             return Entry(row["model_id"], number, (change,), None, entry_id, event)
         version = self.version(row["model_id"], row["version"])
         if version is None:
-            raise index_damaged(f"its row of version {row['version']} of {row['model_id']!r}")
+            raise index_damaged_error(f"its row of version {row['version']} of {row['model_id']!r}")
         return Entry(row["model_id"], number, (), version_record(version), entry_id, event)
 
     def version(self, model_id: str, version: int) -> Row | None:
@@ -240,7 +240,7 @@ class RegistryIndex:
         """Return a recorded change. Raises Corrupt (INDEX_DAMAGED), also if it is missing, because an event refers to it."""
         row = self.database.row("SELECT * FROM alias_changes WHERE change = ?", (number,))
         if row is None:
-            raise index_damaged(f"its row of change {number}")
+            raise index_damaged_error(f"its row of change {number}")
         return _change(row)
 
     def aliases(self, model_id: str) -> dict[str, int]:
@@ -278,7 +278,7 @@ class RegistryIndex:
         return self.database.row(query, (digest,)) is not None
 
 
-def index_damaged(what: str) -> Corrupt:
+def index_damaged_error(what: str) -> Corrupt:
     return Corrupt(
         f"{INDEX_NAME} is damaged: {what} is invalid; `neap routers rebuild-index` restores it",
         reason="INDEX_DAMAGED",
@@ -291,7 +291,7 @@ def _change(row: Row) -> AliasChange:
     if not all(isinstance(number, int) for number in numbers) or not isinstance(
         row["change_time_s"], float
     ):
-        raise index_damaged(f"its row of change {row['change']} of alias {row['alias']!r}")
+        raise index_damaged_error(f"its row of change {row['change']} of alias {row['alias']!r}")
     canary = None
     if row["canary_version"] is not None:
         canary = Canary(row["canary_version"], row["canary_per_mille"])
@@ -313,7 +313,7 @@ def version_record(row: Row) -> VersionRecord:
     is_sound = isinstance(create_time_s, float) and math.isfinite(create_time_s)
     is_sound = is_sound and isinstance(size_bytes, int) and isinstance(row["manifest_digest"], str)
     if not is_sound:
-        raise index_damaged(f"its row of version {row['version']} of {row['model_id']!r}")
+        raise index_damaged_error(f"its row of version {row['version']} of {row['model_id']!r}")
     return VersionRecord(
         version=row["version"],
         manifest_digest=row["manifest_digest"],

@@ -28,15 +28,15 @@ from shared.registry.contents import (
     check_limit,
     check_passed,
     encode_manifest,
-    no_alias,
-    no_version,
+    no_alias_error,
+    no_version_error,
 )
 from shared.registry.folder_records import FolderRecords
 from shared.registry.index import (
     INDEX_NAME,
     LARGEST_INTEGER,
     RegistryIndex,
-    index_damaged,
+    index_damaged_error,
     version_record,
 )
 from shared.registry.journal import Journal, VersionRecord
@@ -81,7 +81,7 @@ class LocalRegistry(AliasOperations):
                 raise registry_error(error, "opening the registry") from error
             except Corrupt as error:
                 if error.metadata.get("file") == INDEX_NAME:
-                    raise self._unsound(error) from error
+                    raise self._with_rebuild_advice(error) from error
                 raise
             self._open = stack.pop_all()
 
@@ -100,7 +100,7 @@ class LocalRegistry(AliasOperations):
                 reason="INDEX_MISSING",
             )
 
-    def _unsound(self, error: Corrupt) -> Corrupt:
+    def _with_rebuild_advice(self, error: Corrupt) -> Corrupt:
         return Corrupt(
             f"{error.message}; `neap routers rebuild-index --registry {self.root}` rebuilds it from the journal",
             reason="INDEX_DAMAGED",
@@ -148,7 +148,7 @@ class LocalRegistry(AliasOperations):
                         )
                     self._step("index:before-commit")
                 self._step("index:committed")
-                self._journal.follow(model_id)
+                self._journal.append_missing(model_id)
         except OSError as error:
             self._store.sweep(self._index.is_referenced)
             raise registry_error(error, "a router") from error
@@ -166,7 +166,7 @@ class LocalRegistry(AliasOperations):
         if 1 <= version <= LARGEST_INTEGER:
             row = self._index.version(model_id, version)
         if row is None:
-            raise no_version(model_id, version)
+            raise no_version_error(model_id, version)
         return row
 
     def _read_manifest(self, digest: str, *, is_fresh: bool) -> bytes:
@@ -195,7 +195,7 @@ class LocalRegistry(AliasOperations):
         check_alias(alias)
         last = self._index.last_change(model_id, alias)
         if last is None:
-            raise no_alias(model_id, alias, self.aliases(model_id))
+            raise no_alias_error(model_id, alias, self.aliases(model_id))
         return last
 
     def list_versions(
@@ -234,7 +234,7 @@ class LocalRegistry(AliasOperations):
                 self._journal.check_index(move.model_id)
                 self._index.record(connection, proposed)
         if proposed != last:
-            self._journal.follow(move.model_id)
+            self._journal.append_missing(move.model_id)
         return proposed
 
     def alias_history(self, model_id: str, alias: str) -> list[AliasChange]:
@@ -268,7 +268,7 @@ class LocalRegistry(AliasOperations):
             try:
                 return self._listed_row(self._row(row["model_id"], row["version"]))
             except NotFound as error:
-                raise index_damaged(f"its row of version {row['version']}") from error
+                raise index_damaged_error(f"its row of version {row['version']}") from error
         return self._index.change(row["change"])
 
     def close(self) -> None:

@@ -31,9 +31,9 @@ class LocalJournal:
         Raises PreconditionFailed (INDEX_BEHIND).
         """
         if self.journal.has(model_id, self._index.num_events(model_id) + 1):
-            raise index_behind(self._root, model_id)
+            raise index_behind_error(self._root, model_id)
 
-    def follow(self, model_id: str) -> None:
+    def append_missing(self, model_id: str) -> None:
         """Append the records that the journal lacks at its end.
 
         A failure is logged and not raised, because the events are committed in the index. The next call writes the records.
@@ -52,22 +52,22 @@ class LocalJournal:
         for model_id in sorted({*self._index.models(), *self.journal.models()}):
             self._check(model_id)
             try:
-                self.complete(model_id)
+                self.write_missing(model_id)
             except (Unavailable, Exhausted, Corrupt) as error:
                 _not_written(model_id, error)
 
     def _check(self, model_id: str) -> None:
         if self.journal.has(model_id, self._index.num_events(model_id) + 1):
-            raise index_behind(self._root, model_id)
+            raise index_behind_error(self._root, model_id)
 
-    def complete(self, model_id: str) -> None:
+    def write_missing(self, model_id: str) -> None:
         """Write every missing record."""
         there = set(self.journal.sequences(model_id))
         if len(there) < self._index.num_events(model_id):
             entries = self._index.entries(model_id, after=0)
             self._append([entry for entry in entries if entry.sequence not in there])
 
-    def mend(self, model_id: str) -> None:
+    def repair(self, model_id: str) -> None:
         """Write every damaged or missing record from the index."""
         for entry in self._index.entries(model_id, after=0):
             try:
@@ -79,10 +79,10 @@ class LocalJournal:
     def _append(self, entries: list[Entry]) -> None:
         for entry in entries:
             if not self.journal.append(entry):
-                raise index_behind(self._root, entry.model_id)
+                raise index_behind_error(self._root, entry.model_id)
 
 
-def index_behind(root: Path, model_id: str) -> PreconditionFailed:
+def index_behind_error(root: Path, model_id: str) -> PreconditionFailed:
     return PreconditionFailed(
         f"index.db of {root} is older than its journal, which has more records of {model_id!r} (was index.db restored from a"
         f" backup?); `neap routers rebuild-index --registry {root}` brings it up to date",

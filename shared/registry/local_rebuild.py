@@ -64,7 +64,7 @@ def _refill(root: Path, index: RegistryIndex) -> dict[str, ModelState]:
         for model_id in index.models():
             if not local.journal.has(model_id, index.num_events(model_id) + 1):
                 try:
-                    local.mend(model_id)
+                    local.repair(model_id)
                 except Corrupt as error:
                     log.warning("the index is damaged, too", problem=error.message)
         records, states = _read(root, local.journal)

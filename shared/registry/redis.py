@@ -110,7 +110,7 @@ class RedisIndex:
                 "Redis may drop the registry's index; it is restored when missed", policy=policy
             )
 
-    def belong_to(self, registry_id: str) -> None:
+    def set_registry_id(self, registry_id: str) -> None:
         """Set the id of the registry to which the index must belong. Call it before any query."""
         self._registry_id = registry_id
 

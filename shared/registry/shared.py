@@ -30,9 +30,9 @@ from shared.registry.contents import (
     check_limit,
     check_passed,
     encode_manifest,
-    no_alias,
-    no_version,
-    other_contents,
+    no_alias_error,
+    no_version_error,
+    other_contents_error,
 )
 from shared.registry.index_keeper import IndexKeeper
 from shared.registry.journal import Entry, Journal, VersionRecord, change_from_record
@@ -79,7 +79,7 @@ class SharedRegistry(AliasOperations):
         try:
             self._redis.check()
             self._objects = ObjectStore(address, step=step)
-            self._redis.belong_to(self._objects.registry_id())
+            self._redis.set_registry_id(self._objects.registry_id())
         except BaseException:
             self._redis.close()
             raise
@@ -169,7 +169,7 @@ class SharedRegistry(AliasOperations):
             return None
         (record,) = self._index.records(model_id, [number])
         if record.manifest_digest != digest:
-            raise other_contents(request_id, model_id, number)
+            raise other_contents_error(request_id, model_id, number)
         return record
 
     def _claim(self, request_id: str, model_id: str) -> None:
@@ -177,7 +177,7 @@ class SharedRegistry(AliasOperations):
         owner = self._objects.claim(request_id, model_id)
         if owner != model_id:
             self._index.state(owner)
-            raise other_contents(
+            raise other_contents_error(
                 request_id, owner, self._index.version_of_request(owner, request_id)
             )
 
@@ -189,7 +189,7 @@ class SharedRegistry(AliasOperations):
         if 1 <= version <= state.num_versions:
             (record,) = self._index.records(model_id, [version])
             return record
-        raise no_version(model_id, version)
+        raise no_version_error(model_id, version)
 
     def _read_manifest(self, digest: str, *, is_fresh: bool) -> bytes:
         return self._objects.read_manifest(digest, is_fresh=is_fresh)
@@ -213,7 +213,7 @@ class SharedRegistry(AliasOperations):
 
     def _change(self, model_id: str, alias: str, state: ModelState) -> AliasChange:
         if alias not in state.aliases:
-            raise no_alias(model_id, alias, state.aliases)
+            raise no_alias_error(model_id, alias, state.aliases)
         return state.aliases[alias]
 
     def list_versions(

@@ -28,14 +28,14 @@ log = structlog.get_logger("neap.registry")
 class Sweep:
     """The result of a sweep. In a rehearsal nothing was removed.
 
-    `num_named` objects are in use. `num_young` are unused but within the grace period. `num_kept` are unused and old, but may belong
+    `num_in_use` objects are in use. `num_in_grace_period` are unused but within the grace period. `num_kept` are unused and old, but may belong
     to one of the `num_damaged` manifests that cannot be read.
     """
 
-    num_named: int
+    num_in_use: int
     num_removed: int
     num_removed_bytes: int
-    num_young: int
+    num_in_grace_period: int
     num_damaged: int = 0
     num_kept: int = 0
 
@@ -57,16 +57,16 @@ def sweep(
         raise InvalidInput(f"the grace period is {grace_s} s; it must not be negative")
     with Lease(objects).held(dead_s=dead_s) as lease:
         lease.wait(COMMIT_S + REQUEST_MARGIN_S if settle_s is None else settle_s)
-        named, num_damaged = _named(objects, lease)
+        in_use, num_damaged = _digests_in_use(objects, lease)
         now_s = objects.last_modified_s(lease.path)
-        num_removed = num_bytes = num_young = num_kept = 0
+        num_removed = num_bytes = num_in_grace_period = num_kept = 0
         kinds: tuple[Kind, ...] = ("manifests", "blobs")
         for kind in kinds:
             for content in objects.contents(kind):
-                if content.digest in named[kind]:
+                if content.digest in in_use[kind]:
                     continue
                 if now_s - content.last_modified_s < grace_s:
-                    num_young += 1
+                    num_in_grace_period += 1
                     continue
                 if kind == "blobs" and num_damaged:
                     num_kept += 1
@@ -74,14 +74,14 @@ def sweep(
                 if not is_rehearsal:
                     lease.renew()
                     objects.remove_content(kind, content.digest)
-                    log.info("unnamed content removed", kind=kind, digest=content.digest)
+                    log.info("unused content removed", kind=kind, digest=content.digest)
                 num_removed += 1
                 num_bytes += content.size_bytes
-    num_named = sum(map(len, named.values()))
-    return Sweep(num_named, num_removed, num_bytes, num_young, num_damaged, num_kept)
+    num_in_use = sum(map(len, in_use.values()))
+    return Sweep(num_in_use, num_removed, num_bytes, num_in_grace_period, num_damaged, num_kept)
 
 
-def _named(objects: ObjectStore, lease: Lease) -> tuple[dict[Kind, set[str]], int]:
+def _digests_in_use(objects: ObjectStore, lease: Lease) -> tuple[dict[Kind, set[str]], int]:
     """Return the digests that the journals name, and how many of their manifests are damaged."""
     journal = Journal(objects)
     manifests: set[str] = set()

@@ -41,7 +41,7 @@ class VersionReader(ABC):
         except self.damages as error:
             return version_of(model_id, record, {}, damage=error.message)
 
-    def _check_sound(self, model_id: str, version: int, *, must_pass: bool) -> None:
+    def _check_alias_target(self, model_id: str, version: int, *, must_pass: bool) -> None:
         """Check that an alias may name the version. Raises NotFound, Corrupt (VERSION_DAMAGED).
 
         With `must_pass` it also raises PreconditionFailed (CHECKS_FAILED) if the version records a failed check.
@@ -50,7 +50,7 @@ class VersionReader(ABC):
         try:
             manifest = self._version(model_id, record, is_fresh=True).manifest
         except Corrupt as error:
-            raise version_damaged(model_id, version, error) from error
+            raise version_damaged_error(model_id, version, error) from error
         if must_pass:
             check_passed(manifest, f"version {version} of {model_id!r}")
 
@@ -69,7 +69,7 @@ def version_of(
     )
 
 
-def version_damaged(model_id: str, version: int, error: Corrupt) -> Corrupt:
+def version_damaged_error(model_id: str, version: int, error: Corrupt) -> Corrupt:
     """The error for naming a damaged `version`. `error` is the error of reading it."""
     return Corrupt(
         f"version {version} of {model_id!r} is damaged, so no alias may name it: {error.message}."

@@ -31,7 +31,7 @@ class Access:
                 lambda contents: parse_tokens(contents[0], str(tokens_file)),
             )
 
-    def judge(
+    def check_call(
         self, method: str, metadata: Iterable[tuple[str, str | bytes]]
     ) -> Caller | NeapError | None:
         """Check a call of `method` ("/package.Service/Method").

@@ -53,7 +53,7 @@ def certificate_caller(context: Any) -> Caller | None:
     return Caller(f"certificate:{shown}", frozenset(Role))
 
 
-def client_of(context: Any) -> str:
+def client_key(context: Any) -> str:
     """Return the key for limits per client: the caller's name, or the peer address if callers are not authenticated.
 
     The address has no port: ipv4:10.0.0.7, ipv6:[::1], unix:/path.

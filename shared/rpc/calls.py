@@ -26,7 +26,7 @@ class OpenCalls:
     def __len__(self) -> int:
         return len(self._methods)
 
-    async def idle_for(self, seconds: float) -> None:
+    async def wait_idle(self, seconds: float) -> None:
         """Return once no handler has run for `seconds`."""
         while True:
             await self._idle.wait()
@@ -37,7 +37,7 @@ class OpenCalls:
                 return
 
     @contextmanager
-    def one(self, method: str) -> Iterator[None]:
+    def track_handler(self, method: str) -> Iterator[None]:
         """Track a call of `method` ("/package.Service/Method") while its handler runs in the block, in the call's own task.
 
         Raises Unavailable (reason SHUTTING_DOWN) instead of the cancellation if `end` ends the call. Raises it at once if `end` has
@@ -46,7 +46,7 @@ class OpenCalls:
         task = asyncio.current_task()
         assert task is not None
         if self._refuses_calls:
-            raise stopping()
+            raise stopping_error()
         self._methods[task] = method
         self._idle.clear()
         self._has_begun.set()
@@ -56,7 +56,7 @@ class OpenCalls:
             if task not in self._ended:
                 raise
             task.uncancel()
-            raise stopping() from None
+            raise stopping_error() from None
         finally:
             del self._methods[task]
             self._ended.discard(task)
@@ -64,8 +64,8 @@ class OpenCalls:
                 self._idle.set()
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Track a whole call, including the sending of its answer or status, for `all_told`. In the call's own task."""
+    def track_answer(self) -> Iterator[None]:
+        """Track a whole call, including the sending of its answer or status, for `wait_all_answered`. In the call's own task."""
         self._num_unanswered += 1
         self._all_answered.clear()
         try:
@@ -75,7 +75,7 @@ class OpenCalls:
             if not self._num_unanswered:
                 self._all_answered.set()
 
-    async def all_told(self, timeout_s: float) -> bool:
+    async def wait_all_answered(self, timeout_s: float) -> bool:
         """Wait until every call has been answered, for at most `timeout_s`. Returns False after the timeout."""
         try:
             await asyncio.wait_for(self._all_answered.wait(), timeout_s)
@@ -96,7 +96,7 @@ class OpenCalls:
         return len(tasks)
 
 
-def stopping() -> Unavailable:
+def stopping_error() -> Unavailable:
     """Return the error for a call that ends because the server stops."""
     return Unavailable(
         "the service is stopping; the call may be repeated elsewhere", reason="SHUTTING_DOWN"

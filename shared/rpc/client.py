@@ -21,7 +21,7 @@ from shared.errors import NeapError, Unavailable
 from shared.rpc.channel import ClientSecurity, open_channel
 from shared.rpc.generation import GenerationStream
 from shared.rpc.interceptors import REQUEST_ID_KEY
-from shared.rpc.retry import nobody_answered, retrying
+from shared.rpc.retry import is_unavailable, retrying
 from shared.rpc.serving import MAX_MESSAGE_BYTES
 from shared.rpc.status import from_rpc_error
 from shared.rpc.tracing import TraceInjector
@@ -290,7 +290,7 @@ class NeapClient:
         return _called(lambda: method(request, timeout=self._timeout_s))
 
     def _retrying(self, call: Callable[[], T]) -> T:
-        return retrying(nobody_answered, num_attempts=self._num_attempts)(lambda: _called(call))
+        return retrying(is_unavailable, num_attempts=self._num_attempts)(lambda: _called(call))
 
 
 def _called(call: Callable[[], T]) -> T:

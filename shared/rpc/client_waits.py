@@ -9,7 +9,7 @@ from typing import TypeVar
 import grpc.aio
 
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, NeapError
-from shared.rpc.calls import stopping
+from shared.rpc.calls import stopping_error
 
 # While the server drains, a call gets this long for its request message, which may already be under way.
 DRAIN_REQUEST_S = 0.5
@@ -77,9 +77,9 @@ class ClientWaits:
         self._is_draining = True
         now_s = asyncio.get_running_loop().time()
         for wait in self._deliveries:
-            wait.end_by(now_s + self.delivery_timeout_s, slow_reader(self.delivery_timeout_s))
+            wait.end_by(now_s + self.delivery_timeout_s, slow_reader_error(self.delivery_timeout_s))
         for wait in self._requests:
-            wait.end_by(wait.began_s + DRAIN_REQUEST_S, stopping())
+            wait.end_by(wait.began_s + DRAIN_REQUEST_S, stopping_error())
 
     async def request(self, read: Callable[[], Awaitable[T]]) -> T:
         """Return the next message from `read` (`ServicerContext.read`), or `grpc.aio.EOF` if the client sends no more.
@@ -95,7 +95,7 @@ class ClientWaits:
         try:
             async with wait.timeout:
                 if self._is_draining:
-                    wait.end_by(wait.began_s + DRAIN_REQUEST_S, stopping())
+                    wait.end_by(wait.began_s + DRAIN_REQUEST_S, stopping_error())
                 return await read()
         except TimeoutError:
             self.unsent[wait.error.reason] += 1
@@ -120,13 +120,14 @@ class ClientWaits:
 
         Raises Exhausted (SLOW_READER).
         """
-        wait = _Wait(timeout_s, slow_reader(timeout_s or math.inf))
+        wait = _Wait(timeout_s, slow_reader_error(timeout_s or math.inf))
         self._deliveries.add(wait)
         try:
             async with wait.timeout:
                 if self._is_draining:
                     wait.end_by(
-                        wait.began_s + self.delivery_timeout_s, slow_reader(self.delivery_timeout_s)
+                        wait.began_s + self.delivery_timeout_s,
+                        slow_reader_error(self.delivery_timeout_s),
                     )
                 await write
         except TimeoutError:
@@ -162,6 +163,6 @@ def _too_many(limit: int) -> Exhausted:
     )
 
 
-def slow_reader(timeout_s: float) -> Exhausted:
+def slow_reader_error(timeout_s: float) -> Exhausted:
     """Return the error for a client that has not read for `timeout_s`."""
     return Exhausted(f"the client has not read for {timeout_s:g} s", reason="SLOW_READER")

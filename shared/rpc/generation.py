@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from neap.inference.v1.inference_pb2 import GenerateResponse
 
-from shared.rpc.retry import nothing_was_begun, retrying
+from shared.rpc.retry import retrying, was_not_started
 from shared.rpc.status import from_rpc_error
 
 
@@ -38,7 +38,7 @@ class GenerationStream(Iterator[GenerateResponse]):
         self._open_call = open_call
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._retrying = retrying(
-            lambda error: nothing_was_begun(error) and not self._closed.is_set(),
+            lambda error: was_not_started(error) and not self._closed.is_set(),
             num_attempts=num_attempts,
             deadline_s=self._deadline_s,
             sleep=self._sleep,

@@ -87,9 +87,11 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = str(handler_call_details.method)
-        verdict = self._access.judge(method, handler_call_details.invocation_metadata or ())
+        access_decision = self._access.check_call(
+            method, handler_call_details.invocation_metadata or ()
+        )
         wrapped = _Wrapped(
-            method, self.calls, self.waits, verdict, takes_stream=handler.request_streaming
+            method, self.calls, self.waits, access_decision, takes_stream=handler.request_streaming
         )
         if handler.response_streaming:
             make = grpc.stream_stream_rpc_method_handler
@@ -102,7 +104,9 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer
         return make(
             outer,
-            request_deserializer=_unparsed if isinstance(verdict, NeapError) else _lenient(parse),
+            request_deserializer=_unparsed
+            if isinstance(access_decision, NeapError)
+            else _lenient(parse),
             response_serializer=handler.response_serializer,
         )
 
@@ -110,7 +114,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 class _Wrapped:
     """Wraps the handler of one method.
 
-    `verdict` is the result of `Access.judge`. With `takes_stream` the handler takes an iterator of requests instead of one request.
+    `access_decision` is the result of `Access.check_call`. With `takes_stream` the handler takes an iterator of requests instead of one request.
     """
 
     def __init__(
@@ -118,14 +122,14 @@ class _Wrapped:
         method: str,
         calls: OpenCalls,
         waits: ClientWaits,
-        verdict: Caller | NeapError | None = None,
+        access_decision: Caller | NeapError | None = None,
         *,
         takes_stream: bool = False,
     ) -> None:
         self.method = method
         self.calls = calls
         self.waits = waits
-        self.verdict = verdict
+        self.access_decision = access_decision
         self._takes_stream = takes_stream
 
     def coroutine(self, inner: Any) -> Any:
@@ -134,7 +138,7 @@ class _Wrapped:
             raise TypeError(f"the handler of {self.method} is not a coroutine function")
 
         async def handle(_: Any, context: Any) -> Any:
-            with self.calls.told():
+            with self.calls.track_answer():
                 async with _observed(self, context):
                     return await inner(await self._request(context), context)
 
@@ -144,7 +148,7 @@ class _Wrapped:
         """Wrap an async generator in a coroutine. With a generator, gRPC would wait for slow clients outside of `_observed`."""
 
         async def handle(_: Any, context: Any) -> None:
-            with self.calls.told():
+            with self.calls.track_answer():
                 async with _observed(self, context):
                     request = await self._request(context)
                     async with aclosing(inner(request, context)) as responses:
@@ -193,15 +197,15 @@ def _well_formed(message: Any) -> Any:
 
 @asynccontextmanager
 async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
-    method, verdict = call.method, call.verdict
+    method, access_decision = call.method, call.access_decision
     request_id = _take_request_id(context)
     fields: dict[str, str | int | float] = {}
     ids = {"request_id": request_id}
-    caller = verdict if isinstance(verdict, Caller) else certificate_caller(context)
+    caller = access_decision if isinstance(access_decision, Caller) else certificate_caller(context)
     if caller is not None:
         ids["caller"] = caller.name
-    if isinstance(verdict, NeapError) and "caller" in verdict.metadata:
-        ids["caller"] = verdict.metadata["caller"]  # authenticated, but not permitted
+    if isinstance(access_decision, NeapError) and "caller" in access_decision.metadata:
+        ids["caller"] = access_decision.metadata["caller"]  # authenticated, but not permitted
     is_quiet = method.startswith(SIDE_SERVICES)
     span: Span = INVALID_SPAN
     if not is_quiet:
@@ -217,10 +221,10 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
     started_s = time.monotonic()
     code = "OK"
     try:
-        with call.calls.one(method):
-            if isinstance(verdict, NeapError):
+        with call.calls.track_handler(method):
+            if isinstance(access_decision, NeapError):
                 fields["peer"] = context.peer()
-                raise verdict
+                raise access_decision
             yield
     except grpc.aio.AbortError:
         code = _code_name(context)

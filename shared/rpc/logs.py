@@ -48,7 +48,7 @@ def configure_logging(level: str = "info", *, json_lines: bool | None = None) ->
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(number),
         # sys.stderr is looked up for every line, so that replacing it takes effect.
-        logger_factory=lambda *_: _StderrLogger(real(sys.stderr)),
+        logger_factory=lambda *_: _StderrLogger(underlying_stream(sys.stderr)),
         cache_logger_on_first_use=False,
     )
 
@@ -58,7 +58,7 @@ def is_json(json_lines: bool | None) -> bool:
     return not sys.stderr.isatty() if json_lines is None else json_lines
 
 
-def real(stream: TextIO) -> TextIO:
+def underlying_stream(stream: TextIO) -> TextIO:
     """Return the underlying stream if `stream` is a LineLogger (`shared.rpc.service_logs`), otherwise `stream` itself."""
     return getattr(stream, "stream", stream)
 

@@ -19,19 +19,19 @@ from shared.errors import Exhausted, Unavailable
 _backoff_s = wait_random_exponential(multiplier=0.1, max=2.0)
 
 
-def nobody_answered(error: BaseException) -> bool:
+def is_unavailable(error: BaseException) -> bool:
     """Whether to repeat a call that is safe to make twice."""
     return isinstance(error, Unavailable)
 
 
-def nothing_was_begun(error: BaseException) -> bool:
+def was_not_started(error: BaseException) -> bool:
     """Whether the service has not begun the work: nobody answered, or the service was full and gave a retry delay.
 
     Without a retry delay, the service will not have room later either.
     """
     if isinstance(error, Exhausted):
         return error.retry_after_s is not None
-    return nobody_answered(error)
+    return is_unavailable(error)
 
 
 def retrying(

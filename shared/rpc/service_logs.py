@@ -52,7 +52,7 @@ def log_stdout() -> None:
         sys.stdout = _logged(sys.stdout, "neap.stdout")
 
 
-def say_why_not(error: NeapError) -> None:
+def report_start_failure(error: NeapError) -> None:
     """Report why a service cannot start: as a log line, or as a sentence on a terminal."""
     if is_json(None):
         structlog.get_logger("neap").critical(

@@ -17,7 +17,7 @@ from shared.rpc.client_waits import DELIVERY_TIMEOUT_S, ClientWaits
 from shared.rpc.health import HealthServicer
 from shared.rpc.health_port import HealthPort
 from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
-from shared.rpc.logs import real
+from shared.rpc.logs import underlying_stream
 from shared.rpc.security import ServerSecurity
 
 # Far above any prompt that fits a context. The service itself refuses a prompt of 10 MB with INVALID_ARGUMENT and a reason, which
@@ -29,7 +29,7 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Otherwise two processes on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
-    # A peer that disappears without closing the connection must not hold a slot or the connection forever.
+    # A peer that disappears without closing the connection must not count as a running call or keep the connection open forever.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
@@ -107,7 +107,7 @@ class RpcServer:
         if self.health_port is not None:
             await self.health_port.start()
         await self.grpc_server.start()
-        print(f"listening on {host}:{self.port}", file=real(sys.stdout), flush=True)
+        print(f"listening on {host}:{self.port}", file=underlying_stream(sys.stdout), flush=True)
         log.info("listening", host=host, port=self.port)
         return self.port
 
@@ -131,7 +131,7 @@ class RpcServer:
             return
         # This also covers calls that arrive before the listener is closed. gRPC would end them without a reason.
         num_ended = self._calls.end()
-        await self._calls.all_told(ENDING_S)
+        await self._calls.wait_all_answered(ENDING_S)
         # A later stop with a shorter grace overrides the earlier one.
         await self.grpc_server.stop(ENDING_S)
         await self._stop_health()
@@ -148,7 +148,7 @@ class RpcServer:
             return False
         stopping = asyncio.create_task(self.grpc_server.stop(self.drain_timeout_s + 3 * ENDING_S))
         hurried = asyncio.create_task(self._stop_now.wait())
-        idle = asyncio.create_task(self._calls.idle_for(self.waits.delivery_timeout_s))
+        idle = asyncio.create_task(self._calls.wait_idle(self.waits.delivery_timeout_s))
         await asyncio.wait(
             (stopping, hurried, idle),
             timeout=self.drain_timeout_s,

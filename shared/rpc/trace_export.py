@@ -12,7 +12,7 @@ log = structlog.get_logger("neap.rpc")
 
 
 @contextmanager
-def traces_exported(wanted: bool, service_name: str) -> Iterator[None]:
+def export_traces(wanted: bool, service_name: str) -> Iterator[None]:
     """Export this process' spans until the block is left, then flush. Only once per process. Does nothing if not `wanted`.
 
     The SDK itself reads the endpoint, interval, sampling and headers from the standard OTEL_* variables. These are many, their number

@@ -47,9 +47,9 @@ def test_the_float16_contender_agrees_with_the_modules() -> None:
     rows = torch.randn(300, 64) / 8
     plain = PlainExit(ExitHead("gated", 64, 64, 32), DepthRouter(64), projection(rows, None))
     states, deep = torch.randn(2, 50, 64).unbind()
-    ago = torch.arange(50) % 4
+    distance = 1 + torch.arange(50) % 4
     with torch.inference_mode():
-        places, probabilities = plain.exit(states, deep, ago)  # type: ignore[misc]
-        half_places, half_probabilities = plain.halved(rows).exit(states, deep, ago)  # type: ignore[misc]
+        places, probabilities = plain.exit(states, deep, distance)  # type: ignore[misc]
+        half_places, half_probabilities = plain.halved(rows).exit(states, deep, distance)  # type: ignore[misc]
     assert (places == half_places).float().mean() > 0.95
     assert torch.allclose(half_probabilities.float(), probabilities, atol=0.02)

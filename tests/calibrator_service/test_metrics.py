@@ -86,7 +86,7 @@ def test_the_document_explains_every_metric_and_its_labels(tmp_path: Path) -> No
     job = supervisor.store.create("one", SPEC, [], max_queued=9, answer=lambda job: job)
     assert supervisor.store.claim() is not None
     supervisor.store.fail(job.calibration_id, 1, "BECAUSE", "of that")
-    metrics.job_ended(supervisor.store.get(job.calibration_id))
+    metrics.count_ended_job(supervisor.store.get(job.calibration_id))
     metrics.process_deaths.labels("tiny").inc()
     metrics.publications.labels("tiny").inc()
     supervisor.store.create("two", SPEC, [], max_queued=9, answer=lambda job: job)

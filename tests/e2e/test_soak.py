@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.ladder.artefact import pack_ladder
-from shared.ladder.folder import write_packed
+from shared.ladder.folder import write_router_folder
 from shared.model.load import load_model
 from tests.worker import build_ladder, save_model
 from tests.worker_process import ROOT
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full]
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into /proc")
 def test_a_short_soak_holds(tmp_path):
     model, router = save_model(tmp_path / "model"), tmp_path / "router"
-    write_packed(router, *pack_ladder(build_ladder(load_model(model)), {}))
+    write_router_folder(router, *pack_ladder(build_ladder(load_model(model)), {}))
     path = os.pathsep.join([str(ROOT), str(ROOT / "protos"), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         [

@@ -47,7 +47,7 @@ def _exit_head(tokens: int, width: int, form: str, dtype: torch.dtype) -> Case:
         return [
             torch.randn(tokens, width).to(dtype),
             torch.randn(tokens, width).to(dtype),
-            torch.randint(0, 6, (tokens,)),
+            torch.randint(0, 7, (tokens,)),
             (torch.randn(inner, 2 * width) / width**0.5).to(dtype),
             torch.randn(4, inner),
             torch.randn(width, rank // 2).to(dtype) if gated else None,
@@ -86,13 +86,13 @@ def _route(tokens: int, width: int, size: int, dtype: torch.dtype, mixed: bool) 
         x = torch.randn(tokens, width).to(torch.float32 if mixed else dtype)
         hidden = (torch.randn(size, width) / width**0.5).to(dtype)
         vectors = (torch.randn(size), torch.randn(size), torch.randn(3, size), torch.randn(3))
-        evidence = (torch.randn(tokens, 2), torch.randn(tokens) + 4, torch.randint(0, 5, (tokens,)))
+        evidence = (torch.randn(tokens, 2), torch.randn(tokens) + 4, torch.randint(1, 6, (tokens,)))
         return [x, hidden, *vectors, *evidence, new_tickets(tokens)]
 
     def run(x: Tensor, hidden: Tensor, *others: Tensor) -> Outputs:
-        *vectors, top, log_mass, ago, tickets = others
+        *vectors, top, log_mass, distance, tickets = others
         weights = RouterWeights(hidden, *vectors, shift=0.1, eps=1e-3)
-        return route(x, weights, top, log_mass, ago, *limits, tickets), tickets
+        return route(x, weights, top, log_mass, distance, *limits, tickets), tickets
 
     def expected(*tensors: Tensor) -> Outputs:
         *others, tickets = tensors

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from inference_service.__main__ import main
 from shared.errors import InvalidInput
-from shared.metrics_server import metrics_served
+from shared.metrics_server import serve_metrics
 from tests.exported_metrics import busy_metrics
 
 
@@ -19,7 +19,7 @@ def _get(port):
 
 
 def test_a_free_port_is_picked_logged_and_given_back():
-    with capture_logs() as logs, metrics_served("127.0.0.1:0", busy_metrics().registry) as port:
+    with capture_logs() as logs, serve_metrics("127.0.0.1:0", busy_metrics().registry) as port:
         kind, text = _get(port)
         assert kind.startswith("text/plain")
         assert 'neap_num_requests_waiting{model_id="tiny"} 2.0' in text
@@ -31,14 +31,14 @@ def test_a_free_port_is_picked_logged_and_given_back():
 
 def test_off_serves_nothing():
     before = threading.active_count()
-    with metrics_served("", busy_metrics().registry) as port:
+    with serve_metrics("", busy_metrics().registry) as port:
         assert port == 0
         assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:99999", "no.such.host.invalid:0", "203.0.113.1:0"])
 def test_unusable_addresses_are_bad_configuration(listen):
-    with pytest.raises(InvalidInput) as caught, metrics_served(listen, busy_metrics().registry):
+    with pytest.raises(InvalidInput) as caught, serve_metrics(listen, busy_metrics().registry):
         pass
     assert caught.value.reason == "BAD_CONFIGURATION"
     assert listen in caught.value.message

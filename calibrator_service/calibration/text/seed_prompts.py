@@ -1,4 +1,4 @@
-"""Prompts from templates (`seed_prompts.json`) whose slots are filled at random. They contain no prompts of a benchmark."""
+"""Prompts from templates (`seed_prompts.json`) whose placeholders are filled at random. They contain no prompts of a benchmark."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SLOT = re.compile(r"\{([a-z_]+)\}")
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 @cache
@@ -42,10 +42,10 @@ def follow_up(rng: random.Random) -> str:
 
 
 def _fill(rng: random.Random, template: str, passages: list[str] | None = None) -> str:
-    slots: dict[str, list[str]] = _data()["slots"]
+    values: dict[str, list[str]] = _data()["values"]
 
     def choose(match: re.Match[str]) -> str:
-        options = passages if match[1] == "passage" and passages else slots[match[1]]
+        options = passages if match[1] == "passage" and passages else values[match[1]]
         return rng.choice(options)
 
-    return SLOT.sub(choose, template)
+    return PLACEHOLDER.sub(choose, template)

@@ -87,36 +87,36 @@ def _load_heads(heads: dict[int, ExitHead], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """states: depth -> [B, D]; deep [B, D]; ago [B] int64; choices [B] int64, indices in the draft vocabulary or -1."""
+    """states: depth -> [B, D]; deep [B, D]; distance [B] int64; choices [B] int64, indices in the draft vocabulary or -1."""
 
     states: dict[int, Tensor]
     deep: Tensor
-    ago: Tensor
+    distance: Tensor
     choices: Tensor
 
 
 def gather_batch(
-    chunk: StateChunk, index: Tensor, ago: Tensor, lookup: Tensor, device: torch.device
+    chunk: StateChunk, index: Tensor, distance: Tensor, lookup: Tensor, device: torch.device
 ) -> Batch:
-    """The positions `index` [B] of a chunk, each with a deep state `ago` [B] + 1 tokens old, or the oldest of its sequence.
+    """The positions `index` [B] of a chunk, each with the deep state `distance` [B] >= 1 positions back, or the oldest of its sequence.
 
-    `chunk` and `lookup` [V] must be on `device`; `index` and `ago` may be anywhere.
+    `chunk` and `lookup` [V] must be on `device`; `index` and `distance` may be anywhere.
     """
-    index, ago = index.to(device), ago.to(device)
-    ago = torch.minimum(ago, chunk.num_before[index] - 1)
+    index, distance = index.to(device), distance.to(device)
+    distance = torch.minimum(distance, chunk.num_before[index])
     rows = chunk.rows[index]
     return Batch(
         states={depth: state[rows].float() for depth, state in chunk.states.items()},
-        deep=chunk.deep[rows - 1 - ago].float(),
-        ago=ago,
+        deep=chunk.deep[rows - distance].float(),
+        distance=distance,
         choices=lookup[chunk.choices[index]],
     )
 
 
-def draw_ago(size: int, generator: torch.Generator) -> Tensor:
-    """[size] int64, distributed by OFFSET_WEIGHTS."""
+def draw_distances(size: int, generator: torch.Generator) -> Tensor:
+    """[size] int64 in [1, NUM_OFFSETS], distributed by OFFSET_WEIGHTS."""
     weights = torch.tensor(OFFSET_WEIGHTS[:NUM_OFFSETS])
-    return torch.multinomial(weights, size, replacement=True, generator=generator)
+    return 1 + torch.multinomial(weights, size, replacement=True, generator=generator)
 
 
 def train_heads(
@@ -159,7 +159,7 @@ def train_heads(
         total = rows.new_zeros(())
         with torch.enable_grad(), _tf32_products():
             for depth, head in heads.items():
-                adapted = head(batch.states[depth], batch.deep, batch.ago)
+                adapted = head(batch.states[depth], batch.deep, batch.distance)
                 loss = F.cross_entropy(
                     F.linear(adapted, rows, bias), batch.choices, ignore_index=-1
                 )
@@ -202,5 +202,5 @@ def _epochs(
             batches = shuffled.split(params.batch_size)
             for number, index in enumerate(batches):
                 share = (epoch + (place + number / len(batches)) / len(chunks)) / params.epochs
-                ago = draw_ago(len(index), generator)
-                yield share, gather_batch(chunk, index, ago, lookup, device)
+                distance = draw_distances(len(index), generator)
+                yield share, gather_batch(chunk, index, distance, lookup, device)

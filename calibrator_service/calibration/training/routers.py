@@ -16,7 +16,7 @@ from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.labels import agreement
 from calibrator_service.calibration.states.material import Material
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.training.heads import draw_ago, gather_batch
+from calibrator_service.calibration.training.heads import draw_distances, gather_batch
 from calibrator_service.calibration.training.tables import fit_tables
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
@@ -89,7 +89,7 @@ def exit_samples(
     *,
     seed: int,
 ) -> RouterSamples:
-    """Runs one exit as it will be served, at up to MAX_SAMPLES positions of `chunks`, with ago drawn as in training."""
+    """Runs one exit as it will be served, at up to MAX_SAMPLES positions of `chunks`, with distances drawn as in training."""
     adapted, scalars, labels = [], [], []
     num_samples = 0
     device = vocabulary.device
@@ -97,11 +97,11 @@ def exit_samples(
     lookup = vocabulary.lookup.to(device)
     for stored in chunks:
         chunk = stored.to(device)
-        ago = draw_ago(max(len(chunk), 1), generator)
+        distance = draw_distances(max(len(chunk), 1), generator)
         size = min(len(chunk), MAX_SAMPLES - num_samples)
         for index in torch.arange(size).split(PASS_SIZE):
-            batch = gather_batch(chunk, index, ago[index], lookup, device)
-            state = head(batch.states[depth], batch.deep, batch.ago)
+            batch = gather_batch(chunk, index, distance[index], lookup, device)
+            state = head(batch.states[depth], batch.deep, batch.distance)
             logits = vocabulary.project(state)
             converged = chunk.converged.get(depth)
             reached = (
@@ -110,7 +110,7 @@ def exit_samples(
                 else converged.cpu()[index]
             )
             adapted.append(state.half().cpu())
-            scalars.append(scalar_features(logits, batch.ago).cpu())
+            scalars.append(scalar_features(logits, batch.distance).cpu())
             labels.append(agreement(label, logits.argmax(-1).cpu(), batch.choices.cpu(), reached))
         num_samples += size
         if num_samples >= MAX_SAMPLES:

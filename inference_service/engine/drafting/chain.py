@@ -48,7 +48,7 @@ class Chain:
         del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
         del self.states[num_drafts + 1 :]
 
-    def below(self, depth: int) -> tuple[slice, int]:
+    def tokens_below(self, depth: int) -> tuple[slice, int]:
         """(tokens, first): the tokens that have not reached `depth`. All of them have reached depth `first`.
 
         They are one group, because drafting takes later tokens no deeper than earlier ones and takes tokens deeper together.
@@ -64,8 +64,8 @@ class Chain:
 _Part = tuple[Chain, slice]
 
 
-def bring_to(depth: int, chains: Sequence[Chain], runner: Runner) -> Tensor | None:
-    """Takes all tokens that have not reached `depth` there. There may be several chains only if the runner can pack.
+def advance_to(depth: int, chains: Sequence[Chain], runner: Runner) -> Tensor | None:
+    """Takes all tokens that have not reached `depth` there. There may be several chains only if the runner supports ragged batches.
 
     Tokens at different depths are first brought to the deepest of these depths, so that each layer runs once for all of them.
     Returns the states [T, D] of the last pass, token after token; None if nothing had to run.
@@ -75,7 +75,7 @@ def bring_to(depth: int, chains: Sequence[Chain], runner: Runner) -> Tensor | No
     for last in (*sorted(depths), depth):
         by_first: dict[int, list[_Part]] = {}
         for chain in chains:
-            part, first = chain.below(last)
+            part, first = chain.tokens_below(last)
             if first < last:
                 by_first.setdefault(first, []).append((chain, part))
         for first, parts in by_first.items():
@@ -86,9 +86,9 @@ def bring_to(depth: int, chains: Sequence[Chain], runner: Runner) -> Tensor | No
 def settle(chains: Sequence[Chain], runner: Runner) -> Tensor:
     """Takes all tokens through the remaining layers. Returns their states at depth L [T, D], chain after chain.
 
-    No token may have reached depth L before. `bring_to` first brings all to the depth of the deepest, so the last pass has all of them.
+    No token may have reached depth L before. `advance_to` first brings all to the depth of the deepest, so the last pass has all of them.
     """
-    states = bring_to(runner.num_layers, chains, runner)
+    states = advance_to(runner.num_layers, chains, runner)
     assert states is not None
     assert len(states) == sum(len(chain.tokens) for chain in chains)
     return states

@@ -78,7 +78,7 @@ class DraftBuilder:
         return exit_gain_s(self.survival, gain, costs, num_sequences, self.tokens_per_pass)
 
     def look_up(self) -> None:
-        """Begins the next position with the draft of rung 0, if it has one. Runs no layer."""
+        """Begins the next position with the draft of the tables (suffix or successor), if they have one. Runs no layer."""
         self.best, self.best_probability = None, 0.0
         assert self.sequence.drafter is not None
         if self.min_layers == 0:

@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from inference_service.engine.drafting.chain import Chain, bring_to
+from inference_service.engine.drafting.chain import Chain, advance_to
 from inference_service.engine.drafting.draft_builder import DraftBuilder, worth_taking
 from inference_service.engine.drafting.planner import (
     SERVED_WEIGHT,
@@ -63,7 +63,7 @@ def draft_chains(
 
     Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one launch and
     one read-back. If `drafts` is false, only requests draft for which the engine may not choose (see `may_skip_drafting`). There
-    may be several members only if the runner can pack. A sequence that fails has a `failure` afterwards: alone if the work was its
+    may be several members only if the runner supports ragged batches. A sequence that fails has a `failure` afterwards: alone if the work was its
     own, with all that shared an exit if the exit failed.
     """
     growing = [
@@ -110,6 +110,6 @@ def last_states_at(depth: int, chains: Rows[Chain], runner: Runner) -> Tensor:
             [chain.tokens[-1] for chain in chains],
             [chain.base + len(chain.drafts) for chain in chains],
         )
-    bring_to(depth, chains, runner)
+    advance_to(depth, chains, runner)
     states = [chain.states[-1] for chain in chains]
     return torch.stack([state for state in states if state is not None])

@@ -21,7 +21,7 @@ def kv_token_bytes(runner: Runner) -> int:
     return cache.kv_bytes // cache.capacity
 
 
-def in_whole_blocks(num_tokens: int, block_tokens: int) -> int:
+def round_up_to_blocks(num_tokens: int, block_tokens: int) -> int:
     """`num_tokens` rounded up to a multiple of `block_tokens`."""
     return -(-num_tokens // block_tokens) * block_tokens
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-from inference_service.engine.memory.budget import in_whole_blocks
+from inference_service.engine.memory.budget import round_up_to_blocks
 from inference_service.engine.memory.prefixes import Prefixes
 from inference_service.engine.quality.disagreement import exceeds, lower_limit
 from inference_service.engine.request.request import GenerationRequest
@@ -102,7 +102,7 @@ class Shadow:
         """Whether this version's requests for relaxed must be served as exact. Any thread may call it."""
         return version in self._suspended
 
-    def served_exact(self, version: int) -> None:
+    def count_served_exact(self, version: int) -> None:
         """Counts a request for relaxed that was served as exact. Always call it from the same thread."""
         self.num_served_exact[version] = self.num_served_exact.get(version, 0) + 1
 
@@ -137,7 +137,7 @@ class Shadow:
         if self.num_tokens > num_tokens:
             self._check = None  # it is still the first of the queue
 
-    def slice(self, max_tokens: int) -> None:
+    def run_slice(self, max_tokens: int) -> None:
         """Verifies the next few tokens of the current check, or starts the next one. A check of more than `max_tokens` positions is
         dropped."""
         try:
@@ -160,7 +160,7 @@ class Shadow:
             self._drop()
             return None
         # Caches that are kept for reuse give way to the check.
-        self._prefixes.fit(max_tokens - in_whole_blocks(len(tokens), self._runner.block_tokens))
+        self._prefixes.fit(max_tokens - round_up_to_blocks(len(tokens), self._runner.block_tokens))
         check = self._check = _Check(
             tokens,
             len(request.prompt_ids),

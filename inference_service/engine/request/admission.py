@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from inference_service.engine.drafting.planner import PassCosts
-from inference_service.engine.memory.budget import in_whole_blocks
+from inference_service.engine.memory.budget import round_up_to_blocks
 from inference_service.engine.request.prompt import check_prompt_ids
 from inference_service.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
@@ -42,7 +42,7 @@ class Admission:
     def num_kv_tokens(self, request: GenerationRequest) -> int:
         """Tokens for which the request reserves keys and values."""
         num_tokens = max_num_tokens(request, self._loaded.context_length)
-        return in_whole_blocks(num_tokens, self._block_tokens)
+        return round_up_to_blocks(num_tokens, self._block_tokens)
 
     def check(
         self, request: GenerationRequest, ladder: Ladder | None, num_known: Callable[[], int]

@@ -38,7 +38,7 @@ class AccelerationReport:
     gated_mlps: int
     norms: int
     rotary: tuple[str, ...]  # Python modules whose `apply_rotary_pos_emb` runs the kernel
-    attention: bool  # whether the model's attention is `slot_attention`
+    attention: bool  # whether the model's attention is `contiguous_attention`
     layers: int  # decoder layers that run as one op over contiguous KV caches
     packed_bytes: int
     freed_bytes: int

@@ -1,4 +1,4 @@
-"""`slot_attention` as an attention implementation of Hugging Face transformers, under the name "neap".
+"""`contiguous_attention` as an attention implementation of Hugging Face transformers, under the name "neap".
 
 Works with every cache whose `update` returns [B, Hkv, S, D], the keys or values that the layer may see: preallocated or growing.
 """
@@ -102,7 +102,7 @@ def _as_bool(mask: Tensor) -> Tensor:
     return visible
 
 
-def refuse_unserved(name: str, dropout: float, kwargs: Mapping[str, Any]) -> None:
+def refuse_unsupported(name: str, dropout: float, kwargs: Mapping[str, Any]) -> None:
     """Raises `NotImplementedError` if attention `name` is asked for something that it does not compute."""
     refused = [asked for asked in _REFUSED if kwargs.get(asked) is not None]
     if dropout:
@@ -129,7 +129,7 @@ def attention(
 
     Raises `NotImplementedError` for attention sinks, biases, dropout and requests for the weights.
     """
-    refuse_unserved(NAME, dropout, kwargs)
+    refuse_unsupported(NAME, dropout, kwargs)
     if isinstance(key, RaggedStates) or isinstance(value, RaggedStates):
         assert isinstance(key, RaggedStates)
         assert isinstance(value, RaggedStates)
@@ -140,7 +140,7 @@ def attention(
     else:
         causal, attention_mask = False, _as_bool(attention_mask)
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
-    out = ops.slot_attention(
+    out = ops.contiguous_attention(
         query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap
     )
     return out, None
@@ -160,12 +160,12 @@ def _ragged_attention(
 ) -> Tensor:
     if not isinstance(mask, RaggedMask):
         raise NotImplementedError("attention 'neap' needs a mask that it made itself")
-    return ops.packed_slot_attention(
+    return ops.ragged_contiguous_attention(
         query,
         _with_contiguous_rows(key.fresh),
         _with_contiguous_rows(value.fresh),
-        key.stores,
-        value.stores,
+        key.caches,
+        value.caches,
         [span.base for span in key.spans],
         [span.num_tokens for span in key.spans],
         mask.masks,

@@ -126,7 +126,7 @@ def plan(layer: nn.Module, events: Sequence[_Event]) -> LayerPlan:
     any_bias = any(bias is not None for bias in biases)
     weights = LayerWeights(
         [norm.weight for norm in norms],
-        [*(linear.packed for linear in linears), mlp.pairs, mlp.down.packed],
+        [*(linear.packed for linear in linears), mlp.gate, mlp.up, mlp.down.packed],
         [nothing if bias is None else bias for bias in biases] if any_bias else [],
         attention.num_heads,
         mlp.width,

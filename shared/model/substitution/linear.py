@@ -23,7 +23,6 @@ from shared.model.substitution.match import (
     agrees,
     random_input,
 )
-from shared.ops import reference
 
 INPUT_ROWS = 3
 
@@ -55,7 +54,7 @@ def linear(module: nn.Module, *, transposed: bool = False) -> Substitute:
         raise Unsuitable("does more than x @ weight.T + bias")
 
     def unpack() -> list[Tensor]:
-        restored = reference.unpack_linear(packed, out_features)
+        restored = ops.unpack_linear(packed)
         return [restored.T.contiguous() if transposed else restored]
 
     return Substitute(
@@ -138,7 +137,7 @@ def gated_mlp(module: nn.Module) -> Substitute:
     if found is None:
         raise Unsuitable("is not down(activation(gate(x)) * up(x))")
     width, hidden = found.down.shape[1], found.down.shape[0]
-    pairs, down = ops.pack_gated_linear(found.gate, found.up), ops.pack_linear(found.down)
+    gate, up, down = (ops.pack_linear(weight) for weight in (found.gate, found.up, found.down))
     bias, down_bias, activation, layers = (
         found.bias,
         found.down_bias,
@@ -147,15 +146,15 @@ def gated_mlp(module: nn.Module) -> Substitute:
     )
 
     def forward(x: Tensor) -> Tensor:
-        acted = ops.packed_gated_linear(x, pairs, width, activation, bias)
+        acted = ops.packed_gated_linear(x, gate, up, width, activation, bias)
         return ops.packed_linear(acted, down, hidden, down_bias)
 
     def unpack() -> list[Tensor]:
-        halves = [reference.unpack_linear(pairs[side::2], width) for side in (0, 1)]
+        halves = [ops.unpack_linear(gate), ops.unpack_linear(up)]
         first = halves if len(layers) == 3 else [torch.cat(halves)]
-        return [*first, reference.unpack_linear(down, hidden)]
+        return [*first, ops.unpack_linear(down)]
 
     if not agrees(forward, module, x):
         raise Unsuitable("its fused form differs by more than the tolerance")
-    recipe = GatedMlp(pairs, width, activation, bias, PackedLinear(down, hidden, down_bias))
-    return Substitute(forward, recipe, (pairs, down), layers, unpack)
+    recipe = GatedMlp(gate, up, width, activation, bias, PackedLinear(down, hidden, down_bias))
+    return Substitute(forward, recipe, (gate, up, down), layers, unpack)

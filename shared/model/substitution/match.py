@@ -36,9 +36,10 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """down(activation(gate(x)) * up(x)). `pairs`: gate and up, packed. `bias` [2 * width]: gate's, then up's."""
+    """down(activation(gate(x)) * up(x)). `gate` and `up` are packed. `bias` [2 * width]: gate's, then up's."""
 
-    pairs: Tensor
+    gate: Tensor
+    up: Tensor
     width: int
     activation: str
     bias: Tensor | None

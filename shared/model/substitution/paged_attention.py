@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from shared.model.substitution.attention import refuse_unserved
+from shared.model.substitution.attention import refuse_unsupported
 from shared.ops.library import load
 from shared.ops.paged import paged_attention
 
@@ -40,14 +40,14 @@ class PagedOffset(int):
 class LayerBlocks:
     """One layer's part of a block pool, and the tokens of a pass: the tensors that `paged_attention` takes after q, k and v.
 
-    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, tables and positions [T] int64: the index of each token's
+    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices and positions [T] int64: the index of each token's
     block table, and its position.
     """
 
     keys: Tensor
     values: Tensor
     block_tables: Tensor
-    tables: Tensor
+    table_indices: Tensor
     positions: Tensor
 
 
@@ -115,7 +115,7 @@ def attention(
 
     Raises `NotImplementedError` for attention sinks, biases, dropout, requests for the weights, and passes that are not paged.
     """
-    refuse_unserved(NAME, dropout, kwargs)
+    refuse_unsupported(NAME, dropout, kwargs)
     layer = attention_mask.layer if isinstance(attention_mask, PagedMask) else None
     if layer is None:
         raise NotImplementedError(f"attention {NAME!r} needs a mask that it made itself")
@@ -126,7 +126,7 @@ def attention(
         layer.keys,
         layer.values,
         layer.block_tables,
-        layer.tables,
+        layer.table_indices,
         layer.positions,
         scaling,
         softcap or 0.0,

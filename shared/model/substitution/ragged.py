@@ -40,5 +40,5 @@ class RaggedStates:
     """Keys or values of a ragged batch: the new ones `fresh` [1, Hkv, T, Dh], and per span the tensor [1, Hkv, S, Dh] they belong in."""
 
     fresh: Tensor
-    stores: tuple[Tensor, ...]
+    caches: tuple[Tensor, ...]
     spans: tuple[Span, ...]

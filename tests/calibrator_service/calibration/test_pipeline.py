@@ -13,7 +13,7 @@ from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import (
     QUICK_BUDGET_S,
     Scale,
-    quick,
+    quick_spec,
     resolve,
 )
 from calibrator_service.calibration.progress import Progress
@@ -38,7 +38,7 @@ def contents(ladder: Ladder, report: dict[str, Any]) -> tuple[Any, Any]:
 def _many_rows() -> Iterator[None]:
     """The tiny model repeats its beginnings, so most rows are duplicates and many rows are needed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("calibrator_service.calibration.plan.rows_together", lambda _: 160)
+        patch.setattr("calibrator_service.calibration.plan.num_decoded_rows", lambda _: 160)
         yield
 
 
@@ -98,9 +98,9 @@ def test_the_published_ladder_is_the_measured_one(finished: Any) -> None:
     result, _, _ = finished
     manifest, blobs = pack_ladder(result.ladder, result.report)
     again = unpack_ladder(manifest, blobs)
-    state, deep, ago = torch.randn(32), torch.randn(32), torch.tensor(1)
+    state, deep, distance = torch.randn(32), torch.randn(32), torch.tensor(1)
     for ours, theirs in zip(result.ladder.exits, again.exits, strict=True):
-        assert torch.equal(ours.head(state, deep, ago), theirs.head(state, deep, ago))
+        assert torch.equal(ours.head(state, deep, distance), theirs.head(state, deep, distance))
     by_name = {rung["name"]: rung for rung in manifest["rungs"]}
     assert (
         by_name["depth-2"]["figures"]["agreement"] == result.report["rungs"]["depth-2"]["agreement"]
@@ -241,7 +241,7 @@ def test_without_limits_the_quick_budget_applies(counting: LoadedModel) -> None:
         return plan.max_tokens, plan.budget_s
 
     assert bounds(CalibrationSpec()) == (math.inf, QUICK_BUDGET_S)
-    assert bounds(quick()) == (math.inf, QUICK_BUDGET_S)
+    assert bounds(quick_spec()) == (math.inf, QUICK_BUDGET_S)
     assert bounds(CalibrationSpec(max_tokens=9)) == (9, math.inf)
     assert bounds(CalibrationSpec(time_budget_s=7.0)) == (math.inf, 7.0)
     assert bounds(CalibrationSpec(max_tokens=9, time_budget_s=7.0)) == (9, 7.0)

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from calibrator_service.calibration.plan import HeadTraining, head_training, rows_together, scale_of
+from calibrator_service.calibration.plan import (
+    HeadTraining,
+    head_training,
+    num_decoded_rows,
+    scale_of,
+)
 from calibrator_service.calibration.spec import CalibrationSpec
 from shared.model.load import LoadedModel
 
@@ -27,10 +32,10 @@ def test_rows_on_a_gpu_fit_a_quarter_of_its_memory(
     # Three layers of one head of 16 keys and values, two bytes each, for 512 tokens.
     row_bytes = 2 * 3 * 16 * 2 * 512
     few = on_gpu(counting, 4 * 300 * row_bytes, monkeypatch)
-    assert rows_together(few) == 300
-    assert rows_together(on_gpu(counting, 80 << 30, monkeypatch)) == 2048
+    assert num_decoded_rows(few) == 300
+    assert num_decoded_rows(on_gpu(counting, 80 << 30, monkeypatch)) == 2048
     assert not scale_of(few).keeps_states
-    assert rows_together(counting) == 64
+    assert num_decoded_rows(counting) == 64
     assert scale_of(counting).keeps_states
 
 

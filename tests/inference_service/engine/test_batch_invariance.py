@@ -31,7 +31,7 @@ COSTS = PassCosts(
 
 
 class _Drafts:
-    """One sequence's rung 0: right, wrong or silent, as drawn for the position."""
+    """One sequence's tables: right, wrong or silent, as drawn for the position."""
 
     def __init__(self, right: dict[tuple[int, ...], int], prompt: Rows[int], seed: int) -> None:
         self._right, self._tokens, self._seed = right, list(prompt), seed

@@ -202,7 +202,7 @@ def test_a_shadow_check_takes_blocks_from_kept_caches(loaded: LoadedModel) -> No
         4 * BLOCK_TOKENS,
     )
     while not shadow.is_idle:
-        shadow.slice(4 * BLOCK_TOKENS)
+        shadow.run_slice(4 * BLOCK_TOKENS)
     (counts,) = shadow.counts.values()
     assert (counts.num_checked, counts.num_dropped) == (1, 0)
 

@@ -4,7 +4,7 @@ import pytest
 from neap.inference.v1 import inference_pb2 as pb
 from rich.console import Console
 
-from shared.cli.depth_view import FULL_STYLE, SHADES, DepthView, shade
+from shared.cli.depth_view import FULL_STYLE, SHADES, DepthView, rung_colour
 
 
 def test_streams_text_to_stdout_and_statistics_to_stderr(service, neap):
@@ -134,9 +134,9 @@ def test_an_address_without_a_server_is_an_error(neap):
 
 
 def test_colours_follow_depth():
-    assert shade("full", 30, 30) == FULL_STYLE
-    assert shade("suffix", 0, 30) != shade("successor", 0, 30)
-    styles = [shade("depth", depth, 30) for depth in range(1, 30)]
+    assert rung_colour("full", 30, 30) == FULL_STYLE
+    assert rung_colour("suffix", 0, 30) != rung_colour("successor", 0, 30)
+    styles = [rung_colour("depth", depth, 30) for depth in range(1, 30)]
     order = [SHADES.index(style) for style in styles]
     assert order == sorted(order)
     assert len(set(order)) > 3

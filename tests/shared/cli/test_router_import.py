@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.ladder.artefact import BLOB, pack_ladder, round_weights, unpack_ladder
-from shared.ladder.folder import MANIFEST, read_ladder, write_packed
+from shared.ladder.folder import MANIFEST, read_ladder, write_router_folder
 from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
 from shared.ladder.routers import DepthRouter
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         round_weights(module)
     router = fit_table_router([], [])
     ladder = Ladder(MODEL, router, exits=(layer_exit,), draft_vocabulary=torch.tensor([1, 5, 99]))
-    write_packed(tmp_path / "router", *pack_ladder(ladder, {}))
+    write_router_folder(tmp_path / "router", *pack_ladder(ladder, {}))
     return tmp_path / "router"
 
 

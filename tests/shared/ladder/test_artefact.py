@@ -53,10 +53,10 @@ def test_round_trip(form: HeadForm) -> None:
     assert unpacked.rung_names == original.rung_names
     assert unpacked.draft_vocabulary is not None
     assert unpacked.draft_vocabulary.tolist() == [1, 5, 99]
-    state, deep, ago = torch.randn(16), torch.randn(16), torch.tensor(2)
+    state, deep, distance = torch.randn(16), torch.randn(16), torch.tensor(2)
     for before, after in zip(original.exits, unpacked.exits, strict=True):
-        adapted = before.head(state, deep, ago)
-        assert torch.equal(after.head(state, deep, ago), adapted)
+        adapted = before.head(state, deep, distance)
+        assert torch.equal(after.head(state, deep, distance), adapted)
         scalars = torch.randn(3)
         assert torch.equal(after.router(adapted, scalars), before.router(adapted, scalars))
     assert unpacked.suffix_router is not None

@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 
 from shared.errors import Corrupt, NotFound, PreconditionFailed
 from shared.ladder.artefact import BLOB, unpack_ladder
-from shared.ladder.folder import MANIFEST, read_ladder, write_packed
+from shared.ladder.folder import MANIFEST, read_ladder, write_router_folder
 from tests.fuzzing import cases, mutated
 from tests.shared.ladder.test_artefact import packed
 
@@ -63,7 +63,7 @@ def test_a_pickle_is_refused_by_its_content_and_never_loaded(kind, tmp_path):
     # Protocols 0 and 1 have no mark at their beginning.
     if kind not in ("protocol-0", "protocol-1"):
         assert caught.value.reason == "PICKLE_REFUSED"
-    write_packed(tmp_path, manifest, {BLOB: PICKLES[kind]})  # the name says safetensors
+    write_router_folder(tmp_path, manifest, {BLOB: PICKLES[kind]})  # the name says safetensors
     with pytest.raises(Corrupt):
         read_ladder(tmp_path)
     assert _RunsCode.fired == []

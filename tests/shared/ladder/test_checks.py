@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.ladder.checks import check_packed
-from shared.ladder.folder import read_packed
+from shared.ladder.checks import check_artefact
+from shared.ladder.folder import read_router_folder
 from shared.registry.contents import failed_checks
 
 SHIPPED = Path(__file__).resolve().parents[3] / "bench" / "router"
@@ -14,12 +14,12 @@ SHIPPED = Path(__file__).resolve().parents[3] / "bench" / "router"
 
 @pytest.fixture
 def packed():
-    manifest, blobs = read_packed(SHIPPED)
+    manifest, blobs = read_router_folder(SHIPPED)
     return json.loads(json.dumps(manifest)), blobs
 
 
 def test_the_shipped_router_passes(packed):
-    checks = check_packed(*packed)
+    checks = check_artefact(*packed)
     assert set(checks) == {"unpacks", "figures", "routers"}
     assert failed_checks({"checks": checks}) == []
 
@@ -27,7 +27,7 @@ def test_the_shipped_router_passes(packed):
 def test_a_truncated_blob_fails_unpacks(packed):
     manifest, blobs = packed
     truncated = {name: data[:-1] for name, data in blobs.items()}
-    checks = check_packed(manifest, truncated)
+    checks = check_artefact(manifest, truncated)
     assert checks["unpacks"] == {"passed": False, "detail": "CORRUPT"}
 
 
@@ -35,13 +35,13 @@ def test_a_router_worse_than_guessing_fails_routers(packed):
     manifest, blobs = packed
     manifest["rungs"][-1]["figures"]["router_brier"] = 0.4
     name = manifest["rungs"][-1]["name"]
-    assert check_packed(manifest, blobs)["routers"] == {"passed": False, "detail": name}
+    assert check_artefact(manifest, blobs)["routers"] == {"passed": False, "detail": name}
 
 
 def test_a_figure_that_is_not_finite_fails_figures(packed):
     manifest, blobs = packed
     manifest["rungs"][0]["figures"]["router_auc"] = float("nan")
-    assert failed_checks({"checks": check_packed(manifest, blobs)}) == ["figures"]
+    assert failed_checks({"checks": check_artefact(manifest, blobs)}) == ["figures"]
 
 
 def test_a_malformed_record_counts_as_failed():

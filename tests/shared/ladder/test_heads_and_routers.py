@@ -10,7 +10,7 @@ from shared.ladder.head_rows import gather_rows, projection
 from shared.ladder.heads import NUM_OFFSETS, ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 
-ZERO = torch.tensor(0)
+ONE = torch.tensor(1)
 
 
 @pytest.mark.parametrize("form", HEAD_FORMS)
@@ -18,21 +18,21 @@ def test_a_heads_output_depends_on_all_inputs_but_not_on_their_scale(form: HeadF
     head = ExitHead(form, 8, 8, 4)
     nn.init.normal_(head.offset)
     state, deep = torch.randn(3, 8), torch.randn(3, 8)
-    ago = torch.zeros(3, dtype=torch.long)
-    plain = head(state, deep, ago)
-    assert not torch.allclose(head(torch.randn(3, 8), deep, ago), plain)
-    assert not torch.allclose(head(state, torch.randn(3, 8), ago), plain)
-    assert not torch.allclose(head(state, deep, ago + 1), plain)
-    torch.testing.assert_close(head(state * 50, deep * 0.1, ago), plain, rtol=1e-3, atol=1e-3)
-    last = head(state, deep, ago + NUM_OFFSETS - 1)
-    torch.testing.assert_close(head(state, deep, ago + 60), last)
+    distance = torch.ones(3, dtype=torch.long)
+    plain = head(state, deep, distance)
+    assert not torch.allclose(head(torch.randn(3, 8), deep, distance), plain)
+    assert not torch.allclose(head(state, torch.randn(3, 8), distance), plain)
+    assert not torch.allclose(head(state, deep, distance + 1), plain)
+    torch.testing.assert_close(head(state * 50, deep * 0.1, distance), plain, rtol=1e-3, atol=1e-3)
+    last = head(state, deep, distance + NUM_OFFSETS - 1)
+    torch.testing.assert_close(head(state, deep, distance + 60), last)
 
 
 def test_a_head_starts_with_the_final_norms_gain_where_it_fits() -> None:
     gain = torch.rand(8)
     torch.testing.assert_close(ExitHead("gated", 8, 8, 4, gain).gain.data, gain)
     narrow = ExitHead("gated", 8, 6, 4, gain)
-    assert narrow(torch.randn(8), torch.randn(8), ZERO).shape == (6,)
+    assert narrow(torch.randn(8), torch.randn(8), ONE).shape == (6,)
 
 
 def test_the_input_norm_is_part_of_the_router() -> None:
@@ -57,7 +57,7 @@ def test_a_routers_probability_is_bounded() -> None:
 
 def test_scalar_features() -> None:
     logits = torch.log(torch.tensor([0.2, 0.7, 0.1])) + 3.0
-    features = scalar_features(logits, torch.tensor(2))
+    features = scalar_features(logits, torch.tensor(3))
     torch.testing.assert_close(features, torch.tensor([torch.log(torch.tensor(0.7)), 0.5, 0.5]))
 
 

@@ -73,10 +73,11 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
         state, deep = states[row], deep_states[row]
         [draft] = bound.ask(index, state[None], deep[None], [distance])
         assert together[index][row] == draft, "a token's result does not depend on the batch"
-        ago = torch.tensor(distance - 1)
-        adapted = mine.exits[index].head(state, deep, ago)
+        adapted = mine.exits[index].head(state, deep, torch.tensor(distance))
         logits = adapted @ loaded.parts.head.weight[VOCABULARY].T
-        expected = mine.exits[index].router(adapted, scalar_features(logits, ago))
+        expected = mine.exits[index].router(
+            adapted, scalar_features(logits, torch.tensor(distance))
+        )
         assert draft.token == VOCABULARY[logits.argmax()]
         assert draft.probability == pytest.approx(float(expected), abs=1e-4)
         assert (draft.rung, draft.depth) == (mine.exits[index].name, bound.depths[index])

@@ -5,14 +5,14 @@ import time
 
 import pytest
 
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 
 
 def test_it_returns_what_the_work_returns_from_a_thread_that_has_ended() -> None:
     def work(a: int, *, b: int) -> tuple[int, threading.Thread]:
         return a + b, threading.current_thread()
 
-    total, thread = in_own_thread(work, 2, b=3)
+    total, thread = run_in_own_thread(work, 2, b=3)
     assert total == 5
     assert thread is not threading.current_thread()
     assert not thread.is_alive()
@@ -23,7 +23,7 @@ def test_it_raises_what_the_work_raises() -> None:
         raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost"):
-        in_own_thread(work)
+        run_in_own_thread(work)
 
 
 def test_what_interrupts_the_caller_interrupts_the_work() -> None:
@@ -42,7 +42,7 @@ def test_what_interrupts_the_caller_interrupts_the_work() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            in_own_thread(work)
+            run_in_own_thread(work)
     finally:
         signal.signal(signal.SIGINT, before)
     [thread] = interrupted

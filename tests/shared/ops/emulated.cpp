@@ -17,7 +17,7 @@ int run(const Call& c) {
     const Dtype dtype = (Dtype)c.integer();
     const int64_t inner = c.integer(), size = c.integer();
     a.eps = (float)c.next();
-    a.ago = c.data<int64_t>();
+    a.distance = c.data<int64_t>();
     a.mix = {c.data<char>(), dtype, inner, 2 * a.width};
     a.out = {c.data<char>(), dtype, size, inner / 2};
     a.offset = c.data<float>(), a.scale = c.data<float>(), a.gain = c.data<float>();
@@ -43,7 +43,7 @@ int run(const Call& c) {
     a.k = (int)c.integer(), a.shift = (float)c.next(), a.eps = (float)c.next();
     a.lowest = (float)c.next(), a.highest = (float)c.next();
     a.x = c.data<char>(), a.hidden = {c.data<char>(), dtype, width, columns}, a.bias = c.data<float>(), a.output = c.data<float>();
-    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(), a.ago = c.data<int64_t>();
+    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(), a.distance = c.data<int64_t>();
     a.inner = c.data<float>(), a.tickets = c.data<uint32_t>(), a.probability = c.data<float>();
     return launch_route(a, nullptr);
   }

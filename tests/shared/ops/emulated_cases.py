@@ -41,17 +41,17 @@ def check_exit_head(program: Path) -> None:
     ]  # fmt: skip
     for tokens, width, inner, size, dtype in cases:
         state, deep = torch.randn(2, tokens, width).unbind()
-        ago, offset = torch.randint(0, 6, (tokens,)), torch.randn(4, inner)
+        distance, offset = torch.randint(0, 7, (tokens,)), torch.randn(4, inner)
         mix = torch.randn(inner, 2 * width).to(dtype)
         out = torch.randn(size, inner // 2).to(dtype) if size else None
         scale = torch.randn(2, width) if size == width else None
         gain = torch.randn(size or inner)
         units = torch.cat([reference.norm(state, EPS), reference.norm(deep, EPS)], -1)
-        expected = reference.exit_head(state, deep, ago, mix, offset, out, scale, gain, EPS)
+        expected = reference.exit_head(state, deep, distance, mix, offset, out, scale, gain, EPS)
         calls = []
         for seed in SEEDS:
             numbers = (tokens, width, 4, CODES[dtype], inner, size, EPS)
-            buffers = (ago, mix, out, offset, scale, gain, units, blank(tokens, inner), blank(tokens, size or inner))  # fmt: skip
+            buffers = (distance, mix, out, offset, scale, gain, units, blank(tokens, inner), blank(tokens, size or inner))  # fmt: skip
             calls.append(Call("exit_head", numbers, buffers, seed))
         run(program, calls)
         for call in calls:
@@ -90,15 +90,15 @@ def check_route(program: Path) -> None:
         hidden = torch.randn(width, columns).to(dtype)
         bias, output, skip = torch.randn(width), torch.randn(width), torch.randn(3)
         features, top = torch.randn(3, width), torch.randn(tokens, k)
-        log_mass, ago = torch.randn(tokens) + 4, torch.randint(0, 4, (tokens,))
+        log_mass, distance = torch.randn(tokens) + 4, torch.randint(1, 5, (tokens,))
         weights = (hidden, bias, output, features, skip)
-        expected = reference.route(x, *weights, top, log_mass, ago, 0.1, EPS, 0.01, 0.99)
+        expected = reference.route(x, *weights, top, log_mass, distance, 0.1, EPS, 0.01, 0.99)
         tickets = torch.zeros((tokens + 7) // 8, dtype=torch.int32)
         calls = []
         for seed in SEEDS:
             numbers = (tokens, CODES[x.dtype], columns, CODES[dtype], width, columns, k, 0.1, EPS, 0.01, 0.99)  # fmt: skip
             partial = blank(tokens, (width + 3) // 4)
-            calls.append(Call("route", numbers, (x, *weights, top, log_mass, ago, partial, tickets.clone(), blank(tokens)), seed))  # fmt: skip
+            calls.append(Call("route", numbers, (x, *weights, top, log_mass, distance, partial, tickets.clone(), blank(tokens)), seed))  # fmt: skip
         run(program, calls)
         for call in calls:
             left, probability = call.buffers[-2:]

@@ -16,15 +16,15 @@ CLOSE = {
 
 @dataclass(frozen=True)
 class Pass:
-    """The arguments of one call. `pages` are in random order, and no two rows share a page."""
+    """The arguments of one call. Blocks are in random order, and no two sequences share a block."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     keys: Tensor
     values: Tensor
-    pages: Tensor
-    rows: Tensor
+    block_tables: Tensor
+    table_indices: Tensor
     positions: Tensor
     scaling: float = 0.3
     softcap: float = 0.0
@@ -40,9 +40,8 @@ class Pass:
     def alone(self, tokens: Tensor) -> "Pass":
         """The pass over some of its tokens, given by their indices [N] int64."""
         q, k, v = (t[tokens] for t in (self.q, self.k, self.v))
-        return replace(
-            self, q=q, k=k, v=v, rows=self.rows[tokens], positions=self.positions[tokens]
-        )
+        indices, positions = self.table_indices[tokens], self.positions[tokens]
+        return replace(self, q=q, k=k, v=v, table_indices=indices, positions=positions)
 
 
 def drawn_pass(
@@ -51,38 +50,38 @@ def drawn_pass(
     padding: int,
     heads: tuple[int, int],
     widths: tuple[int, int],
-    slots: int,
+    block_tokens: int,
     dtype: torch.dtype,
     transposed: bool = False,
     **options: float,
 ) -> Pass:
-    """A pass. Per row: its number of new tokens, and of positions before them. `padding` tokens are added. Slots past the end hold NaN."""
+    """A pass. Per sequence: its number of new tokens, and of positions before them. `padding` tokens are added. Slots past the end hold NaN."""
     (group, kv_heads), (width, value_width) = heads, widths
-    needed = [(count + length + slots - 1) // slots for count, length in zip(counts, lengths, strict=True)]  # fmt: skip
-    num_pages = sum(needed) + 2
-    order = torch.randperm(num_pages)
-    pages = torch.full((len(counts), max(needed) + 1), -1)
-    rows, positions, taken = [], [], 0
-    keys = torch.full((num_pages, kv_heads, slots, width), float("nan"))
-    values = torch.full((num_pages, kv_heads, slots, value_width), float("nan"))
-    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        pages[row, : needed[row]] = order[taken : taken + needed[row]]
-        taken += needed[row]
+    needed = [(count + length + block_tokens - 1) // block_tokens for count, length in zip(counts, lengths, strict=True)]  # fmt: skip
+    num_blocks = sum(needed) + 2
+    order = torch.randperm(num_blocks)
+    block_tables = torch.full((len(counts), max(needed) + 1), -1)
+    table_indices, positions, taken = [], [], 0
+    keys = torch.full((num_blocks, kv_heads, block_tokens, width), float("nan"))
+    values = torch.full((num_blocks, kv_heads, block_tokens, value_width), float("nan"))
+    for table, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        block_tables[table, : needed[table]] = order[taken : taken + needed[table]]
+        taken += needed[table]
         held = torch.arange(length)
-        page, slot = pages[row, held // slots], held % slots
-        keys[page, :, slot] = torch.randn(length, kv_heads, width)
-        values[page, :, slot] = torch.randn(length, kv_heads, value_width)
-        rows += [row] * count
+        block, slot = block_tables[table, held // block_tokens], held % block_tokens
+        keys[block, :, slot] = torch.randn(length, kv_heads, width)
+        values[block, :, slot] = torch.randn(length, kv_heads, value_width)
+        table_indices += [table] * count
         positions += range(length, length + count)
-    rows = torch.tensor(rows + [-7] * padding, dtype=torch.int64)
+    table_indices = torch.tensor(table_indices + [-7] * padding, dtype=torch.int64)
     positions = torch.tensor(positions + [-1] * padding, dtype=torch.int64)
-    mixed = torch.randperm(len(rows))
+    mixed = torch.randperm(len(positions))
 
     def made(num_heads: int, size: int) -> Tensor:
         if transposed:  # [1, H, T, D], as transformers hands it
-            return torch.randn(1, num_heads, len(rows), size + 3).to(dtype)[0, :, :, :size].transpose(0, 1)  # fmt: skip
-        return torch.randn(len(rows), num_heads, size).to(dtype)
+            return torch.randn(1, num_heads, len(positions), size + 3).to(dtype)[0, :, :, :size].transpose(0, 1)  # fmt: skip
+        return torch.randn(len(positions), num_heads, size).to(dtype)
 
     tokens = (made(group * kv_heads, width), made(kv_heads, width), made(kv_heads, value_width))
     pools = (keys.to(dtype), values.to(dtype))
-    return Pass(*tokens, *pools, pages, rows[mixed], positions[mixed], **options)
+    return Pass(*tokens, *pools, block_tables, table_indices[mixed], positions[mixed], **options)

@@ -57,8 +57,10 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 def test_agrees_with_its_reference(isa: str, p: dict) -> None:
     q, k, v, mask = _inputs(p)
     scale = p["width"] ** -0.5
-    out = ops.slot_attention(q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"])
-    wanted = reference.slot_attention(q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"])
+    out = ops.contiguous_attention(q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"])
+    wanted = reference.contiguous_attention(
+        q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"]
+    )
     torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -66,11 +68,13 @@ def test_agrees_with_its_reference(isa: str, p: dict) -> None:
 @given(p=problems())
 def test_a_query_has_the_same_bits_alone_over_a_shorter_view(isa: str, p: dict) -> None:
     q, k, v, mask = _inputs(p)
-    together = ops.slot_attention(q, k, v, p["keys"], mask, True, None, p["softcap"])
+    together = ops.contiguous_attention(q, k, v, p["keys"], mask, True, None, p["softcap"])
     for j in range(p["queries"]):
         end = max(0, p["keys"] - p["queries"] + j + 1)
         own = None if mask is None else mask[:, :, j : j + 1, :end]
-        alone = ops.slot_attention(q[:, :, j : j + 1], k, v, end, own, True, None, p["softcap"])
+        alone = ops.contiguous_attention(
+            q[:, :, j : j + 1], k, v, end, own, True, None, p["softcap"]
+        )
         assert torch.equal(alone[:, 0], together[:, j])
 
 
@@ -80,7 +84,7 @@ def test_has_the_same_bits_for_any_number_of_threads(queries: int, keys: int) ->
     results = []
     for count in (1, 2, 5):
         torch.set_num_threads(count)
-        results.append(ops.slot_attention(q, k, v, keys))
+        results.append(ops.contiguous_attention(q, k, v, keys))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -89,7 +93,7 @@ def test_agrees_with_pytorch_on_a_long_prompt() -> None:
     q, (k, v) = torch.randn(1, 9, 300, 64), torch.randn(2, 1, 3, 300, 64).unbind()
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(
-        ops.slot_attention(q, k, v, 300).transpose(1, 2), wanted, atol=1e-5, rtol=1e-4
+        ops.contiguous_attention(q, k, v, 300).transpose(1, 2), wanted, atol=1e-5, rtol=1e-4
     )
 
 
@@ -97,14 +101,14 @@ def test_a_mask_that_says_causal_gives_the_bits_of_causal() -> None:
     q, (k, v) = torch.randn(2, 6, 8, 16), torch.randn(2, 2, 2, 300, 16).unbind()
     mask = torch.ones(1, 1, 8, 300, dtype=torch.bool).tril(292)
     assert torch.equal(
-        ops.slot_attention(q, k, v, 300, mask, False), ops.slot_attention(q, k, v, 300)
+        ops.contiguous_attention(q, k, v, 300, mask, False), ops.contiguous_attention(q, k, v, 300)
     )
 
 
 def test_a_row_that_sees_nothing_is_zero_and_large_scores_do_not_overflow() -> None:
     q, (k, v) = torch.full((1, 1, 2, 8), 100.0), torch.full((2, 1, 1, 5, 8), 100.0).unbind()
     mask = torch.tensor([False, True])[None, None, :, None].expand(1, 1, 2, 5)
-    out = ops.slot_attention(q, k, v, 5, mask, False)
+    out = ops.contiguous_attention(q, k, v, 5, mask, False)
     assert torch.equal(out[0, 0], torch.zeros(1, 8))
     torch.testing.assert_close(out[0, 1], torch.full((1, 8), 100.0))
 
@@ -112,13 +116,13 @@ def test_a_row_that_sees_nothing_is_zero_and_large_scores_do_not_overflow() -> N
 def test_slots_past_the_view_are_never_read() -> None:
     k, v = torch.full((2, 1, 1, 40, 8), float("nan")).unbind()
     k[:, :, :20], v[:, :, :20] = torch.randn(2, 20, 8)
-    assert ops.slot_attention(torch.randn(1, 2, 3, 8), k, v, 20).isfinite().all()
+    assert ops.contiguous_attention(torch.randn(1, 2, 3, 8), k, v, 20).isfinite().all()
 
 
 def test_empty_tensors() -> None:
     k, v = torch.randn(2, 1, 1, 4, 8).unbind()
-    assert ops.slot_attention(torch.randn(1, 2, 0, 8), k, v, 4).shape == (1, 0, 2, 8)
-    no_keys = ops.slot_attention(torch.randn(1, 2, 3, 8), k[:, :, :0], v[:, :, :0], 0)
+    assert ops.contiguous_attention(torch.randn(1, 2, 0, 8), k, v, 4).shape == (1, 0, 2, 8)
+    no_keys = ops.contiguous_attention(torch.randn(1, 2, 3, 8), k[:, :, :0], v[:, :, :0], 0)
     assert torch.equal(no_keys, torch.zeros(1, 3, 2, 8))
 
 
@@ -141,7 +145,7 @@ def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     k, v = torch.randn(2, 1, 2, 6, 8).unbind()
     arguments = {"q": torch.randn(1, 4, 2, 8), "k": k, "v": v, "kv_length": 6}
     with pytest.raises(RuntimeError, match=message):
-        ops.slot_attention(**{**arguments, **change})
+        ops.contiguous_attention(**{**arguments, **change})
 
 
 @st.composite
@@ -174,10 +178,12 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
         for base, count, hide in zip(bases, counts, masked, strict=True)
     ]
     expected_keys, expected_values = [t.clone() for t in keys], [t.clone() for t in values]
-    expected = reference.packed_slot_attention(
+    expected = reference.ragged_contiguous_attention(
         q, k, v, expected_keys, expected_values, bases, counts, masks, 0.3, p["softcap"]
     )
-    out = ops.packed_slot_attention(q, k, v, keys, values, bases, counts, masks, 0.3, p["softcap"])
+    out = ops.ragged_contiguous_attention(
+        q, k, v, keys, values, bases, counts, masks, 0.3, p["softcap"]
+    )
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     start = 0
     for index, (base, count) in enumerate(zip(bases, counts, strict=True)):
@@ -185,7 +191,7 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
         assert torch.equal(values[index], expected_values[index])
         own = slice(start, start + count)
         mask = masks[index] if masked[index] else None
-        alone = ops.slot_attention(
+        alone = ops.contiguous_attention(
             q[:, :, own],
             keys[index],
             values[index],
@@ -206,7 +212,7 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
         ({"bases": [-1]}, "cannot take"),
         ({"counts": [1]}, "counts sum to 1 tokens, but q has 2"),
         ({"counts": [0]}, "cannot take"),
-        ({"keys": []}, "0 stores of keys"),
+        ({"keys": []}, "0 caches of keys"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
         ({"values": [torch.zeros(1, 1, 7, 8)]}, "cannot take"),
         ({"q": torch.zeros(2, 4, 2, 8)}, "do not fit"),
@@ -224,4 +230,4 @@ def test_attention_of_a_ragged_batch_refuses_what_does_not_fit(change: dict, mes
         "masks": [torch.empty(0, dtype=torch.bool)],
     }
     with pytest.raises(RuntimeError, match=message):
-        ops.packed_slot_attention(**{**arguments, **change})
+        ops.ragged_contiguous_attention(**{**arguments, **change})

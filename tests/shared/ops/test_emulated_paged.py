@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 KERNELS = "include/paged.cuh"
 BUGS = [
     Bug(
-        "a barrier dropped: the block's largest scores are read before they are written",
+        "a barrier dropped: the thread block's largest scores are read before they are written",
         KERNELS,
         "sums[threadIdx.x] = sum;\n  }\n  __syncthreads();\n",
         "sums[threadIdx.x] = sum;\n  }\n",
@@ -41,7 +41,7 @@ BUGS = [
         "  __syncthreads();\n  if (threadIdx.x == 0) *scratch",
     ),
     Bug(
-        "pieces cut by the number of blocks",
+        "pieces cut by the number of thread blocks",
         KERNELS,
         "((count + (int)kPieces - 1) / (int)kPieces +",
         "((count + (int)gridDim.z - 1) / (int)gridDim.z +",
@@ -53,19 +53,19 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
     """The call of a pass. Its buffers are copies; the last one is the output."""
     tokens, heads, width = made.q.shape
     kv_heads, value_width = made.v.shape[1:]
-    sizes = (tokens, heads, kv_heads, width, value_width, len(made.keys), made.keys.shape[2], *made.pages.shape)  # fmt: skip
+    sizes = (tokens, heads, kv_heads, width, value_width, len(made.keys), made.keys.shape[2], *made.block_tables.shape)  # fmt: skip
     strides = [stride for t in (made.q, made.k, made.v) for stride in t.stride()[:2]]
     numbers = (CODES[made.q.dtype], *sizes, *strides, made.scaling, made.softcap, made.window, shares)  # fmt: skip
     # The whole memory of a view, with the elements that its strides skip.
     inputs = [t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)) for t in (made.q, made.k, made.v)]  # fmt: skip
-    others = (made.keys, made.values, made.pages, made.rows, made.positions)
+    others = (made.keys, made.values, made.block_tables, made.table_indices, made.positions)
     out = blank(tokens, heads, value_width, dtype=made.q.dtype)
     return Call("paged", numbers, (*(t.clone() for t in (*inputs, *others)), out), seed)
 
 
 def check_paged(program: Path) -> None:
     short, long, longer = ([1, 1], [3, 40]), ([1, 2], [5, 140]), ([1, 1], [5, 270])
-    cases = [  # rows, padding, (group, kv heads), (width, value width), slots, dtype, transposed, options, shares to try
+    cases = [  # sequences, padding, (group, kv heads), (width, value width), block size, dtype, transposed, options, shares to try
         (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {}, (0, 1)),
         # In float32, because rounding to fewer bits would hide another order of sums.
         (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {"window": 260, "softcap": 2.0}, (2, 3, 1)),
@@ -93,14 +93,14 @@ def check_paged(program: Path) -> None:
         assert torch.equal(alone[-1][0], company[0][-1][made.positions.argmax()])
 
 
-def check_lost_pages(program: Path) -> None:
+def check_lost_blocks(program: Path) -> None:
     made = drawn_pass([1, 1, 1, 1], [9, 9, 9, 9], 0, (2, 1), (8, 8), 4, torch.float32)
     wanted = reference.paged_attention(**vars(made.copied()))
-    made.pages[0, 1], made.pages[1, 2] = -5, len(made.keys)
-    rows = torch.where(made.rows == 2, 4, made.rows)
-    call = paged_call(replace(made, rows=rows), 0, 0)
+    made.block_tables[0, 1], made.block_tables[1, 2] = -5, len(made.keys)
+    indices = torch.where(made.table_indices == 2, 4, made.table_indices)
+    call = paged_call(replace(made, table_indices=indices), 0, 0)
     run(program, [call])
-    lost = made.rows < 3
+    lost = made.table_indices < 3
     assert call.buffers[-1][lost].isnan().all()
     torch.testing.assert_close(call.buffers[-1][~lost], wanted[~lost], **CLOSE[torch.float32])
 
@@ -117,14 +117,16 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "Future[Path
     return built
 
 
-def test_attention_over_pages_computes_its_reference_in_any_order_of_warps(
+def test_paged_attention_equals_its_reference_in_any_order_of_warps(
     programs: dict[str, "Future[Path]"],
 ) -> None:
     check_paged(programs[""].result())
 
 
-def test_what_has_no_page_gets_nan_and_harms_nobody(programs: dict[str, "Future[Path]"]) -> None:
-    check_lost_pages(programs[""].result())
+def test_a_token_whose_block_does_not_exist_gets_nan_and_the_others_their_results(
+    programs: dict[str, "Future[Path]"],
+) -> None:
+    check_lost_blocks(programs[""].result())
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])

@@ -31,7 +31,7 @@ def head(
     return (
         (own + torch.linspace(30, 0, tokens)[:, None]).to(state),
         (7 * deep).to(state),
-        torch.randint(0, 6, (tokens,)),
+        torch.randint(0, 7, (tokens,)),
         (torch.randn(inner, 2 * width) / width**0.5).to(weights),
         torch.randn(4, inner),
         torch.randn(size, inner // 2).to(weights) if gated else None,
@@ -123,16 +123,16 @@ def router(width: int, size: int, dtype: torch.dtype) -> RouterWeights:
 
 
 def evidence(tokens: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """top [N, k], log_mass [N], ago [N]."""
+    """top [N, k], log_mass [N], distance [N]."""
     logits = torch.randn(tokens, 12)
-    return logits.topk(k).values, logits.logsumexp(-1), torch.randint(0, 5, (tokens,))
+    return logits.topk(k).values, logits.logsumexp(-1), torch.randint(1, 6, (tokens,))
 
 
 def referred(x: torch.Tensor, weights: RouterWeights, *others: object) -> torch.Tensor:
     w = weights
-    top, log_mass, ago, *limits = others
+    top, log_mass, distance, *limits = others
     return reference.route(
-        x, w.hidden, w.bias, w.output, w.features, w.skip, top, log_mass, ago, w.shift, w.eps, *limits
+        x, w.hidden, w.bias, w.output, w.features, w.skip, top, log_mass, distance, w.shift, w.eps, *limits
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_every_float16_is_read_right(isa: str) -> None:
         ("mix", torch.randn(6, 8).double(), "mix must be float32, float16 or bfloat16"),
         ("mix", torch.randn(8, 6).T, "mix must be contiguous"),
         ("deep_state", torch.randn(2, 4), "deep_state has shape"),
-        ("ago", torch.zeros(1, dtype=torch.int32), "ago must be int64"),
+        ("distance", torch.zeros(1, dtype=torch.int32), "distance must be int64"),
         ("gain", torch.randn(3), "gain has shape"),
         ("out", torch.randn(4, 2), "out has shape"),
         ("scale", torch.randn(2, 3), "scale has shape"),
@@ -214,7 +214,7 @@ def test_wrong_arguments_of_a_head_are_named(name: str, value: torch.Tensor, mes
     arguments = {
         "state": torch.randn(1, 4),
         "deep_state": torch.randn(1, 4),
-        "ago": torch.zeros(1, dtype=torch.int64),
+        "distance": torch.ones(1, dtype=torch.int64),
         "mix": torch.randn(6, 8),
         "offset": torch.randn(2, 6),
         "out": torch.randn(4, 3),

@@ -1,6 +1,7 @@
 """The layer op against its reference, against the single ops bit for bit, and token by token."""
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ DRAWN = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NOTHING = torch.empty(0)
 PLAIN = torch.empty(0, dtype=torch.bool)
 
@@ -39,6 +41,7 @@ def layers(draw: st.DrawFn) -> dict:
         "together": draw(st.booleans()),
         "head_norms": draw(st.booleans()),
         "biased": draw(st.sampled_from(["all", "some", "no"])),
+        "dtypes": draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=7)),
         "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
         "softcap": draw(st.sampled_from([None, 2.0])),
     }
@@ -50,13 +53,12 @@ def _weights(p: dict) -> LayerWeights:
     shapes = [(q + k + v, width)] if p["together"] else [(q, width), (k, width), (v, width)]
     shapes.append((width, kv * p["group"] * p["value_head"]))
 
-    def matrix(rows: int, columns: int) -> Tensor:
-        return ops.pack_linear(torch.randn(rows, columns) / columns**0.5)
-
-    gate, up = torch.randn(2, inner, width).div(width**0.5).unbind()
-    packed = [matrix(*shape) for shape in shapes]
-    packed += [ops.pack_gated_linear(gate, up), matrix(width, inner)]
     sizes = [rows for rows, _ in shapes] + [2 * inner, width]
+    shapes += [(inner, width), (inner, width), (width, inner)]
+    packed = [
+        ops.pack_linear((torch.randn(shape) / shape[1] ** 0.5).to(dtype))
+        for shape, dtype in zip(shapes, cycle(p["dtypes"]), strict=False)
+    ]
     norms = [torch.randn(width), torch.randn(width)]
     if p["head_norms"]:
         norms += [torch.randn(p["head"]), torch.randn(p["head"])]
@@ -93,10 +95,10 @@ def _copy(kv: LayerKV) -> LayerKV:
     return LayerKV(keys, values, kv.bases, kv.counts)
 
 
-def _flat(weights: LayerWeights, kv: LayerKV, masks: list[Tensor]) -> tuple:
+def _flat(weights: LayerWeights, matrices: list[Tensor], kv: LayerKV, masks: list[Tensor]) -> tuple:
     w = weights
     return (
-        *(w.norms, w.packed, w.biases, *kv, masks, w.num_heads, w.intermediate),
+        *(w.norms, matrices, w.biases, *kv, masks, w.num_heads, w.intermediate),
         *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap),
     )
 
@@ -105,11 +107,23 @@ def _step_by_step(
     x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: LayerKV, masks: list[Tensor]
 ) -> Tensor:
     """The steps of the reference, with the single ops in place of PyTorch."""
-    names = ("packed_linear", "packed_gated_linear", "rms_norm", "rotary", "packed_slot_attention")
+
+    def rows(packed: Tensor) -> int:
+        return ops.unpack_linear(packed).shape[0]
+
+    singles = {
+        "packed_linear": lambda x, m, bias: ops.packed_linear(x, m, rows(m), bias),
+        "packed_gated_linear": lambda x, gate, up, activation, bias: ops.packed_gated_linear(
+            x, gate, up, rows(up), activation, bias
+        ),
+        "rms_norm": ops.rms_norm,
+        "rotary": ops.rotary,
+        "ragged_contiguous_attention": ops.ragged_contiguous_attention,
+    }
     with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(reference, name, getattr(ops, name))
-        return reference.decoder_layer(x, cos, sin, *_flat(w, kv, masks))
+        for name, single in singles.items():
+            patch.setattr(reference, name, single)
+        return reference.decoder_layer(x, cos, sin, *_flat(w, w.packed, kv, masks))
 
 
 @DRAWN
@@ -123,7 +137,8 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
     assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, masks))
     for kept, expected in zip(kv[:2], expected_kv[:2], strict=True):
         assert all(map(torch.equal, kept, expected))
-    spec = reference.decoder_layer(x, cos, sin, *_flat(weights, spec_kv, masks))
+    matrices = [ops.unpack_linear(packed) for packed in weights.packed]
+    spec = reference.decoder_layer(x, cos, sin, *_flat(weights, matrices, spec_kv, masks))
     torch.testing.assert_close(out, spec, atol=1e-4 * float(spec.abs().max()), rtol=1e-3)
 
 
@@ -155,6 +170,7 @@ SMALL = {
     "intermediate": 16,
     "together": False,
     "biased": "no",
+    "dtypes": DTYPES[:1],
     "head_norms": False,
     "activation": "silu",
     "softcap": None,
@@ -183,18 +199,18 @@ def test_no_tokens_are_no_work() -> None:
     ("change", "message"),
     [
         ({"num_heads": 3}, "3 query heads cannot share 2 key heads"),
-        ({"num_heads": 6}, "a projection has shape"),
-        ({"intermediate": 17}, "gate and up has shape"),
+        ({"num_heads": 6}, r"a projection is a matrix \[32, 12\], want \[48, 12\]"),
+        ({"intermediate": 17}, r"gate is a matrix \[16, 12\], want \[17, 12\]"),
         ({"activation": "relu"}, "activation is 'relu'"),
         ({"norms": [torch.ones(12)]}, "1 norms, want 2"),
         ({"norms": [torch.ones(12), torch.ones(11)]}, "a norm must be contiguous with shape"),
-        ({"biases": [NOTHING] * 5}, "6 matrices and 5 biases"),
+        ({"biases": [NOTHING] * 5}, "7 matrices and 5 biases"),
         ({"biases": [torch.ones(3)] + [NOTHING] * 5}, "a projection must be contiguous"),
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"eps": -1.0}, "eps is negative"),
         ({"kv": {"bases": [7]}}, "cannot take 2 tokens at 7"),
         ({"kv": {"counts": [1]}}, "counts sum to 1 tokens, but x has 2"),
-        ({"kv": {"keys": []}}, "0 stores of keys"),
+        ({"kv": {"keys": []}}, "0 caches of keys"),
         ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
         ({"masks": [PLAIN, PLAIN]}, "2 masks for 1 sequences"),

@@ -17,8 +17,8 @@ OPS = [
     "packed_gated_linear",
     "rms_norm",
     "rotary",
-    "slot_attention",
-    "packed_slot_attention",
+    "contiguous_attention",
+    "ragged_contiguous_attention",
     "decoder_layer",
     "exit_head",
     "draft_top",
@@ -31,18 +31,18 @@ OPS = [
 
 def _calls() -> dict[str, tuple]:
     packed = ops.pack_linear(torch.randn(20, 12))
-    gated = ops.pack_gated_linear(torch.randn(20, 12), torch.randn(20, 12))
+    up = ops.pack_linear(torch.randn(20, 12))
     q, (k, v) = torch.randn(1, 4, 3, 8), torch.randn(2, 1, 2, 6, 8).unbind()
     cos, sin = torch.randn(2, 1, 3, 8).unbind()
     mask = torch.ones(1, 1, 3, 6, dtype=torch.bool)
     return {
         "pack_linear": (torch.randn(20, 12),),
         "packed_linear": (torch.randn(2, 3, 12), packed, 20, torch.randn(20)),
-        "packed_gated_linear": (torch.randn(2, 12), gated, 20, "silu", torch.randn(40)),
+        "packed_gated_linear": (torch.randn(2, 12), packed, up, 20, "silu", torch.randn(40)),
         "rms_norm": (torch.randn(2, 12), torch.randn(12), 1e-5, 1.0),
         "rotary": (q, k[:, :, :3], cos, sin),
-        "slot_attention": (q, k, v, 6, mask, True, 0.3, 4.0),
-        "packed_slot_attention": (
+        "contiguous_attention": (q, k, v, 6, mask, True, 0.3, 4.0),
+        "ragged_contiguous_attention": (
             q,
             k[:, :, :3],
             v[:, :, :3],
@@ -61,7 +61,7 @@ def _calls() -> dict[str, tuple]:
             [
                 *(ops.pack_linear(torch.randn(rows, 12)) for rows in (32, 16, 16)),
                 ops.pack_linear(torch.randn(12, 32)),
-                gated,
+                *(packed, up),
                 ops.pack_linear(torch.randn(12, 20)),
             ],
             [

@@ -11,6 +11,7 @@ from shared.ops import reference
 ROWS = st.one_of(st.integers(1, 40), st.sampled_from([95, 96, 97, 193]))
 DEPTHS = st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 257, 513]))
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 192, 200]))
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DRAWN = settings(
     max_examples=40,
     deadline=None,
@@ -23,12 +24,13 @@ def _row_by_row(run, x: torch.Tensor) -> torch.Tensor:
 
 
 @DRAWN
-@given(n=WIDTHS, k=DEPTHS, transposed=st.booleans())
-def test_packing_keeps_every_weight(n: int, k: int, transposed: bool) -> None:
-    weight = torch.randn(k, n).T if transposed else torch.randn(n, k)
+@given(n=WIDTHS, k=DEPTHS, transposed=st.booleans(), dtype=st.sampled_from(DTYPES))
+def test_packing_keeps_every_weight(n: int, k: int, transposed: bool, dtype: torch.dtype) -> None:
+    weight = (torch.randn(k, n).T if transposed else torch.randn(n, k)).to(dtype)
     packed = ops.pack_linear(weight)
-    assert torch.equal(packed, reference.pack_linear(weight))
-    assert torch.equal(reference.unpack_linear(packed, n), weight)
+    assert torch.equal(ops.unpack_linear(packed), weight.float())
+    indices = torch.randint(n, (2, 3))
+    assert torch.equal(ops.packed_rows(packed, indices), weight.float()[indices])
 
 
 @DRAWN
@@ -40,10 +42,8 @@ def test_linear_agrees_with_pytorch_and_ignores_its_neighbours(
     bias = torch.randn(n) if biased else None
     packed = ops.pack_linear(weight)
     out = ops.packed_linear(x, packed, n, bias)
-    torch.testing.assert_close(out, F.linear(x, weight, bias), atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(
-        out, reference.packed_linear(x, packed, n, bias), atol=2e-4, rtol=1e-4
-    )
+    expected = reference.packed_linear(x, weight, bias)
+    torch.testing.assert_close(out, expected, atol=2e-4, rtol=1e-4)
     assert torch.equal(out, _row_by_row(lambda row: ops.packed_linear(row, packed, n, bias), x))
 
 
@@ -60,21 +60,20 @@ def test_gated_linear_agrees_with_its_reference_and_ignores_its_neighbours(
 ) -> None:
     x, gate, up = torch.randn(m, k), torch.randn(n, k) / k**0.5, torch.randn(n, k)
     bias = torch.randn(2 * n) if biased else None
-    packed = ops.pack_gated_linear(gate, up)
-    assert torch.equal(packed, reference.pack_gated_linear(gate, up))
-    out = ops.packed_gated_linear(x, packed, n, activation, bias)
-    expected = reference.packed_gated_linear(x, packed, n, activation, bias)
+    packed = ops.pack_linear(gate), ops.pack_linear(up)
+    out = ops.packed_gated_linear(x, *packed, n, activation, bias)
+    expected = reference.packed_gated_linear(x, gate, up, activation, bias)
     torch.testing.assert_close(out, expected, atol=5e-4, rtol=1e-4)
-    run = lambda row: ops.packed_gated_linear(row, packed, n, activation, bias)  # noqa: E731
+    run = lambda row: ops.packed_gated_linear(row, *packed, n, activation, bias)  # noqa: E731
     assert torch.equal(out, _row_by_row(run, x))
 
 
 def test_activations_hold_over_the_whole_range_of_inputs(isa: str) -> None:
     x = torch.cat([torch.linspace(-120, 120, 4001), torch.linspace(-0.3, 0.3, 601)])[:, None]
-    packed = ops.pack_gated_linear(torch.ones(1, 1), torch.zeros(1, 1))
+    packed = ops.pack_linear(torch.ones(1, 1)), ops.pack_linear(torch.zeros(1, 1))
     bias = torch.tensor([0.0, 1.0])
     for activation, expected in (("silu", F.silu(x)), ("gelu_tanh", F.gelu(x, approximate="tanh"))):
-        out = ops.packed_gated_linear(x, packed, 1, activation, bias)
+        out = ops.packed_gated_linear(x, *packed, 1, activation, bias)
         torch.testing.assert_close(out, expected, atol=1e-6, rtol=2e-6)
 
 
@@ -124,36 +123,35 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     assert out[[0, 1, 2, 4, 6, 7]].isfinite().all()
 
 
-PACKED = (2, 8, 16)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("x", "out_features", "bias", "message"),
     [
-        ((torch.randn(3, 8).double(), torch.randn(PACKED), 20), "x must be float32"),
-        ((torch.randn(3, 8), torch.randn(PACKED).half(), 20), "packed must be float32"),
-        ((torch.randn(3, 9), torch.randn(PACKED), 20), r"want contiguous \[2, 9, 16\]"),
-        ((torch.randn(3, 8), torch.randn(PACKED), 33), r"33 outputs"),
-        ((torch.randn(3, 8), torch.randn(2, 16, 8).transpose(1, 2), 20), "want contiguous"),
-        ((torch.randn(3, 8), torch.randn(PACKED), 20, torch.randn(19)), r"bias .* \[20\]"),
-        ((torch.tensor(1.0), torch.randn(PACKED), 20), "at least 1 dimension"),
-        ((torch.randn(3, 8), torch.randn(16, 16), 20), "3 dimensions"),
+        (torch.randn(3, 8).double(), 20, None, "x must be float32"),
+        (torch.randn(3, 9), 20, None, r"a matrix \[20, 8\], want \[20, 9\]"),
+        (torch.randn(3, 8), 33, None, r"a matrix \[20, 8\], want \[33, 8\]"),
+        (torch.randn(3, 8), 20, torch.randn(19), r"bias .* \[20\]"),
+        (torch.tensor(1.0), 20, None, "at least 1 dimension"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
+def test_wrong_arguments_are_named(
+    x: torch.Tensor, out_features: int, bias: torch.Tensor | None, message: str
+) -> None:
+    packed = ops.pack_linear(torch.randn(20, 8))
     with pytest.raises(RuntimeError, match=message):
-        ops.packed_linear(*arguments)
+        ops.packed_linear(x, packed, out_features, bias)
 
 
 def test_wrong_weights_and_activations_are_named() -> None:
     with pytest.raises(RuntimeError, match="2 dimensions"):
         ops.pack_linear(torch.randn(3))
-    with pytest.raises(RuntimeError, match="float32"):
-        ops.pack_linear(torch.randn(3, 3).bfloat16())
-    with pytest.raises(ValueError, match="differ in shape"):
-        ops.pack_gated_linear(torch.randn(3, 3), torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match="float32, float16 or bfloat16"):
+        ops.pack_linear(torch.randn(3, 3).double())
+    packed = ops.pack_linear(torch.randn(5, 3))
     with pytest.raises(RuntimeError, match="activation is 'relu'"):
-        ops.packed_gated_linear(torch.randn(1, 3), torch.randn(2, 3, 16), 5, "relu")
+        ops.packed_gated_linear(torch.randn(1, 3), packed, packed, 5, "relu")
+    other = ops.pack_linear(torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match=r"up is a matrix \[4, 3\]"):
+        ops.packed_gated_linear(torch.randn(1, 3), packed, other, 5, "silu")
 
 
 def test_an_input_that_asks_for_a_gradient_is_refused() -> None:

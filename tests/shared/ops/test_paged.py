@@ -22,7 +22,7 @@ DRAWN = settings(max_examples=60, deadline=None)
     padding=st.integers(0, 2),
     heads=st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(1, 3)),
     widths=st.tuples(st.sampled_from([1, 8, 20, 64]), st.sampled_from([1, 8, 20, 64])),
-    slots=st.sampled_from([1, 3, 16]),
+    block_tokens=st.sampled_from([1, 3, 16]),
     dtype=st.sampled_from(list(CLOSE)),
     transposed=st.booleans(),
     softcap=st.sampled_from([0.0, 2.0]),
@@ -33,7 +33,7 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
     padding: int,
     heads: tuple[int, int],
     widths: tuple[int, int],
-    slots: int,
+    block_tokens: int,
     dtype: torch.dtype,
     transposed: bool,
     softcap: float,
@@ -41,7 +41,7 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
 ) -> None:
     counts, lengths = zip(*shape, strict=True)
     made = drawn_pass(
-        list(counts), list(lengths), padding, heads, widths, slots, dtype, transposed, softcap=softcap, window=window
+        list(counts), list(lengths), padding, heads, widths, block_tokens, dtype, transposed, softcap=softcap, window=window
     )  # fmt: skip
     own, other = made.copied(), made.copied()
     out = own.run()
@@ -57,16 +57,16 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
         assert torch.equal(one_by_one.alone(token[None]).run()[0], out[token])
 
 
-def test_any_order_of_pages_and_tokens_gives_the_same_bits() -> None:
+def test_any_order_of_blocks_and_tokens_gives_the_same_bits() -> None:
     made = drawn_pass([3, 1], [40, 9], 1, (2, 2), (16, 16), 8, torch.float32)
     out = made.copied().run()
-    order = torch.randperm(len(made.rows))
+    order = torch.randperm(len(made.positions))
     assert torch.equal(made.copied().alone(order).run(), out[order])
     moved = torch.randperm(len(made.keys))
     keys, values = torch.empty_like(made.keys), torch.empty_like(made.values)
     keys[moved], values[moved] = made.keys, made.values
-    elsewhere = torch.where(made.pages < 0, -1, moved[made.pages])
-    assert torch.equal(replace(made, keys=keys, values=values, pages=elsewhere).run(), out)
+    elsewhere = torch.where(made.block_tables < 0, -1, moved[made.block_tables])
+    assert torch.equal(replace(made, keys=keys, values=values, block_tables=elsewhere).run(), out)
 
 
 def test_the_same_bits_for_any_number_of_threads() -> None:
@@ -112,11 +112,11 @@ def test_large_scores_do_not_overflow() -> None:
         ("v", torch.randn(2, 2, 8).half(), "v is of another dtype than q"),
         ("keys", torch.randn(3, 2, 8, 4).transpose(2, 3), "keys must be contiguous"),
         ("values", torch.randn(2, 2, 4, 8), "values has shape"),
-        ("pages", torch.zeros(1, 3, dtype=torch.int32), "pages must be int64"),
-        ("rows", torch.zeros(1, dtype=torch.int64), "rows has shape"),
-        ("rows", torch.tensor([0, 1]), "token 1 has row 1, but there are 1 rows"),
-        ("positions", torch.tensor([0, 12]), "token 1 has position 12, but its row has 3 pages of 4 slots"),
-        ("pages", torch.tensor([[0, 3, 1]]), "page 1 of row 0 is 3, but the pool has 3 pages"),
+        ("block_tables", torch.zeros(1, 3, dtype=torch.int32), "block_tables must be int64"),
+        ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
+        ("table_indices", torch.tensor([0, 1]), "token 1 has table index 1, but there are 1 block tables"),
+        ("positions", torch.tensor([0, 12]), "token 1 has position 12, but its block table has 3 blocks of 4 tokens"),
+        ("block_tables", torch.tensor([[0, 3, 1]]), "entry 1 of block table 0 is 3, but the pool has 3 blocks"),
         ("window", -1, "at least 0"),
     ],
 )  # fmt: skip
@@ -127,8 +127,8 @@ def test_wrong_arguments_are_named(name: str, value: Tensor | int, message: str)
         v=torch.randn(2, 2, 8),
         keys=torch.zeros(3, 2, 4, 8),
         values=torch.zeros(3, 2, 4, 8),
-        pages=torch.tensor([[2, 0, 1]]),
-        rows=torch.tensor([0, 0]),
+        block_tables=torch.tensor([[2, 0, 1]]),
+        table_indices=torch.tensor([0, 0]),
         positions=torch.tensor([3, 4]),
     )
     made.run()
@@ -136,10 +136,10 @@ def test_wrong_arguments_are_named(name: str, value: Tensor | int, message: str)
         replace(made, **{name: value}).run()
 
 
-def test_pages_that_a_window_has_left_behind_may_be_anywhere() -> None:
+def test_block_table_entries_before_the_window_are_not_read() -> None:
     made = drawn_pass([1], [30], 0, (1, 1), (4, 4), 4, torch.float32, window=6)
     out = made.copied().run()
-    made.pages[0, :6] = -1
+    made.block_tables[0, :6] = -1
     assert torch.equal(made.run(), out)
 
 
@@ -147,7 +147,7 @@ def test_its_fake_works_for_gpus_where_there_is_none() -> None:
     with FakeTensorMode():
         q, k = torch.empty(5, 6, 64, dtype=torch.float16, device="cuda"), torch.empty(5, 2, 64, device="cuda")  # fmt: skip
         pool, places = torch.empty(9, 2, 16, 64, device="cuda"), torch.zeros(5, dtype=torch.int64, device="cuda")  # fmt: skip
-        pages = torch.zeros(3, 4, dtype=torch.int64, device="cuda")
-        out = paged_attention(q, k, k, pool, pool.clone(), pages, places, places)
+        block_tables = torch.zeros(3, 4, dtype=torch.int64, device="cuda")
+        out = paged_attention(q, k, k, pool, pool.clone(), block_tables, places, places)
     assert (out.shape, out.dtype, out.device.type) == ((5, 6, 64), torch.float16, "cuda")
     assert out.is_contiguous()

@@ -60,7 +60,7 @@ def test_publishers_with_wrong_clocks_keep_the_order_and_lose_nothing(registry, 
         )
         assert made.version == request
         # What lies in the bucket is as old as its own clock says, whatever this one does.
-        assert sweep(objects, grace_s=HOUR_S, settle_s=0).num_young == 1
+        assert sweep(objects, grace_s=HOUR_S, settle_s=0).num_in_grace_period == 1
     monkeypatch.undo()
     assert registry.resolve(MODEL, "latest").version == 3
     history = registry.alias_history(MODEL, "latest")

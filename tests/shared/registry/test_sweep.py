@@ -46,7 +46,9 @@ def test_what_nobody_names_goes_and_what_is_named_stays(registry, objects):
     objects.put_content("blobs", b"left over")
     objects.put_content("manifests", b"{}")
     rehearsed = sweep(objects, grace_s=0, settle_s=0, is_rehearsal=True)
-    assert rehearsed == Sweep(num_named=2, num_removed=2, num_removed_bytes=11, num_young=0)
+    assert rehearsed == Sweep(
+        num_in_use=2, num_removed=2, num_removed_bytes=11, num_in_grace_period=0
+    )
     assert objects.read_blob(digest_of(b"left over")) == b"left over"
     assert sweep(objects, grace_s=0, settle_s=0) == rehearsed
     assert registry.read_blob(version, "x") == WEIGHTS

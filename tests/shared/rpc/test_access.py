@@ -61,19 +61,19 @@ def test_each_role_may_call_what_it_is_for(tmp_path, role):
     if role is Role.GENERATE:
         denied |= JOBS
     for method in methods():
-        verdict = access.judge(method, bearer(tokens[role]))
+        verdict = access.check_call(method, bearer(tokens[role]))
         if method.rpartition("/")[2] in denied:
             assert isinstance(verdict, PermissionDenied), method
         else:
             assert verdict.name == role, method
-        assert access.judge(method, bearer(tokens["all"])).name == "all"
-        assert isinstance(access.judge(method, ()), Unauthenticated)
+        assert access.check_call(method, bearer(tokens["all"])).name == "all"
+        assert isinstance(access.check_call(method, ()), Unauthenticated)
 
 
 def test_a_method_without_roles_is_refused_to_everybody(tmp_path):
     tokens = write_tokens(tmp_path / "tokens")
     access = Access(tmp_path / "tokens")
-    verdict = access.judge("/neap.inference.v1.InferenceService/New", bearer(tokens["all"]))
+    verdict = access.check_call("/neap.inference.v1.InferenceService/New", bearer(tokens["all"]))
     assert isinstance(verdict, PermissionDenied)
 
 

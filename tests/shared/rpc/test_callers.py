@@ -9,7 +9,7 @@ from shared.rpc.callers import (
     Caller,
     Role,
     certificate_caller,
-    client_of,
+    client_key,
     recorded_actor,
     require_role,
     set_current_caller,
@@ -48,10 +48,10 @@ def test_a_role_is_required_only_where_callers_are_known(ann):
 )
 def test_a_client_is_an_address_until_it_has_a_name(peer, client):
     context = SimpleNamespace(peer=lambda: peer)
-    assert client_of(context) == client
+    assert client_key(context) == client
     set_current_caller(Caller("ann", frozenset()))
     try:
-        assert client_of(context) == "ann"
+        assert client_key(context) == "ann"
     finally:
         set_current_caller(None)
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from shared.rpc.trace_export import traces_exported
+from shared.rpc.trace_export import export_traces
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
@@ -19,11 +19,11 @@ from opentelemetry import trace
 from shared.config import WorkerSettings, make_settings
 from shared.errors import NeapError
 from shared.rpc.logs import configure_logging
-from shared.rpc.trace_export import traces_exported
+from shared.rpc.trace_export import export_traces
 configure_logging()
 try:
     settings = make_settings(WorkerSettings)
-    with traces_exported(settings.exports_traces, "neap-worker"):
+    with export_traces(settings.exports_traces, "neap-worker"):
         with trace.get_tracer("test").start_as_current_span("work") as span:
             print(span.is_recording())
 except NeapError as error:
@@ -119,5 +119,5 @@ def test_an_unreachable_collector_does_not_delay_the_end():
 
 
 def test_off_does_nothing():
-    with traces_exported(False, "x"):
+    with export_traces(False, "x"):
         pass

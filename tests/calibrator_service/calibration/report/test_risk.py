@@ -30,7 +30,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
-from shared.model.own_thread import in_own_thread
+from shared.model.own_thread import run_in_own_thread
 
 NUM_NEW = 24
 PROMPTS = tuple(f"w{first} w{second}" for first in range(24) for second in range(24))
@@ -45,7 +45,7 @@ SPEC = CalibrationSpec(
 @pytest.fixture(scope="module")
 def result(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> CalibrationResult:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("calibrator_service.calibration.plan.rows_together", lambda _: 160)
+        patch.setattr("calibrator_service.calibration.plan.num_decoded_rows", lambda _: 160)
         return calibrate(base_model, SPEC, work_dir=tmp_path_factory.mktemp("risk"))
 
 
@@ -85,7 +85,7 @@ def test_every_difference_of_the_engine_is_found_by_the_replay(
         replayer = Replayer(result.ladder, ContiguousRunner(base_model))
         return answers, replayer.highest_differing(answers, 0.3)
 
-    answers, highest = in_own_thread(written)
+    answers, highest = run_in_own_thread(written)
     num_differing = 0
     with Engine(base_model, result.ladder) as engine:
         for threshold in (0.35, 0.6, 0.9):
@@ -115,7 +115,7 @@ def test_without_answers_nothing_is_certified(
 ) -> None:
     run = some_run(base_model)
     answers = write_risk_answers(run, text, lambda _: False)
-    runner = in_own_thread(ContiguousRunner, base_model)
+    runner = run_in_own_thread(ContiguousRunner, base_model)
     record = certified_risk(run, runner, result.ladder, answers)
     assert (record["num_prompts"], record["bounds"], record["reason"]) == (0, [], reason)
     manifest, _ = pack_ladder(result.ladder, {**result.report, "risk": record})
@@ -129,6 +129,6 @@ def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(
     monkeypatch.setattr(Replayer, "highest_differing", lambda *_, **__: [1.0] * 100)
     sequences = (TokenSequence((0, 5, 6), 2),) * 100
     answers = RiskAnswers(GeneratedText(SelfGenerationConfig(), ()), sequences, NUM_NEW)
-    runner = in_own_thread(ContiguousRunner, base_model)
+    runner = run_in_own_thread(ContiguousRunner, base_model)
     record = certified_risk(some_run(base_model), runner, result.ladder, answers)
     assert (record["bounds"], record["reason"]) == ([], "NO_THRESHOLD_PASSED")

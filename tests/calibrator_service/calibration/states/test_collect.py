@@ -80,10 +80,12 @@ def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path)
     for sequence in labelled:
         captured = runner.capture(torch.from_numpy(sequence.tokens)[None], [0, 2, 3])
         for position in range(max(sequence.first, 1), len(sequence.tokens)):
-            for offset in range(NUM_OFFSETS + 1):
-                batch = gather_batch(chunk, torch.tensor([at]), torch.tensor([offset]), lookup, CPU)
-                used = int(batch.ago)
-                assert used == min(offset, int(chunk.num_before[at]) - 1) <= position - 1
+            for distance in range(1, NUM_OFFSETS + 2):
+                batch = gather_batch(
+                    chunk, torch.tensor([at]), torch.tensor([distance]), lookup, CPU
+                )
+                used = int(batch.distance)
+                assert used == min(distance, int(chunk.num_before[at])) <= position
                 for depth in (0, 2):
                     torch.testing.assert_close(
                         batch.states[depth][0],
@@ -92,7 +94,7 @@ def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path)
                         atol=2e-3,
                     )
                 torch.testing.assert_close(
-                    batch.deep[0], unit(captured[3][0, position - 1 - used]), rtol=2e-3, atol=2e-3
+                    batch.deep[0], unit(captured[3][0, position - used]), rtol=2e-3, atol=2e-3
                 )
                 assert int(batch.choices) == sequence.choices[position]
             at += 1

@@ -46,7 +46,7 @@ def test_attention_takes_additive_masks_that_hide_and_refuses_the_rest() -> None
     additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
     out, weights = attention(module, q, k, v, additive)
     assert weights is None
-    assert torch.equal(out, ops.slot_attention(q, k, v, 5))
+    assert torch.equal(out, ops.contiguous_attention(q, k, v, 5))
     with pytest.raises(NotImplementedError, match="not biases"):
         attention(module, q, k, v, additive / 1e38)
     for refused in ({"s_aux": torch.ones(2)}, {"dropout": 0.1}, {"output_attentions": True}):

@@ -1,0 +1,162 @@
+// Readers of packed panels: they widen 16 outputs of an input to float32 in registers, whatever the format.
+//
+// A reader walks one depth block of a panel: begin(block, depth, row_bytes). open(k) prepares the group that begins at input k; load(k)
+// fetches the bytes of kUnit inputs; column<j>(v) gives vector v of input k + j. The float32 numbers are those of GGUF's reference code: a product of scale and
+// quant is exact in float32, so one fused multiply-add rounds as the reference does.
+#pragma once
+#include "formats.h"
+#include "half_simd.h"
+
+namespace neap::NEAP_ISA {
+
+constexpr int kPanelVecs = kPanel / kLanes;
+
+typedef int32_t UnalignedIntVec __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
+typedef uint32_t UintVec __attribute__((vector_size(kLanes * 4)));
+typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
+typedef int8_t UnalignedByteVec __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef uint8_t UnalignedUbyteVec __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+NEAP_INLINE UintVec load_bits(const uint8_t* p) { return (UintVec)*reinterpret_cast<const UnalignedIntVec*>(p); }
+NEAP_INLINE Vec load_bytes(const int8_t* p) { return __builtin_convertvector(*reinterpret_cast<const UnalignedByteVec*>(p), Vec); }
+NEAP_INLINE Vec load_bytes(const uint8_t* p) { return __builtin_convertvector(*reinterpret_cast<const UnalignedUbyteVec*>(p), Vec); }
+NEAP_INLINE Vec load_halves(const uint8_t* p) { return load(reinterpret_cast<const Half*>(p)); }
+
+template <int kValue> struct Number { static constexpr int value = kValue; };
+
+// Calls f(Number<0>()), f(Number<1>()), .. f(Number<kCount - 1>()).
+template <int kCount, int kFirst = 0, class F>
+NEAP_INLINE void for_inputs(const F& f) {
+  if constexpr (kFirst < kCount) {
+    f(Number<kFirst>());
+    for_inputs<kCount, kFirst + 1>(f);
+  }
+}
+
+// Rows of 16 float32, `stride` bytes apart: also keys, values and widened panels. kStride: the stride if known at compile time, else 0.
+template <int kStride = kPanel * 4>
+struct FloatRows {
+  static constexpr int kUnit = 1, kGroup = 1;
+  static constexpr bool kQuantised = false;
+  const uint8_t* base;
+  int64_t stride;
+  const float* row;
+
+  NEAP_INLINE void begin(const uint8_t* block, int64_t, int64_t row_bytes) { base = block, stride = kStride ? kStride : row_bytes; }
+  NEAP_INLINE void open(int64_t) {}
+  NEAP_INLINE void load(int64_t k) { row = reinterpret_cast<const float*>(base + k * stride); }
+  template <int kInput> NEAP_INLINE Vec column(int v) const { return neap::NEAP_ISA::load(row + v * kLanes); }
+};
+
+struct HalfRows {
+  static constexpr int kUnit = 1, kGroup = 1;
+  static constexpr bool kQuantised = false;
+  const Half* base;
+  const Half* row;
+
+  NEAP_INLINE void begin(const uint8_t* block, int64_t, int64_t) { base = reinterpret_cast<const Half*>(block); }
+  NEAP_INLINE void open(int64_t) {}
+  NEAP_INLINE void load(int64_t k) { row = base + k * kPanel; }
+  template <int kInput> NEAP_INLINE Vec column(int v) const { return neap::NEAP_ISA::load(row + v * kLanes); }
+};
+
+struct BfloatPairs {
+  static constexpr int kUnit = 2, kGroup = 2;
+  static constexpr bool kQuantised = false;
+  const uint8_t* base;
+  UintVec pair[kPanelVecs];
+
+  NEAP_INLINE void begin(const uint8_t* block, int64_t, int64_t) { base = block; }
+  NEAP_INLINE void open(int64_t) {}
+  NEAP_INLINE void load(int64_t k) {
+    for (int v = 0; v < kPanelVecs; ++v) pair[v] = load_bits(base + k * kPanel * 2 + v * kLanes * 4);
+  }
+  template <int kInput> NEAP_INLINE Vec column(int v) const { return (Vec)(kInput ? pair[v] & 0xffff0000u : pair[v] << 16); }
+};
+
+template <Format kFormat>
+struct Quants {
+  static constexpr bool kQuantised = true;
+  static constexpr Layout kLayout = kLayouts[kFormat];
+  static constexpr int kUnit = kLayout.bits == 8 ? 1 : 8, kGroup = (int)kLayout.group;
+  static constexpr int64_t kHighBytes = kLayout.bits == 5 || kLayout.bits == 6 ? kPanel * 4 : 0;  // lines of bits above the lowest 4
+  // What is subtracted from each quant before it is scaled.
+  static constexpr int kBias = kFormat == kQ4_0 ? 8 : kFormat == kQ5_0 ? 16 : kFormat == kQ6_K ? 32 : 0;
+
+  const uint8_t *block, *scales, *quants;
+  const uint8_t* group_quants;
+  Vec scale[kPanelVecs], offset[kPanelVecs];
+  UintVec low[kPanelVecs], high[kPanelVecs];
+  const int8_t* bytes;
+
+  NEAP_INLINE void begin(const uint8_t* own_block, int64_t depth, int64_t) {
+    block = own_block, scales = block + kLayout.head_bytes, quants = scales + depth / kGroup * kLayout.scale_bytes;
+  }
+
+  NEAP_INLINE void open(int64_t k) {
+    const int64_t group = k / kGroup;
+    const uint8_t* own = scales + group * kLayout.scale_bytes;
+    group_quants = quants + group * quant_bytes(kLayout);
+    for (int v = 0; v < kPanelVecs; ++v) {
+      const int64_t halves = v * kLanes * 2, singles = v * kLanes;
+      if constexpr (kFormat == kQ4_K || kFormat == kQ5_K) {
+        scale[v] = load_halves(block + halves) * load_bytes(own + singles);
+        offset[v] = -(load_halves(block + kPanel * 2 + halves) * load_bytes(own + kPanel + singles));
+      } else if constexpr (kFormat == kQ6_K) {
+        scale[v] = load_halves(block + halves) * load_bytes(reinterpret_cast<const int8_t*>(own) + singles);
+      } else {
+        scale[v] = load_halves(own + halves);
+        if constexpr (kFormat == kQ4_1 || kFormat == kQ5_1) offset[v] = load_halves(own + kPanel * 2 + halves);
+      }
+      if constexpr (kBias != 0) offset[v] = scale[v] * splat((float)-kBias);
+      if constexpr (kHighBytes != 0) high[v] = load_bits(group_quants + v * kLanes * 4);
+    }
+  }
+
+  NEAP_INLINE void load(int64_t k) {
+    const int64_t within = k % kGroup;
+    if constexpr (kLayout.bits == 8) {
+      bytes = reinterpret_cast<const int8_t*>(group_quants) + within * kPanel;
+    } else {
+      for (int v = 0; v < kPanelVecs; ++v) low[v] = load_bits(group_quants + kHighBytes + within * kPanel / 2 + v * kLanes * 4);
+    }
+  }
+
+  // The inputs of a unit are asked for in order, because the high bits are shifted out on the way.
+  template <int kInput> NEAP_INLINE Vec column(int v) {
+    if constexpr (kLayout.bits == 8) {
+      return load_bytes(bytes + v * kLanes) * scale[v];
+    } else {
+      UintVec quant = low[v] >> (4 * kInput) & 15u;
+      if constexpr (kHighBytes != 0) {
+        constexpr int kHighBits = kLayout.bits - 4;
+        quant |= (high[v] & ((1u << kHighBits) - 1u)) << 4;
+        high[v] >>= kHighBits;
+      }
+      return fma(scale[v], __builtin_convertvector((IntVec)quant, Vec), offset[v]);
+    }
+  }
+};
+
+template <Format kFormat> struct ReaderOf { typedef Quants<kFormat> Type; };
+template <> struct ReaderOf<kPlain32> { typedef FloatRows<> Type; };
+template <> struct ReaderOf<kPlain16> { typedef HalfRows Type; };
+template <> struct ReaderOf<kPlainBf16> { typedef BfloatPairs Type; };
+
+// Widens a depth block of a panel to out [depth, 16].
+template <class Reader>
+void widen_block(const uint8_t* block, int64_t depth, float* out) {
+  Reader reader;
+  reader.begin(block, depth, kPanel * 4);
+  for (int64_t k = 0; k < depth; k += Reader::kUnit) {
+    if (k % Reader::kGroup == 0) reader.open(k);
+    reader.load(k);
+    const int64_t inputs = min64(Reader::kUnit, depth - k);
+    for_inputs<Reader::kUnit>([&](auto input) {
+      if (input.value < inputs)
+        for (int v = 0; v < kPanelVecs; ++v) store(out + (k + input.value) * kPanel + v * kLanes, reader.template column<input.value>(v));
+    });
+  }
+}
+
+}  // namespace neap::NEAP_ISA

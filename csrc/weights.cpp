@@ -1,0 +1,122 @@
+// The ops that pack weights, unpack them, and look up their rows: argument checks, allocation and calls of pack.h and the CPU kernels.
+#include "packed.h"
+
+#include <cstring>
+
+#include "pack.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace neap::binding {
+
+namespace {
+
+// Asks for 2 MiB pages, which save page walks: weights are read from end to end at every pass. The system may ignore the advice.
+void advise_huge_pages(const Tensor& t) {
+#if defined(__linux__)
+  constexpr uintptr_t kHuge = 2 << 20;
+  const uintptr_t begin = ((uintptr_t)t.const_data_ptr() + kHuge - 1) & ~(kHuge - 1);
+  const uintptr_t end = ((uintptr_t)t.const_data_ptr() + (uintptr_t)t.numel()) & ~(kHuge - 1);
+  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// Allocates a packed matrix and writes its header. pack(panel, out) writes each panel.
+template <class Pack>
+Tensor packed_matrix(Format format, int64_t out_features, int64_t in_features, const Pack& pack) {
+  const int64_t panels = num_panels(out_features), bytes = panel_bytes(format, in_features);
+  Tensor packed = empty({kHeaderBytes + panels * bytes}, aoti_torch_dtype_uint8());
+  advise_huge_pages(packed);
+  PackedHeader header{};
+  std::memcpy(header.magic, kPackedMagic, sizeof(header.magic));
+  header.format = format, header.out_features = out_features, header.in_features = in_features;
+  uint8_t* out = static_cast<uint8_t*>(packed.mutable_data_ptr());
+  std::memcpy(out, &header, kHeaderBytes);
+  parallel(panels, (double)out_features * (double)in_features, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) pack(panel, out + kHeaderBytes + panel * bytes);
+  });
+  return packed;
+}
+
+// Widens panel number `panel` to rows [16, in_features].
+void widen_panel(const PackedView& view, int64_t panel, float* rows) {
+  float block[kDepthBlock * kPanel];
+  for (int64_t k = 0; k < view.in_features; k += kDepthBlock) {
+    const int64_t depth = std::min(kDepthBlock, view.in_features - k);
+    kernels().widen(view.matrix.format, view.matrix.panels + panel * view.matrix.panel_bytes + block_begin(view.matrix.format, k / kDepthBlock), depth, block);
+    for (int64_t lane = 0; lane < kPanel; ++lane)
+      for (int64_t i = 0; i < depth; ++i) rows[lane * view.in_features + k + i] = block[i * kPanel + lane];
+  }
+}
+
+}  // namespace
+
+Tensor pack_linear(Tensor weight) {
+  NEAP_CHECK(weight.is_cpu() && weight.dim() == 2, "pack_linear: weight has shape ", text(weight), ", want 2 dimensions on the CPU");
+  const ScalarType type = weight.scalar_type();
+  NEAP_CHECK(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
+             "pack_linear: weight must be float32, float16 or bfloat16");
+  const Format format = type == ScalarType::Float ? kPlain32 : type == ScalarType::Half ? kPlain16 : kPlainBf16;
+  const int64_t n = weight.size(0), k = weight.size(1);
+  return packed_matrix(format, n, k, [&](int64_t panel, uint8_t* out) {
+    pack_panel(format, weight.const_data_ptr(), n, k, weight.stride(0), weight.stride(1), panel, out);
+  });
+}
+
+Tensor pack_blocks(Tensor blocks, std::string kind, int64_t in_features) {
+  int found = kQ4_0;
+  while (found < kFormats && kind != kLayouts[found].name) ++found;
+  NEAP_CHECK(found < kFormats, "pack_blocks: there is no format '", kind, "'; names are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K");
+  const Format format = (Format)found;
+  const Layout& layout = kLayouts[format];
+  NEAP_CHECK(blocks.is_cpu() && blocks.scalar_type() == ScalarType::Byte && blocks.dim() == 2 && blocks.is_contiguous(),
+             "pack_blocks: blocks must be contiguous uint8 [rows, bytes] on the CPU");
+  NEAP_CHECK(in_features >= 0 && in_features % layout.source_inputs == 0, "pack_blocks: ", in_features, " inputs do not divide into blocks of ",
+             layout.source_inputs);
+  NEAP_CHECK(blocks.size(1) == in_features / layout.source_inputs * layout.source_bytes, "pack_blocks: rows of ", blocks.size(1), " bytes, but ", in_features,
+             " inputs in ", kind, " take ", in_features / layout.source_inputs * layout.source_bytes);
+  const uint8_t* rows = static_cast<const uint8_t*>(blocks.const_data_ptr());
+  return packed_matrix(format, blocks.size(0), in_features,
+                       [&](int64_t panel, uint8_t* out) { neap::pack_blocks(format, rows, blocks.size(0), in_features, panel, out); });
+}
+
+Tensor unpack_linear(Tensor packed) {
+  const PackedView view = packed_view("unpack_linear", "packed", packed);
+  Tensor out = empty({view.out_features, view.in_features});
+  const int64_t panel_floats = kPanel * view.in_features;
+  parallel(num_panels(view.out_features), (double)out.numel(), [&](int64_t begin, int64_t end) {
+    std::vector<float> rows(panel_floats);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      widen_panel(view, panel, rows.data());
+      const int64_t count = std::min(kPanel, view.out_features - panel * kPanel) * view.in_features;
+      std::copy(rows.begin(), rows.begin() + count, mutable_floats(out) + panel * panel_floats);
+    }
+  });
+  return out;
+}
+
+Tensor packed_rows(Tensor packed, Tensor indices) {
+  const PackedView view = packed_view("packed_rows", "packed", packed);
+  NEAP_CHECK(indices.is_cpu() && indices.scalar_type() == ScalarType::Long, "packed_rows: indices must be int64 on the CPU");
+  if (!indices.is_contiguous()) indices = torch::stable::contiguous(indices);
+  const int64_t* wanted = static_cast<const int64_t*>(indices.const_data_ptr());
+  const int64_t width = view.in_features;
+  for (int64_t i = 0; i < indices.numel(); ++i)
+    NEAP_CHECK(wanted[i] >= 0 && wanted[i] < view.out_features, "packed_rows: index ", wanted[i], " is outside [0, ", view.out_features, ")");
+  Sizes shape = sizes_of(indices);
+  shape.push_back(width);
+  Tensor out = empty(shape);
+  float* to = mutable_floats(out);
+  parallel(indices.numel(), (double)indices.numel() * (double)(kPanel * width), [&](int64_t begin, int64_t end) {
+    std::vector<float> rows(kPanel * width);
+    for (int64_t i = begin; i < end; ++i) {
+      widen_panel(view, wanted[i] / kPanel, rows.data());
+      std::copy_n(rows.begin() + wanted[i] % kPanel * width, width, to + i * width);
+    }
+  });
+  return out;
+}
+
+}  // namespace neap::binding
