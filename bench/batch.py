@@ -11,7 +11,6 @@ On a CPU, an answer that differs from the one at full depth and batch 1 ends the
 kernels than smaller ones, so nearly equal logits may be ranked differently (docs/decisions/015); there, differing answers are counted.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -21,12 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-import torch
-import transformers
-
 from bench.hugging_face import HF, hugging_face_batch
 from bench.machine import described
-from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
+from bench.options import add_device, add_prompts, make_parser, parsed
+from bench.prompts import first_turns
 from inference_service.engine.engine import MAX_RUNNING, Engine
 from inference_service.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
@@ -89,31 +86,18 @@ def closed_loop(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--router", type=Path, required=True)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)
-    parser.add_argument("--per-task", type=int, default=3)
+    parser = make_parser(__doc__, router=True)
+    add_device(parser)
+    add_prompts(parser, 3)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device")
+    options = parsed(parser)
     loaded = load_model(options.model, device=options.device)
     ladder = read_ladder(options.router)
-    if not takes_chat(loaded):
-        print(PLAIN_TEXT_NOTE)
-    prompts = [
-        encode_turns(loaded, prompt.turns[:1])
-        for prompt in read_prompts(options.prompts, options.per_task)
-    ]
+    prompts = first_turns(loaded, options.prompts, options.per_task)
     tables: dict[str, dict[str, list[float]]] = {}
     differing: dict[str, int] = {}
     most = max(MAX_RUNNING, *options.batch)

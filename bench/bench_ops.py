@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from bench.stopwatch import Contenders
 from shared import ops
 from shared.model.cache import ContiguousCache
 from shared.model.substitution.apply import accelerate
 from shared.model.substitution.rotary import FUNCTION
 
 CONTEXT = 200  # tokens in the cache of a whole-model pass
-Contenders = Mapping[str, Callable[[], object]]
 
 
 def medians_ms(contenders: Contenders, rounds: int) -> dict[str, float]:

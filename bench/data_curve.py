@@ -13,7 +13,7 @@ from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.calibration.states.material import Material, collect_material
+from calibrator_service.calibration.states.training_data import TrainingData, collect_training_data
 from calibrator_service.calibration.text.splits import Splitter
 from calibrator_service.calibration.text.stream import (
     CollectingProgress,
@@ -65,13 +65,13 @@ def data_curve(
     """
     runner = ContiguousRunner(loaded)
 
-    def collect(tokens: int) -> tuple[Run, Material]:
+    def collect(tokens: int) -> tuple[Run, TrainingData]:
         amount = replace(spec, max_tokens=tokens)
         run = Run(loaded, resolve(amount, loaded), work_dir, progress, lambda: False)
         text = plan_text(run)
         collecting = CollectingProgress(run, text)
         sequences = split_sequences(run, text, Splitter(), collecting)
-        return run, collect_material(run, runner, sequences, collecting)
+        return run, collect_training_data(run, runner, sequences, collecting)
 
     largest = max(amounts)
     _, judge = whole = collect(largest)

@@ -1,12 +1,11 @@
 """Tokens per second while decoding: Hugging Face's `generate`, our full depth, and `exact` with all rungs or parts of the ladder.
 
-    python -m bench.decode --model DIR [--router FOLDER] [--device cuda] [--per-task 5] [--levers]
+    python -m bench.decode --model DIR --router FOLDER [--device cuda] [--per-task 5] [--levers]
 
 All sides answer every prompt in turn, in an order that rotates. The decoding time runs from the first token to the last. Greedy,
 batch 1, at most 64 new tokens; float32 on a CPU, the checkpoint's own dtype on a GPU. `--levers`: also `exact` with each part alone.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from bench.hugging_face import HF, Run, Side, hugging_face
 from bench.machine import described
+from bench.options import add_device, add_prompts, make_parser, parsed
 from bench.prompts import (
-    DEFAULT_FILE,
     PLAIN_TEXT_NOTE,
     BenchPrompt,
     encode_turns,
@@ -186,16 +184,9 @@ def print_tables(tables: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument(
-        "--model", required=True, help="Hugging Face folder, .gguf file or hub name"
-    )
-    parser.add_argument(
-        "--router", type=Path, help="folder with a ladder's artefact (manifest.json and blobs)"
-    )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)
-    parser.add_argument("--per-task", type=int, default=0)
+    parser = make_parser(__doc__, router=True)
+    add_device(parser)
+    add_prompts(parser, 0)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument(
         "--levers",
@@ -210,12 +201,7 @@ def main() -> None:
     )
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device")
+    options = parsed(parser)
     loaded = load_model(options.model, device=options.device)
     ladder = read_ladder(options.router)
     prompts = read_prompts(options.prompts, options.per_task)

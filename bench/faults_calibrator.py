@@ -17,14 +17,14 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
 from neap.calibration.v1 import calibration_pb2 as pb
 
+from bench.trials import run_trials
 from shared.cli.processes import ServiceProcess
-from shared.errors import NeapError, Unavailable
 from shared.registry.local import LocalRegistry
 from shared.rpc.client import NeapClient
 
@@ -47,7 +47,7 @@ START_DELAYS_S = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
 JOB_DELAYS_S = (0.0, 0.1, 0.3, 0.6, 1.0, 2.0)
 
 
-class Surprise(Exception):
+class Surprise(AssertionError):
     """What must not be."""
 
 
@@ -350,23 +350,18 @@ def main() -> int:
     options = parser.parse_args()
     # So that services are ended and disks unmounted then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    status = 0
-    print("| trial | outcome |\n|---|---|", flush=True)
-    for name, run, is_small in trials(list(options.trials), list(options.phases)):
+
+    def run(what: Callable[[Trial], str], *, is_small: bool) -> str:
         with tempfile.TemporaryDirectory(prefix="neap-trial-") as parent:
             folder = Path(parent, "data")
             folder.mkdir()
-            trial = Trial(folder, options.model)
-            try:
-                if is_small:
-                    with small_disk(folder):
-                        outcome = run(trial)
-                else:
-                    outcome = run(trial)
-            except (Surprise, NeapError, Unavailable) as error:
-                status, outcome = 1, f"**{type(error).__name__}: {error}**"
-            print(f"| {name} | {outcome} |", flush=True)
-    return status
+            with small_disk(folder) if is_small else nullcontext():
+                return what(Trial(folder, options.model))
+
+    chosen = trials(list(options.trials), list(options.phases))
+    return run_trials(
+        (name, partial(run, what, is_small=is_small)) for name, what, is_small in chosen
+    )
 
 
 if __name__ == "__main__":

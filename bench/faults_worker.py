@@ -25,6 +25,7 @@ from neap.inference.v1 import inference_pb2 as pb
 from neap.inference.v1 import inference_pb2_grpc
 
 from bench.faults_tls import tls_trials
+from bench.trials import run_trials
 from bench.worker import MODEL_ID, worker_process
 from shared.cli.processes import ServiceProcess
 from shared.errors import NeapError
@@ -256,17 +257,9 @@ def main() -> int:
     parser.add_argument("--router", type=Path, metavar="FOLDER")
     parser.add_argument("--redis-pid", type=int, metavar="PID")
     options = parser.parse_args()
-    num_failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for name, trial in Trials(options, Path(folder)).all().items():
-            if options.only and name not in options.only:
-                continue
-            try:
-                print(f"| {name} | {trial()} |", flush=True)
-            except (AssertionError, NeapError) as error:
-                num_failed += 1
-                print(f"| {name} | FAILED: {error} |", flush=True)
-    return 1 if num_failed else 0
+        trials = Trials(options, Path(folder)).all()
+        return run_trials((n, t) for n, t in trials.items() if n in (options.only or trials))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Medians in ms, logits included, float32 on a CPU. `floor`: all threads read as m
 a separate process (docs/decisions/004). The contenders take turns within each round, so that a busy machine slows all of them alike.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from bench.hugging_face import hugging_face_token
+from bench.options import make_parser, parsed
 from shared import ops
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, load_model
@@ -60,14 +60,11 @@ def timed_ms(run: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--model", required=True, help="a Hugging Face model folder")
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--context", type=int, default=200, help="tokens in the cache")
     parser.add_argument("--rounds", type=int, default=25)
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     runner = ContiguousRunner(load_model(arguments.model))
     num_bytes = weight_bytes(runner.loaded)
     block = torch.ones(num_bytes // 4)

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import transformers
 from transformers.generation.streamers import BaseStreamer
 
+from bench.options import silence_transformers
 from shared.model.load import load_model
 
 HF = "HF generate"
@@ -102,8 +102,7 @@ def _token_s(model: Any, context: int) -> float:
 def _serve(
     source: str, device: str, work: Callable[..., object], options: dict[str, int], pipe: Connection
 ) -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    silence_transformers()
     model: Any = load_model(source, device=device, accelerate=False).model
     while (task := pipe.recv()) is not None:
         pipe.send(work(model, task, **options))

@@ -11,26 +11,23 @@ share the machine.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
 from neap.inference.v1 import inference_pb2 as pb
 
-from bench.prompts import DEFAULT_FILE, read_prompts
+from bench.machine import described
+from bench.options import add_prompts, make_parser, parsed
+from bench.prompts import short_texts
 from bench.streams import FINISHED, Stream, StreamClient
 from bench.worker import MODEL_ID, publish_router, worker_process
 
-MAX_CHARACTERS = 600
 MAX_TOKENS = 32
 WIDTH = 16
 RAMP_S = 5.0
@@ -197,20 +194,16 @@ def print_tables(results: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--router", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)
-    parser.add_argument("--per-task", type=int, default=0, help="prompts; 0: all")
+    parser = make_parser(__doc__, router=True)
+    add_prompts(parser, 0)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8, 1.2])
     parser.add_argument("--seconds", type=float, default=45.0, help="of each measurement")
     # Small, so that arrivals above capacity are refused within a run of this length.
     parser.add_argument("--max-queue", type=int, default=16)
     parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    texts = [prompt.turns[0] for prompt in read_prompts(options.prompts, options.per_task)]
-    texts = [text for text in texts if len(text) <= MAX_CHARACTERS]
+    options = parsed(parser)
+    texts = short_texts(options.prompts, options.per_task)
     with tempfile.TemporaryDirectory() as folder:
         registry = Path(folder) / "registry"
         publish_router(options.router, registry)
@@ -220,7 +213,7 @@ def main() -> None:
         with worker_process(options.model, registry, Path(folder) / "log", flags) as worker:
             results = asyncio.run(measure(worker.wait_serving(120.0), texts, options))
     print(
-        f"{date.today()} {platform.machine()} {os.cpu_count()} cores for client and worker, torch {torch.__version__}, "
+        f"{described('cpu')}, client and worker on this machine, "
         f"queue of {options.max_queue}, {len(texts)} prompts"
     )
     print_tables(results)

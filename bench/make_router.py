@@ -8,7 +8,6 @@ tokens (`bench.data_curve`). By default there is no curve on a CPU; on a GPU N i
 continues if it is started with the same --work-dir: complete shards of text and exits that are fully trained are reused.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -21,6 +20,7 @@ import torch
 
 from bench.data_curve import CurvePoint, data_curve
 from bench.machine import described
+from bench.options import add_device, make_parser, parsed
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.progress import Progress
@@ -54,12 +54,9 @@ class Show:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--model", required=True)
+    parser = make_parser(__doc__)
+    add_device(parser)
     parser.add_argument("--model-id", default="smollm2-135m-instruct")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--dtype", choices=["float32", "float16", "bfloat16"],
         help="of the model; default: float32 on a CPU, the checkpoint's own on a GPU",
@@ -71,9 +68,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "router")
     parser.add_argument("--work-dir", type=Path, help="kept, so that a killed run can continue")
     parser.add_argument("--json", type=Path, help="write the curve here")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device")
+    options = parsed(parser)
     shares = CURVE_SHARES if options.device == "cuda" else ()
     curve = [int(share * options.tokens) for share in shares]
     if options.curve is not None:

@@ -8,18 +8,15 @@ hold the states that an exit would need after a wrong draft. Reported is the spe
 same batch size.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 
-import torch
-import transformers
-
 from bench.decode import neap
-from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
+from bench.machine import described
+from bench.options import add_prompts, make_parser, parsed
+from bench.prompts import first_turns
 from inference_service.engine.drafting.costs import measure_deep, measure_wide
 from inference_service.engine.drafting.planner import (
     MIN_SURVIVAL,
@@ -155,12 +152,9 @@ def simulate(
 def record(loaded: LoadedModel, file: Path, per_task: int) -> list[Trace]:
     """Answers of the prompts in `file` at full depth, except those of a single token. Tasks alternate."""
     traces: list[Trace] = []
-    if not takes_chat(loaded):
-        print(PLAIN_TEXT_NOTE)
     with Engine(loaded, prefix_cache_bytes=0) as engine:
         side = neap(engine, DepthPolicy("full"), None, MAX_TOKENS)
-        for prompt in read_prompts(file, per_task):
-            ids = encode_turns(loaded, prompt.turns[:1])
+        for ids in first_turns(loaded, file, per_task):
             traces.append(Trace(tuple(ids), side(list(ids)).token_ids))
     return [trace for trace in traces if len(trace.answer) > 1]
 
@@ -173,16 +167,10 @@ def measure_costs(loaded: LoadedModel) -> PassCosts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--router", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)
-    parser.add_argument("--per-task", type=int, default=10)
+    parser = make_parser(__doc__, router=True)
+    add_prompts(parser, 10)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8, 16])
-    options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
+    options = parsed(parser)
     loaded = load_model(options.model)
     ladder = replace(read_ladder(options.router), exits=(), draft_vocabulary=None)
     costs = run_in_own_thread(measure_costs, loaded)
@@ -193,9 +181,7 @@ def main() -> None:
         "planner": planner,
         "knowing the answer": omniscient,
     }
-    print(
-        f"{date.today()} {torch.get_num_threads()} threads, torch {torch.__version__}, {len(traces)} answers"
-    )
+    print(f"{described('cpu')}, {len(traces)} answers")
     points = [(n, costs.of_pass(n)) for n in (1, 2, 4, 8, 16, 32, 64)]
     print("a pass over n tokens, ms: " + ", ".join(f"{n}: {1000 * s:.1f}" for n, s in points))
     print("| strategy | " + " | ".join(f"batch {batch}" for batch in options.batch) + " |")

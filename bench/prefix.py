@@ -5,16 +5,13 @@
 Both sides get the same prompts, first one after the other and then all at once, and take turns. Full depth, float32, one token each.
 """
 
-import argparse
 import random
 import statistics
 import time
 from collections import defaultdict
-from datetime import date
 
-import torch
-import transformers
-
+from bench.machine import described
+from bench.options import make_parser, parsed
 from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
@@ -47,18 +44,14 @@ def first_tokens(engine: Engine, texts: list[tuple[int, ...]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", required=True)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--shared", type=int, default=600, help="tokens that all prompts start with"
     )
     parser.add_argument("--own", type=int, default=40, help="tokens of each prompt's own")
     parser.add_argument("--requests", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
+    options = parsed(parser)
     loaded = load_model(options.model)
     texts = prompts(loaded, options.shared, options.own, options.requests)
     figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -74,7 +67,7 @@ def main() -> None:
             figures[name]["first"].append(alone[0])
             figures[name]["each later one"].append(statistics.median(alone[1:]))
             figures[name]["last of all at once"].append(together[-1])
-    print(f"{date.today()} {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(described("cpu"))
     columns = list(figures["shared"])
     print("| seconds to the first token | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")

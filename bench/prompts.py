@@ -19,6 +19,7 @@ TASKS = {
     "rag": "RAG",
 }
 MULTI_TURN = "multi-turn"
+MAX_CHARACTERS = 600
 PLAIN_TEXT_NOTE = "the model has no chat template: prompts are sent as plain text"
 
 
@@ -51,6 +52,19 @@ def encode_turns(loaded: LoadedModel, turns: Sequence[str]) -> list[int]:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
     return list(encode_prompt(loaded, messages))
+
+
+def first_turns(loaded: LoadedModel, path: Path, per_task: int) -> list[list[int]]:
+    """The first turns of `read_prompts` as token ids. Prints a note if they are sent as plain text."""
+    if not takes_chat(loaded):
+        print(PLAIN_TEXT_NOTE)
+    return [encode_turns(loaded, prompt.turns[:1]) for prompt in read_prompts(path, per_task)]
+
+
+def short_texts(path: Path, per_task: int) -> list[str]:
+    """The first turns of `read_prompts` that have at most MAX_CHARACTERS characters."""
+    texts = [prompt.turns[0] for prompt in read_prompts(path, per_task)]
+    return [text for text in texts if len(text) <= MAX_CHARACTERS]
 
 
 def takes_chat(loaded: LoadedModel) -> bool:

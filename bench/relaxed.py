@@ -6,7 +6,6 @@ Prompts are Spec-Bench's first turns, and `--drawn` prompts drawn as the calibra
 requests at a time.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -14,7 +13,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench.prompts import DEFAULT_FILE, PLAIN_TEXT_NOTE, encode_turns, read_prompts, takes_chat
+from bench.options import make_parser, parsed
+from bench.prompts import DEFAULT_FILE, first_turns
 from calibrator_service.calibration.report.certificate import binomial_cdf
 from calibrator_service.calibration.text.risk_answers import Limits, RiskAnswerGenerator
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
@@ -67,13 +67,11 @@ def differing(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--router", type=Path, required=True)
+    parser = make_parser(__doc__, router=True)
     parser.add_argument("--thresholds", type=float, nargs="*", help="default: the certified ones")
     parser.add_argument("--per-task", type=int, default=6, help="of Spec-Bench; 0: none")
     parser.add_argument("--drawn", type=int, default=0)
-    options = parser.parse_args()
+    options = parsed(parser)
     manifest = json.loads((options.router / "manifest.json").read_text())
     risk = PublishedRisk.of(manifest)
     if risk is None:
@@ -82,11 +80,9 @@ def main() -> None:
     num_tokens = risk.num_tokens or 128
     loaded = load_model(options.model)
     sources: dict[str, list[Ids]] = {}
-    if not takes_chat(loaded):
-        print(PLAIN_TEXT_NOTE)
     if options.per_task:
-        turns = [prompt.turns[0] for prompt in read_prompts(DEFAULT_FILE, options.per_task)]
-        sources["Spec-Bench"] = [tuple(encode_turns(loaded, [turn])) for turn in turns]
+        turns = first_turns(loaded, DEFAULT_FILE, options.per_task)
+        sources["Spec-Bench"] = [tuple(ids) for ids in turns]
     if options.drawn:
         sources["drawn"] = run_in_own_thread(drawn, loaded, options.drawn, num_tokens)
     print(

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import grpc
 
+from bench.options import make_parser, parsed
 from bench.prompts import read_prompts
 from bench.soak_requests import (
     EXACT,
@@ -237,9 +238,7 @@ def run(soak: Soak, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--router", type=Path, required=True)
+    parser = make_parser(__doc__, router=True)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--pause-s", type=float, default=1.0, help="a client's mean pause")
@@ -248,7 +247,7 @@ def main() -> None:
     parser.add_argument("--hold-s", type=float, default=20.0, help="a slow reader's pause")
     parser.add_argument("--max-growth-mb", type=float, default=48.0)
     parser.add_argument("--seed", type=int, default=0)
-    soak = Soak(parser.parse_args())
+    soak = Soak(parsed(parser))
     with tempfile.TemporaryDirectory() as folder:
         run(soak, Path(folder))
     for (kind, name), count in sorted(soak.outcomes.items()):

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
 
 import grpc
 import grpc.aio
@@ -76,12 +75,7 @@ class StreamClient:
         await self._channel.channel_ready()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
     async def warm_up(self, request: pb.GenerateRequest) -> None:

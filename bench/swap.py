@@ -11,8 +11,6 @@ characters; greedy, policy exact, at most 32 tokens. Client and worker share the
 
 import argparse
 import asyncio
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -20,14 +18,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from datetime import date
 from itertools import count
 from pathlib import Path
 
-import torch
-
-from bench.load import MAX_CHARACTERS, chat, percentile, shuffled
-from bench.prompts import DEFAULT_FILE, read_prompts
+from bench.load import chat, percentile, shuffled
+from bench.machine import described
+from bench.options import add_prompts, make_parser, parsed
+from bench.prompts import short_texts
 from bench.streams import FINISHED, Stream, StreamClient
 from bench.worker import MODEL_ID, worker_process
 from shared.ladder.folder import read_router_folder
@@ -67,8 +64,7 @@ async def measure(
     target: str, options: argparse.Namespace, actions: dict[str, Callable[[], object]]
 ) -> tuple[list[Stream], dict[str, Phase]]:
     """Runs streams beside the phases. Returns all streams, and the phases by name."""
-    texts = [prompt.turns[0] for prompt in read_prompts(options.prompts, options.per_task)]
-    texts = [text for text in texts if len(text) <= MAX_CHARACTERS]
+    texts = short_texts(options.prompts, options.per_task)
     async with StreamClient(target) as client:
         await client.warm_up(chat(texts[0], "exact", 4))
         total_s = options.seconds * len(PHASES) * options.rounds
@@ -121,16 +117,13 @@ def alias_actions(registry: Registry, folder: Path) -> dict[str, Callable[[], ob
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--router", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE)
-    parser.add_argument("--per-task", type=int, default=0, help="prompts; 0: all")
+    parser = make_parser(__doc__, router=True)
+    add_prompts(parser, 0)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between swaps")
     parser.add_argument("--width", type=int, default=4, help="streams running at once")
-    options = parser.parse_args()
+    options = parsed(parser)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry"
         with closing(open_registry(str(path))) as registry:
@@ -138,10 +131,7 @@ def main() -> int:
             flags = ["--log-level", "warning", "--prefix-cache-mb", "0"]
             with worker_process(options.model, path, Path(folder) / "log", flags) as worker:
                 streams, phases = asyncio.run(measure(worker.wait_serving(120.0), options, actions))
-    print(
-        f"{date.today()} {platform.machine()} {os.cpu_count()} cores for client and worker, torch {torch.__version__}, "
-        f"{options.width} streams"
-    )
+    print(f"{described('cpu')}, client and worker on this machine, {options.width} streams")
     print_table(streams, phases)
     failed = Counter(stream.outcome for stream in streams if stream.outcome != FINISHED)
     versions = len({stream.router_version for stream in streams})

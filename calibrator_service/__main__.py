@@ -11,10 +11,11 @@ from neap.calibration.v1 import calibration_pb2_grpc
 from neap.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
-from calibrator_service.blocking import BlockingPool, Watchers
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import DEFAULT_RECIPE, JobFolder, ModelOptions
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
+from calibrator_service.watchers import Watchers
+from shared.blocking import BlockingPool
 from shared.config import CalibratorSettings, settings_from_command_line
 from shared.cpus import size_thread_pools
 from shared.errors import NeapError
@@ -44,6 +45,8 @@ class CalibratorServer(RpcServer):
             security=security,
             health_listen=settings.health_listen,
             request_timeout_s=settings.request_timeout_s,
+            max_connection_age_s=settings.max_connection_age_s,
+            max_connection_age_grace_s=settings.max_connection_age_grace_s,
         )
         self._watchers = watchers
 

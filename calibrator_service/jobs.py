@@ -116,7 +116,7 @@ class JobStore:
         )
         return [job_from_row(row) for row in rows]
 
-    def counts(self) -> tuple[JobCount, ...]:
+    def count_jobs(self) -> tuple[JobCount, ...]:
         """Counts of all jobs in the store."""
         rows = self._database.rows(
             "SELECT model_id, state, count(*), sum(num_resumes) FROM jobs GROUP BY model_id, state"
@@ -152,12 +152,12 @@ class JobStore:
             )
             return self.get(row["calibration_id"])
 
-    def running(self) -> tuple[Job, ...]:
+    def list_running(self) -> tuple[Job, ...]:
         """Jobs recorded as running. When a service starts, these are the jobs that a killed service left."""
         rows = self._database.rows("SELECT * FROM jobs WHERE state = 'running' ORDER BY number")
         return tuple(map(job_from_row, rows))
 
-    def interrupted(self, calibration_id: str, how: str, *, is_death: bool) -> Job:
+    def record_interruption(self, calibration_id: str, how: str, *, is_death: bool) -> Job:
         """Records that the job's process ended without a result: the job is cancelled if that was requested, failed after more than
         MAX_RESUMES deaths, else queued again.
 
@@ -256,7 +256,7 @@ class JobStore:
             self._owned_job(calibration_id, start)
             _fail(connection, calibration_id, reason, message)
 
-    def cancelled(self, calibration_id: str, start: int) -> None:
+    def record_cancelled(self, calibration_id: str, start: int) -> None:
         """Records that the process has stopped as requested. Raises Conflict."""
         with self._database.transaction() as connection:
             self._owned_job(calibration_id, start)

@@ -27,8 +27,8 @@ class ObservedQueue(Protocol):
     def is_alive(self) -> bool: ...
     @property
     def is_held_up(self) -> bool: ...
-    def counts(self) -> Sequence[JobCount]: ...
-    def running(self) -> Sequence[Job]: ...
+    def count_jobs(self) -> Sequence[JobCount]: ...
+    def list_running(self) -> Sequence[Job]: ...
 
 
 class CalibratorMetrics:
@@ -105,7 +105,7 @@ class _QueueCollector(Collector):
             value=float(self._queue.is_held_up),
         )
         try:
-            counts, running = self._queue.counts(), self._queue.running()
+            counts, running = self._queue.count_jobs(), self._queue.list_running()
         except NeapError as error:
             log.warning("jobs cannot be counted", reason=error.reason)
             return

@@ -1,13 +1,12 @@
 """neap.router.v1.RouterService over the registry. Methods raise NeapErrors; an interceptor of shared.rpc maps them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import islice
 from typing import Any
 
 from neap.router.v1 import router_pb2 as pb
 from neap.router.v1 import router_pb2_grpc
 
-from calibrator_service.blocking import BlockingPool, Watchers
 from calibrator_service.convert import (
     canary_from_proto,
     canary_to_proto,
@@ -16,8 +15,10 @@ from calibrator_service.convert import (
     page,
     version_to_proto,
 )
+from calibrator_service.watchers import Watchers
+from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput
-from shared.registry.base import PublishedVersion, Registry, RegistryEvent
+from shared.registry.base import AliasChange, PublishedVersion, Registry, RegistryEvent
 from shared.registry.version_reader import version_damaged_error
 from shared.rpc.callers import recorded_actor
 
@@ -80,16 +81,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.SetAliasRequest, context: Any
     ) -> pb.SetAliasResponse:
         await self._pool.call(self._check_contents, request.model_id, request.version)
-        change = await self._pool.call(
-            self._registry.set_alias,
-            request.model_id,
-            request.alias,
-            request.version,
-            expected_version=_optional_int(request, "expected_version"),
-            actor=recorded_actor(request.actor),
-            reason=request.reason,
+        expected = _optional_int(request, "expected_version")
+        change = await self._change(
+            request, self._registry.set_alias, request.version, expected_version=expected
         )
-        return pb.SetAliasResponse(change=change_to_proto(change))
+        return pb.SetAliasResponse(change=change)
 
     async def SetCanary(  # noqa: N802
         self, request: pb.SetCanaryRequest, context: Any
@@ -97,29 +93,35 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         canary = canary_from_proto(request)
         if canary is not None:
             await self._pool.call(self._check_contents, request.model_id, canary.version)
-        change = await self._pool.call(
-            self._registry.set_canary,
-            request.model_id,
-            request.alias,
-            canary,
-            expected_version=_optional_int(request, "expected_version"),
-            actor=recorded_actor(request.actor),
-            reason=request.reason,
+        expected = _optional_int(request, "expected_version")
+        change = await self._change(
+            request, self._registry.set_canary, canary, expected_version=expected
         )
-        return pb.SetCanaryResponse(change=change_to_proto(change))
+        return pb.SetCanaryResponse(change=change)
 
     async def PromoteCanary(  # noqa: N802
         self, request: pb.PromoteCanaryRequest, context: Any
     ) -> pb.PromoteCanaryResponse:
+        expected = _optional_int(request, "expected_canary")
+        change = await self._change(
+            request, self._registry.promote_canary, expected_canary=expected
+        )
+        return pb.PromoteCanaryResponse(change=change)
+
+    async def _change(
+        self, request: Any, method: Callable[..., AliasChange], *target: object, **expected: object
+    ) -> pb.AliasChange:
+        """Calls a method of the registry that changes the alias of `request`, in the caller's name."""
         change = await self._pool.call(
-            self._registry.promote_canary,
+            method,
             request.model_id,
             request.alias,
-            expected_canary=_optional_int(request, "expected_canary"),
+            *target,
+            **expected,
             actor=recorded_actor(request.actor),
             reason=request.reason,
         )
-        return pb.PromoteCanaryResponse(change=change_to_proto(change))
+        return change_to_proto(change)
 
     def _check_contents(self, model_id: str, version: int) -> None:
         """Reads every byte of a version before an alias is set to it. Raises NotFound, Corrupt (VERSION_DAMAGED), InvalidInput."""
@@ -133,15 +135,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def RollbackAlias(  # noqa: N802
         self, request: pb.RollbackAliasRequest, context: Any
     ) -> pb.RollbackAliasResponse:
-        change = await self._pool.call(
-            self._registry.rollback_alias,
-            request.model_id,
-            request.alias,
-            expected_version=_optional_int(request, "expected_version"),
-            actor=recorded_actor(request.actor),
-            reason=request.reason,
+        expected = _optional_int(request, "expected_version")
+        change = await self._change(
+            request, self._registry.rollback_alias, expected_version=expected
         )
-        return pb.RollbackAliasResponse(change=change_to_proto(change))
+        return pb.RollbackAliasResponse(change=change)
 
     async def GetAliasHistory(  # noqa: N802
         self, request: pb.GetAliasHistoryRequest, context: Any

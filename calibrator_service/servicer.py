@@ -7,7 +7,6 @@ from typing import Any
 from neap.calibration.v1 import calibration_pb2 as pb
 from neap.calibration.v1 import calibration_pb2_grpc
 
-from calibrator_service.blocking import BlockingPool, Watchers
 from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, TextFile
 from calibrator_service.convert import (
     job_to_proto,
@@ -19,6 +18,8 @@ from calibrator_service.hub_datasets import check_source
 from calibrator_service.jobs import JobStore
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.text_files import find_text_file
+from calibrator_service.watchers import Watchers
+from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput, NotFound
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
 from shared.rpc.callers import Role, require_role

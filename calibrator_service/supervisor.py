@@ -1,6 +1,5 @@
 """Runs the queue of jobs, one at a time, each in a process of its own, and decides what happens after a process has died."""
 
-import fcntl
 import os
 import shutil
 import signal
@@ -9,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -26,6 +26,7 @@ from calibrator_service.process_config import (
     ProcessConfig,
 )
 from shared.errors import Corrupt, NeapError, PreconditionFailed
+from shared.file_lock import file_lock
 
 POLL_INTERVAL_S = 0.1
 # A cancelled job's process is killed if it has not stopped after this time.
@@ -71,7 +72,11 @@ class Supervisor:
         self._metrics = metrics or CalibratorMetrics()
         folder.root.mkdir(parents=True, exist_ok=True)
         folder.log("x").parent.mkdir(exist_ok=True)
-        self._lock = _take_lock(folder.lock)
+        in_use = PreconditionFailed(
+            f"another calibration service works in {folder.root}", reason="DATA_DIR_IN_USE"
+        )
+        self._lock = ExitStack()
+        self._lock.enter_context(file_lock(folder.lock, timeout_s=0, locked=in_use))
         self.store = JobStore(folder.store)
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -105,13 +110,13 @@ class Supervisor:
         """Whether the queue waits for the disk or the job store."""
         return self._is_held_up
 
-    def counts(self) -> tuple[JobCount, ...]:
+    def count_jobs(self) -> tuple[JobCount, ...]:
         """Counts of all jobs in the store. Raises as the store does."""
-        return self.store.counts()
+        return self.store.count_jobs()
 
-    def running(self) -> tuple[Job, ...]:
+    def list_running(self) -> tuple[Job, ...]:
         """Running jobs. Raises as the store does."""
-        return self.store.running()
+        return self.store.list_running()
 
     def wake(self) -> None:
         """Makes the queue check at once for jobs that were created or cancelled."""
@@ -155,9 +160,9 @@ class Supervisor:
 
     def _record_outcomes(self) -> None:
         """Called when no process runs: jobs recorded as running have ended. The death of a service is not held against its job."""
-        for job in self.store.running():
+        for job in self.store.list_running():
             how, is_death = self._outcomes.get(job.calibration_id, _SERVICE_DIED)
-            after = self.store.interrupted(job.calibration_id, how, is_death=is_death)
+            after = self.store.record_interruption(job.calibration_id, how, is_death=is_death)
             log.warning(
                 "interrupted", calibration_id=job.calibration_id, how=how, state=after.state
             )
@@ -321,15 +326,3 @@ def _describe_exit(status: int) -> str:
     name = signal.Signals(-status).name
     hint = " (out of memory?)" if -status == signal.SIGKILL else ""
     return f"by {name}{hint}"
-
-
-def _take_lock(path: Path) -> IO[str]:
-    lock = path.open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise PreconditionFailed(
-            f"another calibration service works in {path.parent}", reason="DATA_DIR_IN_USE"
-        ) from error
-    return lock

@@ -4,7 +4,6 @@ The process records progress and result in the job store, where the supervisor r
 3: another process has taken the job over. 4: the job store could not be written, so the job has to be run again.
 """
 
-import fcntl
 import importlib
 import os
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import structlog
 
@@ -29,6 +27,7 @@ from calibrator_service.publishing import publish
 from calibrator_service.recipe import Product, Task
 from calibrator_service.text_files import find_text_file
 from shared.errors import Cancelled, Conflict, NeapError, Unavailable
+from shared.file_lock import file_lock
 from shared.rpc.logs import configure_logging
 from shared.rpc.service_logs import log_all_output, log_stdout
 from shared.storage import storage_error
@@ -101,8 +100,9 @@ def run_job(config: ProcessConfig) -> None:
     try:
         work_dir = folder.work(job_id)
         work_dir.mkdir(parents=True, exist_ok=True)
-        with (work_dir / "lock").open("w") as lock:
-            _wait_for_lock(lock)
+        taken = Unavailable("another process still works on this calibration", reason="JOB_LOCKED")
+        # Waits, because the process that this one replaces may take a moment to die.
+        with file_lock(work_dir / "lock", timeout_s=LOCK_TIMEOUT_S, locked=taken):
             reporter = Reporter(store, job_id, start)
             product = _make_product(config, store, work_dir, reporter)
             published = publish(config, store, product)
@@ -112,7 +112,7 @@ def run_job(config: ProcessConfig) -> None:
         store.fail(job_id, start, error.reason, error.message)
     except Cancelled:
         log.info("cancelled")
-        store.cancelled(job_id, start)
+        store.record_cancelled(job_id, start)
     except NeapError as error:
         log.exception("failed", reason=error.reason)
         store.fail(job_id, start, error.reason, error.message)
@@ -176,20 +176,6 @@ def _load_recipe(name: str) -> Callable[[Task], Product]:
     module, _, attribute = name.partition(":")
     recipe: Callable[[Task], Product] = getattr(importlib.import_module(module), attribute)
     return recipe
-
-
-def _wait_for_lock(lock: IO[str]) -> None:
-    """Waits, because the process that this one replaces may take a moment to die. Raises Unavailable (JOB_LOCKED)."""
-    give_up_at_s = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() > give_up_at_s:
-                raise Unavailable(
-                    "another process still works on this calibration", reason="JOB_LOCKED"
-                ) from error
-        time.sleep(0.1)
 
 
 def main() -> int:

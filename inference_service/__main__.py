@@ -104,6 +104,8 @@ async def serve(settings: WorkerSettings) -> int:
         security=security,
         health_listen=settings.health_listen,
         request_timeout_s=settings.request_timeout_s,
+        max_connection_age_s=settings.max_connection_age_s,
+        max_connection_age_grace_s=settings.max_connection_age_grace_s,
     )
     metrics.registry.register(SecurityCollector(security))
     metrics.registry.register(ClientWaitsCollector(server.waits))

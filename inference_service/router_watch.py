@@ -20,7 +20,8 @@ log = structlog.get_logger("neap.routers")
 
 
 class RouterWatch:
-    """A thread that follows one model's events, starting after the newest one. It calls `on_change` after new events and every `poll_s`.
+    """A thread that follows one model's events, starting after the newest one. It calls `on_change` after new events and every `poll_s`,
+    measured in seconds by `clock`.
 
     After an outage of the registry it continues after the last event that it has read, so that it misses none. Requests do not
     depend on it, because they resolve their alias themselves.
@@ -35,11 +36,13 @@ class RouterWatch:
         watch_s: float = WATCH_S,
         pause_s: float = PAUSE_S,
         poll_s: float = POLL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._model_id = model_id
         self._on_change = on_change
         self._watch_s, self._pause_s, self._poll_s = watch_s, pause_s, poll_s
+        self._clock = clock
         self._last_event: int | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="neap-router-watch", daemon=True)
@@ -51,7 +54,7 @@ class RouterWatch:
 
     def _run(self) -> None:
         is_away = False
-        poll_at_s = time.monotonic() + self._jittered(self._poll_s)
+        poll_at_s = self._clock() + self._jittered(self._poll_s)
         while not self._stopping.is_set():
             try:
                 has_changed = self._read_events()
@@ -66,9 +69,9 @@ class RouterWatch:
                     )
                 is_away = True
                 self._stopping.wait(self._jittered(self._pause_s))
-            if has_changed or time.monotonic() >= poll_at_s:
+            if has_changed or self._clock() >= poll_at_s:
                 self._on_change()
-                poll_at_s = time.monotonic() + self._jittered(self._poll_s)
+                poll_at_s = self._clock() + self._jittered(self._poll_s)
 
     def _read_events(self) -> bool:
         """Whether there are events since the last read."""

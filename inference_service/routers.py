@@ -98,6 +98,11 @@ class RouterStore:
         """The loaded routers of one model, by version. Any thread may call it."""
         return self._loader.loaded(model_id)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for the registry now; at most `max_waiting`."""
+        return self._num_waiting
+
     async def select(
         self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = ""
     ) -> LoadedRouter:
@@ -168,14 +173,14 @@ class RouterStore:
         router = self._loader.find(loaded.model_id, version)
         if router is not None:
             return router
-        with self._one_waiting():
+        with self._count_waiting():
             return await self._loader.get(loaded, version, published)
 
     @contextmanager
-    def _one_waiting(self) -> Iterator[None]:
+    def _count_waiting(self) -> Iterator[None]:
         if self._num_waiting >= self._max_waiting:
             raise Exhausted(
-                f"{self._num_waiting} requests wait for the registry; no more are let to wait",
+                f"{self._num_waiting} requests wait for the registry already; this is the limit",
                 reason="ROUTER_LOOKUPS_BUSY",
                 retry_after_s=1.0,
             )
@@ -193,7 +198,7 @@ class RouterStore:
         try:
             if self._resolutions.knows(model_id, name):
                 return await self._resolutions.resolve(model_id, name)
-            with self._one_waiting():
+            with self._count_waiting():
                 return await self._resolutions.resolve(model_id, name)
         except NotFound as error:
             if alias is not None:

@@ -15,7 +15,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -109,7 +109,8 @@ class ServiceSettings(SecuritySettings):
     threads: int | None = Field(
         default=None,
         ge=1,
-        description="CPU threads that run the models. Unset: as many CPUs as the process may use, by its affinity and its container's CPU quota.",
+        description="CPU threads that run the models; as a variable, also the threads of each library's pool. Unset: as many CPUs as the process "
+        "may use, by its affinity and its container's CPU quota.",
     )
     grace_s: float = Field(
         default=2.0,
@@ -128,6 +129,19 @@ class ServiceSettings(SecuritySettings):
         gt=0,
         allow_inf_nan=False,
         description="Seconds within which an opened call must send its request message. A call that does not is ended (REQUEST_TIMEOUT).",
+    )
+    max_connection_age_s: float | None = Field(
+        default=300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which a client is told to open a new connection, plus or minus a tenth. It then resolves the service's name "
+        "again, so that new replicas get their share of calls. Running calls finish on the old connection.",
+    )
+    max_connection_age_grace_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that calls may still run on a connection that has reached its age; those that run longer are cut off. Unset: no limit.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level of log lines that are written."
@@ -358,11 +372,11 @@ def known_variables() -> frozenset[str]:
     return frozenset(name.upper() for name in names if name.upper().startswith(PREFIX))
 
 
-def unknown_variables(environment: Iterable[str] | None = None) -> list[str]:
+def unknown_variables() -> list[str]:
     """Return a sentence for each variable NEAP_.. that nothing reads, with the most similar known name. Values are never shown."""
     known = known_variables()
     problems = []
-    for name in sorted(os.environ if environment is None else environment):
+    for name in sorted(os.environ):
         upper = name.upper()
         if not upper.startswith(PREFIX) or upper in known or _SERVICE_LINK.fullmatch(upper):
             continue

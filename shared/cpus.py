@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS = Path("/proc/self/cgroup")
+THREADS_VARIABLE = "NEAP_THREADS"
 # Libraries read these when they are loaded or create their first pool: OpenMP (torch and the kernels of shared.ops), numpy's BLAS,
 # tokenizers and safetensors (rayon), obstore (tokio). Without these variables they use all CPUs of the machine.
 POOL_VARIABLES = (
@@ -19,18 +20,15 @@ POOL_VARIABLES = (
 
 
 def usable_cpus(
-    wanted: int | None = None,
     *,
     cgroup_root: Path = CGROUP_ROOT,
     process_cgroups: Path = PROCESS_CGROUPS,
 ) -> int:
-    """Return `wanted` if given. Otherwise return the smaller of the CPU affinity and the container's CPU quota (rounded up), at least 1.
+    """Return the smaller of the CPU affinity and the container's CPU quota (rounded up), at least 1.
 
     The quota is the smallest quota of this process' cgroup and its ancestors, in cgroup version 2 (`cpu.max`) or version 1
     (`cpu.cfs_quota_us`).
     """
-    if wanted is not None:
-        return wanted
     num_allowed = _num_allowed()
     quota = _quota(cgroup_root, process_cgroups)
     return max(1, num_allowed if quota is None else min(num_allowed, math.ceil(quota)))
@@ -39,12 +37,15 @@ def usable_cpus(
 def size_thread_pools(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that tell libraries how many threads to create. Call it in a main module before torch or numpy is imported.
 
-    Variables that are already set are kept. If this process may use all CPUs, nothing is set, because libraries choose better
-    defaults for CPUs that share a core.
+    The number is that of the setting NEAP_THREADS, else `usable_cpus`. Variables that are already set are kept. If this process may
+    use all CPUs, nothing is set, because libraries choose better defaults for CPUs that share a core.
     """
-    if usable_cpus() < (os.cpu_count() or 1):
+    wanted = environment.get(THREADS_VARIABLE, "")
+    # The service itself refuses other values.
+    num_threads = int(wanted) if wanted.isdecimal() and int(wanted) else usable_cpus()
+    if num_threads < (os.cpu_count() or 1):
         for name in POOL_VARIABLES:
-            environment.setdefault(name, str(usable_cpus()))
+            environment.setdefault(name, str(num_threads))
 
 
 def _num_allowed() -> int:

@@ -1,9 +1,9 @@
 """Settings of services and clients for encryption and identity. `shared.config` explains where the values come from."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 # Each service declares this field itself because its variable differs. The description is shared.
@@ -12,22 +12,25 @@ HEALTH_LISTEN = (
     "Unset: no second address."
 )
 
+# A file, or None for an empty variable.
+OptionalFile = Annotated[Path | None, BeforeValidator(lambda value: None if value == "" else value)]
+
 
 class SecuritySettings(BaseSettings):
     """Encryption and identity of both services."""
 
-    tls_cert: Path | None = Field(
+    tls_cert: OptionalFile = Field(
         default=None,
         description="PEM file with the certificate chain of the service; reloaded when it changes. Unset: plain text.",
     )
-    tls_key: Path | None = Field(
+    tls_key: OptionalFile = Field(
         default=None, description="PEM file with the private key of the certificate."
     )
-    tls_client_ca: Path | None = Field(
+    tls_client_ca: OptionalFile = Field(
         default=None,
         description="PEM file of authorities. Only clients with a certificate of one of them can connect (mutual TLS). Unset: clients need no certificate.",
     )
-    auth_tokens: Path | None = Field(
+    auth_tokens: OptionalFile = Field(
         default=None,
         description="File of bearer tokens and their roles, as `neap tokens create` writes it; reloaded when it changes. Unset: anybody may call "
         "every method.",
@@ -36,11 +39,6 @@ class SecuritySettings(BaseSettings):
         default=False,
         description="Accept tokens without TLS beyond loopback, because something else encrypts the connection.",
     )
-
-    @field_validator("tls_cert", "tls_key", "tls_client_ca", "auth_tokens", mode="before")
-    @classmethod
-    def _none_if_empty(cls, value: Any) -> Any:
-        return None if value == "" else value
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -60,15 +58,15 @@ class ClientSettings(BaseSettings):
         default=False,
         description="Encrypt with TLS and trust the authorities that this machine trusts.",
     )
-    ca: Path | None = Field(
+    ca: OptionalFile = Field(
         default=None,
         description="PEM file of the authorities to trust. Implies TLS. Unset: those that this machine trusts.",
     )
-    cert: Path | None = Field(
+    cert: OptionalFile = Field(
         default=None,
         description="PEM file of the client's certificate, for mutual TLS. Implies TLS. Unset: the client shows no certificate.",
     )
-    key: Path | None = Field(
+    key: OptionalFile = Field(
         default=None, description="PEM file with the private key of the client's certificate."
     )
     server_name: str = Field(
@@ -81,7 +79,7 @@ class ClientSettings(BaseSettings):
         validation_alias="NEAP_TOKEN",
         description="Bearer token to call with. Unset: no token is sent.",
     )
-    token_file: Path | None = Field(
+    token_file: OptionalFile = Field(
         default=None,
         validation_alias="NEAP_TOKEN_FILE",
         description="File with the bearer token, read again for every call. Cannot be combined with the token itself. Unset: no token is sent.",
@@ -91,11 +89,6 @@ class ClientSettings(BaseSettings):
         validation_alias="NEAP_ALLOW_PLAINTEXT_TOKENS",
         description="Send the token without TLS beyond loopback, because something else encrypts the connection.",
     )
-
-    @field_validator("ca", "cert", "key", "token_file", mode="before")
-    @classmethod
-    def _none_if_empty(cls, value: Any) -> Any:
-        return None if value == "" else value
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

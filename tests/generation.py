@@ -1,7 +1,5 @@
 """Generate calls of tests, and what their answers say."""
 
-import time
-
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -19,8 +17,14 @@ def publish(registry, engine, **identity):
     return registry.publish("tiny", manifest, blobs, request_id="one")
 
 
-def request_of(**changes):
+EXACT = pb.DepthPolicy(exact=pb.Exact())
+
+
+def request_of(max_tokens=None, **changes):
+    """A request of policy full unless `changes` says otherwise. It gets exactly `max_tokens` tokens if that is given."""
     fields = {"model_id": "tiny", "text": "hello", "depth": FULL, **changes}
+    if max_tokens is not None:
+        fields["stopping"] = pb.Stopping(max_tokens=max_tokens, ignore_eos=True)
     if "token_ids" in changes or "chat" in changes:
         del fields["text"]
     return pb.GenerateRequest(**fields)
@@ -51,10 +55,3 @@ def answer(stub, request, **call):
     chunks = [event.chunk for event in middle]
     tokens = [token for chunk in chunks for token in chunk.tokens]
     return first.started, tokens, [chunk.text for chunk in chunks], last.finished
-
-
-def wait_for(condition, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)

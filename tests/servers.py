@@ -7,14 +7,14 @@ import signal
 import socket
 import subprocess
 import sysconfig
-import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import obstore
 import redis
 from obstore.store import S3Store
+
+from tests.waiting import wait_until
 
 BUCKET = "neap"
 # What the client library reads; the tests' own, so that no credentials of the machine are used.
@@ -28,7 +28,6 @@ _IDENTITY = {
     "credentials": [{"accessKey": "test", "secretKey": "test-secret"}],
     "actions": ["Admin", "Read", "Write", "List"],
 }
-_START_TIMEOUT_S = 60.0
 # Processes begin at different places, as tests of several may run at once.
 _candidates = itertools.count(20_000 + os.getpid() * 37 % 20_000)
 
@@ -70,13 +69,6 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def wait_until(is_so: Callable[[], bool], *, timeout_s: float = _START_TIMEOUT_S) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < give_up_at, "waited too long"
-        time.sleep(0.02)
 
 
 class Server:

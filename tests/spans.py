@@ -1,12 +1,13 @@
 """Spans that a test's calls leave, kept in memory. The tracer provider is one per process, so all tests share it."""
 
-import time
 from collections.abc import Callable
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from tests.waiting import wait_until
 
 
 class Spans(SpanProcessor):
@@ -36,12 +37,9 @@ class Spans(SpanProcessor):
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.finished if span.name == name]
 
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-        """Until `condition` holds and no span is open: clients see a call end before its handler has."""
-        deadline_s = time.monotonic() + timeout_s
-        while not (condition() and self.num_open == 0):
-            assert time.monotonic() < deadline_s, (self.num_open, self.finished)
-            time.sleep(0.005)
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Waits until `condition` holds and no span is open. Clients see the end of a call before its handler has ended."""
+        wait_until(lambda: condition() and self.num_open == 0)
 
 
 _spans: list[Spans] = []

@@ -13,7 +13,7 @@ from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.report.risk import certified_risk
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.calibration.states.material import collect_material
+from calibrator_service.calibration.states.training_data import collect_training_data
 from calibrator_service.calibration.text.risk_answers import write_risk_answers
 from calibrator_service.calibration.text.splits import Splitter
 from calibrator_service.calibration.text.stream import (
@@ -72,7 +72,7 @@ def run_phases(run: Run) -> CalibrationResult:
         text, splitter = plan_text(run), Splitter()
         collecting = CollectingProgress(run, text)
         sequences = split_sequences(run, text, splitter, collecting)  # written as they are read
-        material = collect_material(run, runner, sequences, collecting)
+        material = collect_training_data(run, runner, sequences, collecting)
         risk_answers = write_risk_answers(run, text, splitter.has_assigned)
 
     with run.phase("training_heads"):

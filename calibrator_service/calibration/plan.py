@@ -48,7 +48,7 @@ class HeadTraining:
 
 
 @dataclass(frozen=True)
-class Scale:
+class PassSizes:
     """How much goes through the model at once, and whether states are kept on disk (see `states.collect.Collector`)."""
 
     rows: int
@@ -71,7 +71,7 @@ class Plan:
     rank: int
     max_tokens: float
     max_new_tokens: int
-    scale: Scale
+    sizes: PassSizes
     table_bytes: int
     training: HeadTraining
     budget_s: float
@@ -79,7 +79,7 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows decoded together."""
-        return self.scale.rows
+        return self.sizes.rows
 
 
 def quick_spec(model_id: str = "") -> CalibrationSpec:
@@ -128,7 +128,7 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
         rank=rank,
         max_tokens=spec.max_tokens or math.inf,
         max_new_tokens=max_new_tokens or DEFAULT_NEW_TOKENS,
-        scale=scale_of(loaded),
+        sizes=pass_sizes_for(loaded),
         table_bytes=max(ARTEFACT_BYTES - other_bytes, 1 << 20),
         training=head_training(spec, loaded.device),
         budget_s=spec.time_budget_s or math.inf,
@@ -140,12 +140,12 @@ def default_depths(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({0, num_layers // 8}))
 
 
-def scale_of(loaded: LoadedModel) -> Scale:
+def pass_sizes_for(loaded: LoadedModel) -> PassSizes:
     """A GPU gets larger passes: a small pass takes as long as a large one, because the launches of its kernels decide."""
     rows = num_decoded_rows(loaded)
     if loaded.device.type == "cpu":
-        return Scale(rows)
-    return Scale(rows, pass_tokens=32_768, chunk_positions=65_536, keeps_states=False)
+        return PassSizes(rows)
+    return PassSizes(rows, pass_tokens=32_768, chunk_positions=65_536, keeps_states=False)
 
 
 def head_training(spec: CalibrationSpec, device: torch.device) -> HeadTraining:

@@ -38,7 +38,7 @@ class Run:
                 **asdict(self.spec),
                 "model": loaded.fingerprint,
                 "format": 2,
-                "scale": asdict(self.plan.scale),
+                "scale": asdict(self.plan.sizes),
             }
         )
         # Generated text is shared by all specs that ask for the same text; states and heads belong to this spec.

@@ -100,7 +100,7 @@ inline void pack_keys(const float* k, int64_t k_row, int64_t count, int64_t widt
 // c [rows, panels * 16] = a [rows, depth] @ b.
 template <class Reader>
 void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
-  const RowTiles tiles(rows);
+  const RowTiles tiles(rows, low_rows<Reader>());
   const int64_t group = panels_for<Reader>((int)tiles.height);
   const TileArgs base = t;
   for (int64_t p = 0; p < panels; p += group)

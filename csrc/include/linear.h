@@ -11,18 +11,19 @@ constexpr int64_t kChunkFloats = kRowChunk * kPanel * panels_for<FloatRows<>>(kM
 
 constexpr int64_t kWidenedPanels = 2;  // panels whose widened depth blocks lie in the L1 cache together
 
-// The kernels of one format. Rows that need several tiles share a widened copy of the depth block if the format is quantised.
+// The kernels of one format. 
 struct Product {
   int (*panels)(int rows);
   TileFn (*tile)(int rows, int panels);
   void (*widen)(const uint8_t* block, int64_t depth, float* out);
-  bool quantised;
+  bool shared;   // see widen.h
+  int low_rows;  // see low_rows()
 };
 
 template <Format kFormat>
 constexpr Product product_of() {
   using Reader = typename ReaderOf<kFormat>::Type;
-  return {panels_for<Reader>, pick_tile<Reader>, widen_block<Reader>, Reader::kQuantised};
+  return {panels_for<Reader>, pick_tile<Reader>, widen_block<Reader>, Reader::kShared, low_rows<Reader>()};
 }
 
 constexpr Product kProducts[kFormats] = {
@@ -73,16 +74,17 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
 }
 
 // c [rows, panels * 16] = rows [row, row + rows) of x times `panels` panels of `matrix` from number `first` on.
-inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const RowTiles& tiles, int64_t row, int64_t first, int64_t panels, float* c) {
+inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, int64_t row, int64_t rows, int64_t first, int64_t panels, float* c) {
   const Product& product = kProducts[matrix.format];
-  const bool widens = product.quantised && tiles.count > 1;
+  const RowTiles tiles(rows, product.low_rows);
+  const bool widens = product.shared && tiles.count > 1;
   const Product& tile_product = widens ? kProducts[kPlain32] : product;
   const int64_t c_stride = panels * kPanel;
   const int64_t max_panels = min64(tile_product.panels((int)tiles.height), widens ? kWidenedPanels : panels);
   alignas(64) float widened[kDepthBlock * kPanel * kWidenedPanels];
   TileArgs t{nullptr, args.x_stride, nullptr, matrix.panel_bytes, kPanel * 4, 0, nullptr, c_stride, false, 0, 0};
   if (args.in_features == 0)
-    for (int64_t i = 0; i < tiles.rows_in_all * c_stride; ++i) c[i] = 0.f;
+    for (int64_t i = 0; i < rows * c_stride; ++i) c[i] = 0.f;
   for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {
     t.depth = min64(kDepthBlock, args.in_features - k);
     t.accumulate = k > 0;
@@ -111,14 +113,14 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
 
 // Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
 inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  const RowTiles tiles(rows);
+  const Product& product = kProducts[args.weight.format];
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
   // As many panels as a tile takes, and as the buffers hold.
-  const int64_t group = max64(1, min64(kProducts[args.weight.format].panels((int)tiles.height), kChunkFloats / (rows * kPanel)));
+  const int64_t group = max64(1, min64(product.panels((int)RowTiles(rows, product.low_rows).height), kChunkFloats / (rows * kPanel)));
   for (int64_t unit = begin; unit < end; unit += group) {
     const int64_t panels = min64(group, end - unit);
-    multiply_panels(args, args.weight, tiles, row, unit, panels, c);
-    if (args.gated) multiply_panels(args, args.up, tiles, row, unit, panels, up);
+    multiply_panels(args, args.weight, row, rows, unit, panels, c);
+    if (args.gated) multiply_panels(args, args.up, row, rows, unit, panels, up);
     for (int64_t p = 0; p < panels; ++p) finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
   }
 }

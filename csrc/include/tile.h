@@ -9,22 +9,19 @@
 namespace neap::NEAP_ISA {
 
 // The number of panels per tile of `rows` rows: as many as their accumulators fit in registers, so that enough chains of multiply-adds
-// are independent to hide the latency. At most kMaxPanels, because caches and prefetchers follow only so many streams. Readers of
-// quants need registers for scales, too.
+// are independent to hide the latency. At most kMaxPanels, because caches and prefetchers follow only so many streams. What a
+// reader holds takes registers, too.
 template <class Reader>
 constexpr int panels_for(int rows) {
-  const int limit = !Reader::kQuantised ? kMaxPanels : rows * kPanelVecs <= 2 ? 4 : 2;
-  const int panels = kAccumulators / (rows * kPanelVecs);
-  return panels < 1 ? 1 : panels > limit ? limit : panels;
+  const int fitting = Reader::kHeld ? (kRegisters - 3) / (kPanelVecs * (rows + Reader::kHeld)) : kAccumulators / (rows * kPanelVecs);
+  return fitting < 1 ? 1 : fitting > kMaxPanels ? kMaxPanels : fitting;
 }
 
-// The largest number of rows whose tiles span at least kFollowedPanels panels, so that the hardware prefetcher follows; 0: none do.
-constexpr int low_tile_rows() {
-  int rows = kMaxTileRows;
-  while (rows > 0 && kAccumulators / (rows * kPanelVecs) < kFollowedPanels) --rows;
-  return rows;
+// The height of low tiles, see kLowTileRows. Where reading means widening, fewer tiles are better.
+template <class Reader>
+constexpr int low_rows() {
+  return Reader::kHeld ? 0 : kLowTileRows;
 }
-constexpr int kLowTileRows = low_tile_rows();
 
 struct TileArgs {
   const float* a;        // [rows, depth], rows `a_stride` apart
@@ -44,7 +41,7 @@ struct TileArgs {
 template <class Reader, int kRows, int kPanels>
 __attribute__((noinline)) void tile(const TileArgs& t) {
   constexpr int kColumns = kPanels * kPanelVecs, kUnit = Reader::kUnit;
-  constexpr bool kPrefetches = !Reader::kQuantised && kRows > kLowTileRows;
+  constexpr bool kPrefetches = kRows > kFollowedRows;
   const int64_t a_stride = t.a_stride;
   const float* a = t.a;
   const uint8_t* ahead = t.b + t.prefetch;
@@ -110,12 +107,11 @@ TileFn pick_tile(int rows, int panels) {
 }
 
 // Cuts rows into tiles of nearly equal height: 8 rows become 4 + 4 rather than 6 + 2, because a tile of 2 rows has few independent
-// chains. Rows that fit in two tiles of kLowTileRows are cut into these: the first tile reads more panels at once from memory, and the
-// second finds them in the cache.
+// chains.
 struct RowTiles {
-  int64_t rows_in_all, count, height, taller;  // the first `taller` tiles have `height` rows, the others one less
-  explicit RowTiles(int64_t rows) : rows_in_all(rows) {
-    count = ceil_div(rows, kLowTileRows && rows <= 2 * kLowTileRows ? kLowTileRows : kMaxTileRows);
+  int64_t count, height, taller;  // the first `taller` tiles have `height` rows, the others one less
+  RowTiles(int64_t rows, int low) {
+    count = ceil_div(rows, low > 0 && rows <= 2 * low ? low : kMaxTileRows);
     height = count ? ceil_div(rows, count) : 0;
     taller = count ? rows - (height - 1) * count : 0;
   }

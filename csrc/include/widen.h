@@ -1,6 +1,7 @@
 // Readers of packed panels: they widen 16 outputs of an input to float32 in registers, whatever the format.
 //
-// A reader walks one depth block of a panel: begin(block, depth, row_bytes). open(k) prepares the group that begins at input k; load(k)
+// kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kShared: whether several row tiles
+// share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a panel: begin(block, depth, row_bytes). open(k) prepares the group that begins at input k; load(k)
 // fetches the bytes of kUnit inputs; column<j>(v) gives vector v of input k + j. The float32 numbers are those of GGUF's reference code: a product of scale and
 // quant is exact in float32, so one fused multiply-add rounds as the reference does.
 #pragma once
@@ -13,14 +14,41 @@ constexpr int kPanelVecs = kPanel / kLanes;
 
 typedef int32_t UnalignedIntVec __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
 typedef uint32_t UintVec __attribute__((vector_size(kLanes * 4)));
-typedef int8_t ByteVec __attribute__((vector_size(kLanes)));
-typedef int8_t UnalignedByteVec __attribute__((vector_size(kLanes), aligned(1), may_alias));
-typedef uint8_t UnalignedUbyteVec __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
 NEAP_INLINE UintVec load_bits(const uint8_t* p) { return (UintVec)*reinterpret_cast<const UnalignedIntVec*>(p); }
-NEAP_INLINE Vec load_bytes(const int8_t* p) { return __builtin_convertvector(*reinterpret_cast<const UnalignedByteVec*>(p), Vec); }
-NEAP_INLINE Vec load_bytes(const uint8_t* p) { return __builtin_convertvector(*reinterpret_cast<const UnalignedUbyteVec*>(p), Vec); }
 NEAP_INLINE Vec load_halves(const uint8_t* p) { return load(reinterpret_cast<const Half*>(p)); }
+
+// kLanes integers of 8 bits as float32.
+#if defined(NEAP_AVX512)
+NEAP_INLINE Vec load_bytes(const int8_t* p) { return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+NEAP_INLINE Vec load_bytes(const uint8_t* p) { return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+#elif defined(NEAP_AVX2)
+NEAP_INLINE Vec load_bytes(const int8_t* p) { return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+NEAP_INLINE Vec load_bytes(const uint8_t* p) { return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+#else
+template <class Byte>
+NEAP_INLINE Vec load_bytes(const Byte* p) {
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = (float)p[i];
+  return v;
+}
+#endif
+
+// The quant whose lowest 4 bits are those of `low`, and whose higher bits stand above the lowest 4 of `high`, as float32.
+template <int kBits>
+NEAP_INLINE Vec number_of(UintVec low, UintVec high) {
+#if defined(NEAP_AVX512)
+  // A table look-up reads as many bits of its index as it needs, which spares the masks and the conversion.
+  const __m512 first = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  if (kBits == 4) return (Vec)_mm512_permutexvar_ps((__m512i)low, first);
+  if (kBits == 5) {
+    const __m512 second = _mm512_setr_ps(16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
+    return (Vec)_mm512_permutex2var_ps(first, (__m512i)((low & 15u) | (high & ~15u)), second);
+  }
+#endif
+  constexpr uint32_t kMask = (1u << kBits) - 1u;
+  return __builtin_convertvector((IntVec)((low & 15u) | (high & (kMask & ~15u))), Vec);
+}
 
 template <int kValue> struct Number { static constexpr int value = kValue; };
 
@@ -37,7 +65,8 @@ NEAP_INLINE void for_inputs(const F& f) {
 template <int kStride = kPanel * 4>
 struct FloatRows {
   static constexpr int kUnit = 1, kGroup = 1;
-  static constexpr bool kQuantised = false;
+  static constexpr int kHeld = 0;
+  static constexpr bool kShared = false;
   const uint8_t* base;
   int64_t stride;
   const float* row;
@@ -50,7 +79,8 @@ struct FloatRows {
 
 struct HalfRows {
   static constexpr int kUnit = 1, kGroup = 1;
-  static constexpr bool kQuantised = false;
+  static constexpr int kHeld = 1;
+  static constexpr bool kShared = false;
   const Half* base;
   const Half* row;
 
@@ -62,7 +92,8 @@ struct HalfRows {
 
 struct BfloatPairs {
   static constexpr int kUnit = 2, kGroup = 2;
-  static constexpr bool kQuantised = false;
+  static constexpr int kHeld = kRegisters >= 32 ? 2 : 1;
+  static constexpr bool kShared = kRegisters < 32;
   const uint8_t* base;
   UintVec pair[kPanelVecs];
 
@@ -76,7 +107,8 @@ struct BfloatPairs {
 
 template <Format kFormat>
 struct Quants {
-  static constexpr bool kQuantised = true;
+  static constexpr int kHeld = 2;  // scales and offsets; the bits are cheap to fetch again
+  static constexpr bool kShared = true;
   static constexpr Layout kLayout = kLayouts[kFormat];
   static constexpr int kUnit = kLayout.bits == 8 ? 1 : 8, kGroup = (int)kLayout.group;
   static constexpr int64_t kHighBytes = kLayout.bits == 5 || kLayout.bits == 6 ? kPanel * 4 : 0;  // lines of bits above the lowest 4
@@ -118,22 +150,21 @@ struct Quants {
     if constexpr (kLayout.bits == 8) {
       bytes = reinterpret_cast<const int8_t*>(group_quants) + within * kPanel;
     } else {
-      for (int v = 0; v < kPanelVecs; ++v) low[v] = load_bits(group_quants + kHighBytes + within * kPanel / 2 + v * kLanes * 4);
+      for (int v = 0; v < kPanelVecs; ++v) {
+        low[v] = load_bits(group_quants + kHighBytes + within * kPanel / 2 + v * kLanes * 4);
+        if constexpr (kHighBytes != 0)
+          if (within > 0) high[v] >>= (kLayout.bits - 4) * kUnit;
+      }
     }
   }
 
-  // The inputs of a unit are asked for in order, because the high bits are shifted out on the way.
-  template <int kInput> NEAP_INLINE Vec column(int v) {
+  template <int kInput> NEAP_INLINE Vec column(int v) const {
     if constexpr (kLayout.bits == 8) {
       return load_bytes(bytes + v * kLanes) * scale[v];
     } else {
-      UintVec quant = low[v] >> (4 * kInput) & 15u;
-      if constexpr (kHighBytes != 0) {
-        constexpr int kHighBits = kLayout.bits - 4;
-        quant |= (high[v] & ((1u << kHighBits) - 1u)) << 4;
-        high[v] >>= kHighBits;
-      }
-      return fma(scale[v], __builtin_convertvector((IntVec)quant, Vec), offset[v]);
+      constexpr int kShift = 4 - (kLayout.bits - 4) * kInput;  // moves the input's high bits above the lowest 4
+      const UintVec above = kHighBytes == 0 ? low[v] : kShift >= 0 ? high[v] << (kShift & 31) : high[v] >> (-kShift & 31);
+      return fma(scale[v], number_of<kLayout.bits>(low[v] >> (4 * kInput), above), offset[v]);
     }
   }
 };

@@ -1,5 +1,6 @@
 """The engine: the public interface to the thread that owns the model. Requests join and leave between its steps."""
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,7 @@ class Engine:
             ENGINE_FAILED).
         runner_of: makes the runner of the model from the model and `kv_budget_bytes`.
         cost_meter: measures the costs of passes and exits. The planner drafts by them.
+        clock: the time in seconds with which deadlines are compared. Tests pass one that they can move.
 
     `statistics` and `shadow` hold the engine's counts. Any thread may read them.
 
@@ -81,6 +83,7 @@ class Engine:
         on_failure: Callable[[], object] = lambda: None,
         runner_of: Callable[[LoadedModel, int], Runner] = make_runner,
         cost_meter: CostMeter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if ladder is not None:
             ladder.check_model(loaded)
@@ -94,7 +97,9 @@ class Engine:
         if prefix_cache_bytes is None:
             prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
         token_bytes = run_in_own_thread(kv_token_bytes, runner)
-        self._admission = Admission(loaded, token_bytes, kv_budget_bytes, runner.block_tokens)
+        self._admission = Admission(
+            loaded, token_bytes, kv_budget_bytes, runner.block_tokens, clock=clock
+        )
         self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes))
         self.statistics = self._decoder.statistics
         self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
@@ -112,6 +117,7 @@ class Engine:
             ladder=ladder,
             on_failure=on_failure,
             cost_meter=cost_meter,
+            clock=clock,
         )
         weakref.finalize(self, self._loop.request_stop).atexit = False
 

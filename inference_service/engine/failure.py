@@ -15,7 +15,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Failing(Protocol):
+class FailableSequence(Protocol):
     """A sequence. `failure` is None until its work fails; a failed sequence takes part in no further step."""
 
     failure: NeapError | None
@@ -37,7 +37,9 @@ def failure_of(error: BaseException) -> NeapError:
     return NeapError("the request failed inside the engine")
 
 
-def attempt(sequence: Failing, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+def attempt(
+    sequence: FailableSequence, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T | None:
     """Calls `work(*args, **kwargs)`, which must concern `sequence` alone. If it raises, the sequence fails and the result is None."""
     try:
         return work(*args, **kwargs)
@@ -46,7 +48,7 @@ def attempt(sequence: Failing, work: Callable[P, T], *args: P.args, **kwargs: P.
         return None
 
 
-def fail_all(sequences: Iterable[Failing], error: Exception, what: str) -> None:
+def fail_all(sequences: Iterable[FailableSequence], error: Exception, what: str) -> None:
     """Fails all sequences that shared the work that raised `error`. Logs `what` with the traceback. Call it while handling `error`."""
     failed = list(sequences)
     names = ", ".join(sequence.request.request_id or "-" for sequence in failed)

@@ -34,7 +34,8 @@ class _Stopped(Exception):
 class EngineLoop:
     """Starts its thread when it is created. `lock` guards `scheduler`, `background` and `ended`.
 
-    `cost_meter` measures the costs of passes before the loop is ready. `ladder` is bound before the loop is ready. The thread calls `on_failure` if it ends because of an error. It ends when
+    `cost_meter` measures the costs of passes, and `ladder` is bound, before the loop is ready. `clock` tells when deadlines
+    have passed. The thread calls `on_failure` if it ends because of an error. It ends when
     `request_stop` has been called, and no later than the interpreter.
     """
 
@@ -49,6 +50,7 @@ class EngineLoop:
         ladder: Ladder | None,
         on_failure: Callable[[], object],
         cost_meter: CostMeter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.Lock()
         self.scheduler = scheduler
@@ -63,6 +65,7 @@ class EngineLoop:
         self._ladders.in_use = lambda: {id(job.ladder) for job in scheduler.running}
         self._on_failure = on_failure
         self._cost_meter = cost_meter
+        self._clock = clock
         self._is_stopping = False
         # The thread holds `_working` while it works. A fork takes it, and clears `_may_work` first so that it gets it.
         self._working = threading.Lock()
@@ -181,7 +184,7 @@ class EngineLoop:
             while not self._wake_ups.empty():
                 self._wake_ups.get_nowait()
             with self.lock:
-                now = time.monotonic()
+                now = self._clock()
                 has_background_work = not (self.background.is_empty and self._shadow.is_idle)
                 if self.scheduler.has_work(now) or has_background_work:
                     return not self._is_stopping
@@ -194,7 +197,7 @@ class EngineLoop:
     def _run_once(self) -> None:
         """Ends cancelled and late requests, admits waiting ones, and steps all that are not paused; else does background work."""
         with self.lock:
-            ended = self.scheduler.remove_ended(time.monotonic())
+            ended = self.scheduler.remove_ended(self._clock())
             self.scheduler.admit()
             runnable = self.scheduler.runnable
             num_free_tokens = self.scheduler.num_free_kv_tokens
@@ -205,7 +208,7 @@ class EngineLoop:
                 self._end(job, DeadlineExceeded("the deadline passed during generation"))
         # Caches that are only kept for reuse, and shadow checks, give way to running requests.
         self._shadow.make_room(num_free_tokens)
-        self._decoder.prefixes.fit(num_free_tokens - self._shadow.num_tokens)
+        self._decoder.prefixes.shrink_to(num_free_tokens - self._shadow.num_tokens)
         ready = [job for job in runnable if self._is_started(job)]
         if ready:
             self._step(ready)
@@ -214,7 +217,7 @@ class EngineLoop:
             self.background.run_slice()
         elif not self._shadow.is_idle:
             self._shadow.run_slice(num_free_tokens)
-        self._ladders.fit()
+        self._ladders.evict_unused()
 
     def _is_started(self, job: Job) -> bool:
         """Whether the job can be stepped. Starts it if its ladder is bound. Otherwise the ladder is bound in the background."""
@@ -233,7 +236,7 @@ class EngineLoop:
             job.handle.started_s = time.monotonic()
         except Exception as error:
             logger.exception("a request could not be started: %s", job.handle.request.request_id)
-            self._leave(job, failure_of(error))
+            self._remove_and_end(job, failure_of(error))
             return False
         return True
 
@@ -259,7 +262,7 @@ class EngineLoop:
             logger.exception("a step failed for %s", ids)
             for job in jobs:
                 job.sequence = None
-                self._leave(job, failure_of(error))
+                self._remove_and_end(job, failure_of(error))
             self._decoder.check_model()
             return
         has_failures = False
@@ -271,7 +274,7 @@ class EngineLoop:
             if sequence.failure is not None:
                 has_failures = True
                 job.sequence = None  # nothing of its cache may be reused
-                self._leave(job, sequence.failure)
+                self._remove_and_end(job, sequence.failure)
             elif sequence.is_finished:
                 self._finish(job, sequence)
         if has_failures:
@@ -282,16 +285,16 @@ class EngineLoop:
             finished = sequence.finished()
         except Exception as error:
             logger.exception("a request could not be closed: %s", sequence.request.request_id)
-            self._leave(job, failure_of(error))
+            self._remove_and_end(job, failure_of(error))
             return
         self._deliver(job, finished)
         try:
             self._shadow.offer(sequence, self._admission.kv_budget_tokens)
         except Exception:  # the answer is complete; only its check is missing
             logger.exception("an answer could not be offered for a shadow check")
-        self._leave(job, None)
+        self._remove_and_end(job, None)
 
-    def _leave(self, job: Job, error: NeapError | None) -> None:
+    def _remove_and_end(self, job: Job, error: NeapError | None) -> None:
         with self.lock:
             self.scheduler.remove(job)
         self._end(job, error)

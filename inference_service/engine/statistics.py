@@ -56,7 +56,7 @@ class Progress(NamedTuple):
     delivered_s: float = 0.0
 
 
-class Counted(Protocol):
+class CountedSequence(Protocol):
     """What the statistics read of a sequence; `counted` is theirs to set."""
 
     counted: Progress
@@ -143,7 +143,7 @@ class EngineStatistics(DepthCounts):
         return self, own
 
     def record_step(
-        self, seconds: float, sequences: Rows[Counted], results: Rows[Rows[TokenChunk]]
+        self, seconds: float, sequences: Rows[CountedSequence], results: Rows[Rows[TokenChunk]]
     ) -> None:
         """Counts a step of `sequences` that took `seconds`. `results` are the chunks that each of them got."""
         now = time.monotonic()

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from inference_service.engine.request.logprobs import Logprobs, logprobs, unpacked
+from inference_service.engine.request.logprobs import Logprobs, logprobs, logprobs_from_row
 from shared.model.choosing import choose, num_confirmed
 from shared.model.distribution import reads_without_sync
 from shared.model.sampling import Trial
@@ -30,11 +30,11 @@ def verify(
     for the device once.
     """
     wanted = num_alternatives or [None] * len(trials)
-    choices, scores = computed(logits, trials, wanted)
+    choices, scores = compute_choices(logits, trials, wanted)
     parts = [part.flatten() for part in (*choices, *scores)]
     numbers = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist())
     chosen = [[int(number) for number in islice(numbers, len(own))] for own in choices]
-    found = [[unpacked(list(islice(numbers, len(row)))) for row in own] for own in scores]
+    found = [[logprobs_from_row(list(islice(numbers, len(row)))) for row in own] for own in scores]
     verdicts = []
     for index, (trial, tokens) in enumerate(zip(trials, chosen, strict=True)):
         num_tokens = 1 + num_confirmed(tokens, trial.drafts)
@@ -43,7 +43,7 @@ def verify(
     return verdicts
 
 
-def computed(
+def compute_choices(
     logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Per trial its choices [n] int64, and its log-probabilities [n, 1 + 2 * alternatives], [0, 1] if it asks for none. The second list

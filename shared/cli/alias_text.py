@@ -12,7 +12,7 @@ def aliases_by_version(aliases: Iterable[Any]) -> dict[int, list[str]]:
     for alias in aliases:
         names.setdefault(alias.version, []).append(alias.name)
         if alias.HasField("canary"):
-            share = percent(alias.canary.share_per_mille)
+            share = percent_text(alias.canary.share_per_mille)
             names.setdefault(alias.canary.version, []).append(f"{alias.name}:{share}")
     return names
 
@@ -24,14 +24,14 @@ def describe_change(change: Any) -> str:
     if before == str(change.to_version):
         line = f"{change.alias}: {before}"
         line += "" if change.HasField("canary") else ", no canary"
-    return f"{line}, {share_of(change.canary)}" if change.HasField("canary") else line
+    return f"{line}, {canary_text(change.canary)}" if change.HasField("canary") else line
 
 
-def share_of(canary: Any) -> str:
-    return f"{percent(canary.share_per_mille)} to {canary.version}"
+def canary_text(canary: Any) -> str:
+    return f"{percent_text(canary.share_per_mille)} to {canary.version}"
 
 
-def percent(per_mille: int) -> str:
+def percent_text(per_mille: int) -> str:
     return f"{per_mille / 10:g}%"
 
 

@@ -1,11 +1,13 @@
 """`neap calibrate`: starts a calibration job, shows its progress, and cancels it on Ctrl-C."""
 
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 from neap.calibration.v1 import calibration_pb2 as pb
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from shared.cli.connection import connect
@@ -13,12 +15,12 @@ from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
     Model,
-    escape,
     exit_on_error,
     fail,
     out,
     print_line,
 )
+from shared.cli.own_service import calibration_service
 from shared.errors import InvalidInput
 from shared.plain_text import one_line
 from shared.rpc.client import NeapClient
@@ -136,6 +138,14 @@ def calibrate(
             "and starts no second one. Default: a new id.",
         ),
     ] = "",
+    start_service: Annotated[
+        bool,
+        typer.Option(
+            "--start-service",
+            help="Start a calibration service for this job alone, with the settings of the environment (NEAP_MODELS, NEAP_REGISTRY, "
+            "NEAP_DEVICE, ...), and stop it at the end. --calibrator is then not used.",
+        ),
+    ] = False,
 ) -> None:
     """Calibrate a ladder for a model and publish it.
 
@@ -146,8 +156,8 @@ def calibrate(
         model_id=model,
         max_tokens=max_tokens,
         rung_depths=parse_depths(depths),
-        head_form=chosen("--head-form", head_form, HEAD_FORMS),
-        label=chosen("--label", label, LABELS),
+        head_form=parse_choice("--head-form", head_form, HEAD_FORMS),
+        label=parse_choice("--label", label, LABELS),
         draft_vocabulary_size=draft_vocabulary,
         seed=seed,
         aliases=alias or ["latest"],
@@ -155,7 +165,10 @@ def calibrate(
     set_source(spec, text=text, dataset=dataset, field=field, prompts=prompts)
     if time_budget is not None:
         spec.time_budget.CopyFrom(duration_of(time_budget, "--time-budget"))
-    with connect(calibrator) as client:
+    with (
+        calibration_service() if start_service else nullcontext(calibrator) as address,
+        connect(address) as client,
+    ):
         job = client.create_calibration(spec, request_id=request_id or str(uuid.uuid4()))
         job = follow(client, job)
     if job.state == pb.STATE_FAILED:
@@ -271,7 +284,7 @@ def parse_depths(depths: str) -> list[int]:
         ) from error
 
 
-def chosen(flag: str, value: str, choices: dict[str, T]) -> T:
+def parse_choice(flag: str, value: str, choices: dict[str, T]) -> T:
     if value not in choices:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}", param_hint=flag)
     return choices[value]

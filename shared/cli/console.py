@@ -9,6 +9,7 @@ from typing import Annotated, ParamSpec, TypeVar
 import platformdirs
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.segment import Segment
 from rich.text import Text
 
@@ -89,7 +90,7 @@ def print_line(text: str) -> None:
     out.print(one_line(text), markup=False)
 
 
-def cell(text: str) -> Text:
+def table_cell(text: str) -> Text:
     """Return `text` for a table cell without interpreting it as rich markup, which a plain str would be."""
     return Text(one_line(text))
 
@@ -98,10 +99,3 @@ def fail(message: str) -> None:
     """Print the message to standard error as one line and exit with code 1."""
     err.print(f"[bold red]error:[/] {escape(one_line(' '.join(message.split())))}")
     raise typer.Exit(1)
-
-
-def escape(text: str) -> str:
-    """Escape rich markup in `text`."""
-    from rich.markup import escape as escaped
-
-    return escaped(text)

@@ -6,7 +6,7 @@ from typing import Any
 from neap.inference.v1 import inference_pb2 as pb
 from rich.table import Table
 
-from shared.cli.console import cell, out, print_line
+from shared.cli.console import out, print_line, table_cell
 
 
 def print_risk(manifest: Mapping[str, Any]) -> None:
@@ -21,7 +21,9 @@ def print_risk(manifest: Mapping[str, Any]) -> None:
     table = Table(
         "relaxed with threshold",
         "differs from full on at most",
-        caption=cell(f"{tokens}, greedy, confidence {1 - risk['delta']:g}, {num_prompts} prompts"),
+        caption=table_cell(
+            f"{tokens}, greedy, confidence {1 - risk['delta']:g}, {num_prompts} prompts"
+        ),
     )
     for bound in risk["bounds"]:
         table.add_row(f">= {bound['threshold']:g}", f"{bound['epsilon']:.1%} of prompts")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from shared.cli.console import exit_on_error, out
-from shared.cli.routers import actor
+from shared.cli.routers import current_user
 from shared.config import ServiceSettings, make_settings
 
 
@@ -82,14 +82,14 @@ def import_router(
             blobs,
             request_id=f"import-{digest_of(canonical_json(contents))}",
             aliases=alias or (),
-            actor=actor(),
+            actor=current_user(),
         )
         out.print(
             f"published version {made.version} of {model_id} ({made.manifest_digest})", markup=False
         )
         for name in alias or ():
             # `publish` moves no alias if the version already existed.
-            opened.set_alias(model_id, name, made.version, actor=actor(), reason="imported")
+            opened.set_alias(model_id, name, made.version, actor=current_user(), reason="imported")
             out.print(f"{name}: {made.version}", markup=False)
     finally:
         opened.close()

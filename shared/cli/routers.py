@@ -9,16 +9,16 @@ import typer
 from neap.router.v1 import router_pb2
 from rich.table import Table
 
-from shared.cli.alias_text import aliases_by_version, describe_change, share_of, share_per_mille
+from shared.cli.alias_text import aliases_by_version, canary_text, describe_change, share_per_mille
 from shared.cli.connection import connect
 from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
     Model,
-    cell,
     exit_on_error,
     out,
     print_line,
+    table_cell,
 )
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
@@ -53,11 +53,13 @@ def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> N
     for version in versions:
         table.add_row(
             str(version.version),
-            cell(" ".join(names.get(version.version, []))),
-            when(version.create_time),
-            cell("DAMAGED" if version.damage else " ".join(rung.name for rung in version.rungs)),
+            table_cell(" ".join(names.get(version.version, []))),
+            format_time(version.create_time),
+            table_cell(
+                "DAMAGED" if version.damage else " ".join(rung.name for rung in version.rungs)
+            ),
             f"{version.size_bytes / 1e6:.2f}",
-            cell(version.manifest_digest[:19]),
+            table_cell(version.manifest_digest[:19]),
         )
     out.print(table)
     for version in versions:
@@ -82,13 +84,13 @@ def show(
         out.print(router.manifest_json, markup=False, soft_wrap=True)
         return
     print_line(f"{model} version {router.version}")
-    out.print(f"  published {when(router.create_time)}, {router.size_bytes / 1e6:.2f} MB")
+    out.print(f"  published {format_time(router.create_time)}, {router.size_bytes / 1e6:.2f} MB")
     print_line(f"  manifest  {router.manifest_digest}")
     print_line(f"  model     {router.model_fingerprint}")
     table = Table("rung", "depth", "agreement", "coverage", "router AUC", "Brier", "precision")
     for rung in router.rungs:
         table.add_row(
-            cell(rung.name),
+            table_cell(rung.name),
             str(rung.depth),
             f"{rung.agreement:.3f}",
             f"{rung.coverage:.3f}",
@@ -121,12 +123,12 @@ def promote(
     with connect(calibrator) as client:
         if version is None:
             promotion = router_pb2.PromoteCanaryRequest(
-                model_id=model, alias=alias, actor=actor(), reason=reason
+                model_id=model, alias=alias, actor=current_user(), reason=reason
             )
             change = client.promote_canary(promotion)
         else:
             change = client.set_alias(
-                model, alias, version, expected_version=expect, actor=actor(), reason=reason
+                model, alias, version, expected_version=expect, actor=current_user(), reason=reason
             )
     print_line(describe_change(change))
 
@@ -157,7 +159,7 @@ def canary(
         alias=alias,
         canary=router_pb2.Canary(version=version, share_per_mille=per_mille),
         expected_version=expect,
-        actor=actor(),
+        actor=current_user(),
         reason=reason,
     )
     with connect(calibrator) as client:
@@ -174,7 +176,9 @@ def abort(
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
 ) -> None:
     """End an alias' canary. All requests get the alias' own version again."""
-    request = router_pb2.SetCanaryRequest(model_id=model, alias=alias, actor=actor(), reason=reason)
+    request = router_pb2.SetCanaryRequest(
+        model_id=model, alias=alias, actor=current_user(), reason=reason
+    )
     with connect(calibrator) as client:
         change = client.set_canary(request)
     print_line(describe_change(change))
@@ -192,7 +196,7 @@ def rollback(
     """Undo the last change: end the alias' canary or, if it has none, point the alias at its previous version again."""
     with connect(calibrator) as client:
         change = client.rollback_alias(
-            model, alias, expected_version=expect, actor=actor(), reason=reason
+            model, alias, expected_version=expect, actor=current_user(), reason=reason
         )
     print_line(describe_change(change))
 
@@ -208,14 +212,14 @@ def history(
     table = Table("when", "from", "to", "canary", "by", "reason")
     for change in changes:
         before = str(change.from_version) if change.HasField("from_version") else "-"
-        canary = share_of(change.canary) if change.HasField("canary") else ""
+        canary = canary_text(change.canary) if change.HasField("canary") else ""
         table.add_row(
-            when(change.change_time),
+            format_time(change.change_time),
             before,
             str(change.to_version),
             canary,
-            cell(change.actor),
-            cell(change.reason),
+            table_cell(change.actor),
+            table_cell(change.reason),
         )
     out.print(table)
 
@@ -229,12 +233,12 @@ def selector(version: str) -> dict[str, Any]:
     return {"alias": version}
 
 
-def when(timestamp: Any) -> str:
+def format_time(timestamp: Any) -> str:
     """Format a protobuf Timestamp in UTC, to the second."""
     return datetime.fromtimestamp(timestamp.seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def actor() -> str:
+def current_user() -> str:
     """Return the user name to record in the history, or "unknown": in a container the user id may have no name."""
     try:
         return getpass.getuser()

@@ -58,20 +58,17 @@ class SuccessorBuilder:
         self._pending = [[] for _ in range(MAX_ORDER)]
         self._num_pending = 0
 
-    def build(self, max_bytes: int, *, min_count: int = 1) -> SuccessorTable:
-        """A table of the most frequent entries that fit in `max_bytes`.
-
-        Contexts of two or more tokens need at least `min_count` occurrences of their token.
-        """
+    def build(self, max_bytes: int) -> SuccessorTable:
+        """A table of the most frequent entries that fit in `max_bytes`."""
         self._merge()
         columns = []
         best_of_parent: dict[str, npt.NDArray[Any]] = {}
         for index in range(MAX_ORDER):
             keys, tokens, counts, totals, parents = _best(self._pairs[index])
             shares = counts / np.maximum(totals, 1)
-            kept = counts >= (min_count if index else 1)
+            kept = np.ones(len(counts), dtype=np.bool_)
             if index:
-                kept &= ~_redundant(tokens, counts, shares, parents, best_of_parent)
+                kept = ~_redundant(tokens, counts, shares, parents, best_of_parent)
             best_of_parent = {"keys": keys, "tokens": tokens, "shares": shares}
             columns.append((keys[kept], tokens[kept], counts[kept], shares[kept]))
         narrow = all(len(c[1]) == 0 or c[1].max() < 1 << 16 for c in columns)

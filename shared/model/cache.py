@@ -26,22 +26,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class LengthlessCache(Cache):
-    """A transformers cache without a length. Transformers asks for it to place positions and masks; the answer is for the current pass."""
+    """A transformers cache without a length. Transformers asks for it to place positions and masks; the answer is for the current pass.
 
-    # Transformers reads these. They are plain attributes because `layers` stays empty and no per-layer kind applies.
-    is_sliding: list[bool] = []  # noqa: RUF012
-    is_linear: list[bool] = []  # noqa: RUF012
-    is_dummy: list[bool] = []  # noqa: RUF012
-    is_compileable = False
+    `offset`: the position of the pass's first query. `layers` stays empty, so no per-layer kind applies.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, offset: int = 0) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.offset = offset
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        return -1
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Also the query offset that transformers passes to the mask function."""
+        return self.offset
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.offset + query_length, 0
 
 
 class KVCache(ABC):
@@ -49,8 +51,6 @@ class KVCache(ABC):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._base = 0
-        self._end = 0
 
     def begin(self, base: int, num_tokens: int) -> None:
         """States that the next pass holds positions [base, base + num_tokens).
@@ -62,7 +62,6 @@ class KVCache(ABC):
                 f"positions [{base}, {base + num_tokens}) do not fit a KV cache of {self.capacity} tokens",
                 reason="CACHE_CAPACITY",
             )
-        self._base, self._end = base, base + num_tokens
 
     @abstractmethod
     def copy(self, other: "KVCache", start: int, end: int) -> None:
@@ -74,7 +73,7 @@ class KVCache(ABC):
         """Bytes of memory that the cache holds now."""
 
 
-def contiguous(cache: KVCache) -> "ContiguousCache":
+def as_contiguous(cache: KVCache) -> "ContiguousCache":
     """`cache` itself. Raises `TypeError` if it is a cache of another kind, so of another runner."""
     if not isinstance(cache, ContiguousCache):
         raise TypeError(f"the runner needs a ContiguousCache, not a {type(cache).__name__}")
@@ -92,24 +91,26 @@ class ContiguousCache(LengthlessCache, KVCache):
         KVCache.__init__(self, capacity)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self._end = 0
         # The pass per row, in the form that a fused layer takes.
         self._bases: list[int] = []
         self._counts: list[int] = []
 
     def begin(self, base: int, num_tokens: int) -> None:
         super().begin(base, num_tokens)
+        self.offset, self._end = base, base + num_tokens
         self._bases, self._counts = [base], [num_tokens]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Writes [B, Hkv, Q, Dh] at the positions of the pass. Returns views [B, Hkv, base + Q, Dh] of the positions up to its end."""
-        keys, values = self.stores(key_states, value_states, layer_idx)
-        keys[:, :, self._base : self._end] = key_states
-        values[:, :, self._base : self._end] = value_states
+        keys, values = self.layer_tensors(key_states, value_states, layer_idx)
+        keys[:, :, self.offset : self._end] = key_states
+        values[:, :, self.offset : self._end] = value_states
         return keys[:, :, : self._end], values[:, :, : self._end]
 
-    def stores(
+    def layer_tensors(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
         """A layer's whole tensors [B, Hkv, capacity, Dh]. The first call allocates them for states of this form."""
@@ -125,7 +126,7 @@ class ContiguousCache(LengthlessCache, KVCache):
 
         `keys` and `values` [B, Hkv, any, Dh] show the form of what will be written.
         """
-        all_keys, all_values = self.stores(keys, values, layer_idx)
+        all_keys, all_values = self.layer_tensors(keys, values, layer_idx)
         rows = keys.shape[0]
         if rows == 1:
             return LayerKV([all_keys], [all_values], self._bases, self._counts)
@@ -138,10 +139,10 @@ class ContiguousCache(LengthlessCache, KVCache):
 
     @torch.inference_mode()
     def copy(self, other: KVCache, start: int, end: int) -> None:
-        source = contiguous(other)
+        source = as_contiguous(other)
         assert 0 <= start <= end <= min(self.capacity, source.capacity)
         for layer_idx, theirs in source.keys.items():
-            keys, values = self.stores(theirs, source.values[layer_idx], layer_idx)
+            keys, values = self.layer_tensors(theirs, source.values[layer_idx], layer_idx)
             keys[:, :, start:end] = theirs[:, :, start:end]
             values[:, :, start:end] = source.values[layer_idx][:, :, start:end]
 
@@ -152,7 +153,7 @@ class ContiguousCache(LengthlessCache, KVCache):
         """
         try:
             for layer_idx, keys in like.keys.items():
-                self.stores(keys, like.values[layer_idx], layer_idx)
+                self.layer_tensors(keys, like.values[layer_idx], layer_idx)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -170,14 +171,3 @@ class ContiguousCache(LengthlessCache, KVCache):
     def kv_bytes(self) -> int:
         tensors = [*self.keys.values(), *self.values.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._base
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._base
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        # Transformers before 5.3 passed the positions themselves instead of their number.
-        num_queries = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self._base + num_queries, 0

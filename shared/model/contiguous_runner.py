@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shared.model.cache import ContiguousCache, KVCache, contiguous
+from shared.model.cache import ContiguousCache, KVCache, as_contiguous
 from shared.model.gated_model import GatedModel
-from shared.model.gates import LayerCounters
 from shared.model.load import LoadedModel
 from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.substitution import attention
@@ -16,24 +15,22 @@ from shared.model.substitution import attention
 RAGGED_TOLERANCE = 1e-4
 
 
-class ContiguousRunner:
-    """A `Runner` whose caches are `ContiguousCache`s. `run`, `embed` and `capture` also take B rows [B, Q] at once."""
+class ContiguousRunner(GatedModel):
+    """A `Runner` whose caches are `ContiguousCache`s. `run`, `embed` and `capture` also take B rows [B, Q] at once.
+
+    `why`: why the model is not run over paged KV, if somebody asks for recorded passes or compiled layers.
+    """
 
     records = False
     compiles = False
     block_tokens = 1
     description = "by the model's own forward"
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
-        self.num_layers = loaded.num_layers
-        self._model = GatedModel(loaded)
+    def __init__(self, loaded: LoadedModel, why: str = "") -> None:
+        super().__init__(loaded)
+        self.why_not_recorded = self.why_not_compiled = why
         self.supports_ragged = self._check_ragged()
         self.counters.reset()
-
-    @property
-    def counters(self) -> LayerCounters:
-        return self._model.counters
 
     def usable_bytes(self, wanted: int) -> int:
         return wanted
@@ -49,21 +46,7 @@ class ContiguousRunner:
         return ContiguousCache(capacity)
 
     def reserve(self, cache: KVCache) -> None:
-        contiguous(cache).reserve(self._model.one_token_cache)
-
-    def run(
-        self,
-        token_ids: Tensor,
-        cache: KVCache,
-        *,
-        first: int,
-        last: int,
-        base: int,
-        hidden: Tensor | None = None,
-    ) -> Tensor:
-        return self._model.run(
-            token_ids, contiguous(cache), first=first, last=last, base=base, hidden=hidden
-        )
+        as_contiguous(cache).reserve(self.one_token_cache)
 
     @torch.inference_mode()
     def run_ragged(
@@ -75,10 +58,8 @@ class ContiguousRunner:
         last: int,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        assert (hidden is None) == (first == 0)
-        assert 0 <= first < last <= self.num_layers
         positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in sequences])
-        return self._model.gates.run(
+        return self.gates.run(
             first,
             last,
             hidden,
@@ -88,28 +69,14 @@ class ContiguousRunner:
             use_cache=True,
         )
 
-    def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
-        return self._model.embed(token_ids, base)
-
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        if self._model.embedding_is_direct:
+        if self.embedding_is_direct:
             return self.embed(self.ids(tokens))[0]
         alone = [
             self.embed(self.ids([token]), position)[0]
             for token, position in zip(tokens, positions, strict=True)
         ]
         return torch.cat(alone)
-
-    def normed(self, state: Tensor) -> Tensor:
-        return self._model.normed(state)
-
-    def logits(self, state: Tensor) -> Tensor:
-        return self._model.logits(state)
-
-    def capture(
-        self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
-    ) -> dict[int, Tensor]:
-        return self._model.capture(token_ids, depths, attention_mask=attention_mask)
 
     @torch.inference_mode()
     def _check_ragged(self) -> bool:

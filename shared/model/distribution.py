@@ -19,12 +19,12 @@ from shared.model.sampling import SamplingParams, Trial
 
 _MANTISSA_BITS = 53
 # Devices whose tensors the host reads without a synchronisation. There, what is computed next may depend on the numbers.
-_DEVICES_READ_WITHOUT_SYNC = frozenset({"cpu"})
+DEVICES_READ_WITHOUT_SYNC = frozenset({"cpu"})
 
 
 def reads_without_sync(device: torch.device) -> bool:
     """Whether the host reads tensors of this device without waiting for the device."""
-    return device.type in _DEVICES_READ_WITHOUT_SYNC
+    return device.type in DEVICES_READ_WITHOUT_SYNC
 
 
 def unit_mass(vocabulary_size: int) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.model.cache import ContiguousCache
+from shared.model.cache import ContiguousCache, KVCache, as_contiguous
 from shared.model.gates import Gates, LayerCounters
 from shared.model.load import LoadedModel
 
@@ -36,19 +36,18 @@ class GatedModel:
     def run(
         self,
         token_ids: Tensor,
-        cache: ContiguousCache,
+        cache: KVCache,
         *,
         first: int,
         last: int,
         base: int,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """As `Runner.run`, for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B, Q, D]."""
-        assert (hidden is None) == (first == 0)
-        assert 0 <= first < last <= self.num_layers
-        cache.begin(base, token_ids.shape[1])
+        """As `Runner.run`, over a contiguous cache and for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B, Q, D]."""
+        own = as_contiguous(cache)
+        own.begin(base, token_ids.shape[1])
         return self.gates.run(
-            first, last, hidden, input_ids=token_ids, past_key_values=cache, use_cache=True
+            first, last, hidden, input_ids=token_ids, past_key_values=own, use_cache=True
         )
 
     @torch.inference_mode()
@@ -65,7 +64,7 @@ class GatedModel:
 
     @torch.inference_mode()
     def normed(self, state: Tensor) -> Tensor:
-        """See `Runner.normed`."""
+        """The final norm of states [..., D]. A model without a final norm returns the states themselves."""
         norm = self.loaded.parts.final_norm
         return state if norm is None else norm(state)
 
@@ -82,7 +81,7 @@ class GatedModel:
     def capture(
         self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
     ) -> dict[int, Tensor]:
-        """See `Runner.capture`."""
+        """One pass of all layers over tokens [B, Q] without a cache. Returns the states at `depths` (L included), each [B, Q, D]."""
         return self.gates.capture(
             depths, input_ids=token_ids, attention_mask=attention_mask, use_cache=False
         )

@@ -123,6 +123,8 @@ class Gates:
 
         [0, 0) runs no layer and returns the state at depth 0. `forwards`: one per layer, run in place of the layers' own.
         """
+        assert (entering is None) == (first == 0)
+        assert 0 <= first < last <= self.num_layers or first == last == 0
         self._open(first, last, entering)
         self._running = forwards or self.forwards
         try:

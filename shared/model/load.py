@@ -21,6 +21,7 @@ from transformers import (
 from shared.errors import Exhausted, NeapError, NotFound, UnsupportedModel
 from shared.memory import release_free_memory
 from shared.model.cache import is_out_of_memory
+from shared.model.device import check_device
 from shared.model.fingerprint import fingerprint
 from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import ModelParts, find_parts, refuse_config
@@ -90,9 +91,10 @@ def load_model(
     Logs the size on disk before loading, and the seconds taken and the formats of the weights afterwards.
 
     Raises `NotFound` (reason MODEL_NOT_FOUND), `UnsupportedModel` (also with reason PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT),
-    `Unavailable` (MODEL_FILE_CHANGED) and `Exhausted` (OUT_OF_MEMORY).
+    `Unavailable` (MODEL_FILE_CHANGED), `Exhausted` (OUT_OF_MEMORY), and the errors of `check_device`.
     """
     started_s = time.monotonic()
+    check_device(device)
     name = model_id or str(source)
     log.info("loading model", model_id=name, source=str(source), size_mb=_size_mb(Path(source)))
     loaded = run_in_own_thread(

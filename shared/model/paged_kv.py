@@ -110,7 +110,7 @@ class BlockPool:
         return PagedCache(self, blocks, next(self._numbers))
 
     @torch.inference_mode()
-    def table_of(self, cache: "PagedCache") -> int:
+    def table_index(self, cache: "PagedCache") -> int:
         """The index in `block_tables` of the cache's block table, which is filled if the cache has none yet.
 
         If no table is free, the least recently used one is taken from its cache. So the index stays valid until
@@ -134,7 +134,7 @@ class BlockPool:
         self.block_tables[table, : len(cache.blocks)].copy_(listed, non_blocking=True)
         return table
 
-    def _give_back(self, number: int, blocks: tuple[int, ...]) -> None:
+    def _release(self, number: int, blocks: tuple[int, ...]) -> None:
         self._closed.append(number)
         self._free.extend(blocks)
 
@@ -147,16 +147,16 @@ class PagedCache(KVCache):
         self.blocks = blocks
         self.number = number
         self._pool = pool
-        self._give_back = weakref.finalize(self, pool._give_back, number, blocks)
-        self._give_back.atexit = False
+        self._release = weakref.finalize(self, pool._release, number, blocks)
+        self._release.atexit = False
 
     @property
     def is_closed(self) -> bool:
-        return not self._give_back.alive
+        return not self._release.alive
 
     def close(self) -> None:
         """Returns the blocks to the pool. Otherwise that happens when the cache is dropped. Idempotent."""
-        self._give_back()
+        self._release()
 
     @property
     def kv_bytes(self) -> int:
@@ -164,7 +164,7 @@ class PagedCache(KVCache):
 
     @torch.inference_mode()
     def copy(self, other: KVCache, start: int, end: int) -> None:
-        source = paged(other)
+        source = as_paged(other)
         assert source._pool is self._pool
         assert not self.is_closed
         assert not source.is_closed
@@ -182,7 +182,7 @@ class PagedCache(KVCache):
             store[mine, :, place] = store[theirs, :, place]
 
 
-def paged(cache: KVCache) -> PagedCache:
+def as_paged(cache: KVCache) -> PagedCache:
     """`cache` itself. Raises `TypeError` if it is a cache of another kind, so of another runner."""
     if not isinstance(cache, PagedCache):
         raise TypeError(f"the runner needs a PagedCache, not a {type(cache).__name__}")

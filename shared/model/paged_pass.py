@@ -61,24 +61,10 @@ class TokenBuffer:
 class _LayerCache(LengthlessCache):
     """The transformers cache of a paged pass. It returns keys and values unchanged, because attention writes them to the pool."""
 
-    def __init__(self, num_tokens: int, checks: bool) -> None:
-        super().__init__()
-        self._num_tokens = num_tokens
-        self._offset = PagedOffset(checks)
-
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._offset
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return self._num_tokens, 0
 
 
 class PagedForward:
@@ -132,7 +118,7 @@ class PagedForward:
                     input_ids=tokens.ids[None],
                     # Padding needs a position that is valid for the model.
                     position_ids=tokens.positions.clamp(min=0)[None],
-                    past_key_values=_LayerCache(tokens.num_tokens, checks),
+                    past_key_values=_LayerCache(PagedOffset(checks)),
                     use_cache=True,
                 )
             return state[0]

@@ -24,8 +24,8 @@ from shared.model.paged_kv import (
     BlockPool,
     LayerShape,
     PagedCache,
+    as_paged,
     num_blocks_of,
-    paged,
 )
 from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer
 from shared.model.ragged import RaggedSequence
@@ -44,8 +44,8 @@ class PagedRunner:
     """A `Runner` whose caches are `PagedCache`s of one pool.
 
     `kv_budget_bytes`: for caches, in whole blocks. RESERVED_TOKENS tokens come on top. `recorder` makes passes replayable; `transform`
-    is as in `PagedForward`. If one of the two does not work for the model, the runner works without it: a warning is logged, and
-    `records` or `compiles` is False. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the
+    is as in `PagedForward`. If one of the two does not work for the model, the runner works without it: a warning is logged,
+    `records` or `compiles` is False, and `why_not_recorded` or `why_not_compiled` gives the reason. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the
     states of the model's own attention.
     """
 
@@ -76,13 +76,18 @@ class PagedRunner:
         self._recorder: Recorder = NoRecorder()
         self._set_up(None, checks=True)
         check.compare(self.run_ragged, self.new_cache, "paged attention")
+        self.why_not_recorded = self.why_not_compiled = ""
         self.compiles = False
         if transform is not None:
-            self.compiles = self._works(check, transform, "compiled layers")
+            self.why_not_compiled = self._why_not(check, transform, "compiled layers")
+            self.compiles = not self.why_not_compiled
         chosen = transform if self.compiles else None
-        if recorder.records and self._can_be_recorded():
+        if recorder.records:
+            self.why_not_recorded = self._waits_for_device()
+        if recorder.records and not self.why_not_recorded:
             self._recorder = recorder
-            if not self._works(check, chosen, "recorded passes"):
+            self.why_not_recorded = self._why_not(check, chosen, "recorded passes")
+            if self.why_not_recorded:
                 self._recorder = NoRecorder()
                 self._set_up(chosen)  # drops what was recorded
                 recorder.close()
@@ -161,12 +166,10 @@ class PagedRunner:
         last: int,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        assert (hidden is None) == (first == 0)
-        assert 0 <= first < last <= self.num_layers
         caches: list[PagedCache] = []
         positions: list[int] = []
         for sequence in sequences:
-            cache = paged(sequence.cache)
+            cache = as_paged(sequence.cache)
             cache.begin(sequence.base, sequence.num_tokens)
             caches += [cache] * sequence.num_tokens
             positions += range(sequence.base, sequence.base + sequence.num_tokens)
@@ -186,9 +189,6 @@ class PagedRunner:
             return self.embed(self.ids(tokens))[0]
         return self._run_in_buckets(torch.tensor(tokens), [], list(positions), 0, 0, None)
 
-    def normed(self, state: Tensor) -> Tensor:
-        return self._model.normed(state)
-
     @torch.inference_mode()
     def logits(self, state: Tensor) -> Tensor:
         flat = state.reshape(-1, state.shape[-1])
@@ -200,11 +200,6 @@ class PagedRunner:
             replay()
             pieces.append(self._logits[: len(rows)].clone())
         return _joined(pieces).reshape(*state.shape[:-1], -1)
-
-    def capture(
-        self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
-    ) -> dict[int, Tensor]:
-        return self._model.capture(token_ids, depths, attention_mask=attention_mask)
 
     def _run_in_buckets(
         self,
@@ -226,8 +221,9 @@ class PagedRunner:
             count = len(positions[piece])
             bucket = bucket_of(count, BUCKETS)
             replay = self._recorded_layers(first, last, bucket)
-            indices = [self.pool.table_of(cache) for cache in caches[piece]] or [0] * count
+            indices = [self.pool.table_index(cache) for cache in caches[piece]] or [0] * count
             self._tokens[bucket].fill(ids[piece], positions[piece], indices)
+            assert (entering is None) == (first == 0)
             if entering is not None:
                 self._entering[:count].copy_(entering[piece])
             replay()
@@ -269,28 +265,29 @@ class PagedRunner:
         self._layer_passes: dict[tuple[int, int, int], Work] = {}
         self._head_passes: dict[int, Work] = {}
 
-    def _works(self, check: StateCheck, transform: LayerTransform | None, what: str) -> bool:
-        """Sets passes up with `transform` and the current recorder. Returns whether they give the right states; if not, logs why."""
+    def _why_not(self, check: StateCheck, transform: LayerTransform | None, what: str) -> str:
+        """Sets passes up with `transform` and the current recorder. Returns why they do not give the right states, empty if they do."""
         try:
             self._set_up(transform)
             check.compare(self.run_ragged, self.new_cache, what)
         except UnsupportedModel as error:
             logger.warning("%s is served without %s: %s", self.loaded.model_id, what, error.message)
-            return False
-        return True
+            return error.message
+        return ""
 
-    def _can_be_recorded(self) -> bool:
+    def _waits_for_device(self) -> str:
+        """Which operations of a pass wait for the device, as a sentence; empty if none does."""
         self._set_up(None)
         self._tokens[BUCKETS[0]].clear()
         syncs = host_syncs(partial(self._run_layers, 0, self.num_layers, BUCKETS[0]))
         syncs += host_syncs(partial(self._run_head, HEAD_BUCKETS[0]))
-        if syncs:
-            logger.warning(
-                "passes of %s are not recorded, and are slower, because they wait for the device: %s",
-                self.loaded.model_id,
-                ", ".join(sorted(set(syncs))),
-            )
-        return not syncs
+        if not syncs:
+            return ""
+        why = f"they wait for the device: {', '.join(sorted(set(syncs)))}"
+        logger.warning(
+            "passes of %s are not recorded, and are slower, because %s", self.loaded.model_id, why
+        )
+        return why
 
     def _layer_shapes(self) -> list[LayerShape]:
         """The form of the keys and values that the model's own attention puts into a cache, layer by layer."""

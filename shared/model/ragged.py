@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shared.model.cache import KVCache, LengthlessCache, contiguous
+from shared.model.cache import KVCache, LengthlessCache, as_contiguous
 from shared.model.substitution.ragged import RaggedOffset, RaggedStates, Span
 from shared.ops.layer import LayerKV
 
@@ -31,41 +31,32 @@ class RaggedCache(LengthlessCache):
 
     def __init__(self, sequences: Sequence[RaggedSequence]) -> None:
         """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
-        super().__init__()
-        self._caches = tuple(contiguous(sequence.cache) for sequence in sequences)
+        self._spans = tuple(Span(sequence.base, sequence.num_tokens) for sequence in sequences)
+        super().__init__(RaggedOffset(self._spans))
+        self._caches = tuple(as_contiguous(sequence.cache) for sequence in sequences)
         for cache, sequence in zip(self._caches, sequences, strict=True):
             cache.begin(sequence.base, sequence.num_tokens)
-        self._spans = tuple(Span(sequence.base, sequence.num_tokens) for sequence in sequences)
-        self._offset = RaggedOffset(self._spans)
         self._bases = [span.base for span in self._spans]
         self._counts = [span.num_tokens for span in self._spans]
-        self._num_tokens = sum(self._counts)
 
     def update(  # type: ignore[override]  # transformers passes the result to our attention without looking inside
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[RaggedStates, RaggedStates]:
         """The new keys and values [1, Hkv, T, Dh] together with the tensors that they belong in. Our attention writes them there."""
-        stores = [cache.stores(key_states, value_states, layer_idx) for cache in self._caches]
+        tensors = [
+            cache.layer_tensors(key_states, value_states, layer_idx) for cache in self._caches
+        ]
         return (
-            RaggedStates(key_states, tuple(keys for keys, _ in stores), self._spans),
-            RaggedStates(value_states, tuple(values for _, values in stores), self._spans),
+            RaggedStates(key_states, tuple(keys for keys, _ in tensors), self._spans),
+            RaggedStates(value_states, tuple(values for _, values in tensors), self._spans),
         )
 
     def layer_kv(self, keys: Tensor, values: Tensor, layer_idx: int) -> LayerKV:
         """A layer's tensors per sequence, and the positions in them that the pass will write: see `ContiguousCache.layer_kv`."""
-        stores = [cache.stores(keys, values, layer_idx) for cache in self._caches]
+        tensors = [cache.layer_tensors(keys, values, layer_idx) for cache in self._caches]
         return LayerKV(
-            [keys for keys, _ in stores],
-            [values for _, values in stores],
+            [keys for keys, _ in tensors],
+            [values for _, values in tensors],
             self._bases,
             self._counts,
         )
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._offset
-
-    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return self._num_tokens, 0

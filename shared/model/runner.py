@@ -51,6 +51,14 @@ class Runner(Protocol):
         """Whether layers run as compiled by torch.compile."""
 
     @property
+    def why_not_recorded(self) -> str:
+        """Why `records` is False. Empty if it is True, or if recording was switched off."""
+
+    @property
+    def why_not_compiled(self) -> str:
+        """Why `compiles` is False. Empty if it is True, or if compiling was switched off."""
+
+    @property
     def description(self) -> str:
         """How passes are run, for logs and reports."""
 
@@ -114,13 +122,5 @@ class Runner(Protocol):
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """The states at depth 0 [N, D] of N tokens of any sequences, each at its own position. Runs no layer."""
 
-    def normed(self, state: Tensor) -> Tensor:
-        """The final norm of states [..., D]. A model without a final norm returns the states themselves."""
-
     def logits(self, state: Tensor) -> Tensor:
         """States at depth L [..., D] -> float32 logits [..., V]."""
-
-    def capture(
-        self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
-    ) -> dict[int, Tensor]:
-        """One pass of all layers over tokens [B, Q] without a cache. Returns the states at `depths` (L included), each [B, Q, D]."""

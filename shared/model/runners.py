@@ -24,33 +24,38 @@ def make_runner(
     """The best runner that works for the model on its device.
 
     `record`: whether passes are recorded as CUDA graphs. `compile_layers`: whether layers run through torch.compile. None: if it
-    works; if not, the log says why. Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE) if the argument is True but it
-    does not work.
+    works; if not, the log says why. Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE) with the reason if the
+    argument is True but it does not work.
     """
     runner = _runner(loaded, kv_budget_bytes, record is not False, compile_layers is not False)
+    check_runner(runner, record=bool(record), compile_layers=bool(compile_layers))
+    return runner
+
+
+def check_runner(runner: Runner, *, record: bool, compile_layers: bool) -> None:
+    """Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE) if the runner does not do what is asked of it."""
+    loaded = runner.loaded
     if record and not runner.records:
         raise PreconditionFailed(
-            f"passes of {loaded.model_id} cannot be recorded on {loaded.device}: the log says why",
+            f"passes of {loaded.model_id} cannot be recorded on {loaded.device}: {runner.why_not_recorded}",
             reason="CANNOT_RECORD",
         )
     if compile_layers and not runner.compiles:
         raise PreconditionFailed(
-            f"layers of {loaded.model_id} cannot be compiled on {loaded.device}: the log says why",
+            f"layers of {loaded.model_id} cannot be compiled on {loaded.device}: {runner.why_not_compiled}",
             reason="CANNOT_COMPILE",
         )
-    return runner
 
 
 def _runner(
     loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_layers: bool
 ) -> Runner:
     if loaded.device.type != "cuda":
-        return ContiguousRunner(loaded)
+        return ContiguousRunner(loaded, "only a GPU does this")
     if not library.runs_on("cuda"):
-        logger.warning(
-            "neap's kernels are not built for CUDA: requests run one at a time, which is slow"
-        )
-        return ContiguousRunner(loaded)
+        why = "neap's kernels are not built for CUDA"
+        logger.warning("%s: requests run one at a time, which is slow", why)
+        return ContiguousRunner(loaded, why)
     try:
         runner = PagedRunner(
             loaded,
@@ -62,6 +67,6 @@ def _runner(
         if error.reason != "PAGES_NOT_SUPPORTED":
             raise
         logger.warning("requests run one at a time, which is slow: %s", error.message)
-        return ContiguousRunner(loaded)
+        return ContiguousRunner(loaded, error.message)
     logger.info("%s runs %s", loaded.model_id, runner.description)
     return runner

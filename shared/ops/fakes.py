@@ -44,32 +44,12 @@ def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _contiguous_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_length: int,
-    mask: Tensor | None,
-    causal: bool,
-    scaling: float,
-    softcap: float | None = None,
-) -> Tensor:
+def _contiguous_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     _check(k.shape[3] == q.shape[3])
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-def _ragged_contiguous_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: list[Tensor],
-    values: list[Tensor],
-    bases: list[int],
-    counts: list[int],
-    masks: list[Tensor],
-    scaling: float,
-    softcap: float | None = None,
-) -> Tensor:
+def _ragged_contiguous_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
     _check(k.shape[3] == q.shape[3])
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import structlog
 
-from shared.errors import Corrupt
 from shared.files import write_atomically
 from shared.registry.base import PublishedVersion
-from shared.registry.canonical import DIGEST_PATTERN, digest_of
-from shared.registry.contents import blob_digest
+from shared.registry.canonical import digest_of
+from shared.registry.contents import blob_digest, blob_size_bytes, hexadecimal_of
 
 log = structlog.get_logger("neap.registry")
 
@@ -23,11 +22,10 @@ class BlobCache:
     """`read_blob` with a cache of files in `folder`. Above `max_bytes` in total, the least recently read files are removed.
 
     Several processes may use one folder. If the disk is full or broken, the error is logged and the fetched blob is used without
-    being cached. `num_hits` and `num_misses` count reads.
+    being cached.
     """
 
     def __init__(self, folder: Path, fetch: Fetch, *, max_bytes: int) -> None:
-        self.num_hits = self.num_misses = 0
         self._folder = folder
         self._fetch = fetch
         self._max_bytes = max_bytes
@@ -36,14 +34,10 @@ class BlobCache:
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """See `Registry.read_blob`. Raises the errors of `fetch`."""
         digest = blob_digest(version.manifest, name, version.model_id, version.version)
-        if not DIGEST_PATTERN.fullmatch(digest):
-            raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
-        path = self._folder / digest.removeprefix("sha256:")
-        data = self._read(path, digest, int(version.manifest["blobs"][name]["size_bytes"]))
+        path = self._folder / hexadecimal_of(digest)
+        data = self._read(path, digest, blob_size_bytes(version.manifest, name))
         if data is not None:
-            self.num_hits += 1
             return data
-        self.num_misses += 1
         data = self._fetch(version, name)
         try:
             self._write(path, data)

@@ -13,18 +13,23 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal
 
-from shared.errors import Corrupt, NeapError, Unavailable
+from shared.errors import NeapError, Unavailable
 from shared.file_lock import file_lock
 from shared.files import sync_folder, write_atomically
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
+from shared.registry.contents import (
+    Kind,
+    check_digest,
+    check_size,
+    content_damaged,
+    content_path,
+)
 from shared.storage import storage_error
 
 # Errors that concern one file, in contrast to errors of the process or of the whole file system.
 _DAMAGED = {errno.EIO, errno.EISDIR, errno.ELOOP}
 
-Kind = Literal["blobs", "manifests"]
 StepHook = Callable[[str], None]
 
 
@@ -43,43 +48,26 @@ class ContentStore:
         self._publish_lock = root / "publish.lock"
 
     def path(self, kind: Kind, digest: str) -> Path:
-        """Return the path of an object. Raises Corrupt if `digest` is not a digest, because it comes from stored data."""
-        if not DIGEST_PATTERN.fullmatch(digest):
-            raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
-        hexadecimal = digest.removeprefix("sha256:")
-        return self.root / kind / "sha256" / hexadecimal[:2] / hexadecimal
+        """Return the path of an object. Raises Corrupt if `digest` is malformed."""
+        return self.root / content_path(kind, digest)
 
-    def read(
-        self,
-        kind: Kind,
-        digest: str,
-        size_bytes: int | None = None,
-        *,
-        max_bytes: int | None = None,
-    ) -> bytes:
-        """Read an object and check its digest. An object of another size than `size_bytes` or above `max_bytes` is not read.
+    def read(self, kind: Kind, digest: str, size_bytes: int | None = None) -> bytes:
+        """Read an object and check its digest. An object of another size than `size_bytes`, or a too large manifest, is not read.
 
         Raises Corrupt with metadata expected_digest and actual_digest ("" if it is missing or was not read).
         """
         path = self.path(kind, digest)
         try:
-            found_bytes = path.stat().st_size
-            if size_bytes is not None and found_bytes != size_bytes:
-                raise _corrupt(kind, digest, "", f"has {found_bytes} bytes, not {size_bytes}")
-            if max_bytes is not None and found_bytes > max_bytes:
-                raise _corrupt(kind, digest, "", f"has {found_bytes} bytes, more than {max_bytes}")
+            check_size(kind, digest, path.stat().st_size, size_bytes)
             data = path.read_bytes()
         except FileNotFoundError as error:
-            raise _corrupt(kind, digest, "", "is missing") from error
+            raise content_damaged(kind, digest, "is missing") from error
         except OSError as error:
             if error.errno in _DAMAGED:
                 what = f"cannot be read ({errno.errorcode[error.errno]})"
-                raise _corrupt(kind, digest, "", what) from error
+                raise content_damaged(kind, digest, what) from error
             raise registry_error(error, "a read") from error
-        actual = digest_of(data)
-        if actual != digest:
-            raise _corrupt(kind, digest, actual, f"has the digest {actual}")
-        return data
+        return check_digest(kind, digest, data)
 
     @contextmanager
     def publishing(self) -> Iterator["Staging"]:
@@ -165,10 +153,3 @@ class Staging:
         )
         for folder in (path.parent.parent, path.parent.parent.parent):
             sync_folder(folder)
-
-
-def _corrupt(kind: Kind, expected: str, actual: str, what: str) -> Corrupt:
-    return Corrupt(
-        f"the stored {kind[:-1]} {expected} {what}",
-        metadata={"expected_digest": expected, "actual_digest": actual, "kind": kind[:-1]},
-    )

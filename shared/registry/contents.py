@@ -1,15 +1,24 @@
-"""Shared by all backends: the stored form of a manifest, limits, and errors."""
+"""Shared by all backends: the stored form of manifests and blobs, limits, and errors."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from shared.errors import AlreadyExists, Conflict, InvalidInput, NotFound, PreconditionFailed
-from shared.registry.canonical import canonical_json, digest_of
+from shared.errors import (
+    AlreadyExists,
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    PreconditionFailed,
+)
+from shared.registry.canonical import DIGEST_PATTERN, canonical_json, digest_of
 from shared.registry.names import check_blob_name
 
 MAX_MANIFEST_BYTES = 2 * 1024 * 1024
 MAX_BLOBS = 256
 MAX_LIST = 1000
+
+Kind = Literal["blobs", "manifests"]
 
 
 def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:
@@ -33,6 +42,44 @@ def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> 
             reason="MANIFEST_TOO_LARGE",
         )
     return encoded
+
+
+def hexadecimal_of(digest: str) -> str:
+    """Return the hexadecimal digits of a stored digest. Raises Corrupt if it is malformed."""
+    if not DIGEST_PATTERN.fullmatch(digest):
+        raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
+    return digest.removeprefix("sha256:")
+
+
+def content_path(kind: Kind, digest: str) -> str:
+    """Return the path of a blob or a manifest in a registry. Raises Corrupt if `digest` is malformed."""
+    hexadecimal = hexadecimal_of(digest)
+    return f"{kind}/sha256/{hexadecimal[:2]}/{hexadecimal}"
+
+
+def check_size(kind: Kind, digest: str, found_bytes: int, size_bytes: int | None) -> None:
+    """Check a stored content's size before it is read. `size_bytes` None: not known. Raises Corrupt, also for a too large manifest."""
+    if size_bytes is not None and found_bytes != size_bytes:
+        raise content_damaged(kind, digest, f"has {found_bytes} bytes, not {size_bytes}")
+    if kind == "manifests" and found_bytes > MAX_MANIFEST_BYTES:
+        what = f"has {found_bytes} bytes, more than {MAX_MANIFEST_BYTES}"
+        raise content_damaged(kind, digest, what)
+
+
+def check_digest(kind: Kind, digest: str, data: bytes) -> bytes:
+    """Return `data`. Raises Corrupt with metadata expected_digest and actual_digest if it has another digest."""
+    actual = digest_of(data)
+    if actual != digest:
+        raise content_damaged(kind, digest, f"has the digest {actual}", actual)
+    return data
+
+
+def content_damaged(kind: Kind, digest: str, what: str, actual: str = "") -> Corrupt:
+    """The error for a content that cannot be used. `actual` is its digest, "" if it is missing or was not read."""
+    return Corrupt(
+        f"the stored {kind[:-1]} {digest} {what}",
+        metadata={"expected_digest": digest, "actual_digest": actual, "kind": kind[:-1]},
+    )
 
 
 def failed_checks(manifest: Mapping[str, Any]) -> list[str]:

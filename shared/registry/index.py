@@ -10,8 +10,7 @@ from typing import Any
 from shared.errors import Corrupt
 from shared.registry.alias_moves import AliasMove
 from shared.registry.base import AliasChange, Canary
-from shared.registry.blobs import Kind
-from shared.registry.contents import other_contents_error
+from shared.registry.contents import Kind, other_contents_error
 from shared.registry.journal import Entry, VersionRecord
 from shared.sqlite import Database
 

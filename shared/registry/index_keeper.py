@@ -70,7 +70,7 @@ class IndexKeeper:
         try:
             return self._index.state(model_id)
         except IndexDamaged as error:
-            raise _damaged_again(model_id) from error
+            raise _damaged_again_error(model_id) from error
 
     def _ask(self, model_id: str, question: Callable[[], T]) -> T:
         try:
@@ -81,7 +81,7 @@ class IndexKeeper:
         try:
             return question()
         except IndexDamaged as error:
-            raise _damaged_again(model_id) from error
+            raise _damaged_again_error(model_id) from error
 
     def records(self, model_id: str, numbers: Sequence[int]) -> list[VersionRecord]:
         """Return the records of existing versions, in the order of `numbers`."""
@@ -130,7 +130,7 @@ class IndexKeeper:
                 return proposed
             # Another writer has taken this number: apply its record and propose again.
             state = self._catch_up(model_id, self._known(model_id))
-        raise _busy(model_id)
+        raise _busy_error(model_id)
 
     def models(self) -> list[str]:
         """List all models with a published router."""
@@ -149,24 +149,24 @@ class IndexKeeper:
                 raise NotFound(f"nothing is published for model {model_id!r}")
             if self._index.advance(model_id, step, replace_at=found_at) == step.state.applied:
                 return step.state
-        raise _busy(model_id)
+        raise _busy_error(model_id)
 
     def _replace(self, model_id: str) -> ModelState:
-        """Whatever the index holds of this model goes, in the same step in which what the journal says comes."""
+        """Replace the model's part of the index by the state from the journal, in one atomic step."""
         step = advance(ModelState(), self._journal.after(model_id, 0))
         self._index.replace(model_id, step)
-        # What others have recorded and shown between the two lines above is in the journal.
+        # Other writers may have advanced the index between the two lines above. Their records are in the journal.
         return self._catch_up(model_id, step.state)
 
 
-def _damaged_again(model_id: str) -> Unavailable:
+def _damaged_again_error(model_id: str) -> Unavailable:
     return Unavailable(
         f"the index of {model_id!r} was damaged again after its repair; try again",
         reason="INDEX_LOST",
     )
 
 
-def _busy(model_id: str) -> Unavailable:
+def _busy_error(model_id: str) -> Unavailable:
     return Unavailable(
         f"too many concurrent writers in the registry of {model_id!r}", reason="REGISTRY_BUSY"
     )

@@ -22,7 +22,6 @@ from shared.registry.base import (
 from shared.registry.blobs import ContentStore, StepHook, registry_error
 from shared.registry.canonical import digest_of
 from shared.registry.contents import (
-    MAX_MANIFEST_BYTES,
     blob_digest,
     blob_size_bytes,
     check_limit,
@@ -170,7 +169,7 @@ class LocalRegistry(AliasOperations):
         return row
 
     def _read_manifest(self, digest: str, *, is_fresh: bool) -> bytes:
-        return self._store.read("manifests", digest, max_bytes=MAX_MANIFEST_BYTES)
+        return self._store.read("manifests", digest)
 
     def _listed_row(self, row: Row) -> PublishedVersion:
         try:

@@ -45,20 +45,16 @@ class LocalJournal:
                 recorded -= 1
             self._append(self._index.entries(model_id, after=recorded))
         except (Unavailable, Exhausted, Corrupt) as error:
-            _not_written(model_id, error)
+            _log_not_written(model_id, error)
 
     def open(self) -> None:
         """Compare the whole journal with the index and write all missing records. Raises PreconditionFailed (INDEX_BEHIND)."""
         for model_id in sorted({*self._index.models(), *self.journal.models()}):
-            self._check(model_id)
+            self.check_index(model_id)
             try:
                 self.write_missing(model_id)
             except (Unavailable, Exhausted, Corrupt) as error:
-                _not_written(model_id, error)
-
-    def _check(self, model_id: str) -> None:
-        if self.journal.has(model_id, self._index.num_events(model_id) + 1):
-            raise index_behind_error(self._root, model_id)
+                _log_not_written(model_id, error)
 
     def write_missing(self, model_id: str) -> None:
         """Write every missing record."""
@@ -91,7 +87,7 @@ def index_behind_error(root: Path, model_id: str) -> PreconditionFailed:
     )
 
 
-def _not_written(model_id: str, error: NeapError) -> None:
+def _log_not_written(model_id: str, error: NeapError) -> None:
     log.error(
         "the journal lacks records that the index has; they are written with the next change",
         model_id=model_id,

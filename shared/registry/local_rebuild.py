@@ -6,7 +6,7 @@ from pathlib import Path
 
 import structlog
 
-from shared.errors import Corrupt, NotFound, PreconditionFailed, Unavailable
+from shared.errors import Corrupt, NotFound, PreconditionFailed
 from shared.file_lock import file_lock
 from shared.files import sync_folder
 from shared.registry.blobs import ContentStore
@@ -74,30 +74,26 @@ def _refill(root: Path, index: RegistryIndex) -> dict[str, ModelState]:
 
 
 def _replace(root: Path, why: Exception) -> dict[str, ModelState]:
-    try:
-        with file_lock(root / IN_USE_LOCK, timeout_s=0):
-            log.warning("index.db is made anew", problem=str(why) or "it is missing")
-            records, states = _read(root, Journal(FolderRecords(root)))
-            made = root / f"{INDEX_NAME}.new"
-            _move(made, None)
-            index = RegistryIndex(made)
-            try:
-                with index.database.transaction() as connection:
-                    index.restore(connection, records, _blobs_of(root))
-            finally:
-                index.database.close()
-            _move(root / INDEX_NAME, root / f"{INDEX_NAME}.replaced")
-            made.rename(root / INDEX_NAME)
-            (root / f"{INDEX_NAME}.new.lock").unlink(missing_ok=True)
-            sync_folder(root)
-            return states
-    except Unavailable as error:
-        if error.reason != "LOCKED":
-            raise
-        raise PreconditionFailed(
-            f"a service or a command has {root} open; stop it first, because the unreadable {INDEX_NAME} must be replaced",
-            reason="REGISTRY_IN_USE",
-        ) from error
+    in_use = PreconditionFailed(
+        f"a service or a command has {root} open; stop it first, because the unreadable {INDEX_NAME} must be replaced",
+        reason="REGISTRY_IN_USE",
+    )
+    with file_lock(root / IN_USE_LOCK, timeout_s=0, locked=in_use):
+        log.warning("index.db is made anew", problem=str(why) or "it is missing")
+        records, states = _read(root, Journal(FolderRecords(root)))
+        made = root / f"{INDEX_NAME}.new"
+        _move(made, None)
+        index = RegistryIndex(made)
+        try:
+            with index.database.transaction() as connection:
+                index.restore(connection, records, _blobs_of(root))
+        finally:
+            index.database.close()
+        _move(root / INDEX_NAME, root / f"{INDEX_NAME}.replaced")
+        made.rename(root / INDEX_NAME)
+        (root / f"{INDEX_NAME}.new.lock").unlink(missing_ok=True)
+        sync_folder(root)
+        return states
 
 
 def _move(database: Path, target: Path | None) -> None:

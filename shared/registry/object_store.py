@@ -11,7 +11,7 @@ sweep.json                              exists while a sweep runs, see lease.py;
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,11 +26,17 @@ from obstore.exceptions import (
 )
 from obstore.store import S3Store
 
-from shared.errors import Corrupt, NeapError, PreconditionFailed, Unavailable
+from shared.errors import NeapError, PreconditionFailed, Unavailable
 from shared.registry.address import SharedAddress
-from shared.registry.blobs import Kind, StepHook
+from shared.registry.blobs import StepHook
 from shared.registry.canonical import DIGEST_PATTERN, digest_of
-from shared.registry.contents import MAX_MANIFEST_BYTES
+from shared.registry.contents import (
+    Kind,
+    check_digest,
+    check_size,
+    content_damaged,
+    content_path,
+)
 from shared.registry.sealed import open_sealed, seal
 from shared.timeouts import (
     OBJECT_STORE_CONNECT_S,
@@ -99,7 +105,7 @@ class ObjectStore:
     def put_content(self, kind: Kind, data: bytes) -> str:
         """Store `data`, read it back and return its digest. A damaged object under this digest is replaced. Raises Corrupt."""
         digest = digest_of(data)
-        path = _content_path(kind, digest)
+        path = content_path(kind, digest)
         there = self._get(self._large, path)
         if there is not None and digest_of(there) == digest:
             return digest
@@ -112,16 +118,23 @@ class ObjectStore:
                 with suppress(AlreadyExistsError):
                     obstore.put(self._sending, path, data, mode="create", use_multipart=False)
         self._step(f"written:{kind}")
-        self._read_content(kind, digest)
+        self.read(kind, digest)
         self._step(f"verified:{kind}")
         return digest
 
-    def read_blob(self, digest: str, size_bytes: int | None = None) -> bytes:
-        """Read a blob and check its digest. A blob of another size than `size_bytes` is not read.
+    def read(self, kind: Kind, digest: str, size_bytes: int | None = None) -> bytes:
+        """Read a content and check its digest. A content of another size than `size_bytes`, or a too large manifest, is not read.
 
         Raises Corrupt with metadata expected_digest and actual_digest ("" if it is missing or was not read).
         """
-        return self._read_content("blobs", digest, size_bytes)
+        data = self._get(
+            self._large,
+            content_path(kind, digest),
+            lambda found_bytes: check_size(kind, digest, found_bytes, size_bytes),
+        )
+        if data is None:
+            raise content_damaged(kind, digest, "is missing")
+        return check_digest(kind, digest, data)
 
     def read_manifest(self, digest: str, *, is_fresh: bool = False) -> bytes:
         """Read a manifest and check its digest. Raises Corrupt.
@@ -132,40 +145,12 @@ class ObjectStore:
             if digest in self._manifests and not is_fresh:
                 self._manifests.move_to_end(digest)
                 return self._manifests[digest]
-        data = self._read_content("manifests", digest, max_bytes=MAX_MANIFEST_BYTES)
+        data = self.read("manifests", digest)
         with self._lock:
             self._manifests[digest] = data
             self._manifests.move_to_end(digest)
             while len(self._manifests) > _MAX_CACHED_MANIFESTS:
                 self._manifests.popitem(last=False)
-        return data
-
-    def _read_content(
-        self,
-        kind: Kind,
-        digest: str,
-        size_bytes: int | None = None,
-        *,
-        max_bytes: int | None = None,
-    ) -> bytes:
-        data = self._get(self._large, _content_path(kind, digest), size_bytes, max_bytes=max_bytes)
-        actual = "" if data is None else digest_of(data)
-        if data is None or actual != digest:
-            what = f"has the digest {actual}"
-            if data is None:
-                what = "is missing"
-                if size_bytes is not None:
-                    what += f", or not {size_bytes} bytes"
-                elif max_bytes is not None:
-                    what += f", or more than {max_bytes} bytes"
-            raise Corrupt(
-                f"the stored {kind[:-1]} {digest} {what}",
-                metadata={
-                    "expected_digest": digest,
-                    "actual_digest": actual,
-                    "kind": kind[:-1],
-                },
-            )
         return data
 
     def claim(self, request_id: str, model_id: str) -> str:
@@ -193,24 +178,15 @@ class ObjectStore:
         return self._get(self._small, path)
 
     def _get(
-        self,
-        client: S3Store,
-        path: str,
-        size_bytes: int | None = None,
-        *,
-        max_bytes: int | None = None,
+        self, client: S3Store, path: str, check_size: Callable[[int], None] = lambda _: None
     ) -> bytes | None:
-        """Return an object. None if it does not exist, or, without reading it, if its size is not `size_bytes` or above `max_bytes`."""
+        """Return an object, or None if it does not exist. `check_size` gets its size before it is read, and may raise."""
         with _errors():
             try:
                 answer = obstore.get(client, path)
             except FileNotFoundError:
                 return None
-            found_bytes = answer.meta["size"]
-            if size_bytes is not None and found_bytes != size_bytes:
-                return None
-            if max_bytes is not None and found_bytes > max_bytes:
-                return None
+            check_size(answer.meta["size"])
             return bytes(answer.bytes())
 
     def exists(self, path: str) -> bool:
@@ -237,7 +213,7 @@ class ObjectStore:
             return obstore.head(self._small, path)["last_modified"].timestamp()
 
     def has_content(self, kind: Kind, digest: str) -> bool:
-        return self.exists(_content_path(kind, digest))
+        return self.exists(content_path(kind, digest))
 
     def contents(self, kind: Kind) -> Iterator[StoredContent]:
         """Iterate over all contents of a kind."""
@@ -251,7 +227,7 @@ class ObjectStore:
 
     def remove_content(self, kind: Kind, digest: str) -> None:
         """Remove a content. Only for the holder of the lease."""
-        self.remove(_content_path(kind, digest))
+        self.remove(content_path(kind, digest))
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
         """List the names in `folder` in order, beginning after `after`."""
@@ -295,13 +271,6 @@ def _client(address: SharedAddress, timeout_s: int, stall_s: int) -> S3Store:
             client_options=options,
             retry_config=retry,
         )
-
-
-def _content_path(kind: Kind, digest: str) -> str:
-    if not DIGEST_PATTERN.fullmatch(digest):
-        raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
-    hexadecimal = digest.removeprefix("sha256:")
-    return f"{kind}/sha256/{hexadecimal[:2]}/{hexadecimal}"
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class RedisIndex:
 
     def _check_owner(self, owner: bytes) -> None:
         if owner.decode("utf-8", "replace") != self._registry_id:
-            raise _foreign()
+            raise _foreign_index_error()
 
     def versions(self, model_id: str, numbers: Sequence[int]) -> list[VersionRecord]:
         """Return the records in the order of `numbers`. Raises IndexDamaged if one is missing."""
@@ -189,7 +189,7 @@ class RedisIndex:
                 )
             )
         if now_at < 0:
-            raise _foreign()
+            raise _foreign_index_error()
         return now_at
 
     def replace(self, model_id: str, step: Advance) -> None:
@@ -207,7 +207,7 @@ def _keys(model_id: str) -> tuple[str, str]:
     return f"neap:{{{model_id}}}:index", f"neap:{{{model_id}}}:events"
 
 
-def _foreign() -> PreconditionFailed:
+def _foreign_index_error() -> PreconditionFailed:
     return PreconditionFailed(
         "the Redis database contains the index of another registry; use another database, or delete its keys neap:*",
         reason="INDEX_OF_ANOTHER_REGISTRY",

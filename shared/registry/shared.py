@@ -22,9 +22,10 @@ from shared.registry.base import (
     PublishedVersion,
     RegistryEvent,
 )
-from shared.registry.blobs import Kind, StepHook
+from shared.registry.blobs import StepHook
 from shared.registry.canonical import digest_of
 from shared.registry.contents import (
+    Kind,
     blob_digest,
     blob_size_bytes,
     check_limit,
@@ -113,7 +114,7 @@ class SharedRegistry(AliasOperations):
             self._store(blobs, encoded)
             self._claim(request_id, model_id)
             self._step("claimed")
-            give_up_at = self._keep(blobs, encoded)
+            give_up_at = self._restore_swept(blobs, encoded)
 
             def propose(state: ModelState) -> Entry | VersionRecord:
                 found = self._find_request(request_id, model_id, digest)
@@ -140,7 +141,7 @@ class SharedRegistry(AliasOperations):
             self._objects.put_content("blobs", blobs[name])
         self._objects.put_content("manifests", manifest)
 
-    def _keep(self, blobs: Mapping[str, bytes], manifest: bytes) -> float:
+    def _restore_swept(self, blobs: Mapping[str, bytes], manifest: bytes) -> float:
         """Wait for a running sweep to end and store again what it removed.
 
         Returns the time (monotonic seconds) until which no other sweep can remove the contents. Raises Unavailable (REGISTRY_BUSY)
@@ -232,7 +233,7 @@ class SharedRegistry(AliasOperations):
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """Raises NotFound, Corrupt with metadata expected_digest and actual_digest."""
         digest = blob_digest(version.manifest, name, version.model_id, version.version)
-        return self._objects.read_blob(digest, blob_size_bytes(version.manifest, name))
+        return self._objects.read("blobs", digest, blob_size_bytes(version.manifest, name))
 
     def aliases(self, model_id: str) -> dict[str, int]:
         """In alphabetical order."""

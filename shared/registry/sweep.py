@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import structlog
 
 from shared.errors import Corrupt, InvalidInput
-from shared.registry.blobs import Kind
+from shared.registry.contents import Kind
 from shared.registry.journal import Journal
 from shared.registry.lease import DEAD_S, Lease
 from shared.registry.object_store import ObjectStore

@@ -43,6 +43,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def with_scheme(target: str) -> str:
+    """Return `target` with the scheme dns:///, unless it has one of gRPC's schemes."""
+    has_scheme = re.match(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock):|[a-z][a-z0-9+.-]*://", target)
+    return target if has_scheme else f"dns:///{target}"
+
+
 def is_loopback_target(target: str) -> bool:
     """Return whether all addresses of `target` are on this machine. False if an address cannot be interpreted.
 

@@ -1,6 +1,6 @@
 """Opens a client's channel to a service, with TLS and a token as configured."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,16 @@ import grpc
 
 from shared.errors import InvalidInput
 from shared.rpc.access import AUTHORIZATION_KEY
-from shared.rpc.addresses import is_loopback_target
-from shared.rpc.tracing import with_metadata
+from shared.rpc.addresses import is_loopback_target, with_scheme
+from shared.rpc.tracing import MetadataSender
 from shared.rpc.watched_files import read_capped
+
+_BALANCING: tuple[tuple[str, Any], ...] = (
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
+    # A name is resolved again when a connection ends, but no more often than this. gRPC's own value is 30 s, for which a new replica
+    # would get no call.
+    ("grpc.dns_min_time_between_resolutions_ms", 2_000),
+)
 
 
 @dataclass(frozen=True)
@@ -59,14 +66,18 @@ def open_channel(
 ) -> grpc.Channel:
     """Open a channel on which every call carries the token. `target` is HOST:PORT or any other form that gRPC accepts.
 
+    A name is resolved by DNS, and calls are shared among all its addresses in turn.
+
     Raises InvalidInput: TOKEN_OVER_PLAIN_TEXT for a token that would leave this machine unencrypted, BAD_TOKEN, and
     BAD_CONFIGURATION for files that cannot be used.
     """
     has_token = bool(security.read_token())
+    dialled = with_scheme(target)
+    options = (*_BALANCING, *options)
     if security.is_encrypted:
         if security.server_name:
             options = (*options, ("grpc.ssl_target_name_override", security.server_name))
-        channel = grpc.secure_channel(target, _credentials(security), options=options)
+        channel = grpc.secure_channel(dialled, _credentials(security), options=options)
     else:
         if has_token and not (security.allow_plaintext_token or is_loopback_target(target)):
             raise InvalidInput(
@@ -77,8 +88,14 @@ def open_channel(
         if has_token and not security.allow_plaintext_token:
             # If http_proxy is set, gRPC would send even calls to loopback through that proxy.
             options = (*options, ("grpc.enable_http_proxy", 0))
-        channel = grpc.insecure_channel(target, options=options)
-    return grpc.intercept_channel(channel, _TokenSender(security)) if has_token else channel
+        channel = grpc.insecure_channel(dialled, options=options)
+    if not has_token:
+        return channel
+
+    def token() -> Mapping[str, str]:
+        return {AUTHORIZATION_KEY: f"Bearer {security.read_token()}"}
+
+    return grpc.intercept_channel(channel, MetadataSender(token))
 
 
 def _credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
@@ -89,21 +106,3 @@ def _credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
         read(security.ca), read(security.key), read(security.certificate)
     )
     return credentials
-
-
-class _TokenSender(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    def __init__(self, security: ClientSecurity) -> None:
-        self._security = security
-
-    def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
-    ) -> Any:
-        return continuation(self._signed(client_call_details), request)
-
-    def intercept_unary_stream(
-        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
-    ) -> Any:
-        return continuation(self._signed(client_call_details), request)
-
-    def _signed(self, details: Any) -> Any:
-        return with_metadata(details, (AUTHORIZATION_KEY, f"Bearer {self._security.read_token()}"))

@@ -8,7 +8,6 @@ and streams whose first message carries the whole state.
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
@@ -17,22 +16,23 @@ from neap.calibration.v1 import calibration_pb2, calibration_pb2_grpc
 from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 from neap.router.v1 import router_pb2, router_pb2_grpc
 
-from shared.errors import NeapError, Unavailable
+from shared.errors import Unavailable
 from shared.rpc.channel import ClientSecurity, open_channel
 from shared.rpc.generation import GenerationStream
 from shared.rpc.interceptors import REQUEST_ID_KEY
 from shared.rpc.retry import is_unavailable, retrying
 from shared.rpc.serving import MAX_MESSAGE_BYTES
 from shared.rpc.status import from_rpc_error
-from shared.rpc.tracing import TraceInjector
+from shared.rpc.tracing import MetadataSender, trace_context
 
 T = TypeVar("T")
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
-    # This module decides about retries, call by call.
-    ("grpc.enable_retries", 0),
+    # gRPC repeats only calls that the server has never begun, as when its connection ends by age. This module decides about all
+    # others, call by call.
+    ("grpc.enable_retries", 1),
     # A restarted service is found within this time.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -47,8 +47,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 class NeapClient:
     """A client of one target, which may be a worker, a calibrator, or both. Thread-safe.
 
-    `target` is HOST:PORT or any other form that gRPC accepts. Of several addresses, "ipv4:10.0.0.7:7071,10.0.0.8:7071", the first
-    that answers is used. `timeout_s` is the deadline of every unary call. `num_attempts` includes the first attempt. Without
+    `target` is HOST:PORT or any other form that gRPC accepts. Calls are shared in turn among all addresses of a name, or of a list
+    such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left out. `timeout_s` is the deadline of every unary call. `num_attempts` includes the first attempt. Without
     `security` the connection is plain text and has no token. Raises InvalidInput as `open_channel` does.
     """
 
@@ -64,7 +64,7 @@ class NeapClient:
         self._timeout_s = timeout_s
         self._num_attempts = num_attempts
         channel = open_channel(target, security or ClientSecurity(), CHANNEL_OPTIONS)
-        self._channel = grpc.intercept_channel(channel, TraceInjector())
+        self._channel = grpc.intercept_channel(channel, MetadataSender(trace_context))
         # The generated stubs are untyped.
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -77,12 +77,7 @@ class NeapClient:
     def __enter__(self) -> "NeapClient":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def is_serving(self, service: str = "") -> bool:
@@ -158,18 +153,9 @@ class NeapClient:
 
     def list_calibrations(self, model_id: str = "") -> Iterator[calibration_pb2.Calibration]:
         """Iterate over jobs, newest first, page by page. An empty `model_id` means all models."""
-        page_token = ""
-        while True:
-            request = calibration_pb2.ListCalibrationsRequest(
-                model_id=model_id, page_token=page_token
-            )
-            reply: calibration_pb2.ListCalibrationsResponse = self._unary(
-                self._calibration.ListCalibrations, request
-            )
+        request = calibration_pb2.ListCalibrationsRequest(model_id=model_id)
+        for reply in self._pages(self._calibration.ListCalibrations, request):
             yield from reply.calibrations
-            page_token = reply.next_page_token
-            if not page_token:
-                return
 
     def cancel_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:
         request = calibration_pb2.CancelCalibrationRequest(calibration_id=calibration_id)
@@ -197,14 +183,9 @@ class NeapClient:
 
     def list_versions(self, model_id: str) -> Iterator[router_pb2.RouterVersion]:
         """Iterate over the versions, newest first, page by page, without the manifests."""
-        page_token = ""
-        while True:
-            request = router_pb2.ListVersionsRequest(model_id=model_id, page_token=page_token)
-            reply: router_pb2.ListVersionsResponse = self._unary(self._router.ListVersions, request)
+        request = router_pb2.ListVersionsRequest(model_id=model_id)
+        for reply in self._pages(self._router.ListVersions, request):
             yield from reply.versions
-            page_token = reply.next_page_token
-            if not page_token:
-                return
 
     def get_version(
         self, model_id: str, *, version: int | None = None, alias: str | None = None
@@ -286,6 +267,15 @@ class NeapClient:
     def _unary(self, method: Any, request: Any) -> Any:
         return self._retrying(lambda: method(request, timeout=self._timeout_s))
 
+    def _pages(self, method: Any, request: Any) -> Iterator[Any]:
+        """Yield the reply to `request` and those with the pages after it."""
+        while True:
+            reply = self._unary(method, request)
+            yield reply
+            if not reply.next_page_token:
+                return
+            request.page_token = reply.next_page_token
+
     def _once(self, method: Any, request: Any) -> Any:
         return _called(lambda: method(request, timeout=self._timeout_s))
 
@@ -314,6 +304,3 @@ def _stream(first: Any, call: Any) -> Iterator[Any]:
         raise from_rpc_error(error) from error
     finally:
         call.cancel()
-
-
-__all__ = ["NeapClient", "NeapError"]

@@ -42,7 +42,7 @@ class ClientWaits:
     """Bounds every wait for a client of one event loop.
 
     gRPC starts a call before its request message has arrived and waits for that message without a limit. Here a call whose message
-    has not arrived after `request_timeout_s` ends with DEADLINE_EXCEEDED (reason REQUEST_TIMEOUT). If more than `max_awaited` calls
+    has not arrived after `request_timeout_s` ends with DEADLINE_EXCEEDED (reason REQUEST_TIMEOUT). If more than MAX_AWAITED_REQUESTS calls
     wait for their message, the oldest ends with RESOURCE_EXHAUSTED (reason TOO_MANY_IDLE_CALLS), so that clients that send their
     message are always served. `unsent` counts the calls that ended without a request, by reason.
 
@@ -53,14 +53,13 @@ class ClientWaits:
     def __init__(
         self,
         request_timeout_s: float = 30.0,
-        max_awaited: int = MAX_AWAITED_REQUESTS,
         delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
     ) -> None:
         self.unsent: Counter[str] = Counter()
         self.delivery_timeout_s = delivery_timeout_s
         self._deliveries: set[_Wait] = set()
         self._request_timeout_s = request_timeout_s
-        self._max_awaited = max_awaited
+        self.max_awaited = MAX_AWAITED_REQUESTS
         self._requests: dict[_Wait, None] = {}
         self._is_draining = False
 
@@ -86,9 +85,9 @@ class ClientWaits:
 
         Raises DeadlineExceeded (REQUEST_TIMEOUT), Exhausted (TOO_MANY_IDLE_CALLS), Unavailable (SHUTTING_DOWN).
         """
-        if len(self._requests) >= self._max_awaited:
+        if len(self._requests) >= self.max_awaited:
             oldest = next(iter(self._requests))
-            oldest.end_by(asyncio.get_running_loop().time(), _too_many(self._max_awaited))
+            oldest.end_by(asyncio.get_running_loop().time(), _too_many(self.max_awaited))
             del self._requests[oldest]
         wait = _Wait(self._request_timeout_s, _too_late(self._request_timeout_s))
         self._requests[wait] = None

@@ -106,7 +106,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             outer,
             request_deserializer=_unparsed
             if isinstance(access_decision, NeapError)
-            else _lenient(parse),
+            else _without_decode_errors(parse),
             response_serializer=handler.response_serializer,
         )
 
@@ -176,7 +176,7 @@ def _unparsed(data: bytes) -> _Malformed:
     return _Malformed()
 
 
-def _lenient(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _without_decode_errors(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def deserialize(data: bytes) -> Any:
         try:
             return parse(data)

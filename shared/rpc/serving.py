@@ -57,6 +57,9 @@ class RpcServer:
     - `drain_timeout_s`: how long running calls may then take to finish.
     - `request_timeout_s`: how long a call may be open before its request message arrives.
     - `delivery_timeout_s`: how long a drain waits for a client to read.
+    - `max_connection_age_s`: age at which a client is told to open a new connection, plus or minus a tenth. Calls on the old one
+      finish. A client resolves the server's name again then, so it learns of new replicas. None: no limit.
+    - `max_connection_age_grace_s`: how long the calls on such a connection may still take. None: no limit, so no stream is cut.
     - `health_listen`: HOST:PORT for health checks in plain text while the server runs. Empty: none.
     """
 
@@ -71,7 +74,8 @@ class RpcServer:
         health_listen: str = "",
         request_timeout_s: float = 30.0,
         delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
-        options: Sequence[tuple[str, Any]] = (),
+        max_connection_age_s: float | None = None,
+        max_connection_age_grace_s: float | None = None,
     ) -> None:
         self.listen = listen
         self.port = 0
@@ -82,7 +86,12 @@ class RpcServer:
         interceptor = ServiceInterceptor(self.security.access, self.waits)
         self._calls = interceptor.calls
         self.grpc_server: Any = grpc.aio.server(
-            interceptors=(interceptor,), options=(*SERVER_OPTIONS, *options)
+            interceptors=(interceptor,),
+            options=(
+                *SERVER_OPTIONS,
+                *_milliseconds("grpc.max_connection_age_ms", max_connection_age_s),
+                *_milliseconds("grpc.max_connection_age_grace_ms", max_connection_age_grace_s),
+            ),
         )
         self._service_names = tuple(service_names)
         self._health: Any = HealthServicer(self._service_names)
@@ -214,6 +223,11 @@ class RpcServer:
     async def _set_health(self, status: Any) -> None:
         for name in ("", *self._service_names):
             await self._health.set(name, status)
+
+
+def _milliseconds(name: str, seconds: float | None) -> tuple[tuple[str, int], ...]:
+    """The option of gRPC `name`, or none."""
+    return () if seconds is None else ((name, max(1, round(seconds * 1000))),)
 
 
 async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:

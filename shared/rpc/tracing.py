@@ -75,33 +75,35 @@ class _CallDetails(grpc.ClientCallDetails):
     compression: grpc.Compression | None
 
 
-class TraceInjector(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Adds the current span's context to calls as `traceparent`. Adds nothing if there is no span."""
+class MetadataSender(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Adds the metadata that `metadata` returns to each call."""
+
+    def __init__(self, metadata: Callable[[], Mapping[str, str]]) -> None:
+        self._metadata = metadata
 
     def intercept_unary_unary(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        return continuation(_injected(client_call_details), request)
+        return continuation(self._with_metadata(client_call_details), request)
 
     def intercept_unary_stream(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        return continuation(_injected(client_call_details), request)
+        return continuation(self._with_metadata(client_call_details), request)
+
+    def _with_metadata(self, details: Any) -> Any:
+        return _CallDetails(
+            method=details.method,
+            timeout=details.timeout,
+            metadata=(*(details.metadata or ()), *self._metadata().items()),
+            credentials=details.credentials,
+            wait_for_ready=details.wait_for_ready,
+            compression=details.compression,
+        )
 
 
-def _injected(details: Any) -> Any:
+def trace_context() -> Mapping[str, str]:
+    """Return the current span's context as metadata (`traceparent`). Empty if there is no span."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
-    return with_metadata(details, *carrier.items()) if carrier else details
-
-
-def with_metadata(details: Any, *added: tuple[str, str]) -> Any:
-    """Return a copy of a client call's details with added metadata, for interceptors."""
-    return _CallDetails(
-        method=details.method,
-        timeout=details.timeout,
-        metadata=(*(details.metadata or ()), *added),
-        credentials=details.credentials,
-        wait_for_ready=details.wait_for_ready,
-        compression=details.compression,
-    )
+    return carrier

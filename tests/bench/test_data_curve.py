@@ -6,9 +6,9 @@ import pytest
 
 from bench import data_curve as curve_module
 from bench.data_curve import CurvePoint, data_curve
-from calibrator_service.calibration.plan import Scale
+from calibrator_service.calibration.plan import PassSizes
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
-from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.states.training_data import TrainingData
 from tests.calibrator_service.calibration.conftest import make_model
 
 pytestmark = pytest.mark.full
@@ -23,13 +23,13 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> list[CurvePoint]:
     found, judges = [], []
     report = curve_module.held_out_report
 
-    def recorded(run, material: Material, vocabulary, ladder):  # type: ignore[no-untyped-def]
+    def recorded(run, material: TrainingData, vocabulary, ladder):  # type: ignore[no-untyped-def]
         judges.append(material)
         return report(run, material, vocabulary, ladder)
 
     with pytest.MonkeyPatch.context() as patch:
-        scale = Scale(rows=160)
-        patch.setattr("calibrator_service.calibration.plan.scale_of", lambda _: scale)
+        scale = PassSizes(rows=160)
+        patch.setattr("calibrator_service.calibration.plan.pass_sizes_for", lambda _: scale)
         patch.setattr(curve_module, "held_out_report", recorded)
         folder: Path = tmp_path_factory.mktemp("curve")
         found += data_curve(make_model(chat=False), SPEC, [5000, 600], folder)

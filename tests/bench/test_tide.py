@@ -21,14 +21,14 @@ def unpacked(folder: Path, *, name: str = "tide-inference") -> Path:
     return folder
 
 
-def test_a_folder_that_is_not_the_package_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_the_package_is_refused(tmp_path):
     with pytest.raises(NotFound, match="not the unpacked source package"):
         sources(tmp_path)
     with pytest.raises(NotFound, match="not the unpacked source package"):
         sources(unpacked(tmp_path, name="another"))
 
 
-def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(tmp_path):
     folder = unpacked(tmp_path)
     assert [path.name for path in sources(folder)] == [Path(name).name for name in SOURCES]
     (folder / "csrc/kernels/exit_scatter.cu").unlink()
@@ -36,9 +36,7 @@ def test_the_error_names_a_missing_file(tmp_path: Path) -> None:
         sources(folder)
 
 
-def test_sources_that_do_not_compile_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_that_do_not_compile_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
     monkeypatch.setenv("PATH", os.environ["PATH"])  # changed by `build`
@@ -46,7 +44,7 @@ def test_sources_that_do_not_compile_are_an_error(
         build(unpacked(tmp_path))
 
 
-def test_expected_scores_are_those_of_norm_and_two_layers() -> None:
+def test_expected_scores_are_those_of_norm_and_two_layers():
     torch.manual_seed(0)
     states, gain = torch.randn(5, 64), torch.rand(64)
     down, up = torch.randn(64, 8), torch.randn(8, 1)
@@ -55,6 +53,6 @@ def test_expected_scores_are_those_of_norm_and_two_layers() -> None:
     torch.testing.assert_close(scores.float(), torch.sigmoid(inner @ up)[:, 0])
 
 
-def test_a_row_shows_how_the_time_was_measured() -> None:
+def test_a_row_shows_how_the_time_was_measured():
     assert TideTimes(31.25, False, 21.04, 0.0).printed() == "31.2 (loop) | 21.0"
     assert TideTimes(31.25, True, float("nan"), 0.0).printed() == "31.2 | not seen"

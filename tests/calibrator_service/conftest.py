@@ -5,7 +5,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from neap.calibration.v1 import calibration_pb2 as pb
 from neap.calibration.v1 import calibration_pb2_grpc
-from neap.router.v1 import router_pb2_grpc
+from neap.router.v1 import router_pb2, router_pb2_grpc
 
 from shared.errors import NeapError
 from shared.rpc.status import from_rpc_error
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 WITH_FAKES = (
@@ -116,11 +117,25 @@ class Service:
         request = pb.CreateCalibrationRequest(
             request_id=request_id, spec=pb.CalibrationSpec(**{"model_id": "tiny", **spec})
         )
-        return self.calibrations.CreateCalibration(request, timeout=20).calibration
+        return self.calibrations.CreateCalibration(request, timeout=60).calibration
 
     def get(self, job: pb.Calibration) -> pb.Calibration:
         request = pb.GetCalibrationRequest(calibration_id=job.calibration_id)
-        return self.calibrations.GetCalibration(request, timeout=20).calibration
+        return self.calibrations.GetCalibration(request, timeout=60).calibration
+
+    def versions(self) -> list[router_pb2.RouterVersion]:
+        """Published routers of the model "tiny", the newest first."""
+        request = router_pb2.ListVersionsRequest(model_id="tiny")
+        return list(self.routers.ListVersions(request, timeout=60).versions)
+
+    def version(self, number: int) -> router_pb2.RouterVersion:
+        request = router_pb2.GetVersionRequest(model_id="tiny", version=number)
+        return self.routers.GetVersion(request, timeout=60).version
+
+    def health(self, name: str = "neap.calibration.v1.CalibrationService") -> int:
+        assert self.channel is not None
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
+        return stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status
 
     def watch(self, job: pb.Calibration, timeout_s: float = 60) -> Iterator[pb.Calibration]:
         request = pb.WatchCalibrationRequest(calibration_id=job.calibration_id)
@@ -135,13 +150,6 @@ class Service:
             if now.phase == phase:
                 return now
         raise AssertionError("the job ended before that phase")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.05)
 
 
 def error_of(call: Callable[[], Any]) -> NeapError:

@@ -1,6 +1,5 @@
 """The calibration service with tokens: who may move aliases, and which actor is recorded."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ from neap.calibration.v1 import calibration_pb2 as pb
 from neap.router.v1 import router_pb2
 
 from shared.errors import PermissionDenied, Unauthenticated
-from tests.calibrator_service.conftest import Service, error_of
+from tests.calibrator_service.conftest import error_of
 from tests.tokens import bearer, write_tokens
 
 
@@ -24,32 +23,30 @@ def _create(request_id: str, *aliases: str) -> pb.CreateCalibrationRequest:
     return pb.CreateCalibrationRequest(request_id=request_id, spec=spec)
 
 
-def test_only_admins_move_aliases(
-    start_service: Callable[..., Service], tokens: dict[str, str], tmp_path: Path
-) -> None:
+def test_only_admins_move_aliases(start_service, tokens, tmp_path):
     service = start_service(
         *("--model", "tiny=/nowhere", "--auth-tokens", str(tmp_path / "tokens"))
     )
     calibrate, admin = bearer(tokens["calibrate"]), bearer(tokens["admin"])
     create = service.calibrations.CreateCalibration
-    assert isinstance(error_of(lambda: create(_create("0"), timeout=20)), Unauthenticated)
-    denied = error_of(lambda: create(_create("1", "stable"), metadata=calibrate, timeout=20))
+    assert isinstance(error_of(lambda: create(_create("0"), timeout=60)), Unauthenticated)
+    denied = error_of(lambda: create(_create("1", "stable"), metadata=calibrate, timeout=60))
     assert (type(denied), denied.reason) == (PermissionDenied, "ROLE_MISSING")
     assert "alias" in denied.message
-    job = create(_create("2", "latest"), metadata=calibrate, timeout=20).calibration
+    job = create(_create("2", "latest"), metadata=calibrate, timeout=60).calibration
     request = pb.WatchCalibrationRequest(calibration_id=job.calibration_id)
     *_, last = service.calibrations.WatchCalibration(request, metadata=calibrate, timeout=60)
     assert last.calibration.state == pb.STATE_SUCCEEDED, last
-    allowed = create(_create("3", "canary"), metadata=bearer(tokens["all"]), timeout=20)
+    allowed = create(_create("3", "canary"), metadata=bearer(tokens["all"]), timeout=60)
     assert list(allowed.calibration.spec.aliases) == ["latest", "canary"]
 
     move = router_pb2.SetAliasRequest(model_id="tiny", alias="stable", version=1, actor="root")
-    denied = error_of(lambda: service.routers.SetAlias(move, metadata=calibrate, timeout=20))
+    denied = error_of(lambda: service.routers.SetAlias(move, metadata=calibrate, timeout=60))
     assert denied.reason == "ROLE_MISSING"
     # Who it was is what the token says, whatever else the request claims.
-    assert service.routers.SetAlias(move, metadata=admin, timeout=20).change.actor == "admin (root)"
+    assert service.routers.SetAlias(move, metadata=admin, timeout=60).change.actor == "admin (root)"
     history = router_pb2.GetAliasHistoryRequest(model_id="tiny", alias="stable")
-    (change,) = service.routers.GetAliasHistory(history, metadata=calibrate, timeout=20).changes
+    (change,) = service.routers.GetAliasHistory(history, metadata=calibrate, timeout=60).changes
     assert change.actor == "admin (root)"
     log = (tmp_path / "service.log").read_text()
     assert f'"calibration_id": "{job.calibration_id}"' in log

@@ -1,7 +1,5 @@
 """Names that are not datasets of the Hub are refused without a request to the Hub."""
 
-from pathlib import Path
-
 import pytest
 from datasets import packaged_modules
 
@@ -22,13 +20,13 @@ PATHS = [
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_paths_and_urls_are_refused(name: str) -> None:
+def test_paths_and_urls_are_refused(name):
     with pytest.raises(InvalidInput) as caught:
         check_hub_dataset(name)
     assert caught.value.reason == "BAD_DATASET_NAME"
 
 
-def test_names_of_file_readers_are_refused() -> None:
+def test_names_of_file_readers_are_refused():
     for reader in packaged_modules._PACKAGED_DATASETS_MODULES:
         with pytest.raises(InvalidInput, match="file reader"):
             check_hub_dataset(reader)
@@ -45,18 +43,18 @@ def test_names_of_file_readers_are_refused() -> None:
         ("field", "\x00", "BAD_DATASET_FIELD"),
     ],
 )
-def test_invalid_config_split_and_field_are_refused(part: str, value: str, reason: str) -> None:
+def test_invalid_config_split_and_field_are_refused(part, value, reason):
     with pytest.raises(InvalidInput) as caught:
         check_hub_dataset("owner/name", **{part: value})
     assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize("name", ["wikitext", "Salesforce/wikitext", "a/b.c_d-e"])
-def test_valid_names_are_accepted(name: str) -> None:
+def test_valid_names_are_accepted(name):
     check_hub_dataset(name, config="wikitext-103-raw-v1", split="validation.clean", field="text")
 
 
-def test_only_allowed_datasets_are_read() -> None:
+def test_only_allowed_datasets_are_read():
     check_allowed("a/b", ["c/d", "a/*"])
     check_allowed("a/b", ["*"])
     for patterns in ([], ["b/*"], ["A/b"]):
@@ -72,9 +70,7 @@ def test_only_allowed_datasets_are_read() -> None:
     ("name", "allowed", "reason"),
     [("a/b", ("c/*",), "DATASET_NOT_ALLOWED"), ("./here", ("*",), "BAD_DATASET_NAME")],
 )
-def test_a_job_checks_its_dataset_again(
-    tmp_path: Path, name: str, allowed: tuple[str, ...], reason: str
-) -> None:
+def test_a_job_checks_its_dataset_again(tmp_path, name, allowed, reason):
     """Another version of the service or other settings may have created the job."""
     folder = JobFolder(tmp_path)
     store = JobStore(folder.store)

@@ -30,17 +30,17 @@ def started(store: JobStore) -> str:
 
 
 @pytest.mark.parametrize("source", [SPEC.source, TextFile("a", "b"), HubDataset("a", "b")])
-def test_a_stored_spec_is_read_back(store: JobStore, source: SelfGenerated) -> None:
+def test_a_stored_spec_is_read_back(store, source):
     spec = CalibrationSpec(
         "tiny", source, time_budget_s=1.5, rung_depths=(1, 2), head_form="affine"
     )
     assert create(store, spec=spec).spec == spec
 
 
-def test_a_replaced_process_cannot_write(store: JobStore) -> None:
+def test_a_replaced_process_cannot_write(store):
     job_id = started(store)
     store.heartbeat(job_id, 1)
-    store.interrupted(job_id, "by test", is_death=True)
+    store.record_interruption(job_id, "by test", is_death=True)
     again = store.claim()
     assert again is not None
     assert (again.num_starts, again.num_resumes, again.num_deaths) == (2, 1, 1)
@@ -50,48 +50,48 @@ def test_a_replaced_process_cannot_write(store: JobStore) -> None:
         lambda: store.begin_publishing(job_id, 1),
         lambda: store.succeed(job_id, 1, 1, "sha256:"),
         lambda: store.fail(job_id, 1, "A", "b"),
-        lambda: store.cancelled(job_id, 1),
+        lambda: store.record_cancelled(job_id, 1),
     ):
         with pytest.raises(Conflict):
             call()
     assert store.get(job_id) == again
 
 
-def test_cancel_before_publishing_wins(store: JobStore) -> None:
+def test_cancel_before_publishing_wins(store):
     job_id = started(store)
     assert store.cancel(job_id).state is JobState.RUNNING
     assert store.heartbeat(job_id, 1)
     with pytest.raises(Cancelled):
         store.begin_publishing(job_id, 1)
-    assert store.interrupted(job_id, "killed", is_death=True).state is JobState.CANCELLED
+    assert store.record_interruption(job_id, "killed", is_death=True).state is JobState.CANCELLED
 
 
-def test_publishing_before_cancel_wins_even_over_a_death(store: JobStore) -> None:
+def test_publishing_before_cancel_wins_even_over_a_death(store):
     job_id = started(store)
     store.begin_publishing(job_id, 1)
     assert not store.cancel(job_id).cancel_requested
     assert not store.heartbeat(job_id, 1)
-    store.interrupted(job_id, "by test", is_death=True)
+    store.record_interruption(job_id, "by test", is_death=True)
     assert store.cancel(job_id).state is JobState.QUEUED, "it may have been published already"
     store.claim()
     store.succeed(job_id, 2, 4, "sha256:x")
     assert (store.get(job_id).state, store.get(job_id).router_version) == (JobState.SUCCEEDED, 4)
 
 
-def test_stops_of_the_service_do_not_count_as_deaths(store: JobStore) -> None:
+def test_stops_of_the_service_do_not_count_as_deaths(store):
     job_id = started(store)
     for _ in range(3 * MAX_RESUMES):
-        assert store.interrupted(job_id, "stop", is_death=False).state is JobState.QUEUED
+        assert store.record_interruption(job_id, "stop", is_death=False).state is JobState.QUEUED
         store.claim()
     assert store.get(job_id).num_resumes == 3 * MAX_RESUMES
     for _ in range(MAX_RESUMES):
-        assert store.interrupted(job_id, "by test", is_death=True).state is JobState.QUEUED
+        assert store.record_interruption(job_id, "by test", is_death=True).state is JobState.QUEUED
         store.claim()
-    failed = store.interrupted(job_id, "by test", is_death=True)
+    failed = store.record_interruption(job_id, "by test", is_death=True)
     assert (failed.state, failed.failure_reason) == (JobState.FAILED, "JOB_PROCESS_DIED")
 
 
-def test_progress_changes_the_revision_and_heartbeats_do_not(store: JobStore) -> None:
+def test_progress_changes_the_revision_and_heartbeats_do_not(store):
     job_id = started(store)
     before = store.get(job_id).revision
     store.heartbeat(job_id, 1)
@@ -113,7 +113,7 @@ def _claim(path: Path, number: int) -> list[str]:
     return claimed
 
 
-def test_two_processes_never_claim_the_same_job(store: JobStore, tmp_path: Path) -> None:
+def test_two_processes_never_claim_the_same_job(store, tmp_path):
     for number in range(20):
         create(store, str(number))
     with multiprocessing.get_context("spawn").Pool(2) as processes:
@@ -121,7 +121,7 @@ def test_two_processes_never_claim_the_same_job(store: JobStore, tmp_path: Path)
     assert len(one) + len(two) == len({*one, *two}) == 20
 
 
-def test_a_job_whose_answer_fails_is_not_kept(store: JobStore) -> None:
+def test_a_job_whose_answer_fails_is_not_kept(store):
     def refuse(job: Job) -> None:
         raise ValueError(job.calibration_id)
 
@@ -145,9 +145,7 @@ NEWER_SPEC = '{"model_id": "tiny", "source": {"kind": "Radio"}}'
         "{",
     ],
 )
-def test_the_queue_passes_over_a_spec_that_cannot_be_read(
-    store: JobStore, tmp_path: Path, spec: str
-) -> None:
+def test_the_queue_passes_over_a_spec_that_cannot_be_read(store, tmp_path, spec):
     bad, good = create(store, "bad"), create(store, "good")
     rewrite(tmp_path / "jobs.db", bad.calibration_id, spec=spec)
     claimed = store.claim()

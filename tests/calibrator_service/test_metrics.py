@@ -1,49 +1,28 @@
 """The metrics of the calibration service, scraped as Prometheus does."""
 
-import json
 import re
-import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from neap.calibration.v1 import calibration_pb2 as pb
-from prometheus_client.parser import text_string_to_metric_families
 
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.errors import Exhausted
-from tests.calibrator_service.conftest import Service
+from tests.exported_metrics import scraped
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 SPEC = CalibrationSpec("tiny", SelfGenerated())
-Samples = dict[tuple[str, ...], float]
 
 
-def scraped(service: Service) -> Samples:
-    """(name, label values in the labels' order) -> value."""
-    lines = (service.folder / "service.log").read_text().splitlines()
-    ports = [json.loads(line)["port"] for line in lines if '"metrics listening"' in line]
-    with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=60) as response:
-        families = text_string_to_metric_families(response.read().decode())
-    return {
-        (s.name, *dict(sorted(s.labels.items())).values()): s.value
-        for f in families
-        for s in f.samples
-    }
-
-
-def test_a_service_counts_the_outcomes_of_its_jobs(
-    start_service: Callable[..., Service],
-) -> None:
+def test_a_service_counts_the_outcomes_of_its_jobs(start_service):
     service = start_service("--model", "tiny=/a", "--metrics-listen", "127.0.0.1:0")
     assert service.end_of(service.create("die-once")).state == pb.STATE_SUCCEEDED
     assert service.end_of(service.create("no-dataset", "two")).state == pb.STATE_FAILED
     service.wait_for(service.create("wait", "three"), pb.PHASE_COLLECTING)
     service.create("wait", "four")
-    samples = scraped(service)
+    samples = scraped(service.folder / "service.log")
     for sample, value in {
         ("neap_calibration_jobs", "tiny", "succeeded"): 1,
         ("neap_calibration_jobs", "tiny", "failed"): 1,
@@ -62,23 +41,21 @@ def test_a_service_counts_the_outcomes_of_its_jobs(
         assert samples.get(sample) == value, sample
 
 
-def test_an_unreadable_store_hides_only_its_own_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_store_hides_only_its_own_metrics(tmp_path, monkeypatch):
     metrics = CalibratorMetrics()
     supervisor = Supervisor(JobFolder(tmp_path), SupervisorConfig({}, ""), metrics=metrics)
 
     def full() -> None:
         raise Exhausted("full", reason="DISK_FULL")
 
-    monkeypatch.setattr(supervisor.store, "counts", full)
+    monkeypatch.setattr(supervisor.store, "count_jobs", full)
     names = {family.name for family in metrics.registry.collect()}
     assert "neap_calibration_queue_up" in names
     assert "neap_calibration_jobs" not in names
     supervisor.stop()
 
 
-def test_the_document_explains_every_metric_and_its_labels(tmp_path: Path) -> None:
+def test_the_document_explains_every_metric_and_its_labels(tmp_path):
     metrics = CalibratorMetrics()
     supervisor = Supervisor(
         JobFolder(tmp_path), SupervisorConfig({"tiny": ""}, ""), metrics=metrics

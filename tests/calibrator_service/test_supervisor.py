@@ -12,7 +12,7 @@ from calibrator_service.jobs import MAX_RESUMES
 from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.errors import Exhausted
-from tests.calibrator_service.conftest import wait_until
+from tests.waiting import wait_until
 
 SPEC = CalibrationSpec("tiny", SelfGenerated())
 
@@ -35,7 +35,7 @@ def create(supervisor: Supervisor, *prompts: str) -> Job:
     return supervisor.store.create("one", spec, [], max_queued=9, answer=lambda job: job)
 
 
-def test_death_of_the_service_does_not_count_against_the_job(tmp_path: Path) -> None:
+def test_death_of_the_service_does_not_count_against_the_job(tmp_path):
     first = supervisor_of(tmp_path)
     job = create(first)
     first.stop()
@@ -48,9 +48,7 @@ def test_death_of_the_service_does_not_count_against_the_job(tmp_path: Path) -> 
         service.stop()
 
 
-def test_a_process_that_cannot_be_started_is_tried_again(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_cannot_be_started_is_tried_again(supervisor, monkeypatch):
     monkeypatch.setattr(module, "RETRY_INTERVAL_S", 0.05)
     real, refusals = module.subprocess.Popen, [OSError("no memory")] * (MAX_RESUMES + 2)
 
@@ -62,14 +60,12 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     monkeypatch.setattr(module.subprocess, "Popen", popen)
     job = create(supervisor)
     supervisor.start()
-    wait_until(lambda: supervisor.store.get(job.calibration_id).state.has_ended, timeout_s=30)
+    wait_until(lambda: supervisor.store.get(job.calibration_id).state.has_ended)
     after = supervisor.store.get(job.calibration_id)
     assert (after.state, after.num_deaths) == (JobState.SUCCEEDED, 0), after.failure_message
 
 
-def test_missing_heartbeats_count_only_if_they_can_be_recorded(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_heartbeats_count_only_if_they_can_be_recorded(supervisor, monkeypatch):
     """A healthy process cannot record heartbeats on a full disk and goes on; a stuck process is killed."""
     monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_S", 0.0)
     looks = [Exhausted("full", reason="DISK_FULL")] * 5
@@ -81,5 +77,5 @@ def test_missing_heartbeats_count_only_if_they_can_be_recorded(
     monkeypatch.setattr(supervisor.store, "check_writable", check)
     job = create(supervisor, "deaf")
     supervisor.start()
-    wait_until(lambda: supervisor.store.get(job.calibration_id).num_deaths > 0, timeout_s=30)
+    wait_until(lambda: supervisor.store.get(job.calibration_id).num_deaths > 0)
     assert not looks

@@ -170,7 +170,7 @@ def all_flags() -> set[str | None]:
     for command in commands:  # grows while it is walked
         flags.update(flags_of(command))
         commands += subcommands(command).values()
-    for source in (ROOT / "bench").glob("*.py"):
+    for source in (ROOT / "bench").rglob("*.py"):
         flags.update(re.findall(r'"(--[a-z0-9-]+)"', source.read_text()))
     return flags
 

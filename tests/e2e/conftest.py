@@ -10,9 +10,14 @@ from shared.registry.factory import open_registry
 from tests.worker import save_model, serving
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """The model "tiny" on disk."""
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder = save_model(tmp_path_factory.mktemp("model"))
+def engine(folder):
     with Engine(load_model(folder, model_id="tiny"), max_queue=4) as engine:
         engine.warm_up()
         yield engine

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -110,7 +109,6 @@ def test_an_interrupted_demo_leaves_nothing(model_folder: Path, tmp_path: Path, 
             if "worker serves on" in line:
                 break
         assert any("worker serves on" in line for line in lines), "".join(lines)
-        time.sleep(0.5)
         demo.send_signal(number)
         rest, _ = demo.communicate(timeout=60)
     assert demo.returncode == 130, "".join(lines) + rest

@@ -17,13 +17,11 @@ from neap.calibration.v1 import calibration_pb2
 from neap.inference.v1 import inference_pb2
 from neap.router.v1 import router_pb2
 
-from inference_service.engine.engine import Engine
-from shared.ladder.artefact import pack_ladder
-from shared.model.load import load_model
-from shared.registry.factory import open_registry
 from tests.calibrator_service.conftest import Service
 from tests.fuzzing import SECONDS, cases, garbage, random_message
-from tests.worker import build_ladder, save_model, serving
+from tests.generation import publish, request_of
+from tests.waiting import wait_until
+from tests.worker import serving
 
 pytestmark = pytest.mark.full
 
@@ -106,37 +104,19 @@ def fuzz(target: str, methods: list[MethodDescriptor], process: psutil.Process) 
     return seen
 
 
-def wait_until(is_so, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, "something has leaked"
-        time.sleep(0.05)
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    folder = save_model(tmp_path_factory.mktemp("model"))
-    with Engine(load_model(folder, model_id="tiny"), max_queue=4) as engine:
-        engine.warm_up()
-        yield engine
-
-
 @pytest.mark.e2e
-def test_a_worker(engine, tmp_path):
-    registry = open_registry(str(tmp_path / "registry"))
-    manifest, blobs = pack_ladder(build_ladder(engine.loaded), {})
-    registry.publish("tiny", manifest, blobs, request_id="one")
-    with serving(engine, registry) as worker:
+def test_a_worker(engine, registry):
+    publish(registry, engine)
+    with serving(engine, registry, max_active=NUM_CALLERS) as worker:
         seen = fuzz(worker.target, methods(inference_pb2), psutil.Process())
         assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND"} <= set(seen)
         wait_until(lambda: engine.num_running == engine.num_waiting == 0)
-        assert not worker.servicer._served["tiny"].active
         with grpc.insecure_channel(worker.target) as channel:
-            request = inference_pb2.GenerateRequest(model_id="tiny", text="hello")
-            request.stopping.max_tokens = 3
+            request = request_of(3)
             generate = channel.unary_stream("/neap.inference.v1.InferenceService/Generate")
-            assert len(list(generate(request.SerializeToString(), timeout=30))) >= 3
-    registry.close()
+            # All places are free again: as many calls as there are places are served at once.
+            calls = [generate(request.SerializeToString(), timeout=60) for _ in range(NUM_CALLERS)]
+            assert min(len(list(call)) for call in calls) >= 3
 
 
 @pytest.mark.e2e

@@ -16,7 +16,7 @@ from inference_service.servicer import SERVICE_NAME
 from shared.errors import NeapError
 from shared.rpc.client import NeapClient
 from shared.rpc.status import PUSHBACK_KEY
-from tests.worker import save_model
+from tests.generation import request_of
 from tests.worker_process import worker_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
@@ -26,11 +26,6 @@ MAX_TOKENS = 8
 # Some reorder: those that share the worker's steps, and those whose prompts are tokenised side by side. Starving is hundreds.
 MAX_OVERTAKEN = 128
 MAX_GROWTH_BYTES = 12 << 20
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @dataclass
@@ -47,12 +42,10 @@ class _Stream:
 def _request(number):
     """One of NUM_PROMPTS; every second is sampled, with a seed of its own."""
     kind = number % NUM_PROMPTS
-    return pb.GenerateRequest(
-        model_id="tiny",
+    return request_of(
+        MAX_TOKENS,
         text=f"hello {kind} " + "in the hell of it " * (kind % 4),
-        depth=pb.DepthPolicy(full=pb.Full()),
         sampling=pb.Sampling(temperature=0.8, seed=kind) if kind % 2 else None,
-        stopping=pb.Stopping(max_tokens=MAX_TOKENS, ignore_eos=True),
     )
 
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from itertools import count
 
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
 from neap.router.v1 import router_pb2
 
 from shared.cli.processes import ServiceProcess
@@ -21,6 +20,7 @@ from shared.model.load import load_model
 from shared.registry.base import Canary
 from shared.registry.split import takes_canary
 from shared.rpc.client import NeapClient
+from tests.generation import EXACT, FULL, request_of
 from tests.registry_servers import shared_registry, shared_url
 from tests.worker import build_ladder, save_model
 
@@ -29,7 +29,7 @@ NUM_CLIENTS = 4
 READY_TIMEOUT_S = 90.0
 SHARE_PER_MILLE = 300
 # Long enough for a worker to hear of a change, or to find that nobody tells it any more.
-STAGE_TIMEOUT_S = 30.0
+STAGE_TIMEOUT_S = 120.0
 
 
 class Load:
@@ -92,13 +92,8 @@ class Load:
 
 
 def ask(client: NeapClient, request_id: str, policy: str = "exact") -> tuple[int, tuple[int, ...]]:
-    depth = pb.DepthPolicy(full=pb.Full()) if policy == "full" else pb.DepthPolicy(exact=pb.Exact())
-    request = pb.GenerateRequest(
-        model_id="tiny",
-        text="hello hello hello",
-        depth=depth,
-        stopping=pb.Stopping(max_tokens=12, ignore_eos=True),
-    )
+    depth = FULL if policy == "full" else EXACT
+    request = request_of(12, text="hello hello hello", depth=depth)
     stream = client.generate(request, request_id=request_id, timeout_s=30)
     started = next(stream).started
     list(stream)

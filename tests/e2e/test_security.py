@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import trustme
-from neap.inference.v1 import inference_pb2 as pb
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
@@ -24,6 +23,7 @@ from shared.rpc.client import NeapClient
 from shared.rpc.security import ServerSecurity
 from shared.rpc.security_metrics import SecurityCollector
 from tests.certificates import issued, write
+from tests.generation import request_of
 from tests.tokens import write_tokens
 from tests.worker import save_model, serving
 
@@ -58,28 +58,22 @@ def _client(worker, token, **changes):
     return NeapClient(worker.target, security=security, num_attempts=1)
 
 
-def _request(**changes):
-    stopping = pb.Stopping(max_tokens=changes.pop("max_tokens", 3), ignore_eos=True)
-    full = pb.DepthPolicy(full=pb.Full())
-    return pb.GenerateRequest(model_id="tiny", text="hello", depth=full, stopping=stopping)
-
-
 def test_each_caller_has_places_of_its_own_at_one_address(worker):
     with (
         _client(worker, worker.tokens["ann"]) as ann,
         _client(worker, worker.tokens["bob"]) as bob,
-        ann.generate(_request(max_tokens=2000)) as long,
+        ann.generate(request_of(2000)) as long,
     ):
         next(long)
         with pytest.raises(Exhausted) as caught:
-            list(ann.generate(_request()))
+            list(ann.generate(request_of(3)))
         assert caught.value.reason == "CLIENT_LIMIT"
-        assert sum(len(event.chunk.tokens) for event in bob.generate(_request())) == 3
+        assert sum(len(event.chunk.tokens) for event in bob.generate(request_of(3))) == 3
 
 
 def test_what_is_refused_is_counted_and_what_is_off_is_not_exported(worker):
     with _client(worker, worker.tokens["ops"]) as ops, pytest.raises(PermissionDenied):
-        list(ops.generate(_request()))
+        list(ops.generate(request_of(3)))
     with _client(worker, "neap_wrong") as eve, pytest.raises(Unauthenticated):
         eve.list_models()
     registry = CollectorRegistry()

@@ -52,9 +52,7 @@ def captured(loaded: LoadedModel, *, compiled: bool = False) -> PagedRunner:
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3-sliding"])
 @pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize("compiled", [False, True])
-def test_captured_passes_are_the_models_own(
-    family: str, dtype: torch.dtype, compiled: bool
-) -> None:
+def test_captured_passes_are_the_models_own(family, dtype, compiled):
     loaded = on_gpu(family, dtype)
     runner = captured(loaded, compiled=compiled)
     ids = torch.randint(2, VOCABULARY_SIZE, (1, 60), device="cuda")
@@ -71,7 +69,7 @@ def test_captured_passes_are_the_models_own(
         at += size
 
 
-def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded: LoadedModel) -> None:
+def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded):
     runner = captured(loaded)
     ids = [torch.tensor([prompt[:7]]) for prompt in PROMPTS]
     alone = [
@@ -82,7 +80,7 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded: LoadedModel) -
     assert torch.equal(together, torch.cat(alone, 1))
 
 
-def test_exact_is_full_alone_and_in_company(loaded: LoadedModel) -> None:
+def test_exact_is_full_alone_and_in_company(loaded):
     with Engine(loaded, kv_budget_bytes=1 << 24) as engine:
         assert isinstance(engine.runner, PagedRunner)
         full = {
@@ -107,7 +105,7 @@ def test_exact_is_full_alone_and_in_company(loaded: LoadedModel) -> None:
             assert exact.stats.num_accepted > 0
 
 
-def test_exact_is_full_whatever_random_exits_say(loaded: LoadedModel) -> None:
+def test_exact_is_full_whatever_random_exits_say(loaded):
     """A ladder's own heads and routers, asked over recorded passes."""
     ladder = random_ladder(loaded, 3, (0, 2, 3), agreement=1.0)
     with fixed_cost_engine(loaded, ladder, kv_budget_bytes=1 << 24) as engine:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_service.engine.verification import computed, verify
+from inference_service.engine.verification import compute_choices, verify
 from shared.model.choosing import num_confirmed
 from shared.model.distribution import candidates, nucleus
 from shared.model.sampling import SamplingParams, Trial
@@ -77,6 +77,6 @@ def test_the_driver_sees_no_wait_before_the_answer_is_read(device: str) -> None:
     verify(logits, trials, wanted)  # what is made once only is made now
     torch.cuda.set_sync_debug_mode("error")
     try:
-        computed(logits, trials, wanted)
+        compute_choices(logits, trials, wanted)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -15,7 +16,9 @@ from inference_service.metrics import WorkerMetrics
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
+from tests.generation import EXACT, request_of
 from tests.spans import recorded_spans
+from tests.waiting import wait_until
 from tests.worker import build_ladder, serving
 
 GENERATE = "neap.inference.v1.InferenceService/Generate"
@@ -36,9 +39,10 @@ def metrics():
 
 
 @pytest.fixture
-def worker(request, loaded, registry, metrics):
+def worker(request, loaded, registry, metrics, clock):
     """Its parameter, if any, has further arguments of the engine."""
-    with Engine(loaded, **getattr(request, "param", {})) as engine:
+    options = {"clock": lambda: time.monotonic() + clock.later_s, **getattr(request, "param", {})}
+    with Engine(loaded, **options) as engine:
         engine.warm_up()
         with serving(engine, registry, metrics=metrics) as worker:
             yield worker
@@ -66,14 +70,7 @@ def log_lines(capfd):
 
 
 def _request(max_tokens=6, **changes):
-    fields = {
-        "model_id": "tiny",
-        "text": "hello there",
-        "depth": pb.DepthPolicy(full=pb.Full()),
-        "stopping": pb.Stopping(max_tokens=max_tokens, ignore_eos=True),
-        **changes,
-    }
-    return pb.GenerateRequest(**fields)
+    return request_of(max_tokens, **{"text": "hello there", **changes})
 
 
 def _ended(metrics):
@@ -90,13 +87,6 @@ def _ended(metrics):
 
 def _value(metrics, name, **labels):
     return metrics.registry.get_sample_value(name, {"model_id": "tiny", **labels})
-
-
-def _wait_for(condition, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def test_an_answered_call(stub, metrics, spans, log_lines, loaded):
@@ -148,13 +138,12 @@ def test_the_default_routers_version_is_shown(stub, metrics, registry, worker, l
     manifest, blobs = pack_ladder(build_ladder(worker.engine.loaded), {})
     version = registry.publish("tiny", manifest, blobs, request_id="one").version
     other = registry.publish("tiny", manifest, blobs, request_id="two", aliases=()).version
-    exact = pb.DepthPolicy(exact=pb.Exact())
-    list(stub.Generate(_request(depth=exact)))
+    list(stub.Generate(_request(depth=EXACT)))
     assert _value(metrics, "neap_router_version") == version
-    list(stub.Generate(_request(depth=exact, router=pb.RouterSelector(version=other))))
+    list(stub.Generate(_request(depth=EXACT, router=pb.RouterSelector(version=other))))
     assert _value(metrics, "neap_router_version") == version
     lines = []
-    _wait_for(lambda: lines.extend(log_lines()) or len(lines) == 2)
+    wait_until(lambda: lines.extend(log_lines()) or len(lines) == 2)
     assert [line["router_version"] for line in lines] == [version, other]
 
 
@@ -164,7 +153,7 @@ def test_rejections_count_by_reason_and_strangers_names_become_no_label(stub, me
     for request in requests:
         with pytest.raises(grpc.RpcError):
             list(stub.Generate(request))
-    _wait_for(lambda: sum(_ended(metrics).values()) == 22)
+    wait_until(lambda: sum(_ended(metrics).values()) == 22)
     assert _ended(metrics) == {
         ("requests_rejected", "", "MODEL_NOT_FOUND"): 20,
         ("requests_rejected", "tiny", "EMPTY_PROMPT"): 1,
@@ -179,20 +168,27 @@ def test_rejections_count_by_reason_and_strangers_names_become_no_label(stub, me
     assert models == {"", "tiny"}
 
 
-@pytest.mark.parametrize(
-    ("timeout_s", "code"), [(None, "CANCELLED"), (0.4, "DEADLINE_EXCEEDED")], ids=str
-)
+@pytest.fixture
+def clock():
+    """The time of the engine that `worker` runs: real time and `later_s`."""
+    return SimpleNamespace(later_s=0.0)
+
+
+@pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED"])
 def test_calls_that_end_early_count_once_and_end_their_spans(
-    stub, metrics, spans, log_lines, timeout_s, code
+    stub, worker, clock, metrics, spans, log_lines, code
 ):
-    call = stub.Generate(_request(2000), metadata=METADATA, timeout=timeout_s)
+    """The clock of the engine passes the deadline that the client has set."""
+    call = stub.Generate(_request(2000), metadata=METADATA, timeout=1000)
     first, second = next(call), next(call)
     assert first.HasField("started")
     assert second.HasField("chunk")
-    if timeout_s is None:
+    if code == "CANCELLED":
         call.cancel()
+    clock.later_s = 1000.0
     spans.wait_for(lambda: spans.named(GENERATE))
     assert _ended(metrics) == {("request_failures", "tiny", code): 1}
+    assert worker.engine.num_running == 0
     (line,) = log_lines()
     assert line["code"] == code
     assert 0 < line["generated_tokens"] < 2000
@@ -215,12 +211,12 @@ def test_a_write_that_fails_as_the_client_goes_counts_as_cancelled(stub, metrics
 def test_a_call_cancelled_while_it_waits_has_a_queue_span_only(stub, metrics, spans, worker):
     call = stub.Generate(_request())
     assert next(call).HasField("started")
-    _wait_for(lambda: _value(metrics, "neap_num_requests_waiting") == 1)
+    wait_until(lambda: _value(metrics, "neap_num_requests_waiting") == 1)
     call.cancel()
     spans.wait_for(lambda: spans.named(GENERATE))
     assert [span.name for span in spans.finished] == ["queue", GENERATE]
     assert _ended(metrics) == {("request_failures", "tiny", "CANCELLED"): 1}
-    _wait_for(lambda: _value(metrics, "neap_num_requests_waiting") == 0)
+    wait_until(lambda: _value(metrics, "neap_num_requests_waiting") == 0)
 
 
 def test_concurrent_calls_keep_their_spans_apart(stub, spans):

@@ -1,7 +1,6 @@
 """A registry that hangs delays only the requests that need it."""
 
 import threading
-import time
 from contextlib import closing
 
 import grpc
@@ -13,6 +12,8 @@ from inference_service.engine.engine import Engine
 from shared.errors import Exhausted
 from shared.registry.factory import open_registry
 from shared.rpc.status import from_rpc_error
+from tests.generation import EXACT, FULL, request_of
+from tests.waiting import wait_until
 from tests.worker import build_ladder, serving
 
 MAX_WAITING = 24
@@ -56,15 +57,8 @@ def worker(loaded, tmp_path):
                 held.go.set()
 
 
-def request(policy="exact", **router):
-    depths = {"exact": pb.DepthPolicy(exact=pb.Exact()), "full": pb.DepthPolicy(full=pb.Full())}
-    return pb.GenerateRequest(
-        model_id="tiny",
-        text="hello",
-        depth=depths[policy],
-        router=pb.RouterSelector(**router) if router else None,
-        stopping=pb.Stopping(max_tokens=3, ignore_eos=True),
-    )
+def request(depth=EXACT, **router):
+    return request_of(3, depth=depth, router=pb.RouterSelector(**router) if router else None)
 
 
 def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
@@ -82,11 +76,8 @@ def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
         lookups += [
             stub.Generate(request(version=100 + number)) for number in range(MAX_WAITING // 2)
         ]
-        give_up_at = time.monotonic() + 60
-        while worker.store._num_waiting < MAX_WAITING:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
-        assert served(request("full"))
+        wait_until(lambda: worker.store.num_waiting == MAX_WAITING)
+        assert served(request(FULL))
         assert served(request(version=1)), "loaded"
         assert served(request()), "by the alias' last answer"
         with pytest.raises(grpc.RpcError) as caught:
@@ -97,6 +88,4 @@ def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
         assert not any(call.done() for call in lookups)
         for call in lookups:
             call.cancel()
-        while worker.store._num_waiting:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
+        wait_until(lambda: worker.store.num_waiting == 0)

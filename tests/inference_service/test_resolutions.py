@@ -1,21 +1,22 @@
 """While the registry is away, the last answers are used; its other errors are raised."""
 
-import asyncio
 import threading
-import time
 from contextlib import closing
 
 import pytest
 import structlog
-from neap.inference.v1 import inference_pb2 as pb
 
 from inference_service import router_loader
 from inference_service.engine.engine import Engine
+from inference_service.pools import Pools
+from inference_service.resolutions import Resolutions
 from inference_service.routers import RouterChoice, RouterStore
 from shared.errors import NotFound, PreconditionFailed, Unavailable
 from shared.registry.factory import open_registry
 from shared.rpc.client import NeapClient
+from tests.generation import EXACT, request_of
 from tests.registry_servers import shared_url
+from tests.waiting import wait_until, wait_until_async
 from tests.worker import build_ladder, serving
 
 
@@ -91,18 +92,39 @@ async def test_the_last_answer_is_used_while_the_registry_is_away(
         await store.select(loaded, RouterChoice(alias="stable"))
 
 
-async def test_the_registry_is_asked_again_and_its_answer_used(registry, store, loaded, publish):
-    store._resolutions._ask_again_s = 0.05
+@pytest.fixture
+def resolve(registry):
+    """Makes a function that resolves "latest" to a version, with its own `Resolutions`."""
+    pools = Pools()
+
+    def make(**options):
+        known = Resolutions(registry.target, pools.known_aliases, pools.new_aliases, **options)
+
+        async def resolve():
+            resolution = await known.resolve("tiny", "latest")
+            known.keep("tiny", "latest", resolution)
+            return resolution.target.published.version
+
+        return resolve
+
+    yield make
+    registry.go.set()
+    pools.close()
+
+
+async def test_the_registry_is_asked_again_and_its_answer_used(registry, resolve, publish):
+    latest = resolve(ask_again_s=0.0)
     publish("first")
-    await store.select(loaded, RouterChoice())
+    await latest()
     registry.error = Unavailable("away")
-    await store.select(loaded, RouterChoice())
+    assert await latest() == 1
     publish("second")
     registry.error = None
-    give_up_at = time.monotonic() + 60
-    while (await store.select(loaded, RouterChoice())).version != 2:
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.01)
+
+    async def is_seen():
+        return await latest() == 2
+
+    await wait_until_async(is_seen)
 
 
 @pytest.mark.parametrize("error", [NotFound("gone"), PreconditionFailed("newer")])
@@ -115,17 +137,13 @@ async def test_every_other_error_is_raised(registry, store, loaded, publish, sta
     assert stale == []
 
 
-async def test_a_registry_that_hangs_costs_one_wait(registry, store, loaded, publish):
-    resolutions = store._resolutions
-    resolutions._patience_s, resolutions._ask_again_s = 0.3, 3600.0
+async def test_a_registry_that_hangs_costs_one_wait(registry, resolve, publish):
+    latest = resolve(patience_s=0.05, ask_again_s=3600.0)
     publish("first")
-    await store.select(loaded, RouterChoice())
+    await latest()
     registry.go.clear()
-    for _ in range(20):
-        assert (await store.select(loaded, RouterChoice())).version == 1
-        resolutions._patience_s = 3600.0  # a second wait would outlast the test
+    assert [await latest() for _ in range(20)] == [1] * 20
     assert registry.num_asked <= 2
-    registry.go.set()
 
 
 async def test_an_alias_that_moved_to_a_version_that_cannot_be_fetched(
@@ -142,25 +160,28 @@ async def test_an_alias_that_moved_to_a_version_that_cannot_be_fetched(
     await store.select(loaded, RouterChoice())
     publish("second")
     registry.store_error = Unavailable("the store is away", reason="OBJECT_STORE_UNAVAILABLE")
-    give_up_at = time.monotonic() + 60
-    while ("tiny", "alias", "OBJECT_STORE_UNAVAILABLE") not in fallbacks:
-        assert (await store.select(loaded, RouterChoice())).version == 1
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.01)
+
+    async def served():
+        return (await store.select(loaded, RouterChoice())).version
+
+    async def is_tried():
+        assert await served() == 1
+        return ("tiny", "alias", "OBJECT_STORE_UNAVAILABLE") in fallbacks
+
+    async def is_loaded():
+        return await served() == 2
+
+    await wait_until_async(is_tried)
     assert fallbacks[0] == ("tiny", "alias", "LOADING")
     with pytest.raises(Unavailable):
         await store.select(loaded, RouterChoice(version=2))
     registry.store_error = None
-    while (await store.select(loaded, RouterChoice())).version != 2:
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.01)
+    await wait_until_async(is_loaded)
 
 
 def test_a_worker_serves_on_when_redis_is_killed(loaded, publish, own_redis, s3, stale):
     def answer(client):
-        stopping = pb.Stopping(max_tokens=4, ignore_eos=True)
-        request = pb.GenerateRequest(model_id="tiny", text="hello", stopping=stopping)
-        events = list(client.generate(request))
+        events = list(client.generate(request_of(4, depth=EXACT)))
         tokens = [token.id for event in events for token in event.chunk.tokens]
         return events[0].started.router_version, tokens
 
@@ -178,7 +199,4 @@ def test_a_worker_serves_on_when_redis_is_killed(loaded, publish, own_redis, s3,
             assert len(stale) == 5
             own_redis.start()
             publish("second", registry)
-            give_up_at = time.monotonic() + 60
-            while answer(client)[0] != 2:
-                assert time.monotonic() < give_up_at
-                time.sleep(0.1)
+            wait_until(lambda: answer(client)[0] == 2)

@@ -9,6 +9,7 @@ from inference_service.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
 from shared.rpc.client import NeapClient
+from tests.generation import request_of
 from tests.worker import build_ladder, serving
 
 RISK = {
@@ -37,14 +38,8 @@ def client(tmp_path_factory, loaded):
 
 
 def started(client, depth: pb.DepthPolicy, version: int = 1, **sampling: float) -> pb.Started:
-    request = pb.GenerateRequest(
-        model_id="tiny",
-        text="hello hello",
-        depth=depth,
-        sampling=pb.Sampling(**sampling),
-        router=pb.RouterSelector(version=version),
-        stopping=pb.Stopping(max_tokens=2),
-    )
+    router = pb.RouterSelector(version=version)
+    request = request_of(2, depth=depth, sampling=pb.Sampling(**sampling), router=router)
     first, *_ = client.generate(request)
     return first.started
 

@@ -1,13 +1,11 @@
 """A rollout as seen by a worker's clients and in its metrics."""
 
-import time
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 from neap.inference.v1 import inference_pb2 as pb
 
-from inference_service.engine.engine import Engine
 from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.request import GenerationRequest
 from inference_service.metrics import WorkerMetrics
@@ -19,7 +17,10 @@ from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.split import takes_canary
 from shared.rpc.client import NeapClient
+from tests.fixed_costs import fixed_cost_engine
+from tests.generation import request_of
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 from tests.worker import serving
 
 RISK = {
@@ -55,7 +56,7 @@ def rollout(tmp_path, loaded):
             "metrics": metrics,
         }
         with (
-            Engine(loaded, shadow_share=1.0) as engine,
+            fixed_cost_engine(loaded, shadow_share=1.0) as engine,
             serving(engine, registry, **options) as worker,
             NeapClient(worker.target) as client,
         ):
@@ -64,33 +65,21 @@ def rollout(tmp_path, loaded):
 
 def ask(client, policy="exact", request_id=None, version=None):
     """The Started event of one request that is read to its end."""
-    depth = pb.DepthPolicy(exact=pb.Exact())
-    if policy == "relaxed":
-        depth = pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9))
-    request = pb.GenerateRequest(
-        model_id="tiny",
-        text="hello hello",
-        depth=depth,
-        router=pb.RouterSelector(version=version) if version else None,
-        stopping=pb.Stopping(max_tokens=6, ignore_eos=True),
-    )
+    relaxed = pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9))
+    exact = pb.DepthPolicy(exact=pb.Exact(max_drafts=3))
+    depth = relaxed if policy == "relaxed" else exact
+    router = pb.RouterSelector(version=version) if version else None
+    request = request_of(6, text="hello hello", depth=depth, router=router)
     first, *_, last = client.generate(request, request_id=request_id)
     assert last.HasField("finished")
     return first.started
-
-
-def soon(condition):
-    give_up_at = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
 
 
 def test_started_names_the_version_that_the_request_id_leads_to(rollout):
     names = [f"r-{number}" for number in range(30)]
     wanted = [1 + takes_canary(name, "tiny", "stable", Canary(2, 300)) for name in names]
     assert set(wanted) == {1, 2}
-    soon(lambda: ask(rollout.client, request_id=names[wanted.index(2)]).router_version == 2)
+    wait_until(lambda: ask(rollout.client, request_id=names[wanted.index(2)]).router_version == 2)
     for _ in range(2):
         found = [ask(rollout.client, request_id=name).router_version for name in names]
         assert found == wanted
@@ -105,10 +94,10 @@ def test_started_names_the_version_that_the_request_id_leads_to(rollout):
 
 def test_relaxed_is_served_as_exact_once_it_broke_its_bound(rollout):
     assert ask(rollout.client, "relaxed", version=1).policy == "relaxed"
-    soon(lambda: rollout.engine.shadow.is_idle)
+    wait_until(lambda: rollout.engine.shadow.is_idle)
     while not rollout.engine.shadow.is_suspended(1):
         assert ask(rollout.client, "relaxed", version=1).policy == "relaxed"
-        soon(lambda: rollout.engine.shadow.is_idle)
+        wait_until(lambda: rollout.engine.shadow.is_idle)
         assert rollout.engine.shadow.counts[1, 0.05].num_checked < 20
     assert ask(rollout.client, "relaxed", version=1).policy == "exact"
     assert ask(rollout.client, "exact", version=1).policy == "exact"

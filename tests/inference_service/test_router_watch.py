@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 from contextlib import closing
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from inference_service.router_watch import RouterWatch
 from shared.errors import Unavailable
 from shared.registry.factory import open_registry
+from tests.waiting import wait_until
 
 
 class Watched:
@@ -19,6 +19,8 @@ class Watched:
         self.registry = registry
         self.is_away = False
         self.asked: list[int] = []
+        self.waits_s: list[float] = []
+        self.num_refused = 0
 
     def last_event(self, model_id):
         self._check()
@@ -27,10 +29,12 @@ class Watched:
     def events(self, model_id, *, after_event, timeout_s):
         self._check()
         self.asked.append(after_event)
+        self.waits_s.append(timeout_s)
         return self.registry.events(model_id, after_event=after_event, timeout_s=timeout_s)
 
     def _check(self):
         if self.is_away:
+            self.num_refused += 1
             raise Unavailable("away")
 
 
@@ -58,19 +62,12 @@ def publish(registry, number):
     registry.registry.publish("tiny", {"n": number}, {"x": b""}, request_id=str(number))
 
 
-def soon(condition):
-    give_up_at = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-
-
 def test_events_before_its_start_are_ignored(registry, watch):
     publish(registry, 1)
     changed = threading.Semaphore(0)
     watch(changed.release)
-    soon(lambda: len(registry.asked) > 2)
-    assert not changed.acquire(timeout=0.1)
+    wait_until(lambda: len(registry.asked) > 2)
+    assert not changed.acquire(blocking=False)
     publish(registry, 2)
     assert changed.acquire(timeout=60)
     registry.registry.rollback_alias("tiny", "latest")
@@ -82,24 +79,31 @@ def test_events_during_an_outage_are_not_missed(registry, watch):
     publish(registry, 1)
     changed = threading.Semaphore(0)
     watch(changed.release)
-    soon(lambda: registry.asked)
+    wait_until(lambda: registry.asked)
     last = registry.registry.last_event("tiny")
     registry.is_away = True
-    time.sleep(0.2)
+    wait_until(lambda: registry.num_refused)
     asked = len(registry.asked)
     publish(registry, 2)
-    assert not changed.acquire(timeout=0.2)
+    wait_until(lambda: registry.num_refused > 2)
+    assert not changed.acquire(blocking=False)
     registry.is_away = False
     assert changed.acquire(timeout=60)
     assert registry.asked[asked] == last, "it goes on from the last event it has seen"
 
 
 def test_a_poll_beside_the_stream_at_times_that_differ(registry, watch):
+    """By a clock that runs while the stream is waited for."""
     times: list[float] = []
-    watch(lambda: times.append(time.monotonic()), poll_s=0.1, watch_s=0.002)
-    soon(lambda: len(times) > 8)
+    watch(
+        lambda: times.append(sum(registry.waits_s)),
+        poll_s=0.1,
+        watch_s=0.002,
+        clock=lambda: sum(registry.waits_s),
+    )
+    wait_until(lambda: len(times) > 8)
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert min(pauses) > 0.045
+    assert 0.05 <= min(pauses) <= max(pauses) <= 0.155
     assert max(pauses) - min(pauses) > 0.005
 
 

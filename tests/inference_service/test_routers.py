@@ -2,19 +2,20 @@ import asyncio
 import collections
 import gc
 import threading
-import time
 import weakref
 
 import pytest
 import structlog
 
 from inference_service import router_loader
+from inference_service.router_loader import RouterLoader
 from inference_service.routers import RouterChoice, RouterStore
 from shared.errors import Corrupt, NotFound, PreconditionFailed, RouterMismatch
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.split import takes_canary
 from tests.registry_damage import content_path
+from tests.waiting import wait_until_async
 from tests.worker import build_ladder
 
 
@@ -75,10 +76,12 @@ async def test_no_choice_means_latest(registry, loaded, publish, unpack):
 
 async def served(store, loaded, version, choice=None, **options):
     """Returns once requests get `version`."""
-    give_up_at = time.monotonic() + 60
-    while (await store.select(loaded, choice or RouterChoice(), **options)).version != version:
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.01)
+
+    async def is_served():
+        router = await store.select(loaded, choice or RouterChoice(), **options)
+        return router.version == version
+
+    await wait_until_async(is_served)
 
 
 async def test_an_alias_that_moves_serves_its_old_version_until_the_new_one_is_ready(
@@ -118,11 +121,12 @@ async def test_a_router_that_fails_its_self_test_never_serves(registry, loaded, 
     await store.select(loaded, RouterChoice())
     store.prepare_with("tiny", refuse)
     publish("second")
-    give_up_at = time.monotonic() + 60
-    while ("tiny", "alias", "SELF_TEST_FAILED") not in fallbacks:
+
+    async def is_refused():
         assert (await store.select(loaded, RouterChoice())).version == 1
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.01)
+        return ("tiny", "alias", "SELF_TEST_FAILED") in fallbacks
+
+    await wait_until_async(is_refused)
     for _ in range(20):
         assert (await store.select(loaded, RouterChoice())).version == 1
     assert unpack.num_calls == 2, "what is broken is not loaded for every request"
@@ -176,13 +180,14 @@ async def test_a_broken_canary_fails_no_request(
         default_alias="stable",
         on_fallback=lambda *labels: fallbacks.update([labels]),
     )
-    give_up_at = time.monotonic() + 60
-    while not fallbacks["tiny", "canary", reason]:
+
+    async def is_refused():
         for name in IDS:
             router = await store.select(loaded, RouterChoice(), request_id=name)
             assert router.version == 1
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.01)
+        return fallbacks["tiny", "canary", reason]
+
+    await wait_until_async(is_refused)
     assert set(fallbacks) <= {("tiny", "canary", "LOADING"), ("tiny", "canary", reason)}
 
 
@@ -203,19 +208,17 @@ async def test_a_loaded_router_is_served_although_its_artefact_is_damaged(
 
 
 async def test_refreshing_loads_before_a_request_asks(registry, loaded, publish, unpack):
-    store = RouterStore(registry, unpack=unpack)
+    fallbacks = []
+    store = RouterStore(
+        registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels)
+    )
     publish("first")
     await store.select(loaded, RouterChoice())
     publish("second")
     publish("third", aliases=())
     registry.set_canary("tiny", "latest", Canary(3, 1))
     await store.refresh(loaded)
-    give_up_at = time.monotonic() + 60
-    while len(store.loaded("tiny")) < 3:
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.01)
-    fallbacks = []
-    store._on_fallback = lambda *labels: fallbacks.append(labels)
+    await wait_until_async(lambda: len(store.loaded("tiny")) == 3)
     assert (await store.select(loaded, RouterChoice())).version == 2
     assert fallbacks == []
 
@@ -257,9 +260,7 @@ async def test_many_at_once_load_once_off_the_loop(registry, loaded, publish, un
     store = RouterStore(registry, unpack=unpack)
     unpack.go.clear()
     waiting = [asyncio.create_task(store.select(loaded, RouterChoice())) for _ in range(8)]
-    while unpack.num_calls == 0:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
+    await wait_until_async(lambda: unpack.num_calls and store.num_waiting == 8)
     waiting[0].cancel()  # one that leaves takes nobody along
     await asyncio.sleep(0)
     unpack.go.set()
@@ -323,19 +324,20 @@ async def test_refreshing_does_not_reload_evicted_routers(registry, loaded, publ
         await store.select(loaded, RouterChoice(alias=f"a{number}"))
     for _ in range(3):
         await store.refresh(loaded)
-        while store._loader._loading:
-            await asyncio.sleep(0.01)
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})  # loads
     assert unpack.num_calls == 5
 
 
 async def test_versions_that_clients_make_up_leave_nothing_behind(registry, loaded, unpack):
-    store = RouterStore(registry, unpack=unpack)
+    loader = RouterLoader(registry, capacity=2, unpack=unpack)
+    num_versions = router_loader.MAX_FAILURES + 2
     with structlog.testing.capture_logs() as logs:
-        for version in range(1, 500):
+        for version in range(1, num_versions + 1):
             with pytest.raises(NotFound):
-                await store.select(loaded, RouterChoice(version=version))
+                await loader.get(loaded, version)
     assert logs == []
-    assert len(store._loader._failures) <= router_loader.MAX_FAILURES
+    assert loader.get_soon(loaded, 1) == "LOADING", "its failure is forgotten"
+    assert loader.get_soon(loaded, num_versions) == "ROUTER_VERSION_NOT_FOUND"
 
 
 async def test_a_router_that_cannot_be_loaded_is_logged_at_intervals(

@@ -14,6 +14,7 @@ from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.errors import Unavailable
 from shared.registry.factory import open_registry
 from shared.rpc.client import NeapClient
+from tests.generation import request_of
 from tests.worker import CONTEXT_LENGTH, serving
 
 
@@ -65,13 +66,7 @@ def test_models_are_described(worker, loaded):
 
 
 def test_started_carries_the_callers_request_id_and_the_seed_in_use(worker):
-    request = pb.GenerateRequest(
-        model_id="tiny",
-        text="hello",
-        depth=pb.DepthPolicy(full=pb.Full()),
-        sampling=pb.Sampling(temperature=2.0),
-        stopping=pb.Stopping(max_tokens=12, ignore_eos=True),
-    )
+    request = request_of(12, sampling=pb.Sampling(temperature=2.0))
     with grpc.insecure_channel(worker.target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         first = list(stub.Generate(request, metadata=(("x-request-id", "mine-1"),)))
@@ -85,23 +80,6 @@ def test_started_carries_the_callers_request_id_and_the_seed_in_use(worker):
 
 def _ids(events):
     return [token.id for event in events for token in event.chunk.tokens]
-
-
-def test_logprobs_come_with_their_alternatives(worker):
-    request = pb.GenerateRequest(
-        model_id="tiny",
-        text="hello",
-        depth=pb.DepthPolicy(full=pb.Full()),
-        stopping=pb.Stopping(max_tokens=3, ignore_eos=True),
-        logprobs=2,
-    )
-    with NeapClient(worker.target) as client:
-        tokens = [token for event in client.generate(request) for token in event.chunk.tokens]
-    for token in tokens:
-        assert token.alternatives[0].id == token.id
-        assert len(token.alternatives) == 2
-        assert token.logprob == pytest.approx(token.alternatives[0].logprob)
-        assert token.logprob > token.alternatives[1].logprob
 
 
 async def test_not_ready_is_unavailable(loaded):

@@ -32,7 +32,7 @@ async def test_events_cross_threads_in_order_and_end_with_none():
     thread = threading.Thread(target=lambda: [stream.push(event) for event in [*events, None]])
     thread.start()
     got = []
-    while (event := await asyncio.wait_for(stream.next(), 5)) is not None:
+    while (event := await asyncio.wait_for(stream.next(), 60)) is not None:
         got.append(event)
     assert got == events
     thread.join()

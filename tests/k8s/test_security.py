@@ -1,39 +1,26 @@
-"""The component that turns certificates and tokens on, over each overlay."""
+"""The component that enables TLS and tokens, applied to each overlay."""
 
-import os
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
-import yaml
 
 from shared.config import CalibratorSettings, WorkerSettings
-from tests.k8s.test_kustomize import K8S, OVERLAYS, build, settings_of, workloads
+from tests.kustomize import containers, environment, render, services
 
 KINDS = {"worker": WorkerSettings, "calibrator": CalibratorSettings}
 KEYS = {"tls": {"tls.crt", "tls.key", "ca.crt"}, "tokens": {"tokens"}}
 
 
-@pytest.fixture(params=OVERLAYS)
-def objects(request: pytest.FixtureRequest, tmp_path: Path):
-    def inside(path: str) -> str:
-        return os.path.relpath(K8S / path, tmp_path)
-
-    made = {
-        "resources": [inside(f"overlays/{request.param}")],
-        # Both components together: neither may undo the other.
-        "components": [inside("components/shared-registry"), inside("components/security")],
-    }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(made))
-    return build(tmp_path)
+@pytest.fixture(params=["local", "cpu", "gpu"])
+def objects(request: pytest.FixtureRequest):
+    return render(request.param, ("security",))
 
 
 def test_the_services_find_their_files_where_the_secrets_are_mounted(objects, monkeypatch):
-    for name, value in settings_of(objects).items():
-        monkeypatch.setenv(name, value)
-    for service, spec in workloads(objects).items():
-        (container,) = spec["containers"]
-        for variable in container["env"]:
-            monkeypatch.setenv(variable["name"], variable["value"])
+    assert len(services(objects)) == 2
+    for service, (container, spec) in services(objects).items():
+        for name, value in environment(objects, container).items():
+            monkeypatch.setenv(name, value)
         settings = KINDS[service]()
         mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
@@ -43,37 +30,28 @@ def test_the_services_find_their_files_where_the_secrets_are_mounted(objects, mo
             settings.auth_tokens,
         ):
             mount = mounts[str(PurePosixPath(path).parent)]
+            kind = mount["name"].removeprefix(f"{service}-")
             assert mount["readOnly"] is True
             assert "subPath" not in mount
-            assert path.name in KEYS[mount["name"]]
+            assert path.name in KEYS[kind]
             secret = volumes[mount["name"]]["secret"]
-            assert secret["secretName"] == secrets[mount["name"]]
+            assert secret["secretName"] == secrets[kind]
             # The pod's own group reads them, and nobody else.
             assert secret["defaultMode"] == 0o440
             assert spec["securityContext"]["fsGroup"] == spec["securityContext"]["runAsGroup"]
 
 
-def test_probes_ask_the_plain_text_port(objects, monkeypatch):
-    for service, spec in workloads(objects).items():
-        (container,) = spec["containers"]
-        for variable in container["env"]:
-            monkeypatch.setenv(variable["name"], variable["value"])
-        (port,) = [port for port in container["ports"] if port["name"] == "health"]
-        number = port["containerPort"]
-        assert KINDS[service]().health_listen == f"0.0.0.0:{number}"
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert container[probe]["grpc"]["port"] == number
-        assert "service" in container["readinessProbe"]["grpc"]
+def test_a_job_needs_no_certificate(objects):
+    for name, container, _ in containers(objects):
+        if name == "calibration":
+            variables = environment(objects, container)
+            assert variables["NEAP_TLS_CERT"] == variables["NEAP_AUTH_TOKENS"] == ""
 
 
-def test_callers_reach_the_encrypted_port_and_no_other(objects):
+def test_only_the_encrypted_port_is_reachable_for_callers(objects):
     for service in KINDS:
         (port,) = objects["Service", f"neap-{service}"]["spec"]["ports"]
         assert port["name"] == "grpc"
         assert "appProtocol" not in port
     rules = objects["NetworkPolicy", "neap"]["spec"]["ingress"]
-    assert not any({"port": 8086} in rule["ports"] for rule in rules)
-
-
-def test_no_secret_is_in_the_manifests(objects):
-    assert not [name for kind, name in objects if kind == "Secret"]
+    assert not any({"port": port} in rule["ports"] for rule in rules for port in (8086, 8087))

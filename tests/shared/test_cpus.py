@@ -16,14 +16,14 @@ def _sixteen_cpus(monkeypatch):
 def machine(tmp_path):
     """Return a function that maps (files below the cgroup root, /proc/self/cgroup) to the result of `usable_cpus`."""
 
-    def cpus(files, process, **options):
+    def cpus(files, process):
         for name, text in files.items():
             path = tmp_path / "cgroup" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         (tmp_path / "process").write_text(process)
         root, processes = tmp_path / "cgroup", tmp_path / "process"
-        return usable_cpus(cgroup_root=root, process_cgroups=processes, **options)
+        return usable_cpus(cgroup_root=root, process_cgroups=processes)
 
     return cpus
 
@@ -76,9 +76,8 @@ def test_the_quota_of_the_container_counts(machine, name):
     assert machine(files, process) == expected
 
 
-def test_a_setting_and_the_affinity_count(machine, monkeypatch):
+def test_the_affinity_counts(machine, monkeypatch):
     files = {"cpu.max": "800000 100000\n"}
-    assert machine(files, "0::/\n", wanted=5) == 5
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7})
     assert machine(files, "0::/\n") == 2
 
@@ -92,6 +91,15 @@ def test_pools_are_sized_unless_the_environment_sets_their_size(monkeypatch):
     size_thread_pools(environment)
     assert environment["OMP_NUM_THREADS"] == "7"
     assert environment["RAYON_NUM_THREADS"] == str(usable_cpus())
+
+
+@pytest.mark.parametrize(("threads", "size"), [("3", "3"), ("0", None), ("many", None)])
+def test_pools_have_the_size_of_the_setting(monkeypatch, threads, size):
+    """As in a pod without a CPU limit on a large node: the setting is all that says how many CPUs it asked for."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
+    environment = {"NEAP_THREADS": threads}
+    size_thread_pools(environment)
+    assert environment["OMP_NUM_THREADS"] == (size or str(usable_cpus()))
 
 
 @pytest.mark.parametrize("module", ["inference_service", "calibrator_service"])

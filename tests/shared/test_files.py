@@ -19,16 +19,14 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_new_contents_replace_the_old(path: Path) -> None:
+def test_the_new_contents_replace_the_old(path):
     assert path.read_bytes() == b"old"
     write_atomically(path, b"new", drop_cached=True)
     assert path.read_bytes() == b"new"
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_contents_are_flushed_before_the_name_and_the_name_before_the_return(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contents_are_flushed_before_the_name_and_the_name_before_the_return(path, monkeypatch):
     order: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -46,7 +44,7 @@ def test_contents_are_flushed_before_the_name_and_the_name_before_the_return(
 
 
 @pytest.mark.parametrize("failing", STEPS[:3])
-def test_after_an_error_the_old_contents_stay_and_nothing_else(path: Path, failing: str) -> None:
+def test_after_an_error_the_old_contents_stay_and_nothing_else(path, failing):
     def step(name: str) -> None:
         if name == failing:
             raise OSError(28, "no space left")
@@ -58,9 +56,7 @@ def test_after_an_error_the_old_contents_stay_and_nothing_else(path: Path, faili
 
 
 @pytest.mark.parametrize("failing", STEPS)
-def test_a_writer_that_is_killed_leaves_the_old_contents_or_the_new(
-    path: Path, failing: str
-) -> None:
+def test_a_writer_that_is_killed_leaves_the_old_contents_or_the_new(path, failing):
     code = (
         "import os, sys; from pathlib import Path; from shared.files import write_atomically\n"
         "kill = lambda name: os.kill(os.getpid(), 9) if name == sys.argv[2] else None\n"
@@ -74,7 +70,7 @@ def test_a_writer_that_is_killed_leaves_the_old_contents_or_the_new(
     assert path.read_bytes() == b"newer"
 
 
-def test_another_writers_part_is_left_alone(path: Path) -> None:
+def test_another_writers_part_is_left_alone(path):
     part = path.with_name("part")
     part.write_bytes(b"somebody's")
     with pytest.raises(FileExistsError):
@@ -83,6 +79,6 @@ def test_another_writers_part_is_left_alone(path: Path) -> None:
     assert path.read_bytes() == b"old"
 
 
-def test_a_missing_folder_is_not_created(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_created(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "none" / "file", b"new")

@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 class Certificate:
     """`bounds`: safest threshold first, each bolder and looser than the one before; () if nothing can be certified.
 
-    `level`: level of each test, so that all bounds hold together with probability 1 - delta. `num_differing`: prompts that differ,
+    `level`: level of each test, so that all bounds hold together with probability 1 - DELTA. `num_differing`: prompts that differ,
     per threshold of THRESHOLDS.
     """
 
@@ -43,13 +43,13 @@ class Certificate:
     num_differing: tuple[int, ...]
 
 
-def certify(highest: Sequence[float], delta: float = DELTA) -> Certificate:
+def certify(highest: Sequence[float]) -> Certificate:
     """`highest[i]`: the highest threshold at which prompt i differs, 0 if it never does. Prompts must be drawn independently."""
     num_prompts = len(highest)
     counts = tuple(sum(value >= threshold for value in highest) for threshold in THRESHOLDS)
     if not num_prompts:
         return Certificate((), 0.0, counts)
-    level = joint_level(num_prompts, delta)
+    level = joint_level(num_prompts, DELTA)
     bounds: list[RiskBound] = []
     for epsilon in EPSILONS:
         passed = last_passing(num_prompts, counts, epsilon, level)

@@ -12,7 +12,7 @@ from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.collect import LabelledSequence
-from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.routers import exit_samples
 from shared.ladder.ladder import Ladder, SequenceDrafter, suffix_evidence
@@ -26,7 +26,7 @@ PASS_SIZE = 4096
 
 
 def held_out_report(
-    run: Run, material: Material, vocabulary: DraftVocabulary, ladder: Ladder
+    run: Run, material: TrainingData, vocabulary: DraftVocabulary, ladder: Ladder
 ) -> dict[str, Any]:
     """Figures per rung ("rungs") and of the whole ladder, ready for JSON. Raises `Cancelled`."""
     held_out = material.table_sequences["report"]

@@ -19,7 +19,7 @@ from calibrator_service.calibration.states.labels import greedy_choices
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.ladder.ladder import Ladder
-from shared.model.runner import Runner
+from shared.model.contiguous_runner import ContiguousRunner
 
 # Added to the exits' probabilities, because exits that are served one at a time round differently than in a batch.
 ROUNDING = 1e-4
@@ -55,7 +55,7 @@ class _Replay:
 class Replayer:
     """Replays with one ladder, as it is published, and its model."""
 
-    def __init__(self, ladder: Ladder, runner: Runner) -> None:
+    def __init__(self, ladder: Ladder, runner: ContiguousRunner) -> None:
         self._ladder, self._runner = ladder.bind(runner), runner
 
     @torch.inference_mode()

@@ -17,14 +17,14 @@ from calibrator_service.calibration.text.stream import GivenText
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.ladder.ladder import Ladder
 from shared.ladder.risk import LOSS
-from shared.model.runner import Runner
+from shared.model.contiguous_runner import ContiguousRunner
 
 # Reasons why nothing is certified.
 GIVEN_TEXT, TOO_FEW_PROMPTS, NO_THRESHOLD = "GIVEN_TEXT", "TOO_FEW_PROMPTS", "NO_THRESHOLD_PASSED"
 
 
 def certified_risk(
-    run: Run, runner: Runner, ladder: Ladder, answers: RiskAnswers
+    run: Run, runner: ContiguousRunner, ladder: Ladder, answers: RiskAnswers
 ) -> dict[str, Any]:
     """The manifest's "risk" (see `shared.ladder.risk`). Without bounds it has a "reason". Raises `Cancelled`."""
     highest = Replayer(ladder, runner).highest_differing(
@@ -52,11 +52,11 @@ def certified_risk(
         },
     }
     if not certificate.bounds:
-        record["reason"] = _why_nothing_is_certified(answers)
+        record["reason"] = _reason_without_bounds(answers)
     return record
 
 
-def _why_nothing_is_certified(answers: RiskAnswers) -> str:
+def _reason_without_bounds(answers: RiskAnswers) -> str:
     if isinstance(answers.text, GivenText):
         return GIVEN_TEXT
     return NO_THRESHOLD if answers.sequences else TOO_FEW_PROMPTS

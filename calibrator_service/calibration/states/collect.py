@@ -28,7 +28,7 @@ from calibrator_service.calibration.text.shards import TokenSequence, read_shard
 from calibrator_service.calibration.text.splits import Split
 from shared.ladder.heads import NUM_OFFSETS, unit
 from shared.ladder.successors import Array
-from shared.model.runner import Runner
+from shared.model.contiguous_runner import ContiguousRunner
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Collector:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ContiguousRunner,
         depths: Sequence[int],
         folder: Path,
         *,

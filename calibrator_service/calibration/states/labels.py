@@ -5,17 +5,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calibrator_service.calibration.spec import Label
-from shared.model.runner import Runner
+from shared.model.contiguous_runner import ContiguousRunner
+
+# Rows of logits computed at a time.
+CHUNK_ROWS = 512
 
 
 @torch.inference_mode()
-def greedy_choices(runner: Runner, deep: Tensor, chunk: int = 512) -> Tensor:
-    """Deep states [N, D] -> the full model's greedy choices [N] int64. Logits are computed `chunk` rows at a time."""
-    return torch.cat([runner.logits(part).argmax(-1) for part in deep.split(chunk)])
+def greedy_choices(runner: ContiguousRunner, deep: Tensor) -> Tensor:
+    """Deep states [N, D] -> the full model's greedy choices [N] int64."""
+    return torch.cat([runner.logits(part).argmax(-1) for part in deep.split(CHUNK_ROWS)])
 
 
 @torch.inference_mode()
-def cosine_converged(runner: Runner, state: Tensor, deep: Tensor, threshold: float) -> Tensor:
+def cosine_converged(
+    runner: ContiguousRunner, state: Tensor, deep: Tensor, threshold: float
+) -> Tensor:
     """The label of TIDE: whether the cosine of the normed state [N, D] and the normed deep state [N, D] exceeds `threshold`.
 
     Returns bool [N]. Both states go through the final norm.

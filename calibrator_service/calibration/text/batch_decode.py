@@ -36,7 +36,7 @@ class DecodeParams:
     stop_loops: bool = True
 
 
-def _never() -> bool:
+def _no_stop() -> bool:
     return False
 
 
@@ -47,8 +47,8 @@ def decode_batch(
     params: DecodeParams,
     *,
     generator: torch.Generator | None = None,
-    should_stop: Callable[[], bool] = _never,
-    is_late: Callable[[], bool] = _never,
+    should_stop: Callable[[], bool] = _no_stop,
+    is_late: Callable[[], bool] = _no_stop,
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[list[int]]:
     """The model's continuation of each prompt, as token ids. No prompt may be empty.
@@ -84,7 +84,7 @@ def decode_batch(
                 continue
             outputs[row].append(token)
             if token in params.stop_ids or (
-                params.stop_loops and step % LOOP_CHECK_INTERVAL == 0 and is_loop(outputs[row])
+                params.stop_loops and step % LOOP_CHECK_INTERVAL == 0 and is_repeating(outputs[row])
             ):
                 ended.add(row)
         alive = [index for index, row in enumerate(rows) if row not in ended]
@@ -139,7 +139,7 @@ def _choose_tokens(
     return candidates.gather(-1, picked)[:, 0]
 
 
-def is_loop(tokens: Sequence[int]) -> bool:
+def is_repeating(tokens: Sequence[int]) -> bool:
     """Whether the last LOOP_TAIL tokens repeat with a short period."""
     if len(tokens) < LOOP_TAIL:
         return False

@@ -125,7 +125,7 @@ def _resolve_files(source: HubDataset, split: str, token: bool | None) -> HubFil
     entry = _chosen_config(source, card)
     folder = root
     if data_dir := str(entry.get("data_dir") or ""):
-        folder = f"{root}/{_inside(source, data_dir)}"
+        folder = f"{root}/{_check_path_inside(source, data_dir)}"
     download = DownloadConfig(token=token)
     if "data_files" in entry:
         found = sanitize_patterns(entry["data_files"])
@@ -139,11 +139,11 @@ def _resolve_files(source: HubDataset, split: str, token: bool | None) -> HubFil
         )
     urls: dict[str, None] = {}
     for pattern in patterns[split]:
-        within = _inside(source, str(pattern))
+        within = _check_path_inside(source, str(pattern))
         with suppress(FileNotFoundError):  # a pattern may match no file
             urls |= dict.fromkeys(resolve_pattern(within, folder, download_config=download))
     if not all(url.startswith(f"{root}/") for url in urls):
-        raise _names_outside_files(source)
+        raise _outside_files_error(source)
     return _choose_reader(source, entry, list(urls))
 
 
@@ -174,14 +174,14 @@ def _chosen_config(source: HubDataset, card: Mapping[str, Any]) -> Mapping[str, 
     )
 
 
-def _inside(source: HubDataset, path: str) -> str:
+def _check_path_inside(source: HubDataset, path: str) -> str:
     """A card's path or pattern, checked to stay within the dataset: the author of the card is not trusted."""
     if ":" in path or path.startswith(("/", "~")) or "\\" in path or ".." in path.split("/"):
-        raise _names_outside_files(source)
+        raise _outside_files_error(source)
     return path.removeprefix("./").rstrip("/")
 
 
-def _names_outside_files(source: HubDataset) -> InvalidInput:
+def _outside_files_error(source: HubDataset) -> InvalidInput:
     return InvalidInput(
         f"the card of dataset {source.name!r} names files outside the dataset",
         reason="DATASET_UNSUPPORTED",

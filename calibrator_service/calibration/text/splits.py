@@ -5,7 +5,6 @@ A router trained on the data of its head would trust the head too much. The four
 """
 
 import hashlib
-import random
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -19,21 +18,6 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 SPLIT_PATTERN: tuple[Split, ...] = (
     "heads", "routers", "heads", "heads", "report", "heads", "heads", "heads", "heads", "heads",
 )  # fmt: skip
-# One in HELD_OUT_INTERVAL given prompts is held out for the risk split. Fewer than MIN_HELD_OUT certify nothing, so then none is.
-HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
-
-
-def hold_out_prompts(
-    prompts: tuple[str, ...], seed: int
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(prompts of the other splits, prompts of the risk split). A prompt that was given twice is on one side only."""
-    distinct = sorted(set(prompts))
-    random.Random(f"{seed}/apart").shuffle(distinct)
-    held_out = distinct[: len(distinct) // HELD_OUT_INTERVAL]
-    if len(held_out) < MIN_HELD_OUT:
-        return prompts, ()
-    kept = tuple(prompt for prompt in prompts if prompt not in set(held_out))
-    return kept, tuple(held_out)
 
 
 class Splitter:

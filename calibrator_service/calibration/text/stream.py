@@ -3,6 +3,7 @@
 Whoever reads the sequences decides the pace, so text is written and passed through the model in turn, in bounded memory.
 """
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from calibrator_service.calibration.spec import HubDataset, SelfGenerated, TextF
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.sources import text_sequences
-from calibrator_service.calibration.text.splits import Split, Splitter, hold_out_prompts
+from calibrator_service.calibration.text.splits import Split, Splitter
 
 # A model that only repeats itself would write for ever. After this many known sequences in a row the text ends.
 MAX_STALE_SEQUENCES = 2000
@@ -20,6 +21,8 @@ MAX_STALE_SEQUENCES = 2000
 TEXT_SHARE = 0.85
 # Share of the work for a token of generated text that is done when it is written. The rest is one pass over many tokens at once.
 WRITING_SHARE = 0.9
+# One in HELD_OUT_INTERVAL given prompts is held out for the risk split. Fewer than MIN_HELD_OUT certify nothing, so then none is.
+HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,19 @@ def plan_text(run: Run) -> Text:
     return GeneratedText(config, risk_prompts)
 
 
+def hold_out_prompts(
+    prompts: tuple[str, ...], seed: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(prompts of the other splits, prompts of the risk split). A prompt that was given twice is on one side only."""
+    distinct = sorted(set(prompts))
+    random.Random(f"{seed}/apart").shuffle(distinct)
+    held_out = distinct[: len(distinct) // HELD_OUT_INTERVAL]
+    if len(held_out) < MIN_HELD_OUT:
+        return prompts, ()
+    kept = tuple(prompt for prompt in prompts if prompt not in set(held_out))
+    return kept, tuple(held_out)
+
+
 class CollectingProgress:
     """Progress of the collecting phase, in tokens: those being written, those assigned to splits, and those learned from."""
 
@@ -73,18 +89,18 @@ class CollectingProgress:
         budget_s = self._run.plan.budget_s
         return self._run.elapsed_s() > TEXT_SHARE * COLLECTING_ENDS * budget_s
 
-    def written(self, num_tokens: int) -> None:
+    def add_written(self, num_tokens: int) -> None:
         """The model has written `num_tokens` more. Raises `Cancelled`."""
         figures = self._run.figures
         figures["generated_tokens"] = figures.get("generated_tokens", 0.0) + num_tokens
         self._num_being_written += num_tokens
         self._report()
 
-    def shard_done(self) -> None:
+    def finish_shard(self) -> None:
         """The shard in work is complete; its tokens count again when they are assigned."""
         self._num_being_written = 0
 
-    def learned(self, num_tokens: int) -> None:
+    def set_learned(self, num_tokens: int) -> None:
         """`num_tokens` in total, over all splits, have gone through the model. Raises `Cancelled`."""
         self._num_learned = num_tokens
         self._report()
@@ -131,8 +147,8 @@ def _sequences(run: Run, text: Text, progress: CollectingProgress) -> Iterator[T
         return
     generator = SelfGenerator(run.loaded, text.config, run.text_folder)
     shards = generator.shards(
-        should_stop=run.should_stop, is_late=progress.is_late, on_tokens=progress.written
+        should_stop=run.should_stop, is_late=progress.is_late, on_tokens=progress.add_written
     )
     for shard in shards:
-        progress.shard_done()
+        progress.finish_shard()
         yield from shard

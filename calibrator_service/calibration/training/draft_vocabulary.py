@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from calibrator_service.calibration.run import Run
-from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.head_rows import gather_rows, projection
 from shared.model.load import LoadedModel
 
@@ -41,7 +41,7 @@ class DraftVocabulary:
         return projection(self.rows, self.bias)
 
 
-def choose_draft_vocabulary(run: Run, material: Material) -> DraftVocabulary:
+def choose_draft_vocabulary(run: Run, material: TrainingData) -> DraftVocabulary:
     """The tokens that the full model chose most often in the heads split, and none that it never chose there."""
     counts = material.choice_counts
     size = min(run.plan.draft_vocabulary_size, int((counts > 0).sum()))

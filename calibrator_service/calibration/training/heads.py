@@ -16,7 +16,7 @@ from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import HEADS_END, RISK_TEXT_ENDS, HeadTraining
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.states.chunk import StateChunk
-from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
@@ -30,7 +30,7 @@ GRADIENT_NORM = 1.0
 REPORT_INTERVAL_S = 0.5
 
 
-def fit_heads(run: Run, material: Material, vocabulary: DraftVocabulary) -> dict[int, ExitHead]:
+def fit_heads(run: Run, material: TrainingData, vocabulary: DraftVocabulary) -> dict[int, ExitHead]:
     """Depth -> trained head, rounded as published; read from disk if an earlier run has trained them. Raises `Cancelled`."""
     heads = new_heads(run, vocabulary.device)
     path = run.folder / "heads.safetensors"

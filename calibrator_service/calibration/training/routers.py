@@ -14,7 +14,7 @@ from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.labels import agreement
-from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import draw_distances, gather_batch
 from calibrator_service.calibration.training.tables import fit_tables
@@ -37,7 +37,7 @@ PRIOR_SAMPLES = 10
 
 
 def fit_ladder(
-    run: Run, material: Material, vocabulary: DraftVocabulary, heads: dict[int, ExitHead]
+    run: Run, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, ExitHead]
 ) -> Ladder:
     """The ladder of all rungs, with routers trained on the routers split. The agreement of its exits is not measured yet.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.states.collect import LabelledSequence
-from calibrator_service.calibration.states.material import Material
+from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.ladder import (
     Ladder,
     ModelIdentity,
@@ -54,7 +54,7 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
                 break
 
 
-def fit_tables(run: Run, material: Material) -> Ladder:
+def fit_tables(run: Run, material: TrainingData) -> Ladder:
     """The ladder of the table rungs alone: the successor table of the heads split, and routers trained on the routers split."""
     untrained = fit_table_router([], [])
     ladder = Ladder(

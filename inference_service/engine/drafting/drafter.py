@@ -8,18 +8,117 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.drafting.chain import Chain, advance_to
-from inference_service.engine.drafting.draft_builder import DraftBuilder, worth_taking
 from inference_service.engine.drafting.planner import (
+    MIN_SURVIVAL,
     SERVED_WEIGHT,
     ExitGains,
     PassCosts,
     Reliability,
+    exit_gain_s,
+    least_survival,
+    select_sequences,
 )
 from inference_service.engine.failure import attempt, fail_all
 from inference_service.engine.request.request import GenerationRequest
 from inference_service.engine.request.sequence import Sequence
+from shared.errors import Corrupt
 from shared.ladder.ladder import BoundLadder
+from shared.ladder.rungs import Draft
 from shared.model.runner import Runner
+
+# Tokens per deep pass that are assumed for a sequence without deep passes, and the weight of this assumption in passes.
+USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
+
+
+class DraftBuilder:
+    """Builds a chain: a sequence's last final token and the drafts after it. The planner later chooses how many of them to verify.
+
+    `best` is the most probable draft so far for the next position. `best_probability` is its probability, adjusted by what this
+    request's drafts have shown (see `Reliability`). `survival` is the probability that all drafts of the chain are right.
+    """
+
+    def __init__(
+        self, sequence: Sequence, costs: PassCosts, num_sequences: int, *, drafts: bool
+    ) -> None:
+        policy = sequence.request.policy
+        self.sequence = sequence
+        self.chain = Chain(len(sequence.tokens) - 1, [sequence.tokens[-1]], sequence.cache)
+        self.min_layers = policy.min_layers
+        self.survival = 1.0
+        self.best: Draft | None = None
+        self.best_probability = 0.0
+        # The deep pass itself gives one token of the answer.
+        self._room = min(sequence.num_left - 1, costs.max_drafts)
+        if policy.max_drafts:
+            self._room = min(self._room, policy.max_drafts)
+        if (
+            policy.name == "full"
+            or sequence.ladder is None
+            or (not drafts and sequence.may_skip_drafting)
+        ):
+            self._room = 0
+        # If the caller asked for a fixed number of drafts, they are made whether they pay or not.
+        self._least_survival = MIN_SURVIVAL
+        if self._room > 0 and not policy.max_drafts:
+            self._least_survival = least_survival(costs, num_sequences)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another draft may be worth its place in the deep pass."""
+        return len(self.chain.drafts) < self._room and self.survival >= self._least_survival
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens that a deep pass has given for this sequence, starting from USUAL_TOKENS_PER_PASS."""
+        passes = self.sequence.num_deep_passes
+        tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
+        return tokens / (PASS_WEIGHT + passes)
+
+    @property
+    def deep_state(self) -> Tensor:
+        """State at depth L [D] of the last token that has been through every layer."""
+        state = self.sequence.deep_state
+        assert state is not None
+        return state
+
+    def look_up(self) -> None:
+        """Begins the next position with the draft of the tables (suffix or successor), if they have one. Runs no layer."""
+        self.best, self.best_probability = None, 0.0
+        assert self.sequence.drafter is not None
+        if self.min_layers == 0:
+            draft = self.sequence.drafter.table_draft([draft.token for draft in self.chain.drafts])
+            if draft is not None:
+                self.consider(draft)
+
+    def consider(self, draft: Draft) -> float:
+        """Makes the draft the best one if it is more probable than the best so far. Returns its adjusted probability.
+
+        Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if the draft is not a token of the model. A pass over such a token would fail for
+        all sequences that share it.
+        """
+        if not 0 <= draft.token < self.sequence.vocabulary_size:
+            raise Corrupt(
+                f"rung {draft.rung} of the router drafted token {draft.token}; the model has {self.sequence.vocabulary_size}",
+                reason="DRAFT_OUT_OF_RANGE",
+            )
+        probability = self.sequence.reliability.adjusted(draft)
+        if probability > self.best_probability:
+            self.best, self.best_probability = draft, probability
+        return probability
+
+    def extend(self) -> bool:
+        """Appends the best draft to the chain. Returns False if there is none."""
+        draft, policy, chain = self.best, self.sequence.request.policy, self.chain
+        if draft is None:
+            return False
+        probability = self.best_probability
+        all_final = chain.num_final == len(chain.drafts)
+        if policy.name == "relaxed" and all_final and draft.probability >= policy.threshold:
+            chain.num_final += 1
+            probability = 1.0
+        chain.append(draft, probability)
+        self.survival *= probability
+        return True
 
 
 class Drafter:
@@ -42,7 +141,7 @@ class Drafter:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens share a
         pass."""
         for index, depth in enumerate(ladder.depths):
-            asked = worth_taking(builders, index, depth, num_sequences, self.costs, self._gains)
+            asked = self._worth_asking(index, depth, builders, num_sequences)
             if not asked:
                 continue
             states = last_states_at(depth, [one.chain for one in asked], self._runner)
@@ -54,6 +153,23 @@ class Drafter:
                 probability = attempt(one.sequence, one.consider, draft)
                 if probability is not None:
                     self._gains.record(index, before, probability)
+
+    def _worth_asking(
+        self, index: int, depth: int, builders: Rows[DraftBuilder], num_sequences: int
+    ) -> list[DraftBuilder]:
+        """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass."""
+        allowed = [one for one in builders if depth >= one.min_layers]
+        gains_s = [
+            exit_gain_s(
+                one.survival,
+                self._gains.expected(index, one.best_probability),
+                self.costs,
+                num_sequences,
+                one.tokens_per_pass,
+            )
+            for one in allowed
+        ]
+        return [allowed[place] for place in select_sequences(gains_s, self.costs.exits[index])]
 
 
 def draft_chains(

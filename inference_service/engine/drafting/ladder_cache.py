@@ -76,7 +76,7 @@ class LadderCache:
         self._drop_beyond(self._max_ladders - 1)
         self._bound[id(ladder)] = (ladder, (bound, drafter))
 
-    def fit(self) -> None:
+    def evict_unused(self) -> None:
         """Drops ladders that are no longer in use, if too many are bound."""
         self._drop_beyond(self._max_ladders)
 

@@ -201,7 +201,7 @@ def exit_gain_s(
     return survival * gain * (cost / num_sequences / tokens_per_pass - growth)
 
 
-def worth_asking(gains_s: Sequence[float], cost: ExitCost) -> list[int]:
+def select_sequences(gains_s: Sequence[float], cost: ExitCost) -> list[int]:
     """Indices of the sequences to take to a layer exit in one pass: the set whose expected gains exceed the cost by most.
 
     A token costs less in a shared pass than alone, so a sequence may be worth asking only together with others.

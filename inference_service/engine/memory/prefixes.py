@@ -75,9 +75,9 @@ class Prefixes:
             return
         others = (kept for kept in self._kept if tokens[: len(kept.tokens)] != kept.tokens)
         self._kept = (*others, new)
-        self.fit(self._max_tokens)
+        self.shrink_to(self._max_tokens)
 
-    def fit(self, num_tokens: int) -> None:
+    def shrink_to(self, num_tokens: int) -> None:
         """Drops the least recently used caches until they hold at most `num_tokens` tokens."""
         while self.num_tokens > max(num_tokens, 0):
             self._kept = self._kept[1:]

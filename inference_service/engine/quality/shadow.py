@@ -77,14 +77,13 @@ class Shadow:
         prefixes: Prefixes,
         *,
         share: float = 0.0,
-        generator: random.Random | None = None,
     ) -> None:
         self.counts: dict[Stratum, ShadowCounts] = {}
         self.num_served_exact: dict[int, int] = {}
         self._runner = runner
         self._prefixes = prefixes
         self._share = share
-        self._random = generator or random.Random()
+        self._random = random.Random()
         self._waiting: deque[tuple[tuple[int, ...], GenerationRequest]] = deque()
         self._check: _Check | None = None
         self._suspended: frozenset[int] = frozenset()
@@ -160,7 +159,9 @@ class Shadow:
             self._drop()
             return None
         # Caches that are kept for reuse give way to the check.
-        self._prefixes.fit(max_tokens - round_up_to_blocks(len(tokens), self._runner.block_tokens))
+        self._prefixes.shrink_to(
+            max_tokens - round_up_to_blocks(len(tokens), self._runner.block_tokens)
+        )
         check = self._check = _Check(
             tokens,
             len(request.prompt_ids),

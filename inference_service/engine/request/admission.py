@@ -23,11 +23,19 @@ class Admission:
 
     `kv_token_bytes`: bytes of the keys and values of one token, over all layers. `kv_budget_bytes` is shared by all running
     requests and is allocated in blocks of `block_tokens` tokens. `costs` is None until the costs of passes have been measured.
+    `clock` returns the time in seconds with which deadlines are compared.
     """
 
     def __init__(
-        self, loaded: LoadedModel, kv_token_bytes: int, kv_budget_bytes: int, block_tokens: int = 1
+        self,
+        loaded: LoadedModel,
+        kv_token_bytes: int,
+        kv_budget_bytes: int,
+        block_tokens: int = 1,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._block_tokens = block_tokens
         self.kv_token_bytes = kv_token_bytes
         self.kv_budget_bytes = kv_budget_bytes
@@ -60,7 +68,7 @@ class Admission:
                 reason="KV_BUDGET",
                 metadata={"needed": str(needed), "budget": str(self.kv_budget_bytes)},
             )
-        left_s = request.deadline_s - time.monotonic()
+        left_s = request.deadline_s - self._clock()
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed before the request was queued")
         prefill_s = self._least_prefill_s(len(request.prompt_ids))

@@ -16,7 +16,7 @@ class Logprobs:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_alternatives: int) -> Tensor:
-    """logits [n, V] float32, tokens [n] int64 -> [n, 1 + 2 * num_alternatives] float64. `unpacked` reads a row."""
+    """logits [n, V] float32, tokens [n] int64 -> [n, 1 + 2 * num_alternatives] float64. `logprobs_from_row` reads a row."""
     values = logits.log_softmax(-1)
     parts = [values.gather(1, tokens[:, None])]
     if num_alternatives:
@@ -25,7 +25,7 @@ def logprobs(logits: Tensor, tokens: Tensor, num_alternatives: int) -> Tensor:
     return torch.cat([part.double() for part in parts], dim=1)
 
 
-def unpacked(numbers: Sequence[float]) -> Logprobs:
+def logprobs_from_row(numbers: Sequence[float]) -> Logprobs:
     """The log-probabilities in a row that `logprobs` returned."""
     half = len(numbers) // 2
     values, tokens = numbers[1 : 1 + half], numbers[1 + half :]

@@ -60,11 +60,10 @@ class AccelerationReport:
     widened: Mapping[str, str]
 
 
-def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> AccelerationReport:
+def accelerate(model: PreTrainedModel) -> AccelerationReport:
     """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
-    Weights that are packed are freed unless `keep_weights`: a `LazyWeight` takes their place, which widens the packed matrix when an
-    operation reads it.
+    Weights that are packed are freed: a `LazyWeight` takes their place, which widens the packed matrix when an operation reads it.
 
     Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already; `PreconditionFailed` if
     the kernels are not built; and `UnsupportedModel` (reason ACCELERATION_MISMATCH), after undoing everything, if the logits of the whole
@@ -82,7 +81,7 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
             raise ValueError(
                 f"{name} is {parameter.dtype} on {parameter.device}, want float32 on cpu"
             )
-    run = Substitutions(model, keep_weights)
+    run = Substitutions(model)
     with torch.no_grad():
         expected = _logits_in_one_pass(model)
         try:
@@ -98,7 +97,7 @@ def accelerate(model: PreTrainedModel, *, keep_weights: bool = False) -> Acceler
             layers = substitute_layers(run, _random_ids(model, 1, 9)) if attends else 0
             invariant = _is_batch_invariant(model)
         except BaseException:
-            run.step_back()
+            run.undo_all()
             raise
     setattr(model, _UNDO, run.undo)
     return AccelerationReport(

@@ -53,7 +53,7 @@ def attention_mask(
         and type(q_offset) is int
         and q_offset + q_length == kv_length
         and (local_size is None or kv_length < local_size)
-        and (attention_mask is None or _nothing_hidden(attention_mask, kv_length))
+        and (attention_mask is None or _hides_no_position(attention_mask, kv_length))
     )
     if plain:
         return None
@@ -83,7 +83,7 @@ def _ragged_mask(spans: Sequence[Span], **kwargs: Any) -> RaggedMask:
     return RaggedMask(tuple(masks))
 
 
-def _nothing_hidden(padding: Tensor, kv_length: int) -> bool:
+def _hides_no_position(padding: Tensor, kv_length: int) -> bool:
     return padding.shape[-1] >= kv_length and bool(padding[:, :kv_length].all())
 
 

@@ -35,17 +35,17 @@ def substitute_layers(run: Substitutions, ids: Tensor) -> int:
             candidates[layer] = FusedLayer(layer, plan(layer, watch(layer, run.found, call)))
         except Unsuitable as reason:
             run.left_alone[names[layer]] = f"not one op: {reason}"
-    for layer, why in _refuted(run, candidates, ids).items():
+    for layer, why in _find_disagreeing(run, candidates, ids).items():
         run.left_alone[names[layer]] = f"not one op: {why}"
         del candidates[layer]
     for layer, fused in candidates.items():
         layer.forward = fused.forward
-        run.undo.append(partial(_take_back, layer, fused))
+        run.undo.append(partial(_unfuse, layer, fused))
     return len(candidates)
 
 
-def _take_back(layer: nn.Module, fused: FusedLayer) -> None:
-    fused.retire()
+def _unfuse(layer: nn.Module, fused: FusedLayer) -> None:
+    fused.disable()
     if vars(layer).get("forward") == fused.forward:  # if not, a gate calls it and continues to
         del vars(layer)["forward"]
 
@@ -71,7 +71,7 @@ def _pass(run: Substitutions, cache: ContiguousCache, ids: Tensor, base: int) ->
     run.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
 
 
-def _refuted(
+def _find_disagreeing(
     run: Substitutions, candidates: dict[nn.Module, FusedLayer], ids: Tensor
 ) -> dict[nn.Module, str]:
     """Runs the model and, beside each layer, its candidate over a second cache. Returns the layers whose candidate differs, and how."""

@@ -163,7 +163,7 @@ class FusedLayer:
         # The modules' hooks. If there are any, the op is not used, because it would not call them.
         self._hooks = [m._forward_hooks for m in inside] + [m._forward_pre_hooks for m in inside]
 
-    def retire(self) -> None:
+    def disable(self) -> None:
         """Makes all later calls run the layer's own forward, and releases the weights."""
         self._plan = None
 
@@ -181,7 +181,7 @@ class FusedLayer:
             return None
         if type(angles) is not tuple or len(angles) != 2:
             return None
-        if any(self._hooks) or not (_KNOWN.issuperset(kwargs) or _others_are_unset(kwargs)):
+        if any(self._hooks) or not (_KNOWN.issuperset(kwargs) or _only_supported_arguments(kwargs)):
             return None
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
@@ -194,7 +194,7 @@ class FusedLayer:
         return decoder_layer(hidden, *angles, weights=plan.weights, kv=kv, masks=masks)
 
 
-def _others_are_unset(kwargs: dict[str, Any]) -> bool:
+def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:
     others = (kwargs[name] for name in kwargs.keys() - _KNOWN)
     return all(value is None or value is False for value in others)
 

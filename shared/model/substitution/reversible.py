@@ -24,9 +24,8 @@ class Substitutions:
     `left_alone` maps a module's name to the reason why it kept its own forward. `consumed`: modules that need no replacement any more.
     """
 
-    def __init__(self, model: PreTrainedModel, keep_weights: bool) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.keep_weights = keep_weights
         self.undo: list[Callable[[], object]] = []
         self.left_alone: dict[str, str] = {}
         self.consumed: set[nn.Module] = set()
@@ -85,7 +84,7 @@ class Substitutions:
             self.formats[stored.format] = self.formats.get(stored.format, 0) + 1
         self._packed |= {packed.data_ptr(): packed for packed in stored.memory}
         weight = source.get_parameter("weight")
-        if self.keep_weights or id(weight) in self._shared or _is_packed(weight):
+        if id(weight) in self._shared or _is_packed(weight):
             return
         if lazy(weight) is None:
             self.freed_bytes += weight.nbytes
@@ -123,7 +122,7 @@ class Substitutions:
             user.weight = new
         self._users[id(new)] = users
 
-    def step_back(self) -> None:
+    def undo_all(self) -> None:
         """Undoes all steps, the last one first."""
         while self.undo:
             self.undo.pop()()

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import (
     QUICK_BUDGET_S,
-    Scale,
+    PassSizes,
     quick_spec,
     resolve,
 )
@@ -50,7 +49,7 @@ def finished(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) 
     return result, heard, folder
 
 
-def test_every_rung_learns(finished: Any) -> None:
+def test_every_rung_learns(finished):
     result, _, _ = finished
     assert result.ladder.rung_names == ("suffix", "successor", "depth-0", "depth-2")
     rungs = result.report["rungs"]
@@ -73,7 +72,7 @@ def test_every_rung_learns(finished: Any) -> None:
     assert tokens["total"] >= 5000
 
 
-def test_progress_rises_through_the_phases(finished: Any) -> None:
+def test_progress_rises_through_the_phases(finished):
     _, heard, _ = finished
     fractions = [p.fraction for p in heard]
     assert fractions == sorted(fractions)
@@ -85,7 +84,7 @@ def test_progress_rises_through_the_phases(finished: Any) -> None:
     assert "depth-2.agreement" in heard[-1].figures
 
 
-def test_progress_moves_while_the_first_text_is_written(finished: Any) -> None:
+def test_progress_moves_while_the_first_text_is_written(finished):
     _, heard, _ = finished
     writing = [
         p.fraction for p in heard if p.figures.get("generated_tokens") and not p.figures["tokens"]
@@ -94,7 +93,7 @@ def test_progress_moves_while_the_first_text_is_written(finished: Any) -> None:
     assert writing[-1] > 0.2
 
 
-def test_the_published_ladder_is_the_measured_one(finished: Any) -> None:
+def test_the_published_ladder_is_the_measured_one(finished):
     result, _, _ = finished
     manifest, blobs = pack_ladder(result.ladder, result.report)
     again = unpack_ladder(manifest, blobs)
@@ -114,9 +113,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     "phase", ["collecting", "training_heads", "training_routers", "evaluating"]
 )
-def test_a_killed_run_continues_to_the_same_ladder(
-    base_model: LoadedModel, tmp_path: Path, finished: Any, phase: str
-) -> None:
+def test_a_killed_run_continues_to_the_same_ladder(base_model, tmp_path, finished, phase):
     def die(progress: Progress) -> None:
         if progress.phase == phase and progress.fraction > 0.2:
             raise Killed
@@ -127,12 +124,10 @@ def test_a_killed_run_continues_to_the_same_ladder(
     assert contents(again.ladder, again.report) == contents(finished[0].ladder, finished[0].report)
 
 
-def test_recomputed_states_give_the_same_ladder(
-    base_model: LoadedModel, tmp_path: Path, finished: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_states_give_the_same_ladder(base_model, tmp_path, finished, monkeypatch):
     """As on a GPU, with tokens only on disk."""
-    scale = Scale(rows=160, keeps_states=False)
-    monkeypatch.setattr("calibrator_service.calibration.plan.scale_of", lambda _: scale)
+    scale = PassSizes(rows=160, keeps_states=False)
+    monkeypatch.setattr("calibrator_service.calibration.plan.pass_sizes_for", lambda _: scale)
     anew = calibrate(base_model, SPEC, work_dir=tmp_path)
     assert contents(anew.ladder, anew.report) == contents(finished[0].ladder, finished[0].report)
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.safetensors")}
@@ -140,9 +135,7 @@ def test_recomputed_states_give_the_same_ladder(
     assert "states" not in names
 
 
-def test_a_finished_run_is_not_trained_again(
-    base_model: LoadedModel, finished: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_not_trained_again(base_model, finished, monkeypatch):
     result, _, folder = finished
     monkeypatch.setattr(heads, "train_heads", lambda *_, **__: pytest.fail("trained again"))
     again = calibrate(base_model, SPEC, work_dir=folder)
@@ -150,7 +143,7 @@ def test_a_finished_run_is_not_trained_again(
 
 
 @pytest.mark.parametrize("phase", ["collecting", "training_heads", "training_routers"])
-def test_cancel(base_model: LoadedModel, tmp_path: Path, phase: str) -> None:
+def test_cancel(base_model, tmp_path, phase):
     seen: list[str] = []
     with pytest.raises(Cancelled):
         calibrate(
@@ -163,7 +156,7 @@ def test_cancel(base_model: LoadedModel, tmp_path: Path, phase: str) -> None:
     assert seen[-1] == phase
 
 
-def test_a_rung_at_the_last_layer_is_refused(base_model: LoadedModel) -> None:
+def test_a_rung_at_the_last_layer_is_refused(base_model):
     for depth in (3, 4):
         with pytest.raises(InvalidInput) as caught:
             calibrate(base_model, replace(SPEC, rung_depths=(1, depth)))
@@ -172,9 +165,7 @@ def test_a_rung_at_the_last_layer_is_refused(base_model: LoadedModel) -> None:
         resolve(replace(SPEC, draft_vocabulary_size=33), base_model)
 
 
-def test_the_draft_vocabulary_has_the_models_most_frequent_choices(
-    finished: Any, base_model: LoadedModel, tmp_path: Path
-) -> None:
+def test_the_draft_vocabulary_has_the_models_most_frequent_choices(finished, base_model, tmp_path):
     spec = replace(SPEC, draft_vocabulary_size=6, max_tokens=2000)
     small = calibrate(base_model, spec, work_dir=tmp_path)
     vocabulary = small.ladder.draft_vocabulary
@@ -189,7 +180,7 @@ def test_the_draft_vocabulary_has_the_models_most_frequent_choices(
     )
 
 
-def test_given_text_and_the_cosine_label(base_model: LoadedModel, tmp_path: Path) -> None:
+def test_given_text_and_the_cosine_label(base_model, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(
         "\n".join(" ".join(f"w{(i * j + j) % 24}" for j in range(200)) for i in range(40))
@@ -204,9 +195,7 @@ def test_given_text_and_the_cosine_label(base_model: LoadedModel, tmp_path: Path
     assert 4000 <= result.report["tokens"]["total"] < 4600
 
 
-def test_a_model_that_repeats_itself_ends(
-    counting: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_repeats_itself_ends(counting, monkeypatch):
     monkeypatch.setattr(stream, "MAX_STALE_SEQUENCES", 100)
     spec = replace(SPEC, source=SelfGenerated(prompts=("w1 w2",) * 1000), max_tokens=5000)
     with pytest.raises(InvalidInput) as caught:
@@ -214,7 +203,7 @@ def test_a_model_that_repeats_itself_ends(
     assert caught.value.reason == "TOO_LITTLE_TEXT"
 
 
-def test_too_little_text(base_model: LoadedModel, tmp_path: Path) -> None:
+def test_too_little_text(base_model, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("w1 " * 50)
     with pytest.raises(InvalidInput) as caught:
@@ -222,20 +211,20 @@ def test_too_little_text(base_model: LoadedModel, tmp_path: Path) -> None:
     assert caught.value.reason == "TOO_LITTLE_TEXT"
 
 
-def test_a_time_budget_is_kept(counting: LoadedModel) -> None:
+def test_a_time_budget_is_kept(counting):
     result = calibrate(counting, CalibrationSpec(time_budget_s=6.0))
     assert result.report["seconds"]["total"] < 12.0
     assert result.report["tokens"]["report"] > 0
 
 
-def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting: LoadedModel) -> None:
+def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting):
     with pytest.raises(InvalidInput) as caught:
         calibrate(counting, CalibrationSpec(time_budget_s=0.001))
     assert caught.value.reason == "TOO_LITTLE_TEXT"
     assert "time budget" in caught.value.message
 
 
-def test_without_limits_the_quick_budget_applies(counting: LoadedModel) -> None:
+def test_without_limits_the_quick_budget_applies(counting):
     def bounds(spec: CalibrationSpec) -> tuple[float, float]:
         plan = resolve(spec, counting)
         return plan.max_tokens, plan.budget_s

@@ -10,7 +10,7 @@ from calibrator_service.calibration.plan import (
     HeadTraining,
     head_training,
     num_decoded_rows,
-    scale_of,
+    pass_sizes_for,
 )
 from calibrator_service.calibration.spec import CalibrationSpec
 from shared.model.load import LoadedModel
@@ -26,20 +26,18 @@ def on_gpu(loaded: LoadedModel, memory_bytes: int, patch: pytest.MonkeyPatch) ->
     return SimpleNamespace(model=model, device=GPU, num_layers=loaded.num_layers)
 
 
-def test_rows_on_a_gpu_fit_a_quarter_of_its_memory(
-    counting: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_on_a_gpu_fit_a_quarter_of_its_memory(counting, monkeypatch):
     # Three layers of one head of 16 keys and values, two bytes each, for 512 tokens.
     row_bytes = 2 * 3 * 16 * 2 * 512
     few = on_gpu(counting, 4 * 300 * row_bytes, monkeypatch)
     assert num_decoded_rows(few) == 300
     assert num_decoded_rows(on_gpu(counting, 80 << 30, monkeypatch)) == 2048
-    assert not scale_of(few).keeps_states
+    assert not pass_sizes_for(few).keeps_states
     assert num_decoded_rows(counting) == 64
-    assert scale_of(counting).keeps_states
+    assert pass_sizes_for(counting).keeps_states
 
 
-def test_more_text_means_fewer_epochs_and_on_a_gpu_larger_batches() -> None:
+def test_more_text_means_fewer_epochs_and_on_a_gpu_larger_batches():
     def chosen(tokens: int, device: torch.device) -> tuple[int, int]:
         params = head_training(CalibrationSpec(max_tokens=tokens), device)
         return params.epochs, params.batch_size

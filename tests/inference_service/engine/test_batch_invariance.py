@@ -111,9 +111,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
     return made
 
 
-def test_other_sequences_in_the_batch_change_no_token(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 12)
     monkeypatch.setattr(decoder_module, "PREFILL_TOKENS_BESIDE_DECODING", 5)
     drafted = shared_passes = shared_exits = cancelled = lent = 0

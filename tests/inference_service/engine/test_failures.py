@@ -25,9 +25,9 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
 from tests.fixed_costs import fixed_cost_engine
-from tests.generation import wait_for
 from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 from tests.worker import build_model, build_tokenizer
 
 FULL, EXACT = DepthPolicy("full"), DepthPolicy("exact")
@@ -143,21 +143,13 @@ def no_stop_strings(patch, engine, alone):
 
 
 def no_logprobs(patch, engine, alone):
-    unpacked = verification.unpacked
+    from_row = verification.logprobs_from_row
     patch.setattr(
-        verification, "unpacked", lambda row: fail() if len(row) == 1 + 2 * 7 else unpacked(row)
+        verification,
+        "logprobs_from_row",
+        lambda row: fail() if len(row) == 1 + 2 * 7 else from_row(row),
     )
     return request(logprobs=7), {}
-
-
-def a_callback(error: type[BaseException]):
-    def broken(patch, engine, alone):
-        def on_event(event: object) -> None:
-            raise error
-
-        return request(), {"on_event": on_event}
-
-    return broken
 
 
 OWN = {
@@ -197,12 +189,12 @@ def throw(error: Exception) -> Any:
 
 def start_neighbours(engine: Engine) -> list[Any]:
     handles = [engine.submit(asked, NEIGHBOURS_LADDER) for asked in NEIGHBOURS]  # type: ignore[arg-type]
-    wait_for(lambda: engine.num_running == len(handles))
+    wait_until(lambda: engine.num_running == len(handles))
     return handles
 
 
 def check_nothing_is_left(engine: Engine) -> None:
-    wait_for(lambda: engine.num_running == 0)
+    wait_until(lambda: engine.num_running == 0)
     assert engine.kv_usage_ratio == 0
     counts = engine.statistics
     total = engine.loaded.num_layers * (counts.num_generated_tokens - counts.num_requests)
@@ -213,7 +205,7 @@ def check_nothing_is_left(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name) -> None:
+def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name):
     case = OWN[name]
     with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
         engine.warm_up()
@@ -233,7 +225,7 @@ def test_a_requests_own_failure_ends_it_alone(loaded, alone, monkeypatch, name) 
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
-def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error) -> None:
+def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error):
     seen: list[object] = []
 
     def on_event(event: object) -> None:
@@ -250,9 +242,7 @@ def test_a_callback_that_raises_cancels_its_own_request(loaded, alone, error) ->
     assert seen[-1] is None
 
 
-def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
-    loaded, alone, monkeypatch
-) -> None:
+def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(loaded, alone, monkeypatch):
     """In one step the first finishes and the second fails while its last text is decoded."""
     made: list[Any] = []
     step = threading.Event()
@@ -288,7 +278,7 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(
 )
 def test_an_error_in_counts_checks_or_reuse_leaves_answers_complete(
     loaded, alone, monkeypatch, owner, name
-) -> None:
+):
     with fixed_cost_engine(loaded) as engine:
         monkeypatch.setattr(owner, name, fail)
         for handle, expected in zip(start_neighbours(engine), alone, strict=False):
@@ -299,7 +289,7 @@ def test_an_error_in_counts_checks_or_reuse_leaves_answers_complete(
 
 
 @pytest.mark.parametrize("part", ["run_ragged", "logits"])
-def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part) -> None:
+def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part):
     with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
         kept = collected(engine.submit(request(tuple(range(100, 130)), 4)))[0]
         outsider = engine.submit(request(max_tokens=1500))
@@ -327,7 +317,7 @@ def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part) -> None:
             tokens_of_outsider += said(outsider.next_event(30))
         assert tokens_of_outsider[: len(alone[3])] == alone[3]
         outsider.cancel()
-        wait_for(lambda: engine.num_running == 0)
+        wait_until(lambda: engine.num_running == 0)
         for handle, expected in zip(start_neighbours(engine), alone, strict=False):
             assert collected(handle)[0] == expected
         tokens, [finished] = collected(engine.submit(request(tuple(range(100, 130)), 4)))
@@ -336,7 +326,7 @@ def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part) -> None:
         check_nothing_is_left(engine)
 
 
-def test_an_engine_ends_if_its_model_cannot_run_any_more(loaded) -> None:
+def test_an_engine_ends_if_its_model_cannot_run_any_more(loaded):
     told = threading.Event()
     with fixed_cost_engine(loaded, on_failure=told.set, runner_of=HookedRunner) as engine:
         engine.warm_up()

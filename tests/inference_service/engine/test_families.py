@@ -43,9 +43,7 @@ def hf_generate(family: str, rows: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("accelerate", [False, True], ids=["plain", "accelerated"])
-def test_full_depth_is_hugging_faces_generate_and_exact_is_full_depth(
-    family: str, accelerate: bool
-) -> None:
+def test_full_depth_is_hugging_faces_generate_and_exact_is_full_depth(family, accelerate):
     rows = prompts()
     alone = [hf_generate(family, [row])[0] for row in rows]
     together = hf_generate(family, rows)

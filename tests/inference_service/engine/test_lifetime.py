@@ -14,7 +14,7 @@ import pytest
 from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
-from tests.generation import wait_for
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 # Everything is imported once: each child of a fork runs one program, and ends by the interpreter's own end.
@@ -124,4 +124,4 @@ def test_an_engine_that_is_dropped_ends_with_its_last_request(loaded) -> None:
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
-    wait_for(lambda: engine_threads() <= before)
+    wait_until(lambda: engine_threads() <= before)

@@ -25,10 +25,10 @@ from shared.model.paged_kv import BLOCK_TOKENS
 from shared.model.paged_runner import PagedRunner
 from tests.families import VOCABULARY_SIZE
 from tests.fixed_costs import fixed_cost_engine
-from tests.generation import wait_for
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 
 NUM_NEW = 14
 NUM_PAGES = 15
@@ -110,9 +110,7 @@ def ladder_over(answers: dict[tuple[int, ...], tuple[int, ...]]) -> ScriptedLadd
     return ScriptedLadder(table, exits, depths=(0, 2, 4))
 
 
-def test_exact_is_full_is_the_models_own(
-    own: dict[tuple[int, ...], tuple[int, ...]], engine: Engine
-) -> None:
+def test_exact_is_full_is_the_models_own(own, engine):
     for prompt, answer in own.items():
         assert all_tokens(engine.submit(request(prompt, DepthPolicy("full")))) == answer
         handle = engine.submit(request(prompt, EXACT), ladder_over(own))  # type: ignore[arg-type]
@@ -124,7 +122,7 @@ def test_exact_is_full_is_the_models_own(
         assert 0 < finished.depth.num_accepted < finished.depth.num_drafted
 
 
-def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_block(engine: Engine) -> None:
+def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_block(engine):
     """More requests than fit into the budget at once, by two policies, some cancelled while they run."""
     rows = prompts(10)
     full = DepthPolicy("full")
@@ -152,14 +150,14 @@ def test_concurrent_requests_and_cancels_change_no_token_and_leave_no_block(engi
         long = request(STEM, full, max_tokens=num_blocks * BLOCK_TOKENS - len(STEM))
         handles.append(engine.submit(long))
         handles[-1].pause()
-    wait_for(lambda: engine.kv_usage_ratio == 1 and engine.num_cached_tokens == 0)
+    wait_until(lambda: engine.kv_usage_ratio == 1 and engine.num_cached_tokens == 0)
     for handle in handles:
         handle.cancel()
-    wait_for(lambda: engine.num_running == 0)
+    wait_until(lambda: engine.num_running == 0)
     assert blocks_taken(engine) == 0
 
 
-def test_a_prompt_with_a_cached_prefix_takes_over_blocks(loaded: LoadedModel) -> None:
+def test_a_prompt_with_a_cached_prefix_takes_over_blocks(loaded):
     question = (*STEM, 5, 6)
     other = (*STEM, 7, 8, 9)
     with paged_engine(loaded, shares_prefixes=False) as engine:
@@ -174,18 +172,18 @@ def test_a_prompt_with_a_cached_prefix_takes_over_blocks(loaded: LoadedModel) ->
     assert tuple(tokens) == expected
 
 
-def test_a_request_counts_by_whole_blocks(engine: Engine) -> None:
+def test_a_request_counts_by_whole_blocks(engine):
     assert engine.kv_budget_bytes == NUM_PAGES * BLOCK_TOKENS * engine.kv_token_bytes
     asked = request(STEM, DepthPolicy("full"), max_tokens=41)  # 81 positions are six blocks
     handle = engine.submit(asked)
     handle.pause()
-    wait_for(lambda: engine.num_running == 1)
+    wait_until(lambda: engine.num_running == 1)
     assert engine.kv_usage_ratio == 6 / NUM_PAGES
     handle.resume()
     assert len(all_tokens(handle)) == 41
 
 
-def test_a_shadow_check_takes_blocks_from_kept_caches(loaded: LoadedModel) -> None:
+def test_a_shadow_check_takes_blocks_from_kept_caches(loaded):
     runner = make_runner(loaded, 4 * make_runner(loaded).pool.block_bytes)
     prefixes = Prefixes(4 * BLOCK_TOKENS)
     for start in (0, 1):  # kept, and all there is but the reserve
@@ -207,9 +205,7 @@ def test_a_shadow_check_takes_blocks_from_kept_caches(loaded: LoadedModel) -> No
     assert (counts.num_checked, counts.num_dropped) == (1, 0)
 
 
-def test_exact_is_full_with_random_exits(
-    own: dict[tuple[int, ...], tuple[int, ...]], engine: Engine
-) -> None:
+def test_exact_is_full_with_random_exits(own, engine):
     """A ladder's own exits with recorded passes."""
     ladder = random_ladder(engine.loaded, 4, (0, 2, 3), agreement=1.0)
     for prompt, answer in own.items():
@@ -220,7 +216,7 @@ def test_exact_is_full_with_random_exits(
         assert events[-1].depth.num_drafted > 0
 
 
-def test_right_drafts_are_accepted_in_shared_passes() -> None:
+def test_right_drafts_are_accepted_in_shared_passes():
     imposed = impose(SHAPES["tiny"], (2,), 0.9, accelerate=False)
     with fixed_cost_engine(
         imposed.loaded, imposed.ladder, kv_budget_bytes=1 << 21, runner_of=make_runner

@@ -5,33 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from inference_service.engine.statistics import Distribution, EngineStatistics, Progress
-from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
-from shared.model.load import LoadedModel, wrap_model
-from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from shared.model.load import LoadedModel
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE
 from tests.fixed_costs import fixed_cost_engine
+from tests.known_answer import DRAFTING, NUM_NEW, PROMPT, request, right
 from tests.scripted_ladder import ScriptedLadder
-
-PROMPT = [5, 17, 3, 44, 8]
-NUM_NEW = 24
-DRAFTING = DepthPolicy("exact", max_drafts=4)
+from tests.waiting import wait_until
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap_model(build_family("llama"))
-
-
-@pytest.fixture(scope="module")
-def answer(loaded: LoadedModel) -> list[int]:
-    with fixed_cost_engine(loaded) as engine:
-        return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
-
-
-def right(answer: list[int]):
-    return lambda context: ([*answer, 0][min(len(context) - len(PROMPT), NUM_NEW)], 0.9)
+def drafts(answer: list[int]) -> ScriptedLadder:
+    token = right(answer)
+    return lambda context: (token(context), 0.9)
 
 
 def test_a_distribution_counts_up_to_its_bounds_and_beyond() -> None:
@@ -61,7 +47,7 @@ def test_plain_decoding_saves_nothing(loaded: LoadedModel) -> None:
 
 
 def test_right_drafts_are_layers_saved(loaded: LoadedModel, answer: list[int]) -> None:
-    with fixed_cost_engine(loaded, ScriptedLadder(right(answer))) as engine:
+    with fixed_cost_engine(loaded, ScriptedLadder(drafts(answer))) as engine:
         stats = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW).stats
         counted = engine.statistics
     assert counted.drafted == counted.accepted == {"suffix": 18}
@@ -75,7 +61,7 @@ def test_right_drafts_are_layers_saved(loaded: LoadedModel, answer: list[int]) -
 
 
 def test_rejected_exits_are_layers_in_excess(loaded: LoadedModel, answer: list[int]) -> None:
-    wrong = right([(token + 1) % VOCABULARY_SIZE for token in answer])
+    wrong = drafts([(token + 1) % VOCABULARY_SIZE for token in answer])
     ladder = ScriptedLadder(exits=wrong, depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
         stats = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW).stats
@@ -128,28 +114,21 @@ def test_time_between_steps_is_shared_by_their_tokens() -> None:
 
 
 def test_cancelled_requests_count_and_give_their_share_of_memory_back(loaded: LoadedModel) -> None:
-    request = GenerationRequest(
-        prompt_ids=tuple(PROMPT), policy=DepthPolicy("full"), stopping=StoppingParams(max_tokens=50)
-    )
     with fixed_cost_engine(loaded, kv_budget_bytes=1 << 20) as engine:
-        handle = engine.submit(request)
+        handle = engine.submit(request(50))
         handle.pause()
-        deadline_s = time.monotonic() + 60
-        while not engine.num_running:
-            assert time.monotonic() < deadline_s
+        wait_until(lambda: engine.num_running)
         assert 0 < engine.kv_usage_ratio < 1
         share = engine.kv_usage_ratio
-        other = engine.submit(request)
+        other = engine.submit(request(50))
         other.pause()
-        while engine.num_running < 2:
-            assert time.monotonic() < deadline_s
+        wait_until(lambda: engine.num_running == 2)
         assert engine.kv_usage_ratio == pytest.approx(2 * share)
         handle.resume()
         events = handle.events()
         next(events)
         events.close()
         other.cancel()
-        while engine.num_running:
-            assert time.monotonic() < deadline_s
+        wait_until(lambda: not engine.num_running)
         assert engine.kv_usage_ratio == 0
         assert engine.statistics.num_generated_tokens >= 1

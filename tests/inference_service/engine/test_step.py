@@ -16,37 +16,22 @@ from inference_service.engine.step import Decoder
 from shared.ladder.policy import DepthPolicy
 from shared.model import distribution
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.load import wrap_model
 from shared.model.sampling import SamplingParams
 from tests.device_waits import Reads
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
+from tests.known_answer import DRAFTING, NUM_NEW, PROMPT, right
 from tests.scripted_ladder import ScriptedLadder
 
-PROMPT = [5, 17, 3, 44, 8]
-NUM_NEW = 24
 COSTS = PassCosts((1.0, 1.1, 1.2, 1.3, 1.4))
-DRAFTING = DepthPolicy("exact", max_drafts=4)
 
 
-@pytest.fixture
-def loaded() -> LoadedModel:
-    return wrap_model(build_family("llama"))
-
-
-@pytest.fixture
-def answer(loaded: LoadedModel) -> list[int]:
-    with fixed_cost_engine(loaded) as engine:
-        return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
-
-
-def oracle(answer: list[int]):
-    return lambda context: [*answer, 0][min(len(context) - len(PROMPT), NUM_NEW)]
-
-
-def test_right_drafts_save_layer_executions(loaded: LoadedModel, answer: list[int]) -> None:
-    right = oracle(answer)
-    with fixed_cost_engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+def test_right_drafts_save_layer_executions(loaded, answer):
+    right_token = right(answer)
+    with fixed_cost_engine(
+        loaded, ScriptedLadder(lambda context: (right_token(context), 0.9))
+    ) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
     assert exact.token_ids == full.token_ids
@@ -59,7 +44,7 @@ def test_right_drafts_save_layer_executions(loaded: LoadedModel, answer: list[in
     assert exact.stats.exits == {"full": (NUM_LAYERS, 6), "suffix": (0, 18)}
 
 
-def test_wrong_drafts_change_nothing_but_the_counts(loaded: LoadedModel, answer: list[int]) -> None:
+def test_wrong_drafts_change_nothing_but_the_counts(loaded, answer):
     ladder = ScriptedLadder(lambda context: (len(context) % VOCABULARY_SIZE, 0.9))
     with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
@@ -67,12 +52,12 @@ def test_wrong_drafts_change_nothing_but_the_counts(loaded: LoadedModel, answer:
     assert exact.stats.num_drafted > exact.stats.num_accepted
 
 
-def test_an_exit_sees_the_models_own_states(loaded: LoadedModel, answer: list[int]) -> None:
-    right = oracle(answer)
-    ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
+def test_an_exit_sees_the_models_own_states(loaded, answer):
+    right_token = right(answer)
+    ladder = ScriptedLadder(exits=lambda context: (right_token(context), 0.9), depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
-        ids = torch.tensor([PROMPT + answer])
+        ids = torch.tensor([[*PROMPT, *answer]])
         states = ContiguousRunner(loaded).capture(ids, [2, NUM_LAYERS])
     assert list(exact.token_ids) == answer
     assert exact.stats.exits["depth-2"][0] == 2
@@ -90,11 +75,9 @@ def test_an_exit_sees_the_models_own_states(loaded: LoadedModel, answer: list[in
     assert matched == 18
 
 
-def test_rejected_drafts_leave_nothing_settled(
-    loaded: LoadedModel, answer: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejected_drafts_leave_nothing_settled(loaded, answer, monkeypatch):
     """After a rejection exits must see the last settled token's state, not that of the draft that was dropped."""
-    right = oracle(answer)
+    right_token = right(answer)
     asked_after: list[int] = []
     num_pending: list[int] = []
     emit = Sequence.emit
@@ -107,13 +90,13 @@ def test_rejected_drafts_leave_nothing_settled(
     def exits(context: list[int]) -> tuple[int, float]:
         asked_after.append(len(context))
         is_wrong = len(context) % 3 == 0
-        return ((right(context) + is_wrong) % VOCABULARY_SIZE, 0.9)
+        return ((right_token(context) + is_wrong) % VOCABULARY_SIZE, 0.9)
 
     monkeypatch.setattr(Sequence, "emit", counted)
     ladder = ScriptedLadder(exits=exits, depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
-        ids = torch.tensor([PROMPT + answer])
+        ids = torch.tensor([[*PROMPT, *answer]])
         states = ContiguousRunner(loaded).capture(ids, [NUM_LAYERS])[NUM_LAYERS][0]
     assert list(exact.token_ids) == answer
     assert exact.stats.num_drafted > exact.stats.num_accepted > 0
@@ -122,20 +105,16 @@ def test_rejected_drafts_leave_nothing_settled(
         assert torch.allclose(states[length - 1 - distance], deep_state, atol=1e-4)
 
 
-def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(
-    loaded: LoadedModel, answer: list[int]
-) -> None:
-    right = oracle(answer)
-    ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
+def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(loaded, answer):
+    right_token = right(answer)
+    ladder = ScriptedLadder(exits=lambda context: (right_token(context), 0.9), depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
     # Every token runs every layer exactly once: nothing shallow is repeated by the deep pass.
     assert exact.stats.num_token_layers == 23 * NUM_LAYERS
 
 
-def test_relaxed_makes_sure_exits_final_and_completes_their_cache(
-    loaded: LoadedModel, answer: list[int]
-) -> None:
+def test_relaxed_makes_sure_exits_final_and_completes_their_cache(loaded, answer):
     def table(context: list[int]) -> tuple[int, float] | None:
         turn = (len(context) - len(PROMPT)) % 4
         return (7, 0.9) if turn in (1, 2) else None
@@ -151,17 +130,15 @@ def test_relaxed_makes_sure_exits_final_and_completes_their_cache(
     assert [tokens[i] for i in (1, 2, 5, 6, 9, 10)] == [7] * 6
     # What the full model says after exactly these tokens, the final early ones included.
     with torch.no_grad():
-        logits = loaded.model(torch.tensor([PROMPT + tokens])).logits[0]
+        logits = loaded.model(torch.tensor([[*PROMPT, *tokens]])).logits[0]
     for index, token in enumerate(tokens):
         if relaxed.tokens[index].rung == "full":
             assert token == int(logits[len(PROMPT) + index - 1].argmax())
 
 
-def test_layers_of_exits_count_where_no_deep_pass_follows(
-    loaded: LoadedModel, answer: list[int]
-) -> None:
-    right = oracle(answer)
-    ladder = ScriptedLadder(exits=lambda context: (right(context), 0.9), depths=(2,))
+def test_layers_of_exits_count_where_no_deep_pass_follows(loaded, answer):
+    right_token = right(answer)
+    ladder = ScriptedLadder(exits=lambda context: (right_token(context), 0.9), depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
         relaxed = engine.generate(
             PROMPT,
@@ -176,10 +153,10 @@ def test_layers_of_exits_count_where_no_deep_pass_follows(
     assert relaxed.stats.num_layer_executions == 2 * len(ladder.seen_states) > 0
 
 
-def test_min_layers_keeps_shallow_rungs_out(loaded: LoadedModel, answer: list[int]) -> None:
-    right = oracle(answer)
+def test_min_layers_keeps_shallow_rungs_out(loaded, answer):
+    right_token = right(answer)
     ladder = ScriptedLadder(
-        lambda context: (3, 0.2), lambda context: (right(context), 0.9), depths=(0, 2)
+        lambda context: (3, 0.2), lambda context: (right_token(context), 0.9), depths=(0, 2)
     )
     with fixed_cost_engine(loaded, ladder) as engine:
         result = engine.generate(
@@ -193,7 +170,7 @@ def test_min_layers_keeps_shallow_rungs_out(loaded: LoadedModel, answer: list[in
     assert list(result.token_ids) == list(none.token_ids) == answer
 
 
-def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded: LoadedModel) -> None:
+def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded):
     sampling = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=11)
     generator = torch.Generator().manual_seed(3)
 
@@ -212,15 +189,13 @@ def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded: Lo
     assert exact.stats.num_accepted > 5
 
 
-def test_an_eos_among_accepted_drafts_ends_the_answer(loaded: LoadedModel) -> None:
-    with fixed_cost_engine(loaded) as engine:
-        answer = list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
-    loaded.model.generation_config.eos_token_id = [answer[3], 96]
+def test_an_eos_among_accepted_drafts_ends_the_answer(loaded, answer, monkeypatch):
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [answer[3], 96])
     stopping = wrap_model(loaded.model)
-    right = oracle(answer)
+    right_token = right(answer)
     end = answer.index(answer[3])
     with fixed_cost_engine(
-        stopping, ScriptedLadder(lambda context: (right(context), 0.9))
+        stopping, ScriptedLadder(lambda context: (right_token(context), 0.9))
     ) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
@@ -235,23 +210,23 @@ def test_an_eos_among_accepted_drafts_ends_the_answer(loaded: LoadedModel) -> No
     assert list(stopped.token_ids) == answer[: answer.index(answer[1])]
 
 
-def test_logprobs_are_the_full_models(loaded: LoadedModel, answer: list[int]) -> None:
-    right = oracle(answer)
-    with fixed_cost_engine(loaded, ScriptedLadder(lambda context: (right(context), 0.9))) as engine:
+def test_logprobs_are_the_full_models(loaded, answer):
+    right_token = right(answer)
+    with fixed_cost_engine(
+        loaded, ScriptedLadder(lambda context: (right_token(context), 0.9))
+    ) as engine:
         result = engine.generate(PROMPT, policy=DRAFTING, max_tokens=8, logprobs=3)
     with torch.no_grad():
-        logits = loaded.model(torch.tensor([PROMPT + answer])).logits[0]
+        logits = loaded.model(torch.tensor([[*PROMPT, *answer]])).logits[0]
     for index, token in enumerate(result.tokens):
         expected = logits[len(PROMPT) + index - 1].log_softmax(-1)
         assert token.logprob == pytest.approx(float(expected[token.token_id]), abs=1e-4)
         assert [t for t, _ in token.alternatives] == expected.topk(3).indices.tolist()
 
 
-def test_a_step_of_mixed_requests_reads_the_device_once(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_mixed_requests_reads_the_device_once(loaded, monkeypatch):
     """Greedy, penalised, sampled, with log-probabilities and without: as on a GPU, where each read waits."""
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     accelerated = wrap_model(build_family("llama"), accelerate=True)
     decoder = Decoder(ContiguousRunner(accelerated))
     assert decoder.runner.supports_ragged

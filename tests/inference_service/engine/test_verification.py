@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_service.engine.verification import computed, verify
+from inference_service.engine.verification import compute_choices, verify
 from shared.model import distribution
 from shared.model.sampling import SamplingParams, Trial
 from shared.ops import library
@@ -21,15 +21,15 @@ def rows(*choices: int) -> Tensor:
 @pytest.fixture(params=["cpu", "as on a gpu"])
 def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "cpu":
-        monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+        monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
 
 
 @pytest.mark.usefixtures("_device")
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1e-6)])
 def test_each_sequence_keeps_its_longest_right_prefix_and_one_token_more(
-    has_kernels: bool, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    has_kernels, sampling, monkeypatch
+):
     if not has_kernels:
         monkeypatch.setattr(library, "runs_on", lambda device: False)
 
@@ -69,7 +69,7 @@ def mixed() -> tuple[Tensor, list[Trial], list[int | None]]:
 
 
 @pytest.mark.usefixtures("_device")
-def test_other_trials_in_the_batch_change_no_verdict() -> None:
+def test_other_trials_in_the_batch_change_no_verdict():
     logits, trials, wanted = mixed()
     together = verify(logits, trials, wanted)
     own_rows = logits.split([trial.num_rows for trial in trials])
@@ -88,28 +88,28 @@ def test_other_trials_in_the_batch_change_no_verdict() -> None:
                 assert found.alternatives == tuple(pairs)
 
 
-def test_both_ways_give_the_same_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_give_the_same_verdicts(monkeypatch):
     case = mixed()
     lazily = verify(*case)
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     assert verify(*case) == lazily
 
 
-def test_a_step_of_all_kinds_of_requests_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_all_kinds_of_requests_is_read_once(monkeypatch):
     case = mixed()
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     with Reads() as reads:
         verify(*case)
     assert reads.found == ["tolist"]
 
 
-def test_nothing_waits_before_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_waits_before_that(monkeypatch):
     logits, trials, wanted = mixed()
     library.load()
     monkeypatch.setattr(library, "runs_on", lambda device: True)
     far = logits.to("meta")
     with Crossings() as crossings:
-        choices, scores = computed(far, trials, wanted)
+        choices, scores = compute_choices(far, trials, wanted)
     assert {part.device.type for part in (*choices, *scores)} == {"meta"}
     assert crossings.awaited == []
     assert len(crossings.others) > 0

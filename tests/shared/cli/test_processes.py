@@ -1,12 +1,12 @@
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from shared.cli.processes import ServiceProcess
 from shared.errors import Unavailable
+from tests.waiting import wait_until
 
 SERVICE = """
 import subprocess, sys, time
@@ -54,8 +54,7 @@ def test_a_service_is_started_and_stopped_without_leftovers(module, tmp_path):
         with ServiceProcess("fake", module(SERVICE), [str(pid_file)], log) as process:
             assert process.wait_serving(30.0).startswith("127.0.0.1:")
             pids.append(process.pid)
-            while not pid_file.exists():
-                time.sleep(0.05)
+            wait_until(lambda: pid_file.exists() and pid_file.read_text())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

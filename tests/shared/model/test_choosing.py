@@ -27,7 +27,7 @@ def choose_one(logits: Tensor, params: SamplingParams, context: list[int]) -> in
     return int(token)
 
 
-def test_tokens_are_drawn_from_the_distribution() -> None:
+def test_tokens_are_drawn_from_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0, -math.inf, 0.5]])
     trials = [Trial(SamplingParams(temperature=1.0, seed=seed), []) for seed in range(NUM_SEEDS)]
     expected = NUM_SEEDS * logits[0].double().softmax(-1)
@@ -38,7 +38,7 @@ def test_tokens_are_drawn_from_the_distribution() -> None:
     assert result.pvalue > SIGNIFICANCE
 
 
-def test_greedy_takes_the_largest_after_the_penalty() -> None:
+def test_greedy_takes_the_largest_after_the_penalty():
     logits = torch.tensor([1.0, 1.5, 1.2])
     assert choose_one(logits, SamplingParams(), [1]) == 1
     assert choose_one(logits, SamplingParams(repetition_penalty=2.0), [1]) == 2
@@ -47,9 +47,7 @@ def test_greedy_takes_the_largest_after_the_penalty() -> None:
 @pytest.mark.parametrize("temperature", [0.0, MIN_TEMPERATURE, 1.0, 1e308])
 @pytest.mark.parametrize("penalty", [1 / MAX_PENALTY, 1.0, MAX_PENALTY])
 @pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_a_token_comes_of_the_most_extreme_parameters(
-    temperature: float, penalty: float, scale: float
-) -> None:
+def test_a_token_comes_of_the_most_extreme_parameters(temperature, penalty, scale):
     logits = torch.linspace(-scale, scale, 50)
     params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
     assert 0 <= choose_one(logits, params, list(range(50))) < 50
@@ -57,7 +55,7 @@ def test_a_token_comes_of_the_most_extreme_parameters(
         assert choose_one(logits, params, [1]) == 49  # as good as greedy
 
 
-def test_the_kernel_draws_what_pytorch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_draws_what_pytorch_draws(monkeypatch):
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(2)) * 3
     trials = [
         Trial(SamplingParams(temperature=1.0, top_k=40 * (s % 2), seed=s), [1]) for s in range(300)
@@ -72,15 +70,13 @@ def test_the_kernel_draws_what_pytorch_draws(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("has_kernels", [True, False])
 @DRAWN
 @given(case=cases(temperatures=(0.0, *SAMPLED)))
-def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(
-    has_kernels: bool, case: tuple[Tensor, list[Trial]]
-) -> None:
+def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(has_kernels, case):
     logits, trials = case
     with pytest.MonkeyPatch.context() as patch:
         if not has_kernels:
             patch.setattr(library, "runs_on", lambda device: False)
         lazily = [tokens.tolist() for tokens in choose(logits, trials)]
-        patch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+        patch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
         together = [tokens.tolist() for tokens in choose(logits, trials)]
         rows = iter(logits)
         for trial, tokens, some in zip(trials, together, lazily, strict=True):
@@ -96,13 +92,11 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("lazily", [True, False])
-def test_a_row_of_nans_is_some_token_and_harms_nobody(
-    has_kernels: bool, lazily: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_of_nans_is_some_token_and_harms_nobody(has_kernels, lazily, monkeypatch):
     if not has_kernels:
         monkeypatch.setattr(library, "runs_on", lambda device: False)
     if not lazily:
-        monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+        monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     sound = torch.randn(1, 30)
     for params in (
         SamplingParams(),
@@ -129,7 +123,7 @@ def mixed() -> tuple[Tensor, list[Trial]]:
     return torch.randn(16, 12), trials
 
 
-def test_choosing_together_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_together_waits_for_nothing(monkeypatch):
     logits, trials = mixed()
     monkeypatch.setattr(library, "runs_on", lambda device: True)
     library.load()
@@ -142,14 +136,14 @@ def test_choosing_together_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert crossings.others  # parameters, and tokens that are penalised
 
 
-def test_choosing_together_launches_each_kind_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_together_launches_each_kind_once(monkeypatch):
     launched = []
     for name in ("choose_greedy", "choose_sampled"):
         own = getattr(choosing, name)
         monkeypatch.setattr(
             choosing, name, lambda *args, own=own, name=name: [launched.append(name), own(*args)][1]
         )
-    monkeypatch.setattr(distribution, "_DEVICES_READ_WITHOUT_SYNC", frozenset())
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     logits, trials = mixed()
     with Reads() as reads:
         choose(logits, trials)

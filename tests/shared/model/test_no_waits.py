@@ -14,7 +14,7 @@ NUM_TOKENS = 16
 
 
 @pytest.mark.parametrize("family", PAGED)
-def test_no_pass_reads_a_number_or_moves_one(family: str) -> None:
+def test_no_pass_reads_a_number_or_moves_one(family):
     # The dtype of GPUs. In others, experts take another path.
     loaded = load_family(family, torch.bfloat16)
     gates = Gates(loaded.model, loaded.parts.layers)

@@ -18,10 +18,10 @@ def make_pool(num_blocks: int = 8, context_length: int = 100) -> BlockPool:
 
 
 def block_table(pool: BlockPool, cache: paged_kv.PagedCache) -> list[int]:
-    return pool.block_tables[pool.table_of(cache)][: len(cache.blocks)].tolist()
+    return pool.block_tables[pool.table_index(cache)][: len(cache.blocks)].tolist()
 
 
-def test_a_cache_takes_whole_blocks_and_returns_them_however_it_ends() -> None:
+def test_a_cache_takes_whole_blocks_and_returns_them_however_it_ends():
     pool = make_pool()
     first, second = pool.new_cache(BLOCK_TOKENS + 1), pool.new_cache(1)
     assert (first.capacity, second.capacity) == (2 * BLOCK_TOKENS, BLOCK_TOKENS)
@@ -41,7 +41,7 @@ def test_a_cache_takes_whole_blocks_and_returns_them_however_it_ends() -> None:
     assert pool.num_free == 8
 
 
-def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
+def test_what_does_not_fit_is_refused_and_takes_nothing():
     pool = make_pool(num_blocks=3)
     kept = pool.new_cache(2 * BLOCK_TOKENS)
     with pytest.raises(Exhausted, match="2 blocks of KV memory") as refused:
@@ -55,27 +55,25 @@ def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
     assert kept.kv_bytes == 2 * BLOCK_TOKENS * 4 * (2 * 4 + 2 * 6 + 8 + 8)
 
 
-def test_block_tables_go_to_caches_in_use_and_list_their_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_block_tables_go_to_caches_in_use_and_list_their_blocks(monkeypatch):
     monkeypatch.setattr(paged_kv, "NUM_BLOCK_TABLES", 2)
     pool = make_pool()
     caches = [pool.new_cache(size) for size in (20, 40, 5)]
     for cache in (*caches, *caches[::-1]):
         assert block_table(pool, cache) == list(cache.blocks)
-    first, second = pool.table_of(caches[0]), pool.table_of(caches[1])
+    first, second = pool.table_index(caches[0]), pool.table_index(caches[1])
     assert first != second
-    pool.table_of(caches[0])
-    assert pool.table_of(caches[2]) == second  # the least recently used one was taken
-    assert pool.table_of(caches[0]) == first
+    pool.table_index(caches[0])
+    assert pool.table_index(caches[2]) == second  # the least recently used one was taken
+    assert pool.table_index(caches[0]) == first
     del cache
     caches.pop(0)  # its block table is free, so the other cache keeps its own
-    assert pool.table_of(caches[0]) == first
-    assert pool.table_of(caches[1]) == second
+    assert pool.table_index(caches[0]) == first
+    assert pool.table_index(caches[1]) == second
     assert block_table(pool, caches[0]) == list(caches[0].blocks)
 
 
-def test_copies_are_of_the_positions_asked_for_and_no_more() -> None:
+def test_copies_are_of_the_positions_asked_for_and_no_more():
     pool = make_pool()
     donor, reader = pool.new_cache(50), pool.new_cache(40)
     with torch.inference_mode():

@@ -28,15 +28,13 @@ def random_ids(length: int) -> Tensor:
     return torch.randint(2, VOCABULARY_SIZE, (1, length))
 
 
-def test_ragged_batches_work_for_every_other_family(
-    request: pytest.FixtureRequest, runner: Runner
-) -> None:
+def test_ragged_batches_work_for_every_other_family(request, runner):
     name = request.node.callspec.params["runner"]
     assert runner.supports_ragged == (name not in ONE_BY_ONE)
     assert runner.counters.layer_executions == 0
 
 
-def test_company_changes_nothing(request: pytest.FixtureRequest, runner: Runner) -> None:
+def test_company_changes_nothing(request, runner):
     """Sequences of different lengths, longer than any window, split by depth, with a pass rolled back."""
     if not runner.supports_ragged:
         pytest.skip("goes one by one")
@@ -72,11 +70,11 @@ def test_company_changes_nothing(request: pytest.FixtureRequest, runner: Runner)
             torch.testing.assert_close(cache.keys[layer], alone.keys[layer], atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_whose_attention_is_its_own_goes_one_by_one() -> None:
+def test_a_model_whose_attention_is_its_own_goes_one_by_one():
     assert not ContiguousRunner(wrap_model(build_family("llama"))).supports_ragged
 
 
-def test_positions_past_a_cache_are_refused() -> None:
+def test_positions_past_a_cache_are_refused():
     with pytest.raises(InvalidInput, match="do not fit"):
         RaggedCache(
             [RaggedSequence(ContiguousCache(4), 0, 4), RaggedSequence(ContiguousCache(4), 3, 2)]

@@ -6,7 +6,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shared.model.host_syncs import host_syncs
@@ -20,7 +19,7 @@ def recorded(work: Callable[[], None]) -> Callable[[], None]:
         return TracingRecorder().record(work)
 
 
-def test_a_replay_computes_anew_over_tensors_that_stay() -> None:
+def test_a_replay_computes_anew_over_tensors_that_stay():
     source, target = torch.ones(4), torch.zeros(4)
 
     def work() -> None:
@@ -34,7 +33,7 @@ def test_a_replay_computes_anew_over_tensors_that_stay() -> None:
     assert target.tolist() == [7, 5, 3, 0]
 
 
-def test_what_python_decided_stays_as_it_was() -> None:
+def test_what_python_decided_stays_as_it_was():
     source, target, state = torch.ones(4), torch.zeros(4), {"at": 1}
 
     def work() -> None:
@@ -47,7 +46,7 @@ def test_what_python_decided_stays_as_it_was() -> None:
     assert target.tolist() == [0, 1, 0, 0]
 
 
-def test_a_result_that_was_not_written_to_its_place_is_nonsense() -> None:
+def test_a_result_that_was_not_written_to_its_place_is_nonsense():
     source, kept = torch.ones(3), []
     replay = recorded(lambda: kept.append(source + 1))
     replay()
@@ -65,7 +64,7 @@ def test_a_result_that_was_not_written_to_its_place_is_nonsense() -> None:
         lambda x: torch.rand(3) + x,
     ],
 )
-def test_what_a_graph_cannot_hold_is_refused(work: Callable[[Tensor], object]) -> None:
+def test_what_a_graph_cannot_hold_is_refused(work):
     x = torch.ones(3)
 
     def once() -> None:
@@ -75,7 +74,7 @@ def test_what_a_graph_cannot_hold_is_refused(work: Callable[[Tensor], object]) -
         recorded(once)
 
 
-def test_waits_are_found_without_a_gpu() -> None:
+def test_waits_are_found_without_a_gpu():
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(3, device="cuda")
         y = torch.empty(3, dtype=torch.int64, device="cuda")
@@ -87,7 +86,7 @@ def test_waits_are_found_without_a_gpu() -> None:
     "work",
     [lambda x: bool(x[0] > 0), lambda x: x[x > 0], lambda x: torch.where(x > 0)],
 )
-def test_waits_are_found_on_a_cpu(work: Callable[[Tensor], object]) -> None:
+def test_waits_are_found_on_a_cpu(work):
     with torch.inference_mode():
         assert len(host_syncs(lambda: work(torch.ones(3)))) >= 1
 
@@ -127,7 +126,7 @@ class FakeCuda:
         raise RuntimeError("capturing has failed")
 
 
-def test_a_recording_that_fails_leaves_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_fails_leaves_the_current_stream(monkeypatch):
     cuda = FakeCuda()
     engines = cuda.current
     monkeypatch.setattr(torch, "cuda", cuda)
@@ -138,9 +137,7 @@ def test_a_recording_that_fails_leaves_the_current_stream(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_capture_that_fails_gives_its_memory_back(
-    monkeypatch: pytest.MonkeyPatch, ended: bool
-) -> None:
+def test_a_capture_that_fails_gives_its_memory_back(monkeypatch, ended):
     """Where torch could not end the capture, it goes on allocating for it until it is told not to."""
     calls: list[tuple[str, int, object]] = []
 
@@ -159,7 +156,7 @@ def test_a_capture_that_fails_gives_its_memory_back(
     assert calls == [("end", 0, 7), ("release", 0, 7)][: 1 if ended else 2]
 
 
-def test_inputs_are_padded_and_leave_nothing_of_the_pass_before() -> None:
+def test_inputs_are_padded_and_leave_nothing_of_the_pass_before():
     tokens = TokenBuffer(4, torch.device("cpu"))
     assert tokens.positions.tolist() == [-1] * 4
     tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], [1, 1, 2])

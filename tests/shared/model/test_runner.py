@@ -36,9 +36,7 @@ def random_ids(length: int) -> torch.Tensor:
     return torch.randint(2, VOCABULARY_SIZE, (1, length))
 
 
-def test_shallow_one_by_one_then_one_deep_pass_gives_the_full_models_logits(
-    runner: Runner,
-) -> None:
+def test_shallow_one_by_one_then_one_deep_pass_gives_the_full_models_logits(runner):
     ids = random_ids(24)
     expected = full_logits(runner.loaded, ids)
     cache = runner.new_cache(32)
@@ -63,7 +61,7 @@ def test_shallow_one_by_one_then_one_deep_pass_gives_the_full_models_logits(
         position += num_pending
 
 
-def test_rollback_leaves_no_trace(runner: Runner) -> None:
+def test_rollback_leaves_no_trace(runner):
     ids = random_ids(12)
     wrong = random_ids(5)
     cache = runner.new_cache(32)
@@ -75,7 +73,7 @@ def test_rollback_leaves_no_trace(runner: Runner) -> None:
     assert relative_error(runner.logits(state), expected) < TOLERANCE
 
 
-def test_capture_returns_the_state_at_each_depth(runner: Runner) -> None:
+def test_capture_returns_the_state_at_each_depth(runner):
     ids = random_ids(10)
     depths = [0, 2, runner.num_layers]
     states = runner.capture(ids, depths)
@@ -90,7 +88,7 @@ def test_capture_returns_the_state_at_each_depth(runner: Runner) -> None:
     assert relative_error(shallow, states[2]) < TOLERANCE
 
 
-def test_counters_count_what_the_layers_really_ran(llama: Runner) -> None:
+def test_counters_count_what_the_layers_really_ran(llama):
     calls: list[int] = []
     for index, layer in enumerate(llama.loaded.parts.layers):
         # A closed gate also calls the layer's __call__. Its attention runs only if the gate is open.
@@ -106,9 +104,7 @@ def test_counters_count_what_the_layers_really_ran(llama: Runner) -> None:
     assert llama.counters.token_layers == 6 * 4 + 5 * 3
 
 
-def test_a_pass_beyond_the_capacity_is_refused_and_leaves_the_gates_open(
-    llama: Runner,
-) -> None:
+def test_a_pass_beyond_the_capacity_is_refused_and_leaves_the_gates_open(llama):
     ids = random_ids(9)
     with pytest.raises(InvalidInput, match="do not fit"):
         llama.run(ids, llama.new_cache(8), first=0, last=2, base=0)
@@ -117,7 +113,7 @@ def test_a_pass_beyond_the_capacity_is_refused_and_leaves_the_gates_open(
     assert relative_error(llama.logits(state), expected) < TOLERANCE
 
 
-def test_two_runners_share_one_models_gates(llama: Runner) -> None:
+def test_two_runners_share_one_models_gates(llama):
     other = ContiguousRunner(llama.loaded)
     ids = random_ids(5)
     state = other.run(ids, other.new_cache(8), first=0, last=other.num_layers, base=0)

@@ -5,9 +5,13 @@ import torch
 
 from shared.errors import PreconditionFailed
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.runners import make_runner
+from shared.model.paged_runner import PagedRunner
+from shared.model.recorder import NoRecorder
+from shared.model.runners import check_runner, make_runner
+from shared.model.substitution.compiled import LayerCompiler
 from tests.paged import load_family
 from tests.paged import make_runner as make_paged
+from tests.recorders import NotRecordable, TracingRecorder
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,38 @@ def test_a_cpu_refuses_what_only_a_gpu_has(asked: dict[str, bool], reason: str) 
     with pytest.raises(PreconditionFailed) as refused:
         make_runner(load_family("llama"), 1 << 20, **asked)
     assert refused.value.reason == reason
+    assert "only a GPU" in refused.value.message
+
+
+def test_a_compiler_that_is_missing_is_named_as_the_reason() -> None:
+    """As torch.compile fails in an image without a C compiler."""
+
+    def no_compiler(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    torch._dynamo.reset()
+    runner = PagedRunner(
+        load_family("llama"),
+        kv_budget_bytes=1 << 20,
+        recorder=NoRecorder(),
+        transform=LayerCompiler(no_compiler),
+    )
+    assert not runner.compiles
+    check_runner(runner, record=False, compile_layers=False)
+    with pytest.raises(PreconditionFailed, match="Failed to find C compiler") as refused:
+        check_runner(runner, record=False, compile_layers=True)
+    assert refused.value.reason == "CANNOT_COMPILE"
+
+
+def test_passes_that_cannot_be_recorded_are_refused_with_the_reason() -> None:
+    class Failing(TracingRecorder):
+        def record(self, work):
+            raise NotRecordable("the driver is out of memory")
+
+    runner = PagedRunner(load_family("llama"), kv_budget_bytes=1 << 20, recorder=Failing())
+    with pytest.raises(PreconditionFailed, match="the driver is out of memory") as refused:
+        check_runner(runner, record=True, compile_layers=False)
+    assert refused.value.reason == "CANNOT_RECORD"
 
 
 def test_a_cpu_runs_the_models_own_forward() -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -97,12 +96,12 @@ def test_sampling_in_exact_keeps_the_full_models_distribution() -> None:
 
 def test_the_test_would_see_a_wrong_acceptance_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that accepts every fairly probable draft, instead of accepting with its probability, must fail the test."""
-    right: Callable[..., torch.Tensor] = choosing._tokens_at
+    right = choosing.choose_sampled
 
-    def too_kind(numbers: list[float], masses: torch.Tensor) -> torch.Tensor:
+    def too_kind(masses: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         is_probable = masses[:, 2] > 0.15 * masses.sum(-1)
-        return torch.where(is_probable, 2, right(numbers, masses))
+        return torch.where(is_probable, 2, right(masses, uniforms))
 
-    monkeypatch.setattr(choosing, "_tokens_at", too_kind)
+    monkeypatch.setattr(choosing, "choose_sampled", too_kind)
     counts, truth = _pairs(DepthPolicy("exact", max_drafts=2), [1, 3])
     assert _p_value(counts, truth) < SIGNIFICANCE

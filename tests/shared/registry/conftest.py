@@ -46,7 +46,7 @@ def open_again(place: str) -> Iterator[Callable[[], Registry]]:
 
 @pytest.fixture
 def harm(place: str, request: pytest.FixtureRequest) -> Harm:
-    """A function that damages a stored object, as a disk or a person may do."""
+    """A function that damages a stored object: it changes a byte, truncates the object or deletes it."""
 
     def in_folder(path: str, damage: str) -> None:
         file = Path(place) / path

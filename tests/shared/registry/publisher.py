@@ -22,7 +22,7 @@ BLOB = b"weights " * 50_000
 
 
 def main() -> None:
-    # Standard output is for the results.
+    # Log lines go elsewhere, because standard output carries the results.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     root, request_id, count, *rest = sys.argv[1:]
     if limit := os.environ.get("FILE_SIZE_LIMIT"):

@@ -8,7 +8,7 @@ from shared.registry.address import SharedAddress
 OBJECTS = "objects=s3://bucket/some/prefix"
 
 
-def test_the_whole_form():
+def test_a_url_with_all_options_is_parsed():
     address = SharedAddress.parse(
         f"rediss://ann:p%40ss@host:6380/3?{OBJECTS}&endpoint=https://store:9000&region=eu&ssl_ca_certs=/ca.pem"
     )
@@ -24,7 +24,7 @@ def test_the_whole_form():
     assert "p%40ss" not in repr(address)
 
 
-def test_the_short_forms():
+def test_options_that_are_left_out_get_their_defaults():
     address = SharedAddress.parse("redis://host?objects=s3://bucket")
     assert (address.redis_url, address.prefix, address.endpoint) == ("redis://host/0", "", None)
     cluster = SharedAddress.parse(f"rediss+cluster://host:7000?{OBJECTS}")
@@ -57,7 +57,7 @@ def test_the_short_forms():
         f"redis://[host?{OBJECTS}",
     ],
 )
-def test_what_is_wrong_is_said_without_secrets(url):
+def test_the_error_for_a_wrong_url_names_the_fault_but_no_secret(url):
     with pytest.raises(InvalidInput) as raised:
         SharedAddress.parse(url)
     assert raised.value.reason == "BAD_REGISTRY"

@@ -26,7 +26,7 @@ def publish(registry: Registry, request_id: str, **options: Any) -> PublishedVer
     )
 
 
-def test_publish_then_read_from_another_client(
+def test_another_client_reads_what_was_published(
     registry: Registry, open_again: Callable[[], Registry]
 ) -> None:
     made = publish(registry, "one", blobs={"a.bin": b"alpha", "b.bin": b""})
@@ -52,7 +52,7 @@ def test_manifest_digest_does_not_depend_on_key_order(registry: Registry) -> Non
     assert (first.version, second.version, third.version) == (1, 2, 3)
 
 
-def test_versions_count_within_their_model(registry: Registry) -> None:
+def test_each_model_numbers_its_versions_from_1(registry: Registry) -> None:
     assert publish(registry, "one").version == 1
     assert publish(registry, "two", model_id="other").version == 1
     assert publish(registry, "three").version == 2
@@ -60,7 +60,7 @@ def test_versions_count_within_their_model(registry: Registry) -> None:
     assert registry.list_versions("unknown") == []
 
 
-def test_list_versions_pages_newest_first(registry: Registry) -> None:
+def test_versions_are_listed_in_pages_newest_first(registry: Registry) -> None:
     for number in range(5):
         publish(registry, f"request-{number}")
     assert [v.version for v in registry.list_versions(MODEL, limit=2)] == [5, 4]
@@ -70,7 +70,7 @@ def test_list_versions_pages_newest_first(registry: Registry) -> None:
         registry.list_versions(MODEL, limit=0)
 
 
-def test_same_request_publishes_once_and_moves_aliases_once(registry: Registry) -> None:
+def test_a_repeated_request_publishes_once_and_moves_aliases_once(registry: Registry) -> None:
     first = publish(registry, "one", blobs={"x": b"1"})
     second = publish(registry, "two", blobs={"x": b"2"})
     assert publish(registry, "one", blobs={"x": b"1"}) == first
@@ -81,7 +81,7 @@ def test_same_request_publishes_once_and_moves_aliases_once(registry: Registry) 
 @pytest.mark.parametrize(
     "other", [{"blobs": {"x": b"2"}}, {"manifest": {"a": 2}}, {"model_id": "other"}]
 )
-def test_same_request_with_other_contents_is_refused(
+def test_a_repeated_request_with_other_contents_is_refused(
     registry: Registry, other: dict[str, Any]
 ) -> None:
     publish(registry, "one", blobs={"x": b"1"})
@@ -95,7 +95,7 @@ def test_same_request_with_other_contents_is_refused(
     "model_id",
     ["", "..", "../up", "a/../b", "/a", "a/", "a//b", ".hidden", "a\n", "a b", "a\x00", "x" * 201],
 )
-def test_bad_model_ids(registry: Registry, model_id: str) -> None:
+def test_invalid_model_ids_are_refused(registry: Registry, model_id: str) -> None:
     for call in (
         lambda: publish(registry, "one", model_id=model_id),
         lambda: registry.get(model_id, 1),
@@ -109,7 +109,7 @@ def test_bad_model_ids(registry: Registry, model_id: str) -> None:
 
 
 @pytest.mark.parametrize("alias", ["", "Upper", "a/b", "..", "12", "x" * 65, "é", "a\n"])
-def test_bad_aliases(registry: Registry, alias: str) -> None:
+def test_invalid_aliases_are_refused(registry: Registry, alias: str) -> None:
     publish(registry, "one")
     for call in (
         lambda: publish(registry, "two", aliases=[alias]),
@@ -137,7 +137,9 @@ def test_bad_aliases(registry: Registry, alias: str) -> None:
         ({"actor": "x" * 2001}, "NOTE_TOO_LONG"),
     ],
 )
-def test_bad_publications(registry: Registry, options: dict[str, Any], reason: str) -> None:
+def test_invalid_publications_are_refused(
+    registry: Registry, options: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(InvalidInput) as raised:
         publish(registry, "one", **options)
     assert raised.value.reason == reason
@@ -145,7 +147,7 @@ def test_bad_publications(registry: Registry, options: dict[str, Any], reason: s
 
 
 @pytest.mark.parametrize("text", ["a\x1b]0;b", "a\u202eb"])
-def test_notes_hold_nothing_that_a_terminal_obeys(registry: Registry, text: str) -> None:
+def test_actor_and_reason_may_not_contain_control_characters(registry: Registry, text: str) -> None:
     publish(registry, "one")
     publish(registry, "two")
     for call in (
@@ -164,12 +166,12 @@ def test_notes_hold_nothing_that_a_terminal_obeys(registry: Registry, text: str)
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 129, "a\nb", "a\x1bb", "a\u202eb"])
-def test_bad_request_ids(registry: Registry, request_id: str) -> None:
+def test_invalid_request_ids_are_refused(registry: Registry, request_id: str) -> None:
     with pytest.raises(InvalidInput):
         publish(registry, request_id, blobs={"x": b"1"})
 
 
-def test_unknown_things_are_named(registry: Registry) -> None:
+def test_the_error_names_an_unknown_version_alias_or_blob(registry: Registry) -> None:
     made = publish(registry, "one", aliases=["stable", "latest"])
     for version in (0, -1, 2, 2**70):
         with pytest.raises(NotFound, match="no router version"):
@@ -184,7 +186,7 @@ def test_unknown_things_are_named(registry: Registry) -> None:
             call(MODEL, "canary")
 
 
-def test_set_alias_compares_and_swaps(registry: Registry) -> None:
+def test_set_alias_is_a_compare_and_swap(registry: Registry) -> None:
     publish(registry, "one")
     publish(registry, "two")
     change = registry.set_alias(
@@ -206,14 +208,14 @@ def test_set_alias_compares_and_swaps(registry: Registry) -> None:
     ]
 
 
-def test_setting_an_alias_again_keeps_rollback_useful(registry: Registry) -> None:
+def test_setting_an_alias_to_its_own_version_records_no_change(registry: Registry) -> None:
     publish(registry, "one", aliases=["stable"])
     publish(registry, "two", aliases=["stable"])
     assert registry.set_alias(MODEL, "stable", 2).from_version == 1
     assert registry.rollback_alias(MODEL, "stable").to_version == 1
 
 
-def test_rollback(registry: Registry) -> None:
+def test_rollback_returns_to_the_version_before(registry: Registry) -> None:
     publish(registry, "one", aliases=["stable"])
     with pytest.raises(PreconditionFailed) as raised:
         registry.rollback_alias(MODEL, "stable")
@@ -226,7 +228,7 @@ def test_rollback(registry: Registry) -> None:
     assert len(registry.alias_history(MODEL, "stable")) == 4
 
 
-def test_events_tell_all_that_happened_in_order(registry: Registry) -> None:
+def test_events_are_all_publications_and_alias_changes_in_order(registry: Registry) -> None:
     first = publish(registry, "one")
     publish(registry, "elsewhere", model_id="other")
     moved = registry.set_alias(MODEL, "stable", 1)
@@ -242,7 +244,7 @@ def test_events_tell_all_that_happened_in_order(registry: Registry) -> None:
     assert list(registry.events(MODEL, after_event=numbers[-1])) == []
 
 
-def test_events_beyond_one_page(registry: Registry) -> None:
+def test_events_continue_after_a_full_page(registry: Registry) -> None:
     publish(registry, "one")
     publish(registry, "two")
     for number in range(130):
@@ -265,7 +267,7 @@ def test_events_wait_for_another_client(
     assert isinstance(event.change, PublishedVersion)
 
 
-def test_threads_share_one_client(registry: Registry) -> None:
+def test_several_threads_publish_through_one_client(registry: Registry) -> None:
     threads = [
         threading.Thread(target=lambda n=n: publish(registry, f"request-{n}")) for n in range(8)
     ]

@@ -35,7 +35,7 @@ def moves(registry: Registry) -> list[tuple[int | None, int, Canary | None]]:
     return [(change.from_version, change.to_version, change.canary) for change in history]
 
 
-def test_a_canary_is_seen_by_others_and_changes_no_version(
+def test_other_clients_see_a_canary_and_the_alias_version_is_unchanged(
     stable: Registry, open_again: Callable[[], Registry]
 ) -> None:
     change = stable.set_canary(
@@ -54,7 +54,9 @@ def test_a_canary_is_seen_by_others_and_changes_no_version(
     assert (last.change, last.event) == (change, other.last_event(MODEL))
 
 
-def test_the_share_changes_and_repeating_it_records_nothing(stable: Registry) -> None:
+def test_a_canarys_share_can_change_and_setting_the_same_share_records_nothing(
+    stable: Registry,
+) -> None:
     first = stable.set_canary(MODEL, "stable", Canary(3, 10))
     assert stable.set_canary(MODEL, "stable", Canary(3, 10)) == first
     stable.set_canary(MODEL, "stable", Canary(3, 500))
@@ -62,7 +64,7 @@ def test_the_share_changes_and_repeating_it_records_nothing(stable: Registry) ->
     assert moves(stable)[:2] == [(2, 2, Canary(3, 500)), (2, 2, Canary(3, 10))]
 
 
-def test_promotion_ends_the_canary_in_its_favour_and_one_rollback_undoes_it(
+def test_promotion_moves_the_alias_to_the_canary_and_one_rollback_undoes_it(
     stable: Registry,
 ) -> None:
     stable.set_canary(MODEL, "stable", Canary(3, 100))
@@ -74,10 +76,12 @@ def test_promotion_ends_the_canary_in_its_favour_and_one_rollback_undoes_it(
     assert stable.target(MODEL, "stable").published.version == 3
     assert stable.canaries(MODEL) == {}
     assert stable.rollback_alias(MODEL, "stable", actor="bob", reason="bad").to_version == 2
-    assert stable.target(MODEL, "stable").canary is None, "what was bad gets no share again"
+    assert stable.target(MODEL, "stable").canary is None, "a rollback does not restore the canary"
 
 
-def test_a_rollback_ends_a_canary_first_and_then_goes_back(stable: Registry) -> None:
+def test_a_rollback_ends_the_canary_and_the_next_returns_to_the_version_before(
+    stable: Registry,
+) -> None:
     stable.set_canary(MODEL, "stable", Canary(3, 10))
     stable.set_canary(MODEL, "stable", Canary(3, 100))
     ended = stable.rollback_alias(MODEL, "stable", expected_version=2)
@@ -88,7 +92,7 @@ def test_a_rollback_ends_a_canary_first_and_then_goes_back(stable: Registry) -> 
     assert (back.from_version, back.to_version) == (2, 1)
 
 
-def test_a_canary_on_an_alias_that_never_moved_leaves_nothing_to_go_back_to(
+def test_an_alias_that_never_moved_cannot_be_rolled_back_beyond_its_canary(
     registry: Registry,
 ) -> None:
     publish(registry, 1)
@@ -101,7 +105,7 @@ def test_a_canary_on_an_alias_that_never_moved_leaves_nothing_to_go_back_to(
     assert raised.value.reason == "NO_EARLIER_VERSION"
 
 
-def test_ending_a_canary_is_not_going_back(stable: Registry) -> None:
+def test_ending_a_canary_keeps_the_alias_version(stable: Registry) -> None:
     stable.set_canary(MODEL, "stable", Canary(3, 10))
     assert stable.set_canary(MODEL, "stable", None).to_version == 2
     for call in (
@@ -116,7 +120,7 @@ def test_ending_a_canary_is_not_going_back(stable: Registry) -> None:
 
 def test_moving_the_alias_ends_its_canary(stable: Registry) -> None:
     stable.set_canary(MODEL, "stable", Canary(3, 10))
-    assert stable.set_alias(MODEL, "stable", 2).canary is None, "also where it is already"
+    assert stable.set_alias(MODEL, "stable", 2).canary is None, "also if the alias names it already"
     stable.set_canary(MODEL, "stable", Canary(3, 10))
     blobs = {"x": b"4"}
     stable.publish(MODEL, {"number": 4}, blobs, request_id="request-4", aliases=["stable"])
@@ -124,7 +128,7 @@ def test_moving_the_alias_ends_its_canary(stable: Registry) -> None:
     assert stable.rollback_alias(MODEL, "stable").to_version == 2
 
 
-def test_bad_canaries(stable: Registry) -> None:
+def test_invalid_canaries_are_refused(stable: Registry) -> None:
     for canary, kind, reason in (
         (Canary(3, 0), InvalidInput, "BAD_SHARE"),
         (Canary(3, 1000), InvalidInput, "BAD_SHARE"),
@@ -146,7 +150,7 @@ def test_bad_canaries(stable: Registry) -> None:
     assert stable.canaries(MODEL) == {}
 
 
-def test_what_did_not_pass_its_checks_gets_no_alias(registry: Registry) -> None:
+def test_no_alias_is_set_to_a_version_with_a_failed_check(registry: Registry) -> None:
     publish(registry, 1, **PASSED)
     registry.set_alias(MODEL, "stable", 1)
     publish(registry, 2, **FAILED)
@@ -166,7 +170,7 @@ def test_what_did_not_pass_its_checks_gets_no_alias(registry: Registry) -> None:
     assert len(registry.list_versions(MODEL)) == 2
 
 
-def test_only_one_of_several_writers_wins_a_compare_and_swap(
+def test_of_concurrent_compare_and_swaps_one_succeeds(
     stable: Registry, open_again: Callable[[], Registry]
 ) -> None:
     won: list[AliasChange] = []
@@ -191,7 +195,7 @@ def test_only_one_of_several_writers_wins_a_compare_and_swap(
     assert moves(stable)[0] == (2, won[0].to_version, None)
 
 
-def test_last_event(registry: Registry) -> None:
+def test_last_event_is_the_number_of_the_newest_event(registry: Registry) -> None:
     assert registry.last_event(MODEL) == 0
     publish(registry, 1)
     registry.set_alias(MODEL, "stable", 1)

@@ -34,7 +34,7 @@ def broken(
 
 
 @pytest.mark.parametrize("how", ["truncate", "flip", "delete"])
-def test_a_damaged_version_is_listed_as_such_beside_the_sound_ones(broken, how):
+def test_a_damaged_version_is_listed_as_damaged_with_the_intact_ones(broken, how):
     registry = broken(2, how)
     listed = registry.list_versions(MODEL)
     assert [version.version for version in listed] == [3, 2, 1]
@@ -49,7 +49,7 @@ def test_a_damaged_version_is_listed_as_such_beside_the_sound_ones(broken, how):
     assert raised.value.metadata["expected_digest"] == damaged.manifest_digest
 
 
-def test_history_and_rollback_and_events_need_no_manifest_of_the_damaged_version(broken):
+def test_history_rollback_and_events_work_without_the_damaged_manifest(broken):
     registry = broken(3)
     moves = [(c.from_version, c.to_version) for c in registry.alias_history(MODEL, "stable")]
     assert moves == [(2, 3), (1, 2), (None, 1)]
@@ -61,7 +61,7 @@ def test_history_and_rollback_and_events_need_no_manifest_of_the_damaged_version
     assert registry.last_event(MODEL) == list(registry.events(MODEL))[-1].event
     with pytest.raises(Corrupt):
         registry.resolve(MODEL, "stable")
-    # A worker that has it in memory needs to know only that the alias has not moved.
+    # A worker that holds the version in memory only has to learn that the alias has not moved.
     target = registry.target(MODEL, "stable").published
     assert (target.version, bool(target.damage)) == (3, True)
     assert registry.rollback_alias(MODEL, "stable").to_version == 2
@@ -69,7 +69,7 @@ def test_history_and_rollback_and_events_need_no_manifest_of_the_damaged_version
     assert registry.read_blob(registry.get(MODEL, 1), "x") == b"1" * 100
 
 
-def test_no_alias_is_pointed_at_a_damaged_version(broken):
+def test_no_alias_is_set_to_a_damaged_version(broken):
     registry = broken(2)
     registry.set_canary(MODEL, "stable", Canary(1, 100))
     for refused in (
@@ -82,14 +82,16 @@ def test_no_alias_is_pointed_at_a_damaged_version(broken):
         assert raised.value.reason == "VERSION_DAMAGED"
         assert raised.value.metadata["version"] == "2"
     assert registry.aliases(MODEL) == {"stable": 3}
-    assert registry.rollback_alias(MODEL, "stable").canary is None, "ending a canary moves nothing"
+    assert registry.rollback_alias(MODEL, "stable").canary is None, (
+        "ending a canary does not move the alias"
+    )
     with pytest.raises(Corrupt) as raised:
         registry.rollback_alias(MODEL, "stable")
     assert raised.value.reason == "VERSION_DAMAGED"
     assert registry.set_alias(MODEL, "stable", 1).to_version == 1
 
 
-def test_a_canary_that_was_damaged_is_not_promoted(broken, open_again):
+def test_a_canary_whose_version_is_damaged_is_not_promoted(broken, open_again):
     open_again().set_canary(MODEL, "stable", Canary(2, 100))
     registry = broken(2)
     assert registry.target(MODEL, "stable").canary == Canary(2, 100)
@@ -99,7 +101,7 @@ def test_a_canary_that_was_damaged_is_not_promoted(broken, open_again):
     assert registry.aliases(MODEL) == {"stable": 3}
 
 
-def test_damage_is_seen_by_a_client_that_had_read_the_manifest_before(registry, harm):
+def test_a_client_that_has_read_the_manifest_before_notices_later_damage(registry, harm):
     made = publish(registry, 1)
     publish(registry, 2)
     registry.get(MODEL, 1)
@@ -111,7 +113,7 @@ def test_damage_is_seen_by_a_client_that_had_read_the_manifest_before(registry, 
         registry.rollback_alias(MODEL, "stable")
 
 
-def test_publishing_goes_on_and_the_same_contents_mend(broken):
+def test_publishing_still_works_and_the_same_contents_repair_the_manifest(broken):
     registry = broken(2)
     assert publish(registry, 4).version == 4
     again = registry.publish(

@@ -49,7 +49,9 @@ def publish(registry: LocalRegistry, request_id: str = "one") -> int:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_killed_before_the_commit_leaves_nothing(tmp_path: Path, step: str) -> None:
+def test_a_publisher_killed_before_the_commit_leaves_no_version_and_no_object(
+    tmp_path: Path, step: str
+) -> None:
     process = publisher(tmp_path, "one", 1, step)
     assert process.wait(60) == -9
     registry = LocalRegistry(tmp_path)
@@ -59,7 +61,7 @@ def test_killed_before_the_commit_leaves_nothing(tmp_path: Path, step: str) -> N
     assert publish(registry) == 1
 
 
-def test_killed_after_the_commit_has_published(tmp_path: Path) -> None:
+def test_a_publisher_killed_after_the_commit_has_published(tmp_path: Path) -> None:
     assert publisher(tmp_path, "one", 1, "index:committed").wait(60) == -9
     registry = LocalRegistry(tmp_path)
     (made,) = registry.list_versions("tiny")
@@ -71,7 +73,7 @@ def test_killed_after_the_commit_has_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_disk_full_at_any_step_leaves_nothing(tmp_path: Path, step: str) -> None:
+def test_a_full_disk_at_any_step_leaves_no_version_and_no_object(tmp_path: Path, step: str) -> None:
     """The step hook raises ENOSPC where the operating system would raise it."""
 
     def full(name: str) -> None:
@@ -88,7 +90,7 @@ def test_disk_full_at_any_step_leaves_nothing(tmp_path: Path, step: str) -> None
     assert publish(registry) == 1
 
 
-def test_file_size_limit_while_publishing(tmp_path: Path) -> None:
+def test_a_file_size_limit_while_publishing_is_reported_as_a_full_disk(tmp_path: Path) -> None:
     """The kernel refuses the write (EFBIG): RLIMIT_FSIZE in the publisher's process is below the blob's size."""
     LocalRegistry(tmp_path).close()
     process = publisher(tmp_path, "one", 1, env={"FILE_SIZE_LIMIT": "300000"})
@@ -100,7 +102,7 @@ def test_file_size_limit_while_publishing(tmp_path: Path) -> None:
     assert LocalRegistry(tmp_path).list_versions("tiny") == []
 
 
-def test_really_full_file_system(tmp_path: Path) -> None:
+def test_publishing_to_a_full_file_system_fails_and_changes_nothing(tmp_path: Path) -> None:
     """A 1 MiB tmpfs in a mount namespace: the first publications fit (they share a blob), then SQLite or a file hits ENOSPC."""
     check = (
         "import json,sys;from pathlib import Path;from shared.registry.local import LocalRegistry;"
@@ -119,7 +121,7 @@ def test_really_full_file_system(tmp_path: Path) -> None:
     assert after == {"readable": len(made), "newest": len(made)}
 
 
-def test_a_disk_that_fills_up_at_any_step_and_has_room_again(tmp_path: Path) -> None:
+def test_after_a_disk_was_full_at_any_step_publishing_works_again(tmp_path: Path) -> None:
     """The publication is absent, or complete if it was committed before. The registry stays readable throughout."""
     steps = [*STEPS, "index:committed"]
     script = Path(__file__).with_name("full_disk.py")
@@ -153,8 +155,8 @@ def test_a_read_only_folder_is_refused_with_a_reason(tmp_path: Path) -> None:
     assert "(EROFS): it is read-only" in said
 
 
-def test_a_failed_publisher_takes_nothing_from_a_successful_one(tmp_path: Path) -> None:
-    """Both publishers need the same blob. The first one to write it fails only after the other relies on it."""
+def test_a_failed_publisher_removes_no_object_of_a_successful_one(tmp_path: Path) -> None:
+    """Both publishers need the same blob. The first one to write it fails after the other one has come to rely on it."""
     other = LocalRegistry(tmp_path)
     made = []
 
@@ -168,7 +170,7 @@ def test_a_failed_publisher_takes_nothing_from_a_successful_one(tmp_path: Path) 
     assert other.read_blob(other.get("tiny", made[0]), "x") == b"weights" * 1000
 
 
-def test_nothing_is_swept_while_somebody_publishes(tmp_path: Path) -> None:
+def test_a_sweep_removes_nothing_while_another_client_publishes(tmp_path: Path) -> None:
     def step(name: str) -> None:
         if name == "index:begin":
             LocalRegistry(tmp_path).close()
@@ -178,7 +180,7 @@ def test_nothing_is_swept_while_somebody_publishes(tmp_path: Path) -> None:
     assert registry.read_blob(registry.get("tiny", 1), "x") == b"weights" * 1000
 
 
-def test_processes_publish_at_once(tmp_path: Path) -> None:
+def test_concurrent_processes_get_distinct_versions(tmp_path: Path) -> None:
     processes = [publisher(tmp_path, f"publisher-{number}", 10) for number in range(3)]
     lines = [line for p in processes for line in p.communicate(timeout=60)[0].splitlines()]
     versions = [json.loads(line)["version"] for line in lines]
@@ -198,7 +200,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_one_flipped_byte_in_a_blob(tmp_path: Path) -> None:
+def test_a_flipped_byte_in_a_blob_is_reported_with_both_digests(tmp_path: Path) -> None:
     registry = LocalRegistry(tmp_path)
     publish(registry)
     made = registry.get("tiny", 1)
@@ -212,11 +214,15 @@ def test_one_flipped_byte_in_a_blob(tmp_path: Path) -> None:
         assert raised.value.metadata["actual_digest"].startswith("sha256:")
         assert raised.value.metadata["actual_digest"] != expected
     publish(registry, "again")
-    assert registry.read_blob(made, "x") == b"weights" * 1000, "publishing the same bytes repairs"
+    assert registry.read_blob(made, "x") == b"weights" * 1000, (
+        "publishing the same bytes repairs the blob"
+    )
 
 
 @pytest.mark.parametrize("damage", ["huge", "folder"])
-def test_a_manifest_that_is_no_file_of_ours_is_not_read(tmp_path: Path, damage: str) -> None:
+def test_a_manifest_that_is_too_large_or_a_folder_is_reported_as_damaged(
+    tmp_path: Path, damage: str
+) -> None:
     registry = LocalRegistry(tmp_path)
     publish(registry)
     path = tmp_path / content_path("manifests", registry.get("tiny", 1).manifest_digest)
@@ -238,7 +244,7 @@ def test_a_manifest_that_is_no_file_of_ours_is_not_read(tmp_path: Path, damage: 
         "UPDATE versions SET manifest_digest = '../../index.db' WHERE version = 1",
     ],
 )
-def test_one_damaged_row_of_a_version(tmp_path: Path, change: str) -> None:
+def test_a_version_with_a_damaged_row_is_listed_as_damaged(tmp_path: Path, change: str) -> None:
     registry = LocalRegistry(tmp_path)
     publish(registry)
     publish(registry, "two")
@@ -258,7 +264,7 @@ def test_one_damaged_row_of_a_version(tmp_path: Path, change: str) -> None:
         "DELETE FROM alias_changes WHERE change = 1",
     ],
 )
-def test_one_damaged_row_of_an_alias(tmp_path: Path, change: str) -> None:
+def test_a_damaged_row_of_an_alias_change_is_reported(tmp_path: Path, change: str) -> None:
     registry = LocalRegistry(tmp_path)
     publish(registry)
     registry.set_alias("tiny", "other", 1)
@@ -271,7 +277,7 @@ def test_one_damaged_row_of_an_alias(tmp_path: Path, change: str) -> None:
     assert len(registry.list_versions("tiny")) == 1
 
 
-def test_forged_digest_reaches_no_other_file(tmp_path: Path) -> None:
+def test_a_digest_that_is_a_path_reads_no_other_file(tmp_path: Path) -> None:
     registry = LocalRegistry(tmp_path)
     publish(registry)
     made = registry.get("tiny", 1)
@@ -280,7 +286,7 @@ def test_forged_digest_reaches_no_other_file(tmp_path: Path) -> None:
         registry.read_blob(made, "x")
 
 
-def test_newer_schema_is_refused(tmp_path: Path) -> None:
+def test_an_index_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
     LocalRegistry(tmp_path).close()
     connection = sqlite3.connect(tmp_path / "index.db")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
@@ -294,7 +300,7 @@ def test_newer_schema_is_refused(tmp_path: Path) -> None:
     }
 
 
-def test_a_registry_from_before_canaries_is_taken_over(tmp_path: Path) -> None:
+def test_an_index_of_the_schema_before_canaries_is_migrated(tmp_path: Path) -> None:
     registry = LocalRegistry(tmp_path)
     publish(registry)
     before = registry.alias_history("tiny", "latest")
@@ -312,7 +318,7 @@ def test_a_registry_from_before_canaries_is_taken_over(tmp_path: Path) -> None:
     assert LocalRegistry(tmp_path).canaries("tiny") == {"latest": Canary(2, 1)}
 
 
-def test_foreign_and_broken_databases_are_refused(tmp_path: Path) -> None:
+def test_databases_of_other_programs_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "index.db")
     connection.execute("CREATE TABLE other (x)")
     connection.close()
@@ -323,7 +329,7 @@ def test_foreign_and_broken_databases_are_refused(tmp_path: Path) -> None:
         LocalRegistry(tmp_path)
 
 
-def test_factory(tmp_path: Path) -> None:
+def test_open_registry_accepts_paths_and_file_urls(tmp_path: Path) -> None:
     made = publish(LocalRegistry(tmp_path / "a b"))
     for name in (
         str(tmp_path / "a b"),

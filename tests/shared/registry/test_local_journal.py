@@ -82,7 +82,7 @@ def truncate(path: Path) -> None:
 
 
 def overwrite_one_page(path: Path) -> None:
-    """A page of an index of the table alias_changes, which opening does not read."""
+    """Overwrite a page of an index of the table alias_changes. Opening the registry does not read this page."""
     with sqlite3.connect(path) as connection:
         query = "SELECT rootpage FROM sqlite_master WHERE name = 'alias_changes_by_alias'"
         (page,) = connection.execute(query).fetchone()
@@ -102,7 +102,7 @@ def overwrite_one_page(path: Path) -> None:
         (overwrite_one_page, Corrupt, "INDEX_DAMAGED"),
     ],
 )
-def test_a_lost_index_is_said_and_made_anew(
+def test_a_lost_or_damaged_index_is_reported_and_rebuilt_from_the_journal(
     tmp_path: Path, harm: Callable[[Path], None], kind: type[NeapError], reason: str
 ) -> None:
     fill(tmp_path)
@@ -119,14 +119,14 @@ def test_a_lost_index_is_said_and_made_anew(
     }
     assert everything(tmp_path) == before
     registry = LocalRegistry(tmp_path)
-    assert publish(registry, "one") == 1, "request ids are restored, too"
+    assert publish(registry, "one") == 1, "request ids are restored too"
     last_event = registry.last_event("acme/tiny")
     assert publish(registry, "three") == 3
     assert next(registry.events("acme/tiny", after_event=last_event)).event > last_event
     assert registry.read_blob(registry.get("acme/tiny", 3), "own") == b"three"
 
 
-def test_an_index_that_is_sound_is_made_anew_while_others_use_it(tmp_path: Path) -> None:
+def test_an_intact_index_is_rebuilt_while_other_clients_use_it(tmp_path: Path) -> None:
     fill(tmp_path)
     before = everything(tmp_path)
     registry = LocalRegistry(tmp_path)
@@ -140,7 +140,7 @@ def test_an_index_that_is_sound_is_made_anew_while_others_use_it(tmp_path: Path)
     assert publish(registry, "three") == 3
 
 
-def test_an_index_that_cannot_be_read_is_not_replaced_under_a_service(tmp_path: Path) -> None:
+def test_an_unreadable_index_is_not_replaced_while_a_service_runs(tmp_path: Path) -> None:
     fill(tmp_path)
     registry = LocalRegistry(tmp_path)
     (tmp_path / "index.db").unlink()
@@ -150,7 +150,9 @@ def test_an_index_that_cannot_be_read_is_not_replaced_under_a_service(tmp_path: 
     for call in (lambda: publish(registry, "three"), lambda: registry.aliases("other")):
         with pytest.raises(Unavailable) as raised:
             call()
-        assert raised.value.reason == "DATABASE_REPLACED", "what it would write would be lost"
+        assert raised.value.reason == "DATABASE_REPLACED", (
+            "a change written to the replaced index would be lost"
+        )
     registry.close()
     rebuild_folder(tmp_path)
     assert LocalRegistry(tmp_path).aliases("other") == {"stable": 1}
@@ -174,7 +176,7 @@ def test_an_index_from_a_backup_is_brought_up_to_date(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
-def test_an_index_that_fell_behind_under_a_service_gives_no_number_out_twice(
+def test_a_running_service_whose_index_was_rolled_back_assigns_no_number_twice(
     tmp_path: Path,
 ) -> None:
     registry = LocalRegistry(tmp_path)
@@ -195,7 +197,7 @@ def test_an_index_that_fell_behind_under_a_service_gives_no_number_out_twice(
     assert publish(registry, "three") == 3
 
 
-def test_a_folder_from_before_the_journal_gets_one(tmp_path: Path) -> None:
+def test_opening_a_folder_without_a_journal_writes_one(tmp_path: Path) -> None:
     fill(tmp_path)
     before = everything(tmp_path)
     shutil.rmtree(tmp_path / "models")
@@ -206,7 +208,7 @@ def test_a_folder_from_before_the_journal_gets_one(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
-def test_without_index_and_journal_nothing_is_guessed(tmp_path: Path) -> None:
+def test_without_index_and_journal_rebuilding_is_refused(tmp_path: Path) -> None:
     fill(tmp_path)
     shutil.rmtree(tmp_path / "models")
     (tmp_path / "index.db").unlink()
@@ -221,21 +223,19 @@ def test_without_index_and_journal_nothing_is_guessed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
-def test_a_damaged_record_is_written_again_while_the_index_is_there(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_record_is_rewritten_from_the_index(tmp_path: Path, damage: str) -> None:
     fill(tmp_path)
     before = everything(tmp_path)
     sound = {path: path.read_bytes() for path in records(tmp_path)}
     path = records(tmp_path)[2]
     path.unlink() if damage == "delete" else path.write_bytes(damaged(path.read_bytes(), damage))
-    assert everything(tmp_path) == before, "nobody needs it"
+    assert everything(tmp_path) == before, "the index does not depend on it"
     rebuild_folder(tmp_path)
     assert {path: path.read_bytes() for path in records(tmp_path)} == sound
     assert everything(tmp_path) == before
 
 
-def test_a_damaged_record_and_no_index_loses_nothing_in_silence(tmp_path: Path) -> None:
+def test_a_damaged_record_without_an_index_makes_rebuilding_fail(tmp_path: Path) -> None:
     fill(tmp_path)
     records(tmp_path)[2].write_bytes(b"{}")
     (tmp_path / "index.db").unlink()
@@ -245,7 +245,7 @@ def test_a_damaged_record_and_no_index_loses_nothing_in_silence(tmp_path: Path) 
         LocalRegistry(tmp_path)
 
 
-def test_a_damaged_manifest_is_no_hindrance(tmp_path: Path) -> None:
+def test_rebuilding_works_with_a_damaged_manifest(tmp_path: Path) -> None:
     fill(tmp_path)
     registry = LocalRegistry(tmp_path)
     (tmp_path / content_path("manifests", registry.get("acme/tiny", 1).manifest_digest)).unlink()
@@ -280,7 +280,9 @@ def test_a_record_that_could_not_be_written_is_written_with_the_next_change(
 
 
 @pytest.mark.parametrize("foreign", [False, True])
-def test_databases_that_are_not_ours_to_replace_stay(tmp_path: Path, foreign: bool) -> None:
+def test_rebuilding_refuses_to_replace_a_foreign_or_newer_database(
+    tmp_path: Path, foreign: bool
+) -> None:
     fill(tmp_path)
     with sqlite3.connect(tmp_path / "index.db") as connection:
         if foreign:

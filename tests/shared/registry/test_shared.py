@@ -80,7 +80,9 @@ def everything(registry: SharedRegistry, model_id: str = "tiny") -> object:
 
 
 @pytest.mark.parametrize("step", BEFORE_THE_RECORD)
-def test_killed_before_the_record_nothing_is_seen_and_a_retry_publishes(url, registry, step):
+def test_a_publisher_killed_before_the_record_has_not_published_and_a_retry_publishes(
+    url, registry, step
+):
     assert publisher(url, "one", 1, step).wait(60) == -9
     with closing(open_registry(url)) as reader:
         assert reader.list_versions("tiny") == []
@@ -93,11 +95,11 @@ def test_killed_before_the_record_nothing_is_seen_and_a_retry_publishes(url, reg
     assert registry.aliases("tiny") == {"latest": 1}
 
 
-def test_killed_between_record_and_index_any_reader_sees_it_whole(url, registry):
+def test_after_a_kill_between_record_and_index_a_reader_sees_the_whole_publication(url, registry):
     publish(registry, "before")
     assert registry.aliases("tiny") == {"latest": 1}
     assert publisher(url, "one", 1, "journal:written").wait(60) == -9
-    assert registry.aliases("tiny") == {"latest": 1}, "within freshness_s the index alone is asked"
+    assert registry.aliases("tiny") == {"latest": 1}, "within freshness_s only the index is read"
     with closing(SharedRegistry(SharedAddress.parse(url), freshness_s=0.0)) as reader:
         assert reader.aliases("tiny") == {"latest": 2}
         assert reader.read_blob(reader.get("tiny", 2), "own") == b"one-0"
@@ -105,7 +107,7 @@ def test_killed_between_record_and_index_any_reader_sees_it_whole(url, registry)
         assert len(list(reader.events("tiny"))) == 4
 
 
-def test_killed_between_record_and_index_a_retry_finishes_it(url, registry):
+def test_after_a_kill_between_record_and_index_a_retry_returns_the_same_version(url, registry):
     publish(registry, "before")
     assert publisher(url, "one", 1, "journal:written").wait(60) == -9
     again = publisher(url, "one", 1)
@@ -113,7 +115,7 @@ def test_killed_between_record_and_index_a_retry_finishes_it(url, registry):
     assert [v.version for v in registry.list_versions("tiny")] == [2, 1]
 
 
-def test_killed_between_record_and_index_the_next_writer_goes_on(url, registry):
+def test_after_a_kill_between_record_and_index_the_next_writer_gets_the_next_version(url, registry):
     publish(registry, "before")
     assert publisher(url, "one", 1, "journal:written").wait(60) == -9
     assert publish(registry, "after") == 3
@@ -121,14 +123,14 @@ def test_killed_between_record_and_index_the_next_writer_goes_on(url, registry):
     assert moves == [(2, 3), (1, 2), (None, 1)]
 
 
-def test_killed_after_the_index_has_published(url, registry):
+def test_a_publisher_killed_after_the_index_has_published(url, registry):
     assert publisher(url, "one", 1, "index:advanced").wait(60) == -9
     assert [v.version for v in registry.list_versions("tiny")] == [1]
     again = publisher(url, "one", 1)
     assert json.loads(again.communicate(timeout=60)[0]) == {"version": 1}
 
 
-def test_processes_publish_at_once(url, registry):
+def test_concurrent_processes_get_distinct_versions(url, registry):
     processes = [publisher(url, f"publisher-{number}", 10) for number in range(3)]
     lines = [line for p in processes for line in p.communicate(timeout=120)[0].splitlines()]
     assert sorted(json.loads(line)["version"] for line in lines) == list(range(1, 31))
@@ -139,7 +141,7 @@ def test_processes_publish_at_once(url, registry):
     }
 
 
-def test_a_slow_publisher_does_not_set_the_index_back(url, registry, redis_server):
+def test_a_slow_publisher_does_not_return_the_index_to_an_older_state(url, registry, redis_server):
     """Between writing its record and the index, another client applies this record and one more."""
 
     def step(name: str) -> None:
@@ -154,14 +156,14 @@ def test_a_slow_publisher_does_not_set_the_index_back(url, registry, redis_serve
     assert registry.aliases("tiny") == {"latest": 2}
 
 
-def test_one_request_by_several_processes_at_once(url, registry):
+def test_concurrent_processes_with_one_request_id_publish_one_version(url, registry):
     processes = [publisher(url, "same", 5) for _ in range(3)]
     outputs = [p.communicate(timeout=120)[0] for p in processes]
     assert len(set(outputs)) == 1
     assert [v.version for v in registry.list_versions("tiny")] == [5, 4, 3, 2, 1]
 
 
-def test_a_record_is_written_once_when_the_answer_is_lost(registry, bucket, monkeypatch):
+def test_a_record_is_written_once_if_the_answer_to_the_write_is_lost(registry, bucket, monkeypatch):
     """The first attempt succeeds but its answer is lost. The client library's own retry then gets "already exists"."""
     create = registry._objects.create
 
@@ -173,10 +175,12 @@ def test_a_record_is_written_once_when_the_answer_is_lost(registry, bucket, monk
     assert publish(registry) == 1
     assert len(names(bucket, "models/tiny/journal")) == 1
     change = registry.set_alias("tiny", "stable", 1, expected_version=0)
-    assert (change.from_version, change.to_version) == (None, 1), "its own success is no conflict"
+    assert (change.from_version, change.to_version) == (None, 1), (
+        "its own successful write is not a conflict"
+    )
 
 
-def test_redis_forgets_everything_and_readers_do_not_notice(registry, redis_server):
+def test_readers_get_the_same_answers_after_redis_lost_all_data(registry, redis_server):
     for number in range(5):
         publish(registry, f"request-{number}")
     registry.set_alias("tiny", "stable", 2, actor="ann", reason="trial ended")
@@ -189,7 +193,9 @@ def test_redis_forgets_everything_and_readers_do_not_notice(registry, redis_serv
         registry.resolve("other", "latest")
 
 
-def test_rebuilding_restores_everything_and_numbers_go_on(url, registry, redis_server, bucket):
+def test_rebuilding_restores_the_index_and_continues_its_numbers(
+    url, registry, redis_server, bucket
+):
     publish(registry, "one")
     publish(registry, "two")
     registry.set_alias("tiny", "stable", 1)
@@ -203,7 +209,7 @@ def test_rebuilding_restores_everything_and_numbers_go_on(url, registry, redis_s
     for model_id in registry.models():
         registry.rebuild(model_id)
     assert (everything(registry), everything(registry, "acme/other")) == before
-    assert publish(registry, "one") == 1, "request ids are restored, too"
+    assert publish(registry, "one") == 1, "request ids are restored too"
     assert publish(registry, "four") == 3
     events = list(registry.events("tiny", after_event=last_event))
     assert [event.event for event in events] == [last_event + 1, last_event + 2]
@@ -212,7 +218,7 @@ def test_rebuilding_restores_everything_and_numbers_go_on(url, registry, redis_s
 
 
 @pytest.mark.parametrize("lost", ["index", "events"])
-def test_redis_drops_one_key(registry, redis_server, lost):
+def test_an_index_that_lost_one_key_is_restored(registry, redis_server, lost):
     publish(registry)
     before = everything(registry)
     with redis_server.client() as client:
@@ -255,17 +261,19 @@ def test_garbage_in_redis_is_replaced_from_the_journal(registry, redis_server, g
     assert first == "write" or everything(registry) == before
 
 
-def test_garbage_in_redis_stays_while_the_journal_is_damaged(registry, redis_server, bucket):
+def test_garbage_in_redis_is_not_replaced_while_the_journal_is_damaged(
+    registry, redis_server, bucket
+):
     publish(registry)
     harm(bucket, "models/tiny/journal/00000000000000000001.json", "truncate")
     with redis_server.client() as client:
         client.hset("neap:{tiny}:index", "request:one", "x")
     with pytest.raises(Corrupt):
         publish(registry)
-    assert registry.resolve("tiny", "latest").version == 1, "what is sound in it is kept"
+    assert registry.resolve("tiny", "latest").version == 1, "its intact records are kept"
 
 
-def test_redis_goes_back_in_time(url, registry, redis_server):
+def test_a_redis_restored_from_an_old_copy_is_brought_up_to_date(url, registry, redis_server):
     """A lagging replica takes over, so the index is older than the journal. Both are valid."""
     publish(registry, "one")
     with redis_server.client() as client:
@@ -279,7 +287,7 @@ def test_redis_goes_back_in_time(url, registry, redis_server):
     assert publish(registry, "three") == 3
 
 
-def test_another_registrys_redis_is_refused(url, registry, redis_server, s3):
+def test_the_redis_of_another_registry_is_refused(url, registry, redis_server, s3):
     publish(registry)
     with closing(open_registry(shared_url(redis_server, s3))) as other:
         for call in (
@@ -294,7 +302,9 @@ def test_another_registrys_redis_is_refused(url, registry, redis_server, s3):
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_damaged_blob(url, registry, bucket, damage):
+def test_a_damaged_blob_is_reported_and_repaired_by_the_same_contents(
+    url, registry, bucket, damage
+):
     publish(registry)
     made = registry.get("tiny", 1)
     expected = made.manifest["blobs"]["x"]["digest"]
@@ -304,22 +314,24 @@ def test_a_damaged_blob(url, registry, bucket, damage):
     assert raised.value.metadata["expected_digest"] == expected
     assert raised.value.metadata["actual_digest"] != expected
     publish(registry, "again")
-    assert registry.read_blob(made, "x") == b"weights" * 1000, "publishing the same bytes repairs"
+    assert registry.read_blob(made, "x") == b"weights" * 1000, (
+        "publishing the same bytes repairs the blob"
+    )
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_a_damaged_journal_is_not_made_an_index_of(registry, bucket, redis_server, damage):
+def test_no_index_is_built_from_a_damaged_journal(registry, bucket, redis_server, damage):
     for number in range(3):
         publish(registry, f"request-{number}")
     before = everything(registry)
     harm(bucket, "models/tiny/journal/00000000000000000002.json", damage)
     with pytest.raises(Corrupt):
         registry.rebuild("tiny")
-    assert everything(registry) == before, "the index that is there stays"
-    assert publish(registry, "after") == 4, "and goes on"
+    assert everything(registry) == before, "the existing index is kept"
+    assert publish(registry, "after") == 4, "publishing continues"
 
 
-def test_a_record_that_was_damaged_before_it_was_applied_stops_writers_not_readers(
+def test_a_record_damaged_before_it_was_applied_stops_writers_but_not_readers(
     url, registry, bucket
 ):
     publish(registry, "before")

@@ -1,4 +1,4 @@
-"""Servers that die, hang, refuse or return. They are real processes, which the tests kill or suspend."""
+"""Servers that die, hang, refuse calls or come back. They are real processes, which the tests kill or suspend."""
 
 import socket
 import threading
@@ -57,13 +57,13 @@ def registry(url: str) -> Iterator[SharedRegistry]:
         yield opened
 
 
-def test_redis_dead_at_start(s3):
+def test_opening_fails_if_redis_does_not_run(s3):
     (port,) = free_ports(1)
     with fails(Unavailable, "REDIS_UNAVAILABLE"):
         open_registry(f"redis://127.0.0.1:{port}?objects=s3://neap/x&endpoint={s3.endpoint}")
 
 
-def test_redis_killed_and_back_empty(registry, own_redis):
+def test_calls_fail_while_redis_is_down_and_work_when_it_is_back_empty(registry, own_redis):
     publish(registry)
     registry.set_alias("tiny", "stable", 1, actor="ann")
     before = registry.aliases("tiny"), registry.alias_history("tiny", "stable")
@@ -76,7 +76,7 @@ def test_redis_killed_and_back_empty(registry, own_redis):
     assert publish(registry, "two") == 2
 
 
-def test_redis_hangs(url, own_redis, monkeypatch):
+def test_calls_end_within_their_timeout_if_redis_hangs(url, own_redis, monkeypatch):
     for name in ("CONNECT", "ANSWER", "WAIT"):
         monkeypatch.setattr(redis, f"REDIS_{name}_S", 0.3)
     registry = open_registry(url)
@@ -93,7 +93,7 @@ def test_redis_hangs(url, own_redis, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["empty", "with what it had"])
-def test_a_watcher_misses_nothing_when_redis_is_restarted(tmp_path, s3, how):
+def test_a_watcher_misses_no_event_when_redis_is_restarted(tmp_path, s3, how):
     keeps = ["--appendonly", "yes", "--appendfsync", "always"] if how != "empty" else []
     server = RedisServer(tmp_path / "redis", redis_programs()["valkey-9"], *keeps)
     try:
@@ -121,7 +121,9 @@ def test_a_watcher_misses_nothing_when_redis_is_restarted(tmp_path, s3, how):
         server.kill()
 
 
-def test_redis_dies_between_record_and_index(url, registry, own_redis):
+def test_if_redis_dies_between_record_and_index_a_retry_returns_the_same_version(
+    url, registry, own_redis
+):
     """The publication succeeds although its publisher gets Unavailable. Repeating the request finds it."""
 
     def step(name: str) -> None:
@@ -138,7 +140,9 @@ def test_redis_dies_between_record_and_index(url, registry, own_redis):
     assert len(registry.list_versions("tiny")) == 1
 
 
-def test_redis_forgets_between_record_and_index(url, registry, own_redis):
+def test_if_redis_loses_its_data_between_record_and_index_the_publication_succeeds(
+    url, registry, own_redis
+):
     publish(registry, "before")
 
     def step(name: str) -> None:
@@ -151,20 +155,20 @@ def test_redis_forgets_between_record_and_index(url, registry, own_redis):
     assert registry.aliases("tiny") == {"latest": 2}
 
 
-def test_redis_with_full_memory(registry, own_redis):
+def test_a_redis_with_full_memory_is_reported_and_works_when_it_has_room(registry, own_redis):
     publish(registry)
     with own_redis.client() as client:
         client.config_set("maxmemory", "1")
     for call in calls(registry)[3:]:
         with fails(Exhausted, "REDIS_FULL"):
             call()
-    assert registry.resolve("tiny", "latest").version == 1, "reading goes on"
+    assert registry.resolve("tiny", "latest").version == 1, "reading still works"
     with own_redis.client() as client:
         client.config_set("maxmemory", "0")
     assert publish(registry, "two") == 2
 
 
-def test_a_user_without_rights_and_a_wrong_password(own_redis, s3):
+def test_missing_permissions_and_wrong_passwords_of_redis_are_reported(own_redis, s3):
     with own_redis.client() as client:
         client.acl_setuser(
             "neap", enabled=True, passwords=["+s3cr3t@/"], keys=["neap:*"], categories=["+@all"]
@@ -183,7 +187,7 @@ def test_a_user_without_rights_and_a_wrong_password(own_redis, s3):
     assert raised.value.reason == "REDIS_REFUSED"
 
 
-def test_a_server_that_drops_keys_is_warned_of(own_redis, s3):
+def test_a_redis_that_may_evict_keys_causes_a_warning(own_redis, s3):
     with own_redis.client() as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
     with (
@@ -195,12 +199,14 @@ def test_a_server_that_drops_keys_is_warned_of(own_redis, s3):
 
 
 @pytest.mark.full
-def test_s3_killed_and_back(own_redis, own_s3):
+def test_calls_fail_while_s3_is_down_and_work_when_it_is_back(own_redis, own_s3):
     registry = open_registry(shared_url(own_redis, own_s3))
     with closing(registry):
         made = registry.get("tiny", publish(registry))
         own_s3.kill()
-        assert registry.resolve("tiny", "latest") == made, "the index and what was read serve on"
+        assert registry.resolve("tiny", "latest") == made, (
+            "the index and cached contents are still served"
+        )
         for call in (
             lambda: registry.read_blob(made, "x"),
             lambda: registry.set_alias("tiny", "stable", 1),
@@ -217,7 +223,7 @@ def test_s3_killed_and_back(own_redis, own_s3):
         assert publish(registry, "two") == 2
 
 
-def test_s3_dead_at_start_and_without_credentials(own_redis, s3, monkeypatch):
+def test_opening_fails_if_s3_does_not_run_or_credentials_are_missing(own_redis, s3, monkeypatch):
     (port,) = free_ports(1)
     dead = shared_url(own_redis, s3).replace(s3.endpoint, f"http://127.0.0.1:{port}")
     with fails(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
@@ -230,7 +236,7 @@ def test_s3_dead_at_start_and_without_credentials(own_redis, s3, monkeypatch):
 
 
 @pytest.mark.full
-def test_s3_hangs(own_redis, own_s3, monkeypatch):
+def test_calls_end_within_their_timeout_if_s3_hangs(own_redis, own_s3, monkeypatch):
     """Every call ends within the limits of shared.timeouts, which are short here. A call with a limit elsewhere would take longer."""
     for name in ("RECORD", "CONTENT", "STALL", "SENDING_STALL", "RETRY"):
         monkeypatch.setattr(object_store, f"OBJECT_STORE_{name}_S", 1)
@@ -272,8 +278,9 @@ class Steps:
             self._then()
 
 
-def test_s3_lost_at_any_step_of_a_publication(url, registry, s3):
-    """A proxy that drops its connections and takes no new ones. Nothing of it is seen, or all; the same again succeeds."""
+def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(url, registry, s3):
+    """The proxy drops its connections and accepts no new ones. Readers see the whole publication or nothing of it. Repeating the request
+    succeeds."""
     is_cut = threading.Event()
 
     def accept(client: socket.socket) -> socket.socket:
@@ -305,13 +312,13 @@ def test_s3_lost_at_any_step_of_a_publication(url, registry, s3):
             steps.at(step, is_cut.set)
             has_happened = step in ("journal:written", "index:advanced")
             if has_happened:
-                assert attempt() == 1, "nothing is asked of it any more"
+                assert attempt() == 1, "the publication sends nothing more to S3 after this step"
             else:
                 with fails(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
                     attempt()
             assert is_cut.is_set(), step
             seen = [v.version for v in registry.list_versions(model_id) if not v.damage]
-            # A request that arrived and whose answer was lost has been heeded.
+            # S3 may have executed a request whose answer was lost.
             assert seen in ([[1]] if has_happened else [[], [1]])
             assert registry.aliases(model_id) == ({"latest": 1} if seen else {})
             is_cut.clear()
@@ -321,7 +328,7 @@ def test_s3_lost_at_any_step_of_a_publication(url, registry, s3):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_answers_damaged_on_their_way(own_redis, s3, damage):
+def test_answers_damaged_in_transit_are_not_accepted(own_redis, s3, damage):
     """A proxy that truncates large answers or changes a byte in them."""
     url = shared_url(own_redis, s3)
     with closing(open_registry(url)) as registry:
@@ -335,7 +342,7 @@ def test_answers_damaged_on_their_way(own_redis, s3, damage):
 
 
 def damaged(damage: str) -> Callable[[bytes], tuple[bytes, bool]]:
-    """For `relay`; the pattern of the tests' blob is where it does harm."""
+    """An `answer` function for `relay` that damages the data of the tests' blob, which it finds by its pattern."""
 
     def answer(data: bytes) -> tuple[bytes, bool]:
         if b"weightsweights" not in data:

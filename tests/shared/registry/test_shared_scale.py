@@ -45,12 +45,12 @@ def test_five_hundred_versions_are_listed_resolved_and_restored(registry, url, s
         assert len(other.alias_history(MODEL, "latest")) == NUM_VERSIONS
         made = other.publish(MODEL, {"a": 2}, {"x": b"more"}, request_id="new")
         assert made.version == NUM_VERSIONS + 1
-        # A request of long ago is still known.
+        # Old request ids are still known.
         repeated = other.publish(MODEL, {"a": 1}, {"x": b"weights"}, request_id="250")
         assert repeated.version == 250
 
 
-def test_publishers_with_wrong_clocks_keep_the_order_and_lose_nothing(registry, url, monkeypatch):
+def test_publishers_with_wrong_clocks_keep_the_order_and_all_versions(registry, url, monkeypatch):
     objects = ObjectStore(SharedAddress.parse(url))
     objects.put_content("blobs", b"left over")
     for request, shift_s in enumerate((HOUR_S * 1e4, -HOUR_S * 1e4, 0.0), start=1):
@@ -59,7 +59,7 @@ def test_publishers_with_wrong_clocks_keep_the_order_and_lose_nothing(registry, 
             MODEL, {"n": request}, {"x": b"%d" % request}, request_id=str(request)
         )
         assert made.version == request
-        # What lies in the bucket is as old as its own clock says, whatever this one does.
+        # The age of an object is measured by the store's clock, not by the clock of this process.
         assert sweep(objects, grace_s=HOUR_S, settle_s=0).num_in_grace_period == 1
     monkeypatch.undo()
     assert registry.resolve(MODEL, "latest").version == 3

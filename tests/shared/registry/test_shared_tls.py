@@ -1,4 +1,4 @@
-"""Redis over TLS, with a user and a password. The servers at hand are built without TLS, so a proxy ends it before them."""
+"""Redis over TLS, with a user and a password. The test servers are built without TLS, so a proxy terminates TLS in front of them."""
 
 import shutil
 import ssl
@@ -16,7 +16,7 @@ from tests.relay import relay
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
-    """Self-signed, for 127.0.0.1; its key lies beside it as key.pem."""
+    """Self-signed, for 127.0.0.1; its key is in key.pem in the same folder."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is not installed")
@@ -28,13 +28,13 @@ def certificate(tmp_path: Path) -> Path:
 
 
 def tls_before(port: int, certificate: Path) -> AbstractContextManager[int]:
-    """A port that speaks TLS and hands on to `port`."""
+    """A port that accepts TLS and forwards to `port`."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, certificate.with_name("key.pem"))
     return relay(port, accept=lambda client: context.wrap_socket(client, server_side=True))
 
 
-def test_tls_and_a_user(own_redis, s3, certificate):
+def test_the_registry_works_over_tls_with_a_user_and_a_password(own_redis, s3, certificate):
     with own_redis.client() as client:
         rights = ["+@read", "+@write", "+@scripting", "+@connection"]
         client.acl_setuser(
@@ -50,6 +50,6 @@ def test_tls_and_a_user(own_redis, s3, certificate):
             assert registry.resolve("tiny", "stable").version == 1
             assert len(list(registry.events("tiny", timeout_s=0.1))) == 3
         with pytest.raises(Unavailable) as raised:
-            open_registry(url)  # nobody vouches for that certificate
+            open_registry(url)  # the certificate is not signed by a known authority
         assert raised.value.reason == "REDIS_UNAVAILABLE"
         assert "s3cr3t" not in raised.value.message

@@ -16,17 +16,17 @@ def taken(canary: Canary, *, model: str = "tiny", alias: str = "stable") -> set[
 
 
 @pytest.mark.parametrize("share", [1, 10, 100, 500, 999])
-def test_the_share_is_what_was_asked_for(share: int) -> None:
+def test_a_canary_gets_its_share_of_requests(share: int) -> None:
     expected = len(IDS) * share / 1000
     deviation = (len(IDS) * share / 1000 * (1 - share / 1000)) ** 0.5
     assert abs(len(taken(Canary(2, share))) - expected) <= 5 * deviation
 
 
-def test_a_growing_share_keeps_the_requests_it_has() -> None:
+def test_a_larger_share_includes_the_requests_of_a_smaller_one() -> None:
     assert taken(Canary(2, 100)) < taken(Canary(2, 300))
 
 
-def test_other_candidates_aliases_and_models_try_other_requests() -> None:
+def test_the_requests_of_a_canary_depend_on_version_alias_and_model() -> None:
     here = taken(Canary(2, 100))
     for other in (
         taken(Canary(3, 100)),
@@ -36,8 +36,8 @@ def test_other_candidates_aliases_and_models_try_other_requests() -> None:
         assert 0.05 < len(here & other) / len(here) < 0.15
 
 
-def test_another_process_chooses_alike() -> None:
-    """Python's own hash() differs between processes."""
+def test_another_process_chooses_the_same_requests() -> None:
+    """Python's hash() of a string differs between processes, so it must not decide."""
     program = (
         "from shared.registry.base import Canary; from shared.registry.split import takes_canary;"
         "print([n for n in range(200) if takes_canary(f'request-{n}', 'tiny', 'stable', Canary(2, 100))])"
@@ -47,4 +47,6 @@ def test_another_process_chooses_alike() -> None:
     )
     here = [n for n in range(200) if takes_canary(f"request-{n}", "tiny", "stable", Canary(2, 100))]
     assert told.stdout.strip() == str(here)
-    assert here[:4] == [0, 2, 3, 19], "workers of two versions of neap serve side by side"
+    assert here[:4] == [0, 2, 3, 19], (
+        "workers of different versions of neap may serve at the same time"
+    )

@@ -41,7 +41,7 @@ def publish(registry: SharedRegistry, data: bytes = WEIGHTS, request_id: str = "
     return registry.publish("acme/tiny", {"a": 1}, {"x": data}, request_id=request_id)
 
 
-def test_what_nobody_names_goes_and_what_is_named_stays(registry, objects):
+def test_unused_objects_are_removed_and_used_ones_kept(registry, objects):
     version = publish(registry)
     objects.put_content("blobs", b"left over")
     objects.put_content("manifests", b"{}")
@@ -49,7 +49,7 @@ def test_what_nobody_names_goes_and_what_is_named_stays(registry, objects):
     assert rehearsed == Sweep(
         num_in_use=2, num_removed=2, num_removed_bytes=11, num_in_grace_period=0
     )
-    assert objects.read_blob(digest_of(b"left over")) == b"left over"
+    assert objects.read("blobs", digest_of(b"left over")) == b"left over"
     assert sweep(objects, grace_s=0, settle_s=0) == rehearsed
     assert registry.read_blob(version, "x") == WEIGHTS
     assert not objects.has_content("blobs", digest_of(b"left over"))
@@ -58,7 +58,7 @@ def test_what_nobody_names_goes_and_what_is_named_stays(registry, objects):
     assert objects.get(PATH) is None
 
 
-def test_what_is_in_grace_stays(registry, objects):
+def test_objects_within_the_grace_period_are_kept(registry, objects):
     publish(registry)
     objects.put_content("blobs", b"left over")
     assert sweep(objects, grace_s=3600, settle_s=0) == Sweep(2, 0, 0, 1)
@@ -67,8 +67,8 @@ def test_what_is_in_grace_stays(registry, objects):
         sweep(objects, grace_s=-1, settle_s=0)
 
 
-def test_a_publisher_waits_for_a_sweep_and_restores_what_it_removed(registry, objects):
-    # It lies there unnamed, so a publisher of the same would only read it.
+def test_a_publisher_waits_for_a_sweep_and_stores_again_what_it_removed(registry, objects):
+    # The object exists but is unused, so a publisher of the same contents would read it and not write it again.
     objects.put_content("blobs", WEIGHTS)
     done: list[object] = []
     publisher = threading.Thread(target=lambda: done.append(publish(registry)))
@@ -87,7 +87,7 @@ def test_a_publisher_waits_for_a_sweep_and_restores_what_it_removed(registry, ob
     assert registry.read_blob(version, "x") == WEIGHTS
 
 
-def test_a_publisher_that_looked_too_long_ago_does_not_record(url, monkeypatch):
+def test_a_publisher_whose_check_for_a_sweep_is_too_old_does_not_record(url, monkeypatch):
     with shared_registry(url) as registry:
         monkeypatch.setattr("shared.registry.shared.COMMIT_S", 0.0)
         with pytest.raises(Exception, match="too many concurrent writers"):
@@ -97,7 +97,7 @@ def test_a_publisher_that_looked_too_long_ago_does_not_record(url, monkeypatch):
         assert publish(registry).version == 1
 
 
-def test_a_lease_that_is_not_renewed_is_nobodys(registry, objects):
+def test_a_lease_that_is_not_renewed_can_be_taken(registry, objects):
     objects.create(PATH, Lease(objects)._content())
     watch = LeaseWatch(objects, dead_s=0.3)
     assert watch.is_held()
@@ -105,12 +105,12 @@ def test_a_lease_that_is_not_renewed_is_nobodys(registry, objects):
     assert not watch.is_held()
     objects.replace(PATH, Lease(objects)._content())
     assert watch.is_held()
-    # A later sweep takes it over.
+    # A later sweep can take the lease.
     assert sweep(objects, grace_s=0, settle_s=0, dead_s=0.3) == Sweep(0, 0, 0, 0)
     assert objects.get(PATH) is None
 
 
-def test_two_sweeps_at_once_are_refused_and_one_that_lost_its_lease_stops(objects, monkeypatch):
+def test_a_second_sweep_is_refused_and_a_sweep_that_lost_its_lease_stops(objects, monkeypatch):
     objects.put_content("blobs", b"left over")
     with Lease(objects).held() as lease:
         stop = threading.Event()
@@ -135,11 +135,11 @@ def test_two_sweeps_at_once_are_refused_and_one_that_lost_its_lease_stops(object
         with pytest.raises(Conflict) as caught:
             lease.renew()
         assert caught.value.reason == "SWEEP_TAKEN_OVER"
-    assert objects.get(PATH) is not None  # it is the other's
+    assert objects.get(PATH) is not None  # the lease now belongs to the other sweep
     assert objects.has_content("blobs", digest_of(b"left over"))
 
 
-def test_nothing_goes_when_a_record_cannot_be_read(registry, objects, bucket):
+def test_nothing_is_removed_if_a_record_cannot_be_read(registry, objects, bucket):
     publish(registry)
     objects.put_content("blobs", b"left over")
     path = f"models/acme!tiny/journal/{1:020d}.json"
@@ -151,15 +151,15 @@ def test_nothing_goes_when_a_record_cannot_be_read(registry, objects, bucket):
     assert objects.get(PATH) is None
 
 
-def test_where_a_manifest_is_damaged_no_blob_goes(registry, objects, bucket):
+def test_no_blob_is_removed_if_a_manifest_is_damaged(registry, objects, bucket):
     version = publish(registry)
     publish(registry, b"other", "two")
     objects.put_content("blobs", b"left over")
     objects.put_content("manifests", b"{}")
     harm(bucket, content_path("manifests", version.manifest_digest), "truncate")
     found = sweep(objects, grace_s=0, settle_s=0)
-    assert (found.num_removed, found.num_damaged) == (1, 1), "the manifest that nobody names"
+    assert (found.num_removed, found.num_damaged) == (1, 1), "the manifest that no journal names"
     assert found.num_kept == 2
     assert objects.has_content("blobs", digest_of(WEIGHTS))
-    assert publish(registry, WEIGHTS, "again").version == 3, "the same contents mend"
+    assert publish(registry, WEIGHTS, "again").version == 3, "the same contents repair it"
     assert sweep(objects, grace_s=0, settle_s=0) == Sweep(4, 1, 9, 0)

@@ -2,12 +2,12 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from neap.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -38,7 +38,9 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextmanager
-def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
+def running(
+    servicer: Any, *, listen: str = "127.0.0.1:0", **server_options: Any
+) -> Iterator[SimpleNamespace]:
     """Run a server in a thread; yields its target, the server and its event loop."""
     state = SimpleNamespace()
     started, finish = threading.Event(), None
@@ -47,11 +49,11 @@ def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
         nonlocal finish
         finish = asyncio.Event()
         state.loop = asyncio.get_running_loop()
-        state.server = RpcServer("127.0.0.1:0", [SERVICE], **server_options)
+        state.server = RpcServer(listen, [SERVICE], **server_options)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             servicer, state.server.grpc_server
         )
-        state.target = f"127.0.0.1:{await state.server.start()}"
+        state.target = f"{listen.rpartition(':')[0]}:{await state.server.start()}"
         started.set()
         await finish.wait()
         await state.server.stop()
@@ -68,18 +70,20 @@ def running(servicer: Any, **server_options: Any) -> Iterator[SimpleNamespace]:
         assert not thread.is_alive()
 
 
-def soon(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait until `condition` holds."""
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
-
-
 def pass_time(state: SimpleNamespace, seconds: float) -> None:
     """Moves the clock of the server's event loop forward, so that timers due by then end now."""
     time_s = state.loop.time
     state.loop.call_soon_threadsafe(setattr, state.loop, "time", lambda: time_s() + seconds)
+
+
+def begun_call(stub: Any, *, with_deadline: bool) -> Any:
+    """A Generate call that has had its first event. `with_deadline`: the deadline passes soon, later on a slow machine."""
+    for timeout_s in (0.2, 2.0, 20.0, 100.0) if with_deadline else (None,):
+        call = stub.Generate(inference_pb2.GenerateRequest(), timeout=timeout_s)
+        with suppress(grpc.RpcError):
+            next(call)
+            return call
+    raise AssertionError("no call got its first event")
 
 
 @pytest.fixture

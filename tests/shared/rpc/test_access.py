@@ -19,8 +19,9 @@ from shared.rpc.callers import Role, current_caller
 from shared.rpc.interceptors import ServiceInterceptor
 from shared.rpc.roles import METHOD_ROLES, OPEN_METHODS
 from shared.rpc.security import ServerSecurity
-from tests.shared.rpc.conftest import running, soon
+from tests.shared.rpc.conftest import running
 from tests.tokens import bearer, write_tokens
+from tests.waiting import wait_until
 
 PROTOS = Path(__file__).resolve().parents[3] / "protos"
 Code = grpc.StatusCode
@@ -100,7 +101,7 @@ def _refusal(call):
 
 def _get(server, metadata=()):
     return server.stub.GetModel(
-        inference_pb2.GetModelRequest(model_id="x"), metadata=metadata, timeout=10
+        inference_pb2.GetModelRequest(model_id="x"), metadata=metadata, timeout=60
     )
 
 
@@ -121,9 +122,9 @@ def test_unauthenticated_callers_are_refused_before_their_message_is_read(
 ):
     assert _refusal(lambda: _get(guarded, metadata)) == (Code.UNAUTHENTICATED, reason)
     garbage = guarded.channel.unary_unary("/neap.inference.v1.InferenceService/GetModel")
-    refused = _refusal(lambda: garbage(b"\xff\xff", metadata=metadata, timeout=10))
+    refused = _refusal(lambda: garbage(b"\xff\xff", metadata=metadata, timeout=60))
     assert refused == (Code.UNAUTHENTICATED, reason)
-    stream = guarded.stub.Generate(inference_pb2.GenerateRequest(), metadata=metadata, timeout=10)
+    stream = guarded.stub.Generate(inference_pb2.GenerateRequest(), metadata=metadata, timeout=60)
     assert _refusal(lambda: list(stream)) == (Code.UNAUTHENTICATED, reason)
     assert scripted.num_calls == 0
     assert guarded.server.security.access.refusals == {reason: 3}
@@ -151,7 +152,7 @@ async def test_only_a_callers_message_is_parsed(tmp_path, name):
 
 def test_a_caller_without_the_role_is_told_which(guarded, scripted):
     call = guarded.stub.Generate(
-        inference_pb2.GenerateRequest(), metadata=bearer(guarded.tokens["admin"]), timeout=10
+        inference_pb2.GenerateRequest(), metadata=bearer(guarded.tokens["admin"]), timeout=60
     )
     assert _refusal(lambda: list(call)) == (Code.PERMISSION_DENIED, "ROLE_MISSING")
     assert "generate" in call.details()
@@ -165,10 +166,10 @@ def test_the_caller_is_known_to_the_handler_and_the_log(guarded, scripted):
         _get(guarded, (("authorization", f"bearer {guarded.tokens['admin']}"),))
         _refusal(lambda: _get(guarded, bearer("neap_wrong")))
         denied = guarded.stub.Generate(
-            inference_pb2.GenerateRequest(), metadata=bearer(guarded.tokens["admin"]), timeout=10
+            inference_pb2.GenerateRequest(), metadata=bearer(guarded.tokens["admin"]), timeout=60
         )
         _refusal(lambda: list(denied))
-        soon(lambda: len(logs) == 3)  # a client gets its answer before the line is written
+        wait_until(lambda: len(logs) == 3)  # a client gets its answer before the line is written
     assert [caller.name for caller in seen] == ["admin"]
     known, stranger, denied = [line for line in logs if line["event"] == "call ended"]
     assert known["caller"] == "admin"
@@ -203,10 +204,10 @@ def test_an_unusable_file_leaves_the_previous_tokens_in_use(guarded, broken):
 
 def test_health_is_open_and_reflection_is_not(guarded):
     check = health_pb2_grpc.HealthStub(guarded.channel).Check
-    assert check(health_pb2.HealthCheckRequest(), timeout=10).status
+    assert check(health_pb2.HealthCheckRequest(), timeout=60).status
     reflect = reflection_pb2_grpc.ServerReflectionStub(guarded.channel).ServerReflectionInfo
     asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
-    refused = _refusal(lambda: list(reflect(iter(asked), timeout=10)))
+    refused = _refusal(lambda: list(reflect(iter(asked), timeout=60)))
     assert refused == (Code.UNAUTHENTICATED, "TOKEN_MISSING")
-    (listed,) = reflect(iter(asked), timeout=10, metadata=bearer(guarded.tokens["generate"]))
+    (listed,) = reflect(iter(asked), timeout=60, metadata=bearer(guarded.tokens["generate"]))
     assert listed.list_services_response.service

@@ -10,6 +10,8 @@ from structlog.testing import capture_logs
 
 from shared.errors import Corrupt, NotFound
 from shared.rpc.interceptors import current_request_id
+from tests.shared.rpc.conftest import begun_call
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -30,15 +32,6 @@ def _raising(error):
         raise error
 
     return handle
-
-
-def test_unary_errors_carry_their_status(scripted, stub):
-    scripted.on_get_model = _raising(NotFound("no such", reason="MODEL_NOT_FOUND"))
-    with pytest.raises(grpc.RpcError) as caught:
-        stub.GetModel(inference_pb2.GetModelRequest())
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert caught.value.details() == "no such"
-    assert _info(caught.value).reason == "MODEL_NOT_FOUND"
 
 
 def test_streaming_errors_come_after_what_was_sent(scripted, stub):
@@ -120,35 +113,36 @@ def test_request_ids_are_taken_made_and_returned(scripted, stub):
 def test_one_log_line_per_call_with_code_and_duration(scripted, stub):
     scripted.on_get_model = lambda request, context: asyncio.sleep(0.05)
     with capture_logs() as logs:
+        started_s = time.monotonic()
         stub.GetModel(inference_pb2.GetModelRequest())
+        elapsed_s = time.monotonic() - started_s
         scripted.on_get_model = _raising(NotFound("x"))
         with pytest.raises(grpc.RpcError):
             stub.GetModel(inference_pb2.GetModelRequest())
-        _wait_for(lambda: len(logs) == 2)
+        wait_until(lambda: len(logs) == 2)
     assert [entry["code"] for entry in logs] == ["OK", "NOT_FOUND"]
     assert logs[0]["method"] == "/neap.inference.v1.InferenceService/GetModel"
-    assert 0.05 <= logs[0]["duration_s"] < 5
+    assert 0.05 <= logs[0]["duration_s"] <= elapsed_s
     assert logs[1]["reason"] == "NOT_FOUND"
 
 
-@pytest.mark.parametrize(("timeout_s", "code"), [(0.2, "DEADLINE_EXCEEDED"), (None, "CANCELLED")])
-def test_deadline_and_cancel_are_told_apart_in_the_log(scripted, stub, timeout_s, code):
+@pytest.mark.parametrize("code", ["DEADLINE_EXCEEDED", "CANCELLED"])
+def test_deadline_and_cancel_are_told_apart_in_the_log(scripted, stub, code):
     ended = []
 
     async def handle(request, context):
         try:
             yield inference_pb2.GenerateResponse()
-            await asyncio.sleep(30)
+            await asyncio.sleep(300)
         finally:
             ended.append(True)
 
     scripted.on_generate = handle
     with capture_logs() as logs:
-        call = stub.Generate(inference_pb2.GenerateRequest(), timeout=timeout_s)
-        next(call)
-        if timeout_s is None:
+        call = begun_call(stub, with_deadline=code == "DEADLINE_EXCEEDED")
+        if code == "CANCELLED":
             call.cancel()
-        _wait_for(lambda: ended and logs)
+        wait_until(lambda: ended and logs)
     assert logs[-1]["code"] == code
 
 
@@ -163,12 +157,5 @@ def test_a_write_that_fails_because_the_client_is_gone_is_not_an_error(scripted,
     with capture_logs() as logs:
         call = stub.Generate(inference_pb2.GenerateRequest())
         next(call)
-        _wait_for(lambda: logs)
+        wait_until(lambda: logs)
     assert [(entry["event"], entry["code"]) for entry in logs] == [("call ended", "CANCELLED")]
-
-
-def _wait_for(condition, timeout_s=60.0):
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)

@@ -18,7 +18,7 @@ from calibrator_service.calibration.report.certificate import (
 from shared.ladder.risk import MAX_BOUNDS
 
 
-def test_binomial_against_known_values() -> None:
+def test_binomial_against_known_values():
     assert binomial_cdf(3, 10, 0.5) == pytest.approx(176 / 1024, rel=1e-12)
     assert binomial_cdf(0, 59, 0.05) == pytest.approx(0.95**59, rel=1e-12)
     assert binomial_cdf(10, 10, 0.3) == pytest.approx(1.0)
@@ -26,7 +26,7 @@ def test_binomial_against_known_values() -> None:
     assert binomial_cdf(11, 400, 0.05) == pytest.approx(exact, rel=1e-9)
 
 
-def test_thresholds_pass_up_to_the_first_failure() -> None:
+def test_thresholds_pass_up_to_the_first_failure():
     # P[Bin(100, 0.1) <= 3] is 0.0078, <= 4 is 0.0237, <= 6 is 0.117.
     assert last_passing(100, [0, 3, 4, 6], 0.1, 0.05) == 3
     assert last_passing(100, [0, 3, 4, 6], 0.1, 0.02) == 2
@@ -36,7 +36,7 @@ def test_thresholds_pass_up_to_the_first_failure() -> None:
     assert last_passing(100, [0, 0, 0, 0], 0.1, 0.05) == 4
 
 
-def test_bounds_are_those_of_the_last_passing_thresholds() -> None:
+def test_bounds_are_those_of_the_last_passing_thresholds():
     """Of 200 prompts, 2 differ at thresholds up to 0.98 and 60 at thresholds up to 0.8."""
     certificate = certify([0.0] * 140 + [0.8] * 58 + [0.98] * 2)
     counts = dict(zip(THRESHOLDS, certificate.num_differing, strict=True))
@@ -53,13 +53,13 @@ def test_bounds_are_those_of_the_last_passing_thresholds() -> None:
 
 
 @pytest.mark.parametrize("highest", [[], [0.0] * 3, [1.0] * 300])
-def test_no_bound_without_enough_evidence(highest: list[float]) -> None:
+def test_no_bound_without_enough_evidence(highest):
     """No prompts, too few prompts, and a router that is wrong on every prompt."""
     assert certify(highest).bounds == ()
 
 
 @pytest.mark.parametrize("num_prompts", [30, 150])
-def test_joint_failure_equals_its_simulated_frequency(num_prompts: int) -> None:
+def test_joint_failure_equals_its_simulated_frequency(num_prompts):
     level = joint_level(num_prompts, DELTA)
     assert DELTA / len(EPSILONS) <= level < DELTA
     assert joint_failure(num_prompts, level) <= DELTA
@@ -71,7 +71,7 @@ def test_joint_failure_equals_its_simulated_frequency(num_prompts: int) -> None:
     assert wrong.mean() == pytest.approx(joint_failure(num_prompts, level), abs=0.004)
 
 
-def test_all_bounds_together_are_wrong_no_more_often_than_promised() -> None:
+def test_all_bounds_together_are_wrong_no_more_often_than_promised():
     """The hardest router: at each threshold its risk is just above another epsilon of the grid."""
     risks = np.array([*EPSILONS, 0.6, 0.7]) + 1e-6
     rng, num_wrong, num_runs = np.random.default_rng(1), 0, 700

@@ -64,9 +64,7 @@ def scripted(
     return found
 
 
-def test_a_wrong_draft_at_a_chained_position_is_found(
-    monkeypatch: pytest.MonkeyPatch, counting: LoadedModel
-) -> None:
+def test_a_wrong_draft_at_a_chained_position_is_found(monkeypatch, counting):
     sequence = greedy(counting)
 
     def planted(before: float, probability: float, chained: int = 2) -> Script:
@@ -92,9 +90,7 @@ def test_a_wrong_draft_at_a_chained_position_is_found(
     assert found(lambda settled, place: (True, 0.999)) == 0.0
 
 
-def test_every_position_after_the_first_token_counts_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, counting: LoadedModel
-) -> None:
+def test_every_position_after_the_first_token_counts_and_no_other(monkeypatch, counting):
     sequence = greedy(counting)
     last = len(sequence.tokens) - 1
     for wrong_after, expected in ((FIRST - 1, 0.0), (FIRST, 0.9), (last - 1, 0.9), (last, 0.0)):
@@ -105,7 +101,7 @@ def test_every_position_after_the_first_token_counts_and_no_other(
         assert scripted(monkeypatch, counting, sequence, script) == expected
 
 
-def test_an_answer_that_is_not_the_models_differs_at_every_threshold(counting: LoadedModel) -> None:
+def test_an_answer_that_is_not_the_models_differs_at_every_threshold(counting):
     sequence = greedy(counting)
     other = (*sequence.tokens[:-1], sequence.tokens[-1] + 1)
     replayer = Replayer(Ladder(ModelIdentity.of(counting)), ContiguousRunner(counting))
@@ -113,7 +109,7 @@ def test_an_answer_that_is_not_the_models_differs_at_every_threshold(counting: L
     assert found == [0.0, 1.0]
 
 
-def test_a_worker_chains_no_more_drafts_than_the_replay() -> None:
+def test_a_worker_chains_no_more_drafts_than_the_replay():
     assert MAX_PASS_TOKENS - 1 <= MAX_CHAIN
 
 
@@ -168,7 +164,7 @@ def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) ->
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_replay_equals_a_worker_chain_by_chain(counting: LoadedModel, seed: int) -> None:
+def test_the_replay_equals_a_worker_chain_by_chain(counting, seed):
     ladder = random_ladder(counting, seed)
     sequences = [greedy(counting, (0, start)) for start in range(6, 12)]
     sequences.append(greedy(counting, tuple(range(5, 24))))

@@ -1,6 +1,5 @@
 """The certified risk: consistent with the engine and published in the manifest, or absent with a reason."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.stream import (
     GeneratedText,
     GivenText,
-    Text,
 )
 from inference_service.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
@@ -49,7 +47,7 @@ def result(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) ->
         return calibrate(base_model, SPEC, work_dir=tmp_path_factory.mktemp("risk"))
 
 
-def test_the_report_states_the_certified_risk_and_its_data(result: CalibrationResult) -> None:
+def test_the_report_states_the_certified_risk_and_its_data(result):
     risk = result.report["risk"]
     assert risk["num_prompts"] == len(PROMPTS) // 5
     assert risk["max_new_tokens"] == NUM_NEW
@@ -73,9 +71,7 @@ def test_the_report_states_the_certified_risk_and_its_data(result: CalibrationRe
         assert seen < bound.epsilon
 
 
-def test_every_difference_of_the_engine_is_found_by_the_replay(
-    result: CalibrationResult, base_model: LoadedModel, tmp_path: Path
-) -> None:
+def test_every_difference_of_the_engine_is_found_by_the_replay(result, base_model, tmp_path):
     """The engine runs `relaxed` on new prompts, at thresholds so low that it makes errors."""
     config = SelfGenerationConfig(seed=99, max_new_tokens=NUM_NEW)
 
@@ -110,9 +106,7 @@ def some_run(loaded: LoadedModel) -> Any:
         (GeneratedText(SelfGenerationConfig(prompts=("w1", "w2")), ()), "TOO_FEW_PROMPTS"),
     ],
 )
-def test_without_answers_nothing_is_certified(
-    base_model: LoadedModel, result: CalibrationResult, text: Text, reason: str
-) -> None:
+def test_without_answers_nothing_is_certified(base_model, result, text, reason):
     run = some_run(base_model)
     answers = write_risk_answers(run, text, lambda _: False)
     runner = run_in_own_thread(ContiguousRunner, base_model)
@@ -124,8 +118,8 @@ def test_without_answers_nothing_is_certified(
 
 
 def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(
-    base_model: LoadedModel, result: CalibrationResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    base_model, result, monkeypatch
+):
     monkeypatch.setattr(Replayer, "highest_differing", lambda *_, **__: [1.0] * 100)
     sequences = (TokenSequence((0, 5, 6), 2),) * 100
     answers = RiskAnswers(GeneratedText(SelfGenerationConfig(), ()), sequences, NUM_NEW)

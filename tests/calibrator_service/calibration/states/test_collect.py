@@ -31,7 +31,7 @@ def collector(loaded: LoadedModel, folder: Path, **options: float) -> Collector:
     return Collector(ContiguousRunner(loaded), [0, 2], folder, max_state_bytes=1 << 20, **options)  # type: ignore[arg-type]
 
 
-def test_choices_are_those_of_the_full_model(counting: LoadedModel, tmp_path: Path) -> None:
+def test_choices_are_those_of_the_full_model(counting, tmp_path):
     """The choices of an answer are its tokens; those of given text are computed."""
     mine = collector(counting, tmp_path)
     own = answer(counting, [0, 7, 9], 12)
@@ -48,9 +48,7 @@ def test_choices_are_those_of_the_full_model(counting: LoadedModel, tmp_path: Pa
     assert (labelled_text.first, len(labelled_text.tokens)) == (0, 10)
 
 
-def test_choices_do_not_depend_on_whether_states_are_kept(
-    counting: LoadedModel, tmp_path: Path
-) -> None:
+def test_choices_do_not_depend_on_whether_states_are_kept(counting, tmp_path):
     """Beyond the limit on disk, answers do not go through the model: their tokens are the labels."""
     own = answer(counting, [0, 7, 9], 12)
     keeping, tables_only = (
@@ -66,7 +64,7 @@ def test_choices_do_not_depend_on_whether_states_are_kept(
     assert found.choices.tolist() == expected.choices.tolist()
 
 
-def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path) -> None:
+def test_states_belong_to_their_positions(counting, tmp_path):
     mine = collector(counting, tmp_path)
     sequences = [answer(counting, [0, 7, 9], 12), TEXT, answer(counting, [0, *range(5, 12)], 9)]
     labelled = []
@@ -101,9 +99,7 @@ def test_states_belong_to_their_positions(counting: LoadedModel, tmp_path: Path)
     assert at == len(chunk)
 
 
-def test_a_stored_chunk_is_not_captured_again(
-    counting: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stored_chunk_is_not_captured_again(counting, tmp_path, monkeypatch):
     first = collector(counting, tmp_path)
     first.add("report", TEXT)
     (expected,) = first.finish("report")
@@ -118,7 +114,7 @@ def test_a_stored_chunk_is_not_captured_again(
         read_chunk(path)
 
 
-def test_states_on_disk_are_bounded(counting: LoadedModel, tmp_path: Path) -> None:
+def test_states_on_disk_are_bounded(counting, tmp_path):
     mine = Collector(
         ContiguousRunner(counting),
         [0],
@@ -131,7 +127,7 @@ def test_states_on_disk_are_bounded(counting: LoadedModel, tmp_path: Path) -> No
     assert len(mine.chunks("heads")) == 3
 
 
-def test_cosine_label_compares_normed_with_normed(counting: LoadedModel, tmp_path: Path) -> None:
+def test_cosine_label_compares_normed_with_normed(counting, tmp_path):
     """TIDE compares the raw state with the normed one by mistake."""
     runner = ContiguousRunner(counting)
     captured = runner.capture(torch.tensor([TEXT.tokens]), [2, 3])
@@ -152,7 +148,7 @@ def test_cosine_label_compares_normed_with_normed(counting: LoadedModel, tmp_pat
     assert 0 < int(found.sum()) < len(found)
 
 
-def test_labels() -> None:
+def test_labels():
     predicted, choices = torch.tensor([1, 2, 3]), torch.tensor([1, 5, -1])
     converged = torch.tensor([False, True, True])
     assert agreement("agreement", predicted, choices, converged).tolist() == [True, False, False]

@@ -8,7 +8,7 @@ from calibrator_service.calibration.text.batch_decode import (
     LOOP_TAIL,
     DecodeParams,
     decode_batch,
-    is_loop,
+    is_repeating,
 )
 from shared.errors import Cancelled
 from shared.model.load import LoadedModel
@@ -64,8 +64,8 @@ def test_cancelled_and_late_decoding(counting: LoadedModel) -> None:
 
 
 def test_loops() -> None:
-    assert is_loop([1, 2, 3] * LOOP_TAIL)
-    assert is_loop([9, 8, 7] + [4] * LOOP_TAIL)
-    assert not is_loop([4] * (LOOP_TAIL - 1))
-    assert not is_loop(list(range(LOOP_TAIL)) * 2)
-    assert not is_loop(list(range(LOOP_PERIOD + 1)) * 9)
+    assert is_repeating([1, 2, 3] * LOOP_TAIL)
+    assert is_repeating([9, 8, 7] + [4] * LOOP_TAIL)
+    assert not is_repeating([4] * (LOOP_TAIL - 1))
+    assert not is_repeating(list(range(LOOP_TAIL)) * 2)
+    assert not is_repeating(list(range(LOOP_PERIOD + 1)) * 9)

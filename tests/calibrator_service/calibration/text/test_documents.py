@@ -16,7 +16,7 @@ def written(tmp_path: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def test_a_text_file_is_one_document_as_it_stands(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_as_it_stands(tmp_path):
     text = " = Heading = \n\nA line that was\nwrapped.\n\nA\u2028paragraph\x0b\x85 \x00.\n"
     path = written(tmp_path, "a.txt", text.encode())
     assert ["".join(document) for document in text_documents(path)] == [text]
@@ -26,9 +26,7 @@ def test_a_text_file_is_one_document_as_it_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read_bytes", [1, 7, 1 << 18])
-def test_a_large_file_comes_in_pieces_cut_between_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
-) -> None:
+def test_a_large_file_comes_in_pieces_cut_between_words(tmp_path, monkeypatch, read_bytes):
     monkeypatch.setattr(documents, "MAX_PIECE_CHARACTERS", 20)
     monkeypatch.setattr(documents, "READ_BYTES", read_bytes)
     text = "Žluťoučký kůň\n\n" * 20 + "x" * 50 + "\nend"
@@ -40,7 +38,7 @@ def test_a_large_file_comes_in_pieces_cut_between_words(
     assert found[0].endswith("\n")
 
 
-def test_jsonl_has_a_document_per_line_and_only_its_field_is_read(tmp_path: Path) -> None:
+def test_jsonl_has_a_document_per_line_and_only_its_field_is_read(tmp_path):
     big = b"1" * 10_000
     lines = [
         b'\xef\xbb\xbf{"body": "one\\u2028\\u0000 more"}\r\n',
@@ -74,9 +72,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("what", BAD_LINES)
-def test_an_error_names_the_bad_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_an_error_names_the_bad_line(tmp_path, monkeypatch, what):
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1 << 18)
     content, reason = BAD_LINES[what]
     path = written(tmp_path, "a.jsonl", b'{"text": "good"}\n\n' + content + b"\n")
@@ -88,7 +84,7 @@ def test_an_error_names_the_bad_line(
     assert "a.jsonl, line 3" in caught.value.message
 
 
-def test_a_text_file_that_is_not_utf8(tmp_path: Path) -> None:
+def test_a_text_file_that_is_not_utf8(tmp_path):
     path = written(tmp_path, "a.txt", b"good\n" * 100_000 + b"b\xe4d\n")
     with pytest.raises(InvalidInput, match=r"a\.txt, line 100001 is not UTF-8") as caught:
         list(*text_documents(path))

@@ -136,18 +136,16 @@ def answers(served: Hub, disk: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", SOURCES)
-def test_texts_or_reason(answers: dict[str, Any], what: str) -> None:
+def test_texts_or_reason(answers, what):
     expected, answer = SOURCES[what][1], answers[what]
     assert (answer if isinstance(expected, list) else answer["reason"]) == expected
 
 
-def test_the_token_is_sent_only_for_datasets_allowed_by_name(
-    answers: dict[str, Any], served: Hub
-) -> None:
+def test_the_token_is_sent_only_for_datasets_allowed_by_name(answers, served):
     assert answers["allowed by name"] == ["one", "two"]
     assert served.tokens == {("owner/named", "Bearer hf_of_the_operator")}
 
 
-def test_an_unreachable_hub_is_unavailable(disk: Path) -> None:
+def test_an_unreachable_hub_is_unavailable(disk):
     (answer,) = read([{"name": "owner/plain"}], disk, "http://127.0.0.1:9")
     assert (answer["error"], answer["reason"]) == ("Unavailable", "DATASET_UNAVAILABLE")

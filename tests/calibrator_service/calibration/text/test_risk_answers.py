@@ -37,9 +37,7 @@ def answers(
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_answers_are_greedy_and_whole(
-    counting: LoadedModel, base_model: LoadedModel, tmp_path: Path, chat: bool
-) -> None:
+def test_answers_are_greedy_and_whole(counting, base_model, tmp_path, chat):
     loaded = counting if chat else base_model
     found = answers(loaded, tmp_path)
     assert 10 < len(found) <= ENDLESS.num_prompts
@@ -52,13 +50,13 @@ def test_answers_are_greedy_and_whole(
         assert sequence.num_answer_tokens == 20 or sequence.tokens[-1] in loaded.eos_token_ids
 
 
-def test_loops_do_not_end_an_answer(counting: LoadedModel, tmp_path: Path) -> None:
+def test_loops_do_not_end_an_answer(counting, tmp_path):
     """Training text ends at a loop. Answers of the risk split must not, because a worker continues."""
     config = SelfGenerationConfig(max_new_tokens=60, rows=24, prompts=tuple(WORDS))
     (learnt,) = SelfGenerator(counting, config, tmp_path).shards()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "calibrator_service.calibration.text.batch_decode.is_loop", lambda tokens: True
+            "calibrator_service.calibration.text.batch_decode.is_repeating", lambda tokens: True
         )
         (cut,) = SelfGenerator(counting, config, tmp_path / "cut").shards()
         judged = answers(counting, tmp_path, config)
@@ -67,7 +65,7 @@ def test_loops_do_not_end_an_answer(counting: LoadedModel, tmp_path: Path) -> No
     assert max(sequence.num_answer_tokens for sequence in judged) == longest
 
 
-def test_prompts_of_other_splits_are_left_out(counting: LoadedModel, tmp_path: Path) -> None:
+def test_prompts_of_other_splits_are_left_out(counting, tmp_path):
     everything = answers(counting, tmp_path / "all")
     splitter = Splitter()
     for sequence in everything[::3]:
@@ -78,9 +76,7 @@ def test_prompts_of_other_splits_are_left_out(counting: LoadedModel, tmp_path: P
     assert rest
 
 
-def test_a_late_batch_is_dropped_as_a_whole(
-    counting: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_batch_is_dropped_as_a_whole(counting, tmp_path, monkeypatch):
     """An incomplete answer would count as one without a difference."""
     now, real = [0.0], risk_answers.decode_batch
 
@@ -97,7 +93,7 @@ def test_a_late_batch_is_dropped_as_a_whole(
     assert late.answers(Limits(24, 8, 3.0), never) == []
 
 
-def test_answers_are_repeatable_and_can_be_cancelled(counting: LoadedModel, tmp_path: Path) -> None:
+def test_answers_are_repeatable_and_can_be_cancelled(counting, tmp_path):
     with pytest.raises(Cancelled):
         RiskAnswerGenerator(counting, CONFIG, tmp_path, lambda _: False).answers(
             ENDLESS, lambda: True

@@ -34,7 +34,7 @@ def first(
     return list(itertools.islice(SelfGenerator(loaded, config, folder).shards(), count))
 
 
-def test_answers_are_greedy_and_follow_the_template(counting: LoadedModel, tmp_path: Path) -> None:
+def test_answers_are_greedy_and_follow_the_template(counting, tmp_path):
     shards = first(counting, tmp_path, 3)
     assert len(shards) == 3
     for sequence in itertools.chain(*shards):
@@ -45,7 +45,7 @@ def test_answers_are_greedy_and_follow_the_template(counting: LoadedModel, tmp_p
         assert is_greedy(counting, sequence)
 
 
-def test_magpie_prompts_are_written_by_the_model(counting: LoadedModel, tmp_path: Path) -> None:
+def test_magpie_prompts_are_written_by_the_model(counting, tmp_path):
     turn = PromptFormat(counting).user_turn
     assert turn is not None
     assert turn.opening == (0, USER)
@@ -59,17 +59,13 @@ def test_magpie_prompts_are_written_by_the_model(counting: LoadedModel, tmp_path
     assert len(set(prompts)) == len(prompts) > 1
 
 
-def test_without_a_chat_template_the_model_samples_the_beginning(
-    base_model: LoadedModel, tmp_path: Path
-) -> None:
+def test_without_a_chat_template_the_model_samples_the_beginning(base_model, tmp_path):
     sequences = first(base_model, tmp_path, 1)[0]
     assert all(s.tokens[0] == 0 and is_greedy(base_model, s) for s in sequences)
     assert len({s.tokens for s in sequences}) > 1
 
 
-def test_prompts_of_a_base_model_get_the_workers_special_tokens(
-    base_model: LoadedModel, tmp_path: Path
-) -> None:
+def test_prompts_of_a_base_model_get_the_workers_special_tokens(base_model, tmp_path):
     tokenizer = make_tokenizer(chat=False)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 0)]
@@ -80,14 +76,14 @@ def test_prompts_of_a_base_model_get_the_workers_special_tokens(
     assert prompts == {(0, 6, 7), (0, 10)}
 
 
-def test_without_a_tokenizer(counting: LoadedModel, tmp_path: Path) -> None:
+def test_without_a_tokenizer(counting, tmp_path):
     bare = replace(counting, tokenizer=None)
     assert all(is_greedy(bare, s) for s in first(bare, tmp_path, 1)[0])
     with pytest.raises(InvalidInput):
         SelfGenerator(bare, SelfGenerationConfig(prompts=("w1",)), tmp_path)
 
 
-def test_given_prompts_are_answered_once_each(counting: LoadedModel, tmp_path: Path) -> None:
+def test_given_prompts_are_answered_once_each(counting, tmp_path):
     prompts = tuple(f"w{i} w{i + 1}" for i in range(6))
     shards = first(counting, tmp_path, 9, replace(CONFIG, prompts=prompts))
     assert [len(shard) for shard in shards] == [4, 2]
@@ -95,9 +91,7 @@ def test_given_prompts_are_answered_once_each(counting: LoadedModel, tmp_path: P
     assert asked == {tuple(PromptFormat(counting).encode_user(p)) for p in prompts}
 
 
-def test_shards_are_reused(
-    counting: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_reused(counting, tmp_path):
     written = first(counting, tmp_path / "a", 3)
     # A run that died after the first shard writes the same second and third.
     first(counting, tmp_path / "b", 1)
@@ -105,13 +99,12 @@ def test_shards_are_reused(
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == sorted(
         p.name for p in (tmp_path / "b").iterdir()
     )
-    monkeypatch.setattr(SelfGenerator, "_generate", lambda *_: pytest.fail("it was there already"))
+    times = [path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()]
     assert first(counting, tmp_path / "a", 3) == written
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "a").iterdir()] == times
 
 
-def test_another_seed_or_length_gives_another_text(
-    counting: LoadedModel, base_model: LoadedModel, tmp_path: Path
-) -> None:
+def test_another_seed_or_length_gives_another_text(counting, base_model, tmp_path):
     paths = {
         SelfGenerator(loaded, config, tmp_path).path(0)
         for loaded in (counting, base_model)
@@ -124,7 +117,7 @@ def test_another_seed_or_length_gives_another_text(
     )
 
 
-def test_once_late_no_task_about_passages_is_started(counting: LoadedModel, tmp_path: Path) -> None:
+def test_once_late_no_task_about_passages_is_started(counting, tmp_path):
     generator = SelfGenerator(counting, CONFIG, tmp_path)
     steps: list[int] = []
     num_seed_steps = 0
@@ -140,20 +133,20 @@ def test_once_late_no_task_about_passages_is_started(counting: LoadedModel, tmp_
     assert 1 <= len(shards[1]) <= CONFIG.rows // 2
 
 
-def test_a_late_shard_is_not_kept(counting: LoadedModel, tmp_path: Path) -> None:
+def test_a_late_shard_is_not_kept(counting, tmp_path):
     clock = itertools.count()
     shards = list(SelfGenerator(counting, CONFIG, tmp_path).shards(is_late=lambda: next(clock) > 3))
     assert len(shards) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_cancel(counting: LoadedModel, tmp_path: Path) -> None:
+def test_cancel(counting, tmp_path):
     with pytest.raises(Cancelled):
         list(SelfGenerator(counting, CONFIG, tmp_path).shards(should_stop=lambda: True))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_shard_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_shard_is_refused(tmp_path):
     path = tmp_path / "shard.safetensors"
     sequences = [TokenSequence((1, 2, 3), 2), TokenSequence((4,), 1)]
     write_shard(path, sequences)
@@ -163,7 +156,7 @@ def test_a_damaged_shard_is_refused(tmp_path: Path) -> None:
         read_shard(path)
 
 
-def test_seed_prompts() -> None:
+def test_seed_prompts():
     rng = random.Random(0)
     texts = [seed_prompts.seed_prompt(rng) for _ in range(300)]
     assert len(set(texts)) > 250

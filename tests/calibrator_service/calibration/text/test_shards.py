@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import sys
-from pathlib import Path
 
 import grpc
 import pytest
@@ -31,14 +30,14 @@ write_atomically(path.with_name("b"), b"fits")
 """
 
 
-def test_a_shard_is_read_back(tmp_path: Path) -> None:
+def test_a_shard_is_read_back(tmp_path):
     sequences = [TokenSequence((1, 2, 3), 2), TokenSequence((4,), 1), TokenSequence((5, 6), 0)]
     write_shard(tmp_path / "new" / "a", sequences)
     assert read_shard(tmp_path / "new" / "a") == sequences
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a"]
 
 
-def test_really_full_file_system(tmp_path: Path) -> None:
+def test_really_full_file_system(tmp_path):
     """The old file stays, no part of the new one remains, and smaller files can still be written."""
     said = run_on_small_disk(tmp_path, "512k", sys.executable, "-c", FILL, tmp_path)
     assert json.loads(said) == ["DISK_FULL", {"errno": "ENOSPC"}, ["a"], True]
@@ -52,9 +51,7 @@ def test_really_full_file_system(tmp_path: Path) -> None:
         (errno.EIO, grpc.StatusCode.UNAVAILABLE),
     ],
 )
-def test_disk_errors_have_statuses_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: grpc.StatusCode
-) -> None:
+def test_disk_errors_have_statuses_of_their_own(tmp_path, monkeypatch, number, code):
     def refuse(descriptor: int) -> None:
         raise OSError(number, "refused")
 

@@ -1,19 +1,15 @@
 """Given text is read unchanged or refused with a reason."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from calibrator_service.calibration.spec import TextFile
 from calibrator_service.calibration.text.sources import SEQUENCE_TOKENS, text_sequences
-from shared.errors import InvalidInput, NeapError, NotFound
-from shared.model.load import LoadedModel
+from shared.errors import InvalidInput, NotFound
 
 
-def test_text_is_packed_with_a_separator_between_documents(
-    counting: LoadedModel, tmp_path: Path
-) -> None:
+def test_text_is_packed_with_a_separator_between_documents(counting, tmp_path):
     path = tmp_path / "a.jsonl"
     texts = ["w0 w1 w2", " ", "w3 " * 300]
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -25,15 +21,7 @@ def test_text_is_packed_with_a_separator_between_documents(
     assert sum(len(s.tokens) for s in sequences) == 3 + 1 + 300 + 1
 
 
-def test_a_text_file_is_one_document(counting: LoadedModel, tmp_path: Path) -> None:
-    """An end-of-sequence token follows the file, not a line or a paragraph."""
-    path = tmp_path / "a.txt"
-    path.write_text("w0 w1\nw2\n\n" + "w3 " * 20 + "\n")
-    (sequence,) = text_sequences(counting, TextFile(str(path)))
-    assert sequence.tokens == (5, 6, 7, *[8] * 20, 1)
-
-
-def test_jsonl_field(counting: LoadedModel, tmp_path: Path) -> None:
+def test_jsonl_field(counting, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"body": "w4 w5 " * 20}) for _ in range(3)))
     assert next(text_sequences(counting, TextFile(str(path), "body"))).tokens[:2] == (9, 10)
@@ -51,14 +39,7 @@ def test_jsonl_field(counting: LoadedModel, tmp_path: Path) -> None:
         ("a.jsonl", b"[1]", InvalidInput, "FIELD_NOT_FOUND"),
     ],
 )
-def test_bad_files(
-    counting: LoadedModel,
-    tmp_path: Path,
-    name: str,
-    content: bytes | None,
-    error: type[NeapError],
-    reason: str,
-) -> None:
+def test_bad_files(counting, tmp_path, name, content, error, reason):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)

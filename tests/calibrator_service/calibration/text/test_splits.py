@@ -1,7 +1,8 @@
 """Which split a sequence or a prompt belongs to."""
 
 from calibrator_service.calibration.text.shards import TokenSequence
-from calibrator_service.calibration.text.splits import SPLITS, Splitter, hold_out_prompts
+from calibrator_service.calibration.text.splits import SPLITS, Splitter
+from calibrator_service.calibration.text.stream import hold_out_prompts
 
 
 def test_splits_are_disjoint_and_none_is_empty() -> None:

@@ -32,9 +32,7 @@ def collector(counting: LoadedModel, tmp_path: Path) -> Collector:
     return mine
 
 
-def test_recomputed_states_equal_stored_ones(
-    counting: LoadedModel, collector: Collector, tmp_path: Path
-) -> None:
+def test_recomputed_states_equal_stored_ones(counting, collector, tmp_path):
     """Also if the passes have other sizes."""
     (recomputed,) = collector.chunks("heads")
     keeping = Collector(
@@ -56,9 +54,7 @@ def test_recomputed_states_equal_stored_ones(
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
 
 
-def test_training_steps_do_not_synchronise_with_the_device(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatch):
     """Only each chunk and each report synchronises; the number of steps does not matter."""
     monkeypatch.setattr(train_module, "REPORT_INTERVAL_S", math.inf)  # the first step's only
     # As on a GPU: otherwise the optimiser counts its steps in tensors on the host, and reads them.

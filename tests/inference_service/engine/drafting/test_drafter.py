@@ -61,7 +61,7 @@ def members(
     return found
 
 
-def test_other_sequences_in_the_batch_change_no_draft(runner: Runner) -> None:
+def test_other_sequences_in_the_batch_change_no_draft(runner):
     first, second = (random_ladder(runner.loaded, seed) for seed in (1, 2))
     exact = DepthPolicy("exact", max_drafts=3)
     policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
@@ -76,9 +76,7 @@ def test_other_sequences_in_the_batch_change_no_draft(runner: Runner) -> None:
     assert {draft.depth for drafts in alone for draft in drafts} == set(DEPTHS)
 
 
-def test_each_exit_gets_the_offset_of_the_settled_state(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_exit_gets_the_offset_of_the_settled_state(runner, monkeypatch):
     [member] = members(runner, [random_ladder(runner.loaded, 1)], [DepthPolicy("exact", max_drafts=3)])  # fmt: skip
     asked: list[tuple[int, list[int]]] = []
     ask = BoundLadder.ask
@@ -99,9 +97,7 @@ def test_each_exit_gets_the_offset_of_the_settled_state(
     assert asked == [(index, [distance]) for distance in (1, 2, 3) for index in range(len(DEPTHS))]
 
 
-def test_one_exit_is_asked_once_for_all_that_want_it(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
     ladder = random_ladder(runner.loaded, 1)
     batch = members(runner, [ladder] * 3, [DepthPolicy("exact", max_drafts=n) for n in (1, 2, 2)])
     asked: list[int] = []
@@ -116,9 +112,7 @@ def test_one_exit_is_asked_once_for_all_that_want_it(
     assert sum(runner.counters.per_layer[2:]) == 0
 
 
-def test_an_exit_that_is_too_expensive_is_not_asked(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
     ladder = random_ladder(runner.loaded, 1)
     [(sequence, drafter)] = members(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
     drafter.costs = replace(COSTS, exits=(ExitCost(1e-6, 1e-7), ExitCost(2.0, 0.1)))

@@ -4,7 +4,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,21 +12,15 @@ from inference_service.engine.background import STEPS_PER_SLICE
 from inference_service.engine.drafting.costs import exit_timings
 from inference_service.engine.drafting.ladder_cache import MAX_BOUND_LADDERS
 from inference_service.engine.engine import Engine
-from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, wrap_model
-from tests.families import build_family
+from shared.model.load import LoadedModel
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
+from tests.known_answer import request
 from tests.scripted_ladder import ScriptedLadder
 
-PROMPT = tuple(range(5, 25))
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap_model(build_family("llama"))
+EXACT = DepthPolicy("exact")
 
 
 class MeasuredExits(FixedCosts):
@@ -53,18 +46,11 @@ def measuring_engine(loaded: LoadedModel) -> Engine:
     return fixed_cost_engine(loaded, cost_meter=MeasuredExits())
 
 
-def request(**changes: object) -> GenerationRequest:
-    stopping = StoppingParams(max_tokens=100, ignore_eos=True)
-    return GenerationRequest(
-        **{"prompt_ids": PROMPT, "policy": DepthPolicy("full"), "stopping": stopping, **changes}
-    )
-
-
 def exits(token: int = 3, probability: float = 0.5) -> ScriptedLadder:
     return ScriptedLadder(exits=lambda context: (token, probability), depths=(0, 1))
 
 
-def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatch) -> None:
+def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatch):
     costs = MeasuredExits()
     first, second = exits(), exits()
     with fixed_cost_engine(loaded, cost_meter=costs) as engine:
@@ -72,14 +58,14 @@ def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatc
         bound: list[object] = []
         monkeypatch.setattr(first, "bind", bound.append)
         engine.prepare(first)
-        list(engine.submit(request(policy=DepthPolicy("exact")), first).events())
+        list(engine.submit(request(100, policy=EXACT), first).events())
         assert bound == []
         engine.prepare(second)
         assert costs.num_measured == 1
         assert engine.statistics.num_requests == 1, "self-tests are counted nowhere"
 
 
-def test_streams_go_on_while_a_ladder_is_prepared(loaded) -> None:
+def test_streams_go_on_while_a_ladder_is_prepared(loaded):
     order: list[str] = []
     ended, held = threading.Event(), threading.Event()
 
@@ -91,7 +77,7 @@ def test_streams_go_on_while_a_ladder_is_prepared(loaded) -> None:
 
     costs = MeasuredExits(lambda: order.append("slice"))
     with fixed_cost_engine(loaded, cost_meter=costs) as engine:
-        engine.submit(request(), on_event=on_event)
+        engine.submit(request(100), on_event=on_event)
         thread = threading.Thread(target=engine.prepare, args=(exits(),))
         thread.start()
         held.set()
@@ -115,11 +101,9 @@ def test_streams_go_on_while_a_ladder_is_prepared(loaded) -> None:
         ScriptedLadder(table=lambda context: {}["a bug"]),
     ],
 )
-def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(
-    loaded, ladder
-) -> None:
+def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(loaded, ladder):
     with measuring_engine(loaded) as engine:
-        handle = engine.submit(request())
+        handle = engine.submit(request(100))
         with pytest.raises(Corrupt) as raised:
             engine.prepare(ladder)
         assert raised.value.reason == "SELF_TEST_FAILED"
@@ -127,7 +111,7 @@ def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(
         engine.prepare(exits())
 
 
-def test_preparing_ends_with_the_engine(loaded) -> None:
+def test_preparing_ends_with_the_engine(loaded):
     engine = measuring_engine(loaded)
     engine.warm_up()
     with pytest.raises(RouterMismatch):
@@ -137,7 +121,7 @@ def test_preparing_ends_with_the_engine(loaded) -> None:
         engine.prepare(exits())
 
 
-def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
+def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch):
     ladders = [exits() for _ in range(MAX_BOUND_LADDERS + 2)]
     numbers = [0] * len(ladders)
     for index, ladder in enumerate(ladders):
@@ -147,9 +131,7 @@ def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
             return ladder
 
         monkeypatch.setattr(ladder, "bind", bind)
-    exact = request(
-        policy=DepthPolicy("exact"), stopping=replace(request().stopping, max_tokens=40)
-    )
+    exact = request(40, policy=EXACT)
     with measuring_engine(loaded) as engine:
         handles = [engine.submit(exact, ladder) for ladder in ladders]
         for handle in handles:
@@ -159,7 +141,7 @@ def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch) -> None:
         assert engine.num_bound_ladders == MAX_BOUND_LADDERS
 
 
-def test_bound_ladders_stay_few_on_an_idle_engine(loaded) -> None:
+def test_bound_ladders_stay_few_on_an_idle_engine(loaded):
     alive: weakref.WeakSet[ScriptedLadder] = weakref.WeakSet()
     with fixed_cost_engine(loaded, max_ladders=2) as engine:
         for _ in range(12):
@@ -189,7 +171,7 @@ class SlowlyPrepared(ContiguousRunner):
             number += 1
 
 
-def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded) -> None:
+def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded):
     """Between two slices of the binding the others are stepped."""
     steps: list[int] = []
     with fixed_cost_engine(
@@ -198,16 +180,16 @@ def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded) -> None
             loaded, lambda: steps.append(engine.statistics.num_generated_tokens)
         ),
     ) as engine:
-        running = engine.submit(request())
+        running = engine.submit(request(100))
         running.next_event(30)
-        mine = engine.submit(request(policy=DepthPolicy("exact")), exits())
+        mine = engine.submit(request(100, policy=EXACT), exits())
         assert sum(1 for _ in running.events()) == 100
         assert sum(1 for _ in mine.events()) == 101
     assert len(steps) == SlowlyPrepared.num_slices
     assert all(later > earlier for earlier, later in pairwise(steps)), steps
 
 
-def test_a_cancelled_request_leaves_no_binding_behind(loaded) -> None:
+def test_a_cancelled_request_leaves_no_binding_behind(loaded):
     started = threading.Event()
 
     class NeverPrepared(SlowlyPrepared):
@@ -218,7 +200,7 @@ def test_a_cancelled_request_leaves_no_binding_behind(loaded) -> None:
     ) as engine:
         ladder = exits()
         alive = weakref.ref(ladder)
-        waiting = engine.submit(request(policy=DepthPolicy("exact")), ladder)
+        waiting = engine.submit(request(100, policy=EXACT), ladder)
         assert started.wait(60)
         waiting.cancel()
         with pytest.raises(Cancelled):

@@ -14,7 +14,7 @@ from inference_service.engine.drafting.planner import (
     best_lengths,
     exit_gain_s,
     least_survival,
-    worth_asking,
+    select_sequences,
 )
 from shared.ladder.rungs import Draft
 
@@ -85,7 +85,7 @@ def test_chains_beyond_a_step_in_the_costs_are_considered() -> None:
 def asks(costs: PassCosts, *wishes: tuple[float, float]) -> bool:
     """Whether sequences of these survivals and gains, asked together, pay for the first exit."""
     gains_s = [exit_gain_s(survival, gain, costs, len(wishes)) for survival, gain in wishes]
-    return bool(worth_asking(gains_s, costs.exits[0]))
+    return bool(select_sequences(gains_s, costs.exits[0]))
 
 
 def test_an_exit_is_asked_when_it_gains_more_than_it_costs() -> None:
@@ -103,9 +103,9 @@ def test_a_draft_is_worth_less_the_more_tokens_a_pass_gives() -> None:
 
 def test_together_sequences_ask_an_exit_that_none_would_ask_alone() -> None:
     cost = ExitCost(alone_s=1.0, each_more_s=0.1)
-    assert worth_asking([0.5], cost) == []
-    assert worth_asking([0.5, 0.7, 0.5, 0.05], cost) == [0, 1, 2]
-    assert worth_asking([], cost) == []
+    assert select_sequences([0.5], cost) == []
+    assert select_sequences([0.5, 0.7, 0.5, 0.05], cost) == [0, 1, 2]
+    assert select_sequences([], cost) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -118,7 +118,7 @@ def test_no_other_choice_of_sequences_gains_more(seed: int) -> None:
         return sum(gains_s[i] for i in chosen) - cost.of(len(chosen)) if chosen else 0.0
 
     every = [c for n in range(len(gains_s) + 1) for c in combinations(range(len(gains_s)), n)]
-    chosen = worth_asking(gains_s, cost)
+    chosen = select_sequences(gains_s, cost)
     assert profit(tuple(chosen)) == pytest.approx(max(map(profit, every)))
 
 

@@ -39,7 +39,7 @@ def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _
     """With a cache of one position per token. Settled positions have keys `fill` and values -`fill`."""
     cache = ContiguousCache(len(tokens))
     states = torch.full((1, 1, 1, 2), fill)
-    keys, values = cache.stores(states, states, 0)
+    keys, values = cache.layer_tensors(states, states, 0)
     keys[:, :, :num_settled] = fill
     values[:, :, :num_settled] = -fill
     return _Sequence(tokens, num_settled, cache, num_prompt_tokens=len(tokens))
@@ -100,9 +100,9 @@ def test_kept_tokens_are_bounded_and_dropped_on_demand():
     assert prefixes.num_tokens == 2 * LENGTH
     prefixes.insert(sequence(list(range(3 * LENGTH)), num_settled=3 * LENGTH))
     assert prefixes.num_tokens == 2 * LENGTH  # larger than all the room there is
-    prefixes.fit(LENGTH)
+    prefixes.shrink_to(LENGTH)
     assert prefixes.match_length(list(range(400, 400 + LENGTH))) == LENGTH
-    prefixes.fit(-5)
+    prefixes.shrink_to(-5)
     assert prefixes.num_tokens == 0
 
 

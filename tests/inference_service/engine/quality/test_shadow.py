@@ -1,7 +1,6 @@
 """Shadow checks: their verdicts, their bounds in time and memory, and the suspension of a version."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,77 +9,50 @@ import pytest
 from inference_service.engine.engine import Engine
 from inference_service.engine.quality import shadow as shadow_module
 from inference_service.engine.quality.shadow import ShadowCounts
-from inference_service.engine.request.request import Finished, GenerationRequest, StoppingParams
+from inference_service.engine.request.request import Finished, GenerationRequest
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
-from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.hooked_runner import HookedRunner
+from tests.known_answer import NUM_NEW, PROMPT, request, right
 from tests.scripted_ladder import ScriptedLadder
+from tests.waiting import wait_until
 
-PROMPT = tuple(range(5, 25))
-NUM_NEW = 24
 RELAXED = DepthPolicy("relaxed", threshold=0.5)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return wrap_model(build_family("llama"))
-
-
-@pytest.fixture(scope="module")
-def answer(loaded: LoadedModel) -> list[int]:
-    with fixed_cost_engine(loaded) as engine:
-        return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
 
 
 def script(answer: list[int], wrong_at: int | None = None):
     """Drafts the full model's tokens with high probability, except for a wrong one at `wrong_at`."""
-
-    def draft(context: list[int]) -> tuple[int, float] | None:
-        at = len(context) - len(PROMPT)
-        if at >= len(answer):
-            return None
-        return (answer[at] + (at == wrong_at)) % VOCABULARY_SIZE, 0.9
-
-    return draft
+    token = right(answer, wrong_at)
+    return lambda context: (token(context), 0.9)
 
 
-def request(**changes: object) -> GenerationRequest:
-    options = {
-        "prompt_ids": PROMPT,
-        "policy": RELAXED,
-        "router_version": 7,
-        "risk_bound": 0.05,
-        "stopping": StoppingParams(max_tokens=NUM_NEW, ignore_eos=True),
-    }
-    return GenerationRequest(**{**options, **changes})
+def relaxed(**changes: object) -> GenerationRequest:
+    """Of a router's version 7 that promises 0.05."""
+    return request(**{"policy": RELAXED, "router_version": 7, "risk_bound": 0.05, **changes})
 
 
 def run(engine: Engine, ladder: ScriptedLadder, **changes: object) -> list[int]:
-    events = list(engine.submit(request(**changes), ladder).events())
+    events = list(engine.submit(relaxed(**changes), ladder).events())
     assert isinstance(events.pop(), Finished)
     return [token.token_id for event in events for token in event.tokens]
 
 
 def checked(engine: Engine, number: int, stratum=(7, 0.05)) -> ShadowCounts:
-    give_up_at = time.monotonic() + 60
-    while engine.shadow.counts.get(stratum, ShadowCounts()).num_checked < number:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.005)
+    counts = engine.shadow.counts
+    wait_until(lambda: stratum in counts and counts[stratum].num_checked >= number)
     return engine.shadow.counts[stratum]
 
 
 @pytest.mark.parametrize("wrong_at", [None, 1, 12, 20])
-def test_a_generation_differs_where_one_token_does(loaded, answer, wrong_at) -> None:
+def test_a_generation_differs_where_one_token_does(loaded, answer, wrong_at):
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         tokens = run(engine, ScriptedLadder(script(answer, wrong_at)))
         assert (tokens == answer) == (wrong_at is None)
         assert checked(engine, 1) == ShadowCounts(1, int(wrong_at is not None), 0)
 
 
-def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer) -> None:
+def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer):
     sampling = SamplingParams(repetition_penalty=1.5)
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         run(engine, ScriptedLadder(lambda context: None), sampling=sampling)
@@ -90,23 +62,21 @@ def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer) -> None:
 
 
 @pytest.mark.parametrize(("limit", "differs"), [(None, True), (12, False), (13, True)])
-def test_only_the_tokens_for_which_the_bound_holds_are_checked(
-    loaded, answer, limit, differs
-) -> None:
+def test_only_the_tokens_for_which_the_bound_holds_are_checked(loaded, answer, limit, differs):
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         wrong = ScriptedLadder(script(answer, wrong_at=12))
         run(engine, wrong, risk_bound_tokens=limit)
         assert checked(engine, 1).num_differing == differs
 
 
-def test_tokens_after_an_end_of_sequence_are_not_checked(loaded, answer) -> None:
+def test_tokens_after_an_end_of_sequence_are_not_checked(loaded, answer):
     ends_early = replace(loaded, eos_token_ids=frozenset([answer[5]]))
     with fixed_cost_engine(ends_early, shadow_share=1.0) as engine:
         run(engine, ScriptedLadder(script(answer, wrong_at=12)), risk_bound_tokens=NUM_NEW)
         assert checked(engine, 1).num_differing == 0
 
 
-def test_only_greedy_relaxed_answers_are_sampled(loaded, answer) -> None:
+def test_only_greedy_relaxed_answers_are_sampled(loaded, answer):
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         ladder = ScriptedLadder(script(answer))
         run(engine, ladder, policy=DepthPolicy("exact"))
@@ -119,7 +89,7 @@ def test_only_greedy_relaxed_answers_are_sampled(loaded, answer) -> None:
         assert engine.shadow.is_idle
 
 
-def test_a_version_that_breaks_its_bound_is_suspended_and_stays_so(loaded, answer, caplog) -> None:
+def test_a_version_that_breaks_its_bound_is_suspended_and_stays_so(loaded, answer, caplog):
     wrong, right = ScriptedLadder(script(answer, 3)), ScriptedLadder(script(answer))
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         run(engine, wrong)
@@ -149,10 +119,10 @@ def check_one(engine: Engine, answer: list[int], on_pass: Callable[[int], object
         if isinstance(event, Finished):
             engine.runner.before["run"] = lambda ids, *_: on_pass(ids.shape[1])
 
-    engine.submit(request(), ScriptedLadder(script(answer)), on_event=on_event)
+    engine.submit(relaxed(), ScriptedLadder(script(answer)), on_event=on_event)
 
 
-def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch) -> None:
+def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch):
     """No slice of a check runs while a request runs; a check that has begun stops between its slices."""
     monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
     with fixed_cost_engine(loaded, shadow_share=1.0, runner_of=HookedRunner) as engine:
@@ -179,7 +149,7 @@ def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch) -
             else:
                 while_live.append(len(slices))
 
-        engine.submit(request(policy=DepthPolicy("full"), router_version=0), on_event=on_event)
+        engine.submit(request(), on_event=on_event)
         submitted.set()
         assert ended.wait(60)
         assert set(while_live) == {3}, "the slice under way ended, and no other began"
@@ -188,11 +158,10 @@ def test_checks_run_only_while_the_engine_is_idle(loaded, answer, monkeypatch) -
     assert set(slices) == {0}
 
 
-def test_the_queue_is_bounded_and_dropped_checks_are_counted(loaded, answer, monkeypatch) -> None:
+def test_the_queue_is_bounded_and_dropped_checks_are_counted(loaded, answer, monkeypatch):
     monkeypatch.setattr(shadow_module, "MAX_WAITING", 2)
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
-        stopping = StoppingParams(max_tokens=100, ignore_eos=True)
-        long = engine.submit(request(policy=DepthPolicy("full"), stopping=stopping))
+        long = engine.submit(request(100))
         for _ in range(5):
             run(engine, ScriptedLadder(script(answer)))
         assert long.next_event(30) is not None
@@ -202,7 +171,7 @@ def test_the_queue_is_bounded_and_dropped_checks_are_counted(loaded, answer, mon
         assert checked(engine, 2).num_dropped == 3
 
 
-def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) -> None:
+def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch):
     """With room for one request only, the current check is restarted later, so that the request need not wait."""
     monkeypatch.setattr(shadow_module, "SLICE_TOKENS", 2)
     with fixed_cost_engine(loaded) as engine:
@@ -231,7 +200,7 @@ def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) 
 
         check_one(engine, answer, on_pass)
         assert started.wait(30)
-        handle = engine.submit(request(policy=DepthPolicy("full"), router_version=0))
+        handle = engine.submit(request())
         go.set()
         list(handle.events())
         checked(engine, 1)
@@ -239,16 +208,13 @@ def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch) 
     assert set(held_beside_request) == {0}
 
 
-def test_a_check_that_fails_ends_no_engine(loaded, answer) -> None:
+def test_a_check_that_fails_ends_no_engine(loaded, answer):
     def fail(_: int) -> None:
         del engine.runner.before["run"]
         raise RuntimeError("device lost")
 
     with fixed_cost_engine(loaded, shadow_share=1.0, runner_of=HookedRunner) as engine:
         check_one(engine, answer, fail)
-        give_up_at = time.monotonic() + 30
-        while not engine.shadow.counts or not engine.shadow.is_idle:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.005)
+        wait_until(lambda: engine.shadow.counts and engine.shadow.is_idle)
         assert engine.shadow.counts == {(7, 0.05): ShadowCounts(num_dropped=1)}
         run(engine, ScriptedLadder(script(answer)), policy=DepthPolicy("full"))

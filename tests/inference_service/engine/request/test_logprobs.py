@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from inference_service.engine.request.logprobs import Logprobs, logprobs, unpacked
+from inference_service.engine.request.logprobs import Logprobs, logprobs, logprobs_from_row
 
 
 def test_unpacked_reads_the_rows_of_logprobs() -> None:
@@ -12,11 +12,11 @@ def test_unpacked_reads_the_rows_of_logprobs() -> None:
         assert packed.shape == (2, 1 + 2 * count)
         for row, token in enumerate([0, 2]):
             alternatives = tuple((other, float(expected[row, other])) for other in order[row])
-            assert unpacked(packed[row].tolist()) == Logprobs(
+            assert logprobs_from_row(packed[row].tolist()) == Logprobs(
                 float(expected[row, token]), alternatives
             )
 
 
 @pytest.mark.parametrize("token", [2**24 + 1, 2**31])
 def test_tokens_of_any_vocabulary_survive(token: int) -> None:
-    assert unpacked([-0.5, -1.0, float(token)]).alternatives == ((token, -1.0),)
+    assert logprobs_from_row([-0.5, -1.0, float(token)]).alternatives == ((token, -1.0),)

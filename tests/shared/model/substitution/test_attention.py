@@ -1,19 +1,11 @@
 """Our mask and attention functions, called as transformers calls them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shared import ops
 from shared.model.substitution.attention import attention, attention_mask
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def _mask(q: int, kv: int, **changes: object) -> Tensor | None:

@@ -1,6 +1,5 @@
 """Which layers become one op, when the op runs, and that its results are those of the modules."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,15 +23,6 @@ LEFT_ALONE = {
     "phi2": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
     "opt": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
 }
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -65,9 +55,7 @@ def _in_parts(model: PreTrainedModel, ids: Tensor, parts: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_layers_as_one_op_have_the_bits_of_their_modules(
-    family: str, fused_calls: list[bool]
-) -> None:
+def test_layers_as_one_op_have_the_bits_of_their_modules(family, fused_calls):
     model = build_family(family)
     assert accelerate(model).layers == NUM_LAYERS
     fused_calls.clear()
@@ -84,9 +72,7 @@ def test_layers_as_one_op_have_the_bits_of_their_modules(
         fused_calls.clear()
 
 
-def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(
-    fused_calls: list[bool],
-) -> None:
+def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(fused_calls):
     model = build_family("mistral-sliding")
     accelerate(model)
     rows, held = [_ids(1, 12), _ids(1, 9)], (8, 6)
@@ -110,7 +96,7 @@ def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(
 
 
 @pytest.mark.parametrize("family", LEFT_ALONE)
-def test_other_forms_keep_their_modules_and_say_why(family: str) -> None:
+def test_other_forms_keep_their_modules_and_say_why(family):
     report = accelerate(build_family(family))
     assert report.layers == 0
     reasons = [why for why in report.left_alone.values() if why.startswith("not one op")]
@@ -118,7 +104,7 @@ def test_other_forms_keep_their_modules_and_say_why(family: str) -> None:
     assert all(LEFT_ALONE[family] in why for why in reasons)
 
 
-def test_a_layer_that_only_looks_alike_keeps_its_modules() -> None:
+def test_a_layer_that_only_looks_alike_keeps_its_modules():
     model = build_family("llama")
     layer = model.model.layers[2]
     own = layer.forward
@@ -128,14 +114,14 @@ def test_a_layer_that_only_looks_alike_keeps_its_modules() -> None:
     assert report.left_alone == {"model.layers.2": "not one op: the op computes something else"}
 
 
-def test_other_scaling_is_seen_not_assumed() -> None:
+def test_other_scaling_is_seen_not_assumed():
     model = build_family("llama")
     for layer in model.model.layers:
         layer.self_attn.scaling = 0.7
     assert accelerate(model).layers == NUM_LAYERS
 
 
-def test_what_the_op_cannot_do_is_left_to_the_modules(fused_calls: list[bool]) -> None:
+def test_what_the_op_cannot_do_is_left_to_the_modules(fused_calls):
     model, ids = build_family("llama"), _ids(1, 4)
     accelerate(model)
     cache = ContiguousCache(4)
@@ -162,7 +148,7 @@ def test_what_the_op_cannot_do_is_left_to_the_modules(fused_calls: list[bool]) -
     assert seen == [1]
 
 
-def test_restored_layers_are_the_models_own_again_also_behind_gates() -> None:
+def test_restored_layers_are_the_models_own_again_also_behind_gates():
     model, ids = build_family("llama"), _ids(1, 5)
     expected = model(input_ids=ids).logits
     accelerate(model)
@@ -180,7 +166,7 @@ def test_restored_layers_are_the_models_own_again_also_behind_gates() -> None:
     assert runner.counters.layer_executions == 2 * NUM_LAYERS
 
 
-def test_watching_leaves_no_trace() -> None:
+def test_watching_leaves_no_trace():
     from transformers import AttentionInterface
 
     model = build_family("llama")

@@ -1,7 +1,5 @@
 """Which modules are recognised as linear layers, norms and gated MLPs, and what replaces them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,12 +7,6 @@ from torch import Tensor, nn
 from shared.model.substitution.linear import gated_mlp, linear, rms_norm
 from shared.model.substitution.match import Unsuitable
 from shared.ops import reference
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 class _Scaled(nn.Linear):

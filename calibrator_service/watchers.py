@@ -1,13 +1,10 @@
-"""Blocking calls from asyncio, and the limit on open watch streams."""
+"""The limit on open watch streams, and their end when the service stops."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shared.blocking import BlockingPool
 from shared.errors import Exhausted, Unavailable
-
-__all__ = ["BlockingPool", "Watchers"]
 
 MAX_WATCHERS = 128
 _RETRY_S = 1.0
@@ -16,15 +13,14 @@ _RETRY_S = 1.0
 class Watchers:
     """Limits the number of open watch streams, and ends them when the service stops."""
 
-    def __init__(self, max_watchers: int = MAX_WATCHERS) -> None:
-        self._max_watchers = max_watchers
+    def __init__(self) -> None:
         self._num_watchers = 0
         self._stopping = asyncio.Event()
 
     @contextmanager
     def track_stream(self) -> Iterator[None]:
         """Scope of one open stream. Raises Exhausted (TOO_MANY_WATCHERS)."""
-        if self._num_watchers >= self._max_watchers:
+        if self._num_watchers >= MAX_WATCHERS:
             raise Exhausted(
                 "too many watch streams are open",
                 reason="TOO_MANY_WATCHERS",

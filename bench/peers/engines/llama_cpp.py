@@ -1,0 +1,88 @@
+"""llama.cpp by its C API: greedy decoding of sequences that share each `llama_decode`."""
+
+import ctypes
+
+import llama_cpp as api
+import numpy
+
+from bench.peers.engines.serving import Answer, EngineSettings, serve
+
+# Cells of a sequence's cache are allocated in multiples of this number.
+CELLS = 256
+
+# (token id, position, sequence, whether its logits are needed)
+Entry = tuple[int, int, int, bool]
+
+
+class LlamaCpp:
+    def __init__(self, settings: EngineSettings) -> None:
+        api.llama_backend_init()
+        self._end_ids = frozenset(settings.end_ids)
+        self._model = api.llama_model_load_from_file(
+            settings.source.encode(), api.llama_model_default_params()
+        )
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {settings.source}")
+        self._vocabulary_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        params = api.llama_context_default_params()
+        cells = -(-settings.context_tokens // CELLS) * CELLS
+        params.n_ctx = cells * settings.max_running
+        params.n_seq_max = settings.max_running
+        params.n_threads = params.n_threads_batch = settings.num_threads
+        # Without it all sequences would share one range of cells, and each would attend over the cells of all.
+        params.kv_unified = False
+        self._context = api.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise RuntimeError("llama.cpp cannot make a context")
+        self._batch_tokens = api.llama_n_batch(self._context)
+        self._batch = api.llama_batch_init(self._batch_tokens, 0, 1)
+        self.answer([[1] * 8], 2, "")
+
+    def stats(self) -> dict[str, str]:
+        return {
+            "version": api.__version__,
+            "system": api.llama_print_system_info().decode().strip(),
+        }
+
+    def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
+        api.llama_memory_clear(api.llama_get_memory(self._context), True)
+        answers = [Answer([], []) for _ in prompts]
+        entries: list[Entry] = [
+            (token, position, number, position == len(ids) - 1)
+            for number, ids in enumerate(prompts)
+            for position, token in enumerate(ids)
+        ]
+        while entries:
+            self._decode(entries, answers)
+            entries = [
+                (answer.token_ids[-1], len(ids) + len(answer.token_ids) - 1, number, True)
+                for number, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
+                if len(answer.token_ids) < max_tokens and answer.token_ids[-1] not in self._end_ids
+            ]
+        return answers
+
+    def _decode(self, entries: list[Entry], answers: list[Answer]) -> None:
+        for first in range(0, len(entries), self._batch_tokens):
+            part = entries[first : first + self._batch_tokens]
+            batch = self._batch
+            batch.n_tokens = len(part)
+            for index, (token, position, number, needs_logits) in enumerate(part):
+                batch.token[index] = token
+                batch.pos[index] = position
+                batch.n_seq_id[index] = 1
+                batch.seq_id[index][0] = number
+                batch.logits[index] = needs_logits
+            if status := api.llama_decode(self._context, batch):
+                raise RuntimeError(f"llama_decode returned {status}")
+            for index, (_, _, number, needs_logits) in enumerate(part):
+                if needs_logits:
+                    answers[number].add(self._best(index))
+
+    def _best(self, index: int) -> int:
+        logits = api.llama_get_logits_ith(self._context, index)
+        address = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
+        return int(numpy.ctypeslib.as_array(address, (self._vocabulary_size,)).argmax())
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp)

@@ -1,0 +1,86 @@
+"""Rates come from the times of tokens alone, and ratios compare the same format of weights."""
+
+import math
+
+from bench.peers.engines.serving import Answer
+from bench.peers.figures import (
+    Figures,
+    Row,
+    batch_decoding_rate,
+    batch_rate,
+    decoding_rate,
+    figures,
+    num_same,
+    table,
+)
+
+
+def answer(*times_s: float) -> Answer:
+    return Answer(list(range(len(times_s))), list(times_s))
+
+
+def steady(first_s: float, step_s: float, count: int) -> Answer:
+    return answer(*(first_s + step_s * index for index in range(count)))
+
+
+def test_one_request_counts_from_its_first_token() -> None:
+    # A prompt pass of 5 s, then 9 tokens in 0.9 s.
+    assert math.isclose(decoding_rate([[steady(5.0, 0.1, 10)]]), 10.0)
+    # Tokens that come with the first take no time, so they are not counted.
+    together = answer(*[1.0] * 4, *[2.0] * 6)
+    assert math.isclose(decoding_rate([[together]]), 6.0)
+
+
+def test_short_answers_are_not_timed() -> None:
+    long, short = steady(0.0, 0.1, 11), steady(0.0, 9.0, 3)
+    assert math.isclose(decoding_rate([[long], [short]]), 10.0)
+    assert math.isnan(decoding_rate([[short]]))
+
+
+def test_several_requests_count_whole_and_while_all_decode() -> None:
+    first, second = answer(1.0, 2.0, 3.0, 4.0), answer(2.0, 3.0)
+    assert math.isclose(batch_rate([[first, second]]), 6 / 4)
+    # From 2.0, when both have a token, to 3.0, when one ends: one token each.
+    assert math.isclose(batch_decoding_rate([[first, second]]), 2.0)
+
+
+def test_an_empty_answer_is_no_error() -> None:
+    calls = [[answer(), answer(1.0, 2.0)]]
+    assert batch_rate(calls) == 1.0
+    assert math.isnan(batch_decoding_rate(calls))
+
+
+def test_tokens_are_the_same_whether_or_not_the_end_is_returned() -> None:
+    reference = [Answer([5, 6, 2], [1.0] * 3), Answer([5, 6], [1.0] * 2)]
+    calls = [[Answer([5, 6], [1.0] * 2)], [Answer([5, 7], [1.0] * 2)]]
+    assert num_same(calls, reference, end_ids=[2]) == 1
+    assert num_same(calls, reference, end_ids=[]) == 0
+
+
+def test_figures_are_medians_over_rounds() -> None:
+    single = [[[steady(0.0, step_s, 11)]] for step_s in (0.1, 0.5, 0.05)]
+    several = [[[steady(1.0, 1.0, 4)] * 2] for _ in range(3)]
+    found = figures(single, several, [steady(0.0, 1.0, 11)], [], 3.0, 7)
+    assert math.isclose(found.one, 10.0)
+    assert (found.several, found.same, found.compared) == (2.0, 3, 3)
+
+
+def test_ratios_are_to_ours_with_the_same_weights() -> None:
+    def row(engine: str, weights: str, one: float, several: float) -> Row:
+        measured = Figures(one, several, 1.0, 2, 2, 1.0, 2 * 10**9)
+        return Row(engine, weights, measured, ("neap full", "neap exact"))
+
+    lines = table(
+        [
+            row("neap full", "float32", 30.0, 60.0),
+            row("neap exact", "float32", 45.0, 90.0),
+            row("other", "float32", 20.0, 30.0),
+            row("other", "int8", 50.0, float("nan")),
+        ],
+        batch=8,
+    )
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[4][-4:] == ["1.50", "2.25", "2.00", "3.00"]
+    assert cells[5][-4:] == ["-"] * 4
+    assert cells[5][2:4] == ["50.0", "-"]
+    assert {len(line) for line in cells} == {12}

@@ -1,0 +1,95 @@
+"""Lists of jobs, jobs that are not there, and records that cannot be read."""
+
+from collections.abc import Callable
+
+from neap.calibration.v1 import calibration_pb2 as pb
+
+from shared.errors import Corrupt, Exhausted, NotFound
+from tests.calibrator_service.conftest import Service, error_of, rewrite
+
+StartService = Callable[..., Service]
+
+
+def test_listing_pages_and_filters(start_service):
+    service = start_service("--model", "tiny=/a", "--model", "other=/b")
+    service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
+    ids = [service.create("wait", str(n), model_id="other").calibration_id for n in range(3)]
+    page = service.calibrations.ListCalibrations
+    first = page(pb.ListCalibrationsRequest(model_id="other", page_size=2))
+    assert [job.calibration_id for job in first.calibrations] == [ids[2], ids[1]]
+    token = first.next_page_token
+    rest = page(pb.ListCalibrationsRequest(model_id="other", page_size=2, page_token=token))
+    assert [job.calibration_id for job in rest.calibrations] == [ids[0]]
+    assert rest.next_page_token == ""
+    assert len(page(pb.ListCalibrationsRequest(page_size=2**32 - 1)).calibrations) == 4
+    error = error_of(lambda: page(pb.ListCalibrationsRequest(page_token="'; --")))
+    assert error.reason == "BAD_PAGE_TOKEN"
+
+
+def test_full_queue(start_service):
+    service = start_service("--model", "tiny=/a", "--max-queued-jobs", "1")
+    service.wait_for(service.create("wait", "running"), pb.PHASE_COLLECTING)
+    service.create("wait", "waiting")
+    error = error_of(lambda: service.create("wait", "too many"))
+    assert isinstance(error, Exhausted)
+    assert error.reason == "QUEUE_FULL"
+    assert error.retry_after_s is not None
+    assert service.create("wait", "waiting").state == pb.STATE_QUEUED
+
+
+def test_unknown_job(service):
+    for method, request in (
+        ("GetCalibration", pb.GetCalibrationRequest(calibration_id="cal-0")),
+        ("CancelCalibration", pb.CancelCalibrationRequest(calibration_id="")),
+        ("WatchCalibration", pb.WatchCalibrationRequest(calibration_id="../x")),
+    ):
+        stub = getattr(service.calibrations, method)
+        watching = method.startswith("Watch")
+        error = error_of(lambda s=stub, r=request, w=watching: list(s(r)) if w else s(r))
+        assert (type(error), error.reason) == (NotFound, "CALIBRATION_NOT_FOUND")
+
+
+def test_unreadable_records_do_not_hide_other_jobs(service):
+    """Records as after a downgrade, of a queued and of an ended job, and records with every other damage."""
+    blocker = service.create("wait", "blocker")
+    service.wait_for(blocker, pb.PHASE_COLLECTING)
+    bad = {
+        name: service.create("", name).calibration_id
+        for name in ("spec", "state", "figures", "aliases", "end_time_s", "fraction")
+    }
+    good = service.create("", "good")
+    service.kill()
+    database = service.folder / "calibrator" / "jobs.db"
+    for name, value in {
+        "spec": '{"model_id": "tiny", "source": {"kind": "Radio"}}',
+        "state": "dreaming",
+        "figures": "[1]",
+        "aliases": "7",
+        "end_time_s": 1e30,
+        "fraction": "half",
+    }.items():
+        state = {"state": "succeeded"} if name != "spec" else {}
+        rewrite(database, bad[name], **(state | {name: value}))
+    service.start()
+    cancel = pb.CancelCalibrationRequest(calibration_id=blocker.calibration_id)
+    service.calibrations.CancelCalibration(cancel, timeout=60)
+    assert service.end_of(good).state == pb.STATE_SUCCEEDED
+    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest(), timeout=60)
+    assert [job.calibration_id for job in listed.calibrations] == [
+        good.calibration_id,
+        blocker.calibration_id,
+    ]
+    assert [job.calibration_id for job in listed.unreadable] == list(reversed(bad.values()))
+    assert {job.reason for job in listed.unreadable} == {"JOB_UNREADABLE"}
+    states = {job.calibration_id: job.state for job in listed.unreadable}
+    assert states[bad["spec"]] == pb.STATE_FAILED, "the queue has ended it and gone on"
+    assert states[bad["state"]] == pb.STATE_UNSPECIFIED
+    for calibration_id in bad.values():
+        job = pb.Calibration(calibration_id=calibration_id)
+        for call in (lambda job=job: service.get(job), lambda job=job: list(service.watch(job))):
+            error = error_of(call)
+            assert (type(error), error.reason) == (Corrupt, "JOB_UNREADABLE")
+    page = pb.ListCalibrationsRequest(page_size=2)
+    paged = service.calibrations.ListCalibrations(page, timeout=60)
+    assert len(paged.calibrations) + len(paged.unreadable) == 2
+    assert paged.next_page_token

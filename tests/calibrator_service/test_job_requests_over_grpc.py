@@ -1,0 +1,142 @@
+"""Which requests for calibrations are refused, by a real service process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from neap.calibration.v1 import calibration_pb2 as pb
+
+from shared.errors import InvalidInput, NotFound
+from shared.rpc.status import from_rpc_error
+from tests.calibrator_service.conftest import Service, error_of
+from tests.fuzzing import extremes
+
+StartService = Callable[..., Service]
+
+
+BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unknown model": ({"model_id": "unknown"}, NotFound, "MODEL_NOT_FOUND"),
+    "bad model id": ({"model_id": "../tiny"}, InvalidInput, "BAD_MODEL_ID"),
+    "no model id": ({"model_id": ""}, InvalidInput, "BAD_MODEL_ID"),
+    "bad alias": ({"aliases": ["No Way"]}, InvalidInput, "BAD_ALIAS"),
+    "unknown label": ({"label": 77}, InvalidInput, "BAD_SPEC"),
+    "unknown head": ({"head_form": 77}, InvalidInput, "BAD_SPEC"),
+    "no time": ({"time_budget": Duration(seconds=0)}, InvalidInput, "BAD_SPEC"),
+    "negative time": ({"time_budget": Duration(seconds=-5)}, InvalidInput, "BAD_SPEC"),
+    "longest time": ({"time_budget": Duration(seconds=2**63 - 1)}, InvalidInput, "BAD_SPEC"),
+    "over a week": ({"time_budget": Duration(seconds=604_801)}, InvalidInput, "BAD_SPEC"),
+    "nanos out of range": ({"time_budget": Duration(nanos=10**9)}, InvalidInput, "BAD_SPEC"),
+    "mixed signs": ({"time_budget": Duration(seconds=5, nanos=-1)}, InvalidInput, "BAD_SPEC"),
+    "control characters": (
+        {"hub_dataset": pb.HubDataset(name="a\x1b[2J")},
+        InvalidInput,
+        "BAD_SPEC",
+    ),
+    "a long field": (
+        {"text_file": pb.TextFile(path="a", field="x" * 1001)},
+        InvalidInput,
+        "BAD_TEXT_FILE",
+    ),
+}
+
+
+def test_bad_specs_are_refused_at_once(service):
+    for name, (spec, kind, reason) in BAD_SPECS.items():
+        error = error_of(lambda spec=spec: service.create(**spec))
+        assert isinstance(error, kind), (name, error)
+        assert error.reason == reason or not reason, (name, error.reason)
+        if "time_budget" in spec:
+            assert error.metadata["field"] == "spec.time_budget", name
+    for request_id in ("", "x" * 129):
+        error = error_of(lambda request_id=request_id: service.create(request_id=request_id))
+        assert error.reason == "BAD_REQUEST_ID"
+    for request, reason in (
+        (pb.CreateCalibrationRequest(request_id="x"), "BAD_SPEC"),
+        (
+            pb.CreateCalibrationRequest(request_id="x", spec=pb.CalibrationSpec(model_id="tiny")),
+            "SOURCE_REQUIRED",
+        ),
+    ):
+        error = error_of(lambda r=request: service.calibrations.CreateCalibration(r, timeout=60))
+        assert (type(error), error.reason) == (InvalidInput, reason)
+    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest())
+    assert not listed.calibrations
+
+
+def test_text_files_must_be_in_an_allowed_folder(start_service, tmp_path):
+    allowed, secret = tmp_path / "texts", tmp_path / "secret.txt"
+    allowed.mkdir()
+    secret.write_text("secret")
+    (allowed / "link.txt").symlink_to(secret)
+    (allowed / "data.bin").write_text("no")
+    (allowed / "good.txt").write_text("good")
+    service = start_service("--model", "tiny=/nowhere", "--text-folder", str(allowed))
+
+    def create(path: str) -> pb.Calibration:
+        return service.create(text_file=pb.TextFile(path=path), request_id=path[:99])
+
+    for path in (
+        str(secret),
+        "/etc/passwd",
+        "../secret.txt",
+        f"{allowed}/../secret.txt",
+        str(allowed / "link.txt"),
+        "/no/such/file.txt",
+    ):
+        error = error_of(lambda path=path: create(path))
+        assert (type(error), error.reason) == (InvalidInput, "PATH_NOT_ALLOWED"), path
+    assert error_of(lambda: create("missing.txt")).reason == "TEXT_FILE_NOT_FOUND"
+    assert error_of(lambda: create("data.bin")).reason == "BAD_TEXT_FILE"
+    long_name = error_of(lambda: service.create(text_file=pb.TextFile(path="x" * 5000 + ".txt")))
+    assert long_name.reason == "BAD_TEXT_FILE"
+    for path in ("good.txt", str(allowed / "good.txt")):
+        assert create(path).spec.text_file.path == path
+
+
+def test_datasets_must_be_on_the_hub_and_allowed(start_service, tmp_path):
+    service = start_service("--model", "tiny=/nowhere", "--hub-dataset", "good/*")
+
+    def refused(request_id: str, **hub: str) -> tuple[type[Exception], str]:
+        error = error_of(
+            lambda: service.create(hub_dataset=pb.HubDataset(**hub), request_id=request_id)
+        )
+        return type(error), error.reason
+
+    for name in (str(tmp_path), "./data", "~/data", "hf://datasets/good/a", "text", "good/a/b"):
+        assert refused(name, name=name) == (InvalidInput, "BAD_DATASET_NAME")
+    assert refused("1", name="other/set") == (InvalidInput, "DATASET_NOT_ALLOWED")
+    assert refused("2", name="good/a", split="train[:1%]") == (InvalidInput, "BAD_DATASET_SPLIT")
+    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest())
+    assert not listed.calibrations
+    hub = pb.HubDataset(name="good/a", config="b", split="dev", field="c")
+    assert service.create(hub_dataset=hub).spec.hub_dataset == hub
+
+
+def test_text_files_need_a_folder(service):
+    error = error_of(lambda: service.create(text_file=pb.TextFile(path="/etc/hosts.txt")))
+    assert error.reason == "PATH_NOT_ALLOWED"
+
+
+def test_extreme_numbers_are_refused_or_returned(start_service):
+    """Each number and enum of the requests in turn, in a request that is otherwise valid."""
+    service = start_service("--model", "tiny=/a", "--max-queued-jobs", "1000")
+    service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
+    valid = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
+    taken, refused = 0, {}
+    for number, (what, spec) in enumerate(extremes(valid)):
+        request = pb.CreateCalibrationRequest(request_id=f"request-{number}", spec=spec)
+        try:
+            made = service.calibrations.CreateCalibration(request, timeout=60).calibration
+            assert service.get(made) == made, what
+            taken += 1
+        except grpc.RpcError as error:
+            refused[what] = type(from_rpc_error(error))
+    assert set(refused.values()) == {InvalidInput}, refused
+    assert taken > 5
+    every = pb.ListCalibrationsRequest(page_size=1000)
+    for what, request in [("all", every), *extremes(pb.ListCalibrationsRequest())]:
+        listed = service.calibrations.ListCalibrations(request, timeout=60)
+        assert not listed.unreadable, what
+    listed = service.calibrations.ListCalibrations(every, timeout=60)
+    assert len(listed.calibrations) == taken + 1

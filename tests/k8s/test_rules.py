@@ -1,0 +1,153 @@
+"""The alerts and the scaler's queries: expressions that Prometheus takes, over metrics that are exported, as the documents say."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from calibrator_service.job import JobState
+from calibrator_service.jobs import JobCount
+from calibrator_service.metrics import CalibratorMetrics
+from shared.rpc.security_metrics import SecurityCollector
+from tests.exported_metrics import HISTOGRAM_SUFFIXES, busy_metrics
+from tests.kustomize import K8S, render
+from tests.promql import grouped_labels, matched_labels, metrics_in
+
+ROOT = K8S.parent
+# Prometheus adds these to every series of a pod.
+TARGET_LABELS = {"namespace", "pod", "instance"}
+# Rows of the documents whose advice is no alert: comparisons of two router versions during a rollout (docs/rollout.md), a label as a
+# number, which the worker itself compares (neap_router_relaxed_suspended), and what only somebody who knows the callers can judge.
+NOT_ALERTS = {
+    "neap_router_accepted_tokens_total",
+    "neap_router_layer_executions_saved_total",
+    "neap_router_shadow_disagreement_lower_limit",
+    "neap_unauthorized_calls_total",
+}
+
+
+def calibrator_families():
+    metrics = CalibratorMetrics()
+    metrics.observe(
+        SimpleNamespace(
+            is_alive=True,
+            is_held_up=False,
+            count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)],
+            list_running=lambda: [SimpleNamespace(model_id="tiny", phase="loading", fraction=0.1)],
+        )
+    )
+    metrics.process_deaths.labels("tiny").inc()
+    metrics.publications.labels("tiny").inc()
+    metrics.failures.labels("tiny", "INTERNAL").inc()
+    metrics.duration.labels("tiny", "failed").observe(1.0)
+    return metrics.registry.collect()
+
+
+def security_families():
+    files = SimpleNamespace(num_reloads=1, num_refused=1)
+    security = SimpleNamespace(
+        certificate=SimpleNamespace(files=files, expiry_time_s=0.0),
+        access=SimpleNamespace(files=files, refusals={"TOKEN_MISSING": 1}),
+    )
+    registry = CollectorRegistry()
+    registry.register(SecurityCollector(security))
+    return registry.collect()
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, set[str]]:
+    """Series -> labels, of both services."""
+    found: dict[str, set[str]] = {}
+    families = [*busy_metrics().registry.collect(), *calibrator_families(), *security_families()]
+    for family in families:
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def alerts():
+    rule = render("cpu", ("monitoring",))["PrometheusRule", "neap"]
+    return [alert for group in rule["spec"]["groups"] for alert in group["rules"]]
+
+
+def scaling_queries():
+    scaler = render("cpu", ("autoscaling",))["ScaledObject", "neap-worker"]
+    return [trigger["metadata"]["query"] for trigger in scaler["spec"]["triggers"]]
+
+
+def test_every_expression_is_over_what_is_exported(exported):
+    for query in [*(alert["expr"] for alert in alerts()), *scaling_queries()]:
+        names = metrics_in(query)
+        assert names, query
+        assert names <= exported.keys(), query
+        known = TARGET_LABELS.union(*(exported[name] for name in names))
+        assert grouped_labels(query) <= known, query
+        assert matched_labels(query) <= known, query
+
+
+def test_every_alert_says_what_happens_and_how_bad_it_is():
+    names = [alert["alert"] for alert in alerts()]
+    assert len(names) == len(set(names))
+    for alert in alerts():
+        assert alert["labels"]["severity"] in ("warning", "critical")
+        shown = set(re.findall(r"\$labels\.(\w+)", alert["annotations"]["summary"]))
+        by = grouped_labels(alert["expr"])
+        assert shown <= (by or {"model_id"}), alert["alert"]
+
+
+def test_what_the_documents_advise_to_alert_on_has_an_alert():
+    advised = set()
+    for name in ("metrics.md", "security.md"):
+        rows = re.findall(
+            r"^\| `(neap_\w+)(?:\{[^}]*\})?` \|.*\| ([^|]*) \|$",
+            (ROOT / "docs" / name).read_text(),
+            re.M,
+        )
+        advised |= {metric for metric, advice in rows if advice.strip()}
+    watched = {
+        re.sub(f"({'|'.join(HISTOGRAM_SUFFIXES)})$", "", metric)
+        for alert in alerts()
+        for metric in metrics_in(alert["expr"])
+    }
+    assert advised - watched == NOT_ALERTS
+    assert len(advised) > 20
+
+
+def test_the_scaler_watches_the_namespace_of_its_workers_and_waits_for_requests_and_memory():
+    objects = render("cpu", ("autoscaling",))
+    scaler = objects["ScaledObject", "neap-worker"]
+    assert ("Deployment", scaler["spec"]["scaleTargetRef"]["name"]) in objects
+    assert {name for query in scaling_queries() for name in metrics_in(query)} == {
+        "neap_num_requests_waiting",
+        "neap_kv_cache_usage_ratio",
+    }
+    for query in scaling_queries():
+        assert f'namespace="{scaler["metadata"]["namespace"]}"' in query
+
+
+def test_the_dashboard_of_the_cluster_is_the_file():
+    dashboard = render("cpu", ("monitoring",))["ConfigMap", "neap-dashboard"]
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    text = (K8S / "components" / "monitoring" / "neap-worker.json").read_text()
+    assert dashboard["data"] == {"neap-worker.json": text}
+
+
+def test_alerts_fire_when_they_should_and_not_before(tmp_path):
+    """By Prometheus' own tool, over series of numbers. The tests above run without it."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool: it is in Debian's package prometheus and in no package of PyPI")
+    rule = render("cpu", ("monitoring",))["PrometheusRule", "neap"]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
+    cases = (Path(__file__).parent / "alert_cases.yaml").read_text()
+    (tmp_path / "cases.yaml").write_text(cases)
+    for command in (["check", "rules", "rules.yaml"], ["test", "rules", "cases.yaml"]):
+        result = subprocess.run(
+            [promtool, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
