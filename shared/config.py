@@ -104,7 +104,7 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
-        description="Data type of the models. auto: float32 on a CPU, the checkpoint's own type elsewhere.",
+        description="Format in which weights are kept. auto: the checkpoint's own, which is the data type or the blocks of a .gguf file. A CPU computes in float32 whatever the format; other devices compute in it.",
     )
     threads: int | None = Field(
         default=None,

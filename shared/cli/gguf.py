@@ -12,16 +12,19 @@ def convert(source: Path, target: Path) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from shared.model.gguf import read_once
+    from shared.model.weights.gguf import gguf_replacements
+    from shared.model.weights.lazy import realise
+    from shared.model.weights.reading import Checkpoint, replaced
 
     quiet: Any = transformers.logging
     quiet.disable_progress_bar()
     # Any: the class declares its attributes as modules, but those set below are not.
-    with read_once():
+    with Checkpoint(torch.float32) as checkpoint, replaced(gguf_replacements(checkpoint)):
         model: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32
         )
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        realise(model)
     # The weights are plain float32 now. Without this, transformers would save the name of the quantisation and refuse to load them.
     del model.config.quantization_config
     model.is_quantized = False

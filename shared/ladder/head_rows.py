@@ -8,9 +8,6 @@ from torch import Tensor, nn
 
 from shared import ops
 
-# Basis vectors per call of a head whose weight cannot be read directly.
-CHUNK = 256
-
 Projection = Callable[[Tensor], Tensor]
 
 
@@ -22,22 +19,12 @@ def head_width(head: nn.Module) -> int:
 
 @torch.no_grad()
 def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The LM head's rows [Vd, head_width] and biases [Vd] (or None) for the tokens `vocabulary` [Vd], float32, on the head's device.
-
-    If the weight was freed because a kernel holds it packed, the rows are recovered by running the head on basis vectors.
-    """
+    """The LM head's rows [Vd, head_width] and biases [Vd] (or None) for the tokens `vocabulary` [Vd], float32, on the head's device."""
     weight, bias = head.get_parameter("weight"), getattr(head, "bias", None)
     own_bias = bias.detach()[vocabulary].float() if isinstance(bias, Tensor) else None
-    if weight.device.type != "meta":
-        return weight.detach()[vocabulary.to(weight.device)].float(), own_bias
-    width = head_width(head)
-    columns = []
-    for start in range(0, width, CHUNK):
-        basis = torch.zeros(min(CHUNK, width - start), width)
-        basis[:, start : start + CHUNK].fill_diagonal_(1.0)
-        columns.append(head(basis)[:, vocabulary].float())
-    rows = torch.cat(columns).T
-    return (rows if own_bias is None else rows - own_bias[:, None]).contiguous(), own_bias
+    vocabulary = vocabulary.to(weight.device)
+    # As an embedding's look-up, which widens these rows only if the weight is packed.
+    return F.embedding(vocabulary, weight.detach()).float(), own_bias
 
 
 def projection(rows: Tensor, bias: Tensor | None) -> Projection:

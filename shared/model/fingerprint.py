@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.cpus import usable_cpus
+from shared.model.weights.lazy import lazy
+from shared.model.weights.quantised import quantised_digest
 
 # The settings that change what a set of weights computes. Not the whole config, because its defaults differ between versions of
 # transformers, and the fingerprint must not depend on the version that loaded the model.
@@ -30,21 +32,28 @@ FUNCTIONAL_KEYS = (
 def fingerprint(model: PreTrainedModel) -> str:
     """A hash "sha256:<hex>" of architecture and weights.
 
-    Weights are hashed as bfloat16, so that a checkpoint has one fingerprint whatever dtype it is loaded in.
+    Weights are hashed as bfloat16, so that a checkpoint has one fingerprint whatever format it is kept in. Those of a `LazyWeight` are
+    read or widened one matrix at a time. A model that another package has quantised is hashed with its quantised numbers, too.
     """
     config = model.config.get_text_config(decoder=True)
     functional = {key: getattr(config, key, None) for key in FUNCTIONAL_KEYS}
     identity = {"architecture": type(model).__name__, "functional": functional}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
-    parameters = sorted(model.named_parameters(), key=lambda item: item[0])
+    parameters = sorted(
+        ((name, p) for name, p in model.named_parameters() if p.is_floating_point()),
+        key=lambda item: item[0],
+    )
     with ThreadPoolExecutor(usable_cpus()) as pool:
         for (name, parameter), part in zip(
             parameters, pool.map(_tensor_digest, (tensor for _, tensor in parameters)), strict=True
         ):
             digest.update(f"{name} {list(parameter.shape)} ".encode() + part)
+    digest.update(quantised_digest(model, model.config))
     return f"sha256:{digest.hexdigest()}"
 
 
 def _tensor_digest(tensor: Tensor) -> bytes:
-    rounded = tensor.detach().to(torch.bfloat16).contiguous().cpu().view(torch.uint8)
-    return hashlib.sha256(rounded.numpy().data).digest()
+    stored = lazy(tensor)
+    rounded = tensor.detach().to(torch.bfloat16) if stored is None else stored.rounded()
+    data = rounded.contiguous().cpu().view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).digest()

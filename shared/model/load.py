@@ -1,8 +1,9 @@
 """Loads a frozen model from a folder, a file or the hub into the form that runners need."""
 
-import struct
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,28 @@ from typing import Any
 import structlog
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from shared.errors import NotFound, UnsupportedModel
+from shared.errors import Exhausted, NeapError, NotFound, UnsupportedModel
+from shared.memory import release_free_memory
+from shared.model.cache import is_out_of_memory
 from shared.model.device import check_device
 from shared.model.fingerprint import fingerprint
 from shared.model.own_thread import run_in_own_thread
-from shared.model.parts import ModelParts, find_parts
+from shared.model.parts import ModelParts, find_parts, refuse_config
+from shared.model.weights.lazy import realise
+from shared.model.weights.quantised import missing_package, quantisation
+from shared.model.weights.reading import (
+    Checkpoint,
+    Replacement,
+    replaced,
+    safetensors_replacements,
+)
 
 log = structlog.get_logger("neap.model")
 
@@ -73,10 +85,13 @@ def load_model(
 ) -> LoadedModel:
     """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
 
-    `dtype` None: float32 on a CPU, the checkpoint's own on other devices. Weights are read from safetensors or GGUF, never from a
-    pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate` is as in `wrap_model`. Logs the size on disk
-    before loading and the seconds taken afterwards.
-    Raises `NotFound` (reason MODEL_NOT_FOUND), `UnsupportedModel`, and the errors of `check_device`.
+    `dtype`: the format that weights are kept in; None: the one they are stored in. On a CPU everything is computed in float32, whatever
+    the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`. Weights are read from safetensors or
+    GGUF, never from a pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate` is as in `wrap_model`.
+    Logs the size on disk before loading, and the seconds taken and the formats of the weights afterwards.
+
+    Raises `NotFound` (reason MODEL_NOT_FOUND), `UnsupportedModel` (also with reason PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT),
+    `Unavailable` (MODEL_FILE_CHANGED), `Exhausted` (OUT_OF_MEMORY), and the errors of `check_device`.
     """
     started_s = time.monotonic()
     check_device(device)
@@ -85,7 +100,7 @@ def load_model(
     loaded = run_in_own_thread(
         _load_model,
         source,
-        model_id=model_id,
+        model_id=name,
         dtype=dtype,
         device=device,
         context_length=context_length,
@@ -103,54 +118,129 @@ def load_model(
 def _load_model(
     source: str | Path,
     *,
-    model_id: str | None,
+    model_id: str,
     dtype: torch.dtype | None,
     device: str,
     context_length: int | None,
     accelerate: bool,
 ) -> LoadedModel:
+    where = _where(source)
+    with Checkpoint(dtype) as checkpoint, _errors_of_files(source):
+        readers = _gguf_readers(checkpoint) if "gguf_file" in where else []
+        with replaced(readers):
+            config = AutoConfig.from_pretrained(**where)
+        refuse_config(config)
+        method = quantisation(config)
+        if "gguf_file" not in where and device == "cpu" and method is None:
+            readers = safetensors_replacements(checkpoint)
+        with replaced(readers):
+            # On a CPU everything but the matrices is float32.
+            model = _build(where, torch.float32 if device == "cpu" else dtype or "auto")
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+        if method is not None:
+            log.info(
+                "the model is served by the quantised modules of its own package",
+                model_id=model_id,
+                method=method,
+            )
+        identity = fingerprint(model)
+        if not accelerate or device != "cpu":
+            realise(model)
+        placed: Any = model  # `Any`, because the decorator of `to` upstream hides its type
+        if device != "cpu":
+            placed = placed.to(device)
+        loaded = wrap_model(
+            placed,
+            tokenizer,
+            model_id=model_id,
+            context_length=context_length,
+            accelerate=accelerate,
+            identity=identity,
+        )
+        checkpoint.check_unchanged()
+    release_free_memory()
+    if checkpoint.widened:
+        log.warning(
+            "matrices were widened to float32, which takes more memory",
+            model_id=model_id,
+            reasons=dict(Counter(checkpoint.widened.values())),
+            first=next(iter(checkpoint.widened)),
+        )
+    return loaded
+
+
+def _where(source: str | Path) -> dict[str, Any]:
+    """The arguments by which transformers finds the model. Raises `NotFound`."""
     path = Path(source)
     # Code that comes with a model is never run. If this were not set, transformers would ask on standard input.
-    no_code: dict[str, Any] = {"trust_remote_code": False}
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(source), **no_code}
+    where: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(source),
+        "trust_remote_code": False,
+    }
     if path.suffix == ".gguf":
         if not path.is_file():
             raise _not_found(source, "there is no such file")
-        folder, name = str(path.parent), path.name
-        where = {"pretrained_model_name_or_path": folder, "gguf_file": name, **no_code}
-    elif path.exists() and not (path / "config.json").is_file():
+        return where | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.exists() and not (path / "config.json").is_file():
         raise _not_found(source, "the folder has no config.json")
-    elif not path.exists() and (path.is_absolute() or str(source).startswith(".")):
+    if not path.exists() and (path.is_absolute() or str(source).startswith(".")):
         raise _not_found(source, "there is no such folder")
-    if dtype is None:
-        dtype_choice: torch.dtype | str = torch.float32 if device == "cpu" else "auto"
-    else:
-        dtype_choice = dtype
+    return where
+
+
+def _build(where: Mapping[str, Any], dtype: torch.dtype | str) -> PreTrainedModel:
+    """Raises `UnsupportedModel` (reason WEIGHTS_MISSING) if the checkpoint lacks weights, which transformers would make up."""
+    weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **where, **weights, dtype=dtype, output_loading_info=True
+    )
+    model, report = loaded
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UnsupportedModel(
+            f"the checkpoint has no weights for {len(missing)} parameters of {type(model).__name__}, such as {missing[0]}",
+            reason="WEIGHTS_MISSING",
+            metadata={"parameter": missing[0]},
+        )
+    built: PreTrainedModel = model
+    return built
+
+
+@contextmanager
+def _errors_of_files(source: str | Path) -> Iterator[None]:
+    """Raises what is wrong with the files at `source` as neap's errors. The log has what transformers raised."""
     try:
-        weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
-        with _reading(is_gguf="gguf_file" in where):
-            model = AutoModelForCausalLM.from_pretrained(**where, **weights, dtype=dtype_choice)
-            tokenizer = AutoTokenizer.from_pretrained(**where)
+        yield
+    except NeapError:
+        raise
+    except ImportError as error:
+        log.warning("cannot load model", source=str(source), exc_info=True)
+        package = missing_package(error)
+        raise UnsupportedModel(
+            f"{source} needs the package {package}, which is not installed",
+            reason="PACKAGE_MISSING",
+            metadata={"source": str(source), "package": package},
+        ) from error
     except OSError as error:
         log.warning("cannot load model", source=str(source), exc_info=True)
         raise _not_found(source, "its files are missing or unreadable") from error
-    except (ValueError, KeyError, IndexError, struct.error) as error:
+    except Exception as error:
         log.warning("cannot load model", source=str(source), exc_info=True)
+        if is_out_of_memory(error):
+            raise Exhausted(
+                f"there is not enough memory for {source}", reason="OUT_OF_MEMORY"
+            ) from error
         raise UnsupportedModel(
             f"transformers does not know how to load {source} as a causal language model",
             metadata={"source": str(source)},
         ) from error
-    placed: Any = model
-    placed = placed.to(
-        device
-    )  # `Any`, because the decorator of this method upstream hides its type
-    return wrap_model(
-        placed,
-        tokenizer,
-        model_id=model_id or str(source),
-        context_length=context_length,
-        accelerate=accelerate,
-    )
+
+
+def _gguf_readers(checkpoint: Checkpoint) -> list[Replacement]:
+    # Imported here: most processes read no such file.
+    from shared.model.weights.gguf import gguf_replacements
+
+    return gguf_replacements(checkpoint)
 
 
 def wrap_model(
@@ -160,10 +250,12 @@ def wrap_model(
     model_id: str = "local",
     context_length: int | None = None,
     accelerate: bool = False,
+    identity: str | None = None,
 ) -> LoadedModel:
     """Freezes a model that is already built, and finds its parts.
 
-    `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. Raises `UnsupportedModel`.
+    `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. `identity`: its fingerprint, if it is
+    known. Raises `UnsupportedModel`.
     """
     model.requires_grad_(False).eval()
     parts = find_parts(model)
@@ -171,11 +263,18 @@ def wrap_model(
         getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         or DEFAULT_CONTEXT_LENGTH
     )
-    identity = fingerprint(model)  # before `accelerate` frees the unpacked weights
+    identity = identity or fingerprint(model)
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
         from shared.model.substitution.apply import accelerate as accelerate_model
 
-        log.info("accelerated", model_id=model_id, replaced=str(accelerate_model(model)))
+        report = accelerate_model(model)
+        log.info("accelerated", model_id=model_id, replaced=str(report))
+        if report.widened:
+            log.warning(
+                "weights of modules without a kernel were widened to float32, which takes more memory",
+                model_id=model_id,
+                weights=dict(report.widened),
+            )
     return LoadedModel(
         model_id=model_id,
         model=model,
@@ -185,15 +284,6 @@ def wrap_model(
         context_length=min(context_length or limit, limit),
         eos_token_ids=_eos_token_ids(model),
     )
-
-
-def _reading(*, is_gguf: bool) -> AbstractContextManager[None]:
-    if not is_gguf:
-        return nullcontext()
-    # Imported here: most processes read no such file.
-    from shared.model.gguf import read_once
-
-    return read_once()
 
 
 def _size_mb(path: Path) -> float | None:

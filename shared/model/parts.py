@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shared.errors import UnsupportedModel
 
@@ -30,12 +30,12 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
     """The parts of `model`. Raises `UnsupportedModel` with what was looked for and what was found instead."""
     config = model.config.get_text_config(decoder=True)
     architecture = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise _unsupported(architecture, "it is an encoder-decoder model")
-    num_layers = getattr(config, "num_hidden_layers", None)
-    if not num_layers:
-        raise _unsupported(architecture, "its config has no num_hidden_layers")
-    _refuse_shared_or_recurrent_layers(model, config, architecture)
+    refuse_config(model.config, architecture)
+    num_layers = config.num_hidden_layers
+    if getattr(model, "_is_stateful", False):
+        raise _unsupported(
+            architecture, "it keeps a recurrent state, so a token cannot catch up later"
+        )
     path, layers = find_layers(model, num_layers)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or not hasattr(embedding, "weight"):
@@ -60,18 +60,19 @@ def _unsupported(architecture: str, why: str) -> UnsupportedModel:
     )
 
 
-def _refuse_shared_or_recurrent_layers(
-    model: PreTrainedModel, config: object, architecture: str
-) -> None:
+def refuse_config(whole: PreTrainedConfig, architecture: str | None = None) -> None:
+    """Raises `UnsupportedModel` for models that their config already rules out, so before their weights are read."""
+    config = whole.get_text_config(decoder=True)
+    architecture = architecture or config.model_type
+    if getattr(whole, "is_encoder_decoder", False):
+        raise _unsupported(architecture, "it is an encoder-decoder model")
+    if not getattr(config, "num_hidden_layers", None):
+        raise _unsupported(architecture, "its config has no num_hidden_layers")
     if getattr(config, "num_kv_shared_layers", 0):
         raise _unsupported(architecture, "some of its layers share the keys and values of others")
     for layer_type in getattr(config, "layer_types", None) or ():
         if any(mark in layer_type for mark in RECURRENT_MARKS):
             raise _unsupported(architecture, f"it has layers of type {layer_type!r}")
-    if getattr(model, "_is_stateful", False):
-        raise _unsupported(
-            architecture, "it keeps a recurrent state, so a token cannot catch up later"
-        )
 
 
 def find_layers(model: PreTrainedModel, num_layers: int) -> tuple[str, nn.ModuleList]:

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,12 +14,18 @@ from shared.ladder.rungs import Draft
 from shared.model.cache import KVCache
 from shared.model.runner import Runner
 
+T = TypeVar("T")
+
 MAX_PASS_TOKENS = 9
 CONTEXT_TOKENS = 128
 REPEATS = 8
+# Measurements of passes stop after this time, but not before MIN_REPEATS repeats. Start-up waits for them.
+MEASURE_S = 0.6
+MIN_REPEATS = 3
 # Sizes of the passes that many sequences share.
 WIDE_PASS_TOKENS = (16, 32, 64)
 WIDE_REPEATS = 3
+MIN_WIDE_REPEATS = 1
 # Tokens of the shared pass with which an exit's cost per further token is measured.
 EXIT_TOKENS = 8
 
@@ -60,11 +67,12 @@ def measure_deep(
         runner.logits(state[0]).argmax(-1).tolist()
 
     # Interleaved, so that a slow moment of the machine does not affect one width only.
-    rounds = [
-        [_seconds(lambda width=width: deep_pass(width)) for width in range(1, widest + 1)]  # type: ignore[misc]
-        for _ in range(REPEATS + 1)
-    ]
-    medians = [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+    rounds = _repeated(
+        lambda: [_seconds(lambda width=width: deep_pass(width)) for width in range(1, widest + 1)],  # type: ignore[misc]
+        MIN_REPEATS,
+        REPEATS,
+    )
+    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
     return smoothed(medians)
 
 
@@ -88,8 +96,8 @@ def measure_wide(
             state = runner.run(ids, cache, first=0, last=runner.num_layers, base=0)
             runner.logits(state[0]).argmax(-1).tolist()
 
-        seconds = statistics.median([_seconds(deep_pass) for _ in range(WIDE_REPEATS + 1)][1:])
-        least = max(least, seconds)
+        timings = _repeated(lambda: _seconds(deep_pass), MIN_WIDE_REPEATS, WIDE_REPEATS)
+        least = max(least, statistics.median(timings))
         points.append((width, least))
     return tuple(points)
 
@@ -152,6 +160,16 @@ def exit_timings(
         each_more_s = max(together_s - alone_s, 0.0) / max(num_together - 1, 1)
         costs.append(ExitCost(alone_s, each_more_s))
     return tuple(costs)
+
+
+def _repeated(measure: Callable[[], T], least: int, most: int) -> list[T]:
+    """The results of `measure`, called `least` to `most` times: no more once MEASURE_S have passed. A first call warms up."""
+    measure()
+    end = time.monotonic() + MEASURE_S
+    results: list[T] = []
+    while len(results) < least or (len(results) < most and time.monotonic() < end):
+        results.append(measure())
+    return results
 
 
 def _seconds(work: Callable[[], None]) -> float:

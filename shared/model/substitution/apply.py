@@ -1,9 +1,13 @@
 """Makes the modules of a Hugging Face causal LM of any family run neap's CPU kernels.
 
-*Verified substitution*: no module is replaced because of its name or its family. Each candidate and its kernel run on the same random
-input, and the module is replaced only if the results agree to 1e-5. The report names the modules that were not replaced. Decoder layers
-that consist of replaced modules then become one op each, if the op gives the same bits (`fused_layers`). At the end the logits of the
-whole model are compared with those before. Modules stay in the model; only their `forward` changes.
+*Verified substitution*: no module is replaced because of its name or its family. A candidate and its kernel run on the same random
+input, and the module is replaced only if the results agree to 1e-5. This is done once for all modules with the same `signature`, which
+differ in their weights only. The report names the modules that were not replaced. Decoder layers that consist of replaced modules then
+become one op each, if the op gives the same bits (`fused_layers`). At the end the logits of the whole model are compared with those
+before. Modules stay in the model; only their `forward` changes.
+
+Weights that are still in a file (`shared.model.weights`) are packed in their own number format. Those of modules without a kernel are
+read as float32.
 """
 
 import weakref
@@ -20,9 +24,10 @@ from shared import ops
 from shared.errors import UnsupportedModel
 from shared.model.substitution import attention, rotary
 from shared.model.substitution.fused_layers import substitute_layers
-from shared.model.substitution.linear import gated_mlp, linear, rms_norm
+from shared.model.substitution.linear import embedding, gated_mlp, linear, rms_norm
 from shared.model.substitution.match import Unsuitable, relative_error
 from shared.model.substitution.reversible import Substitutions
+from shared.model.weights.lazy import lazy
 
 # Largest relative error of logits. It is larger than that of a module, because tens of layers amplify the errors of the modules.
 MODEL_TOLERANCE = 1e-3
@@ -32,7 +37,11 @@ _UNDO = "_neap_undo"  # an attribute of the model, because a table of models wou
 
 @dataclass(frozen=True)
 class AccelerationReport:
-    """What `accelerate` did. `left_alone` maps a module's name to the reason why it kept its own forward."""
+    """What `accelerate` did. `left_alone` maps a module's name to the reason why it kept its own forward.
+
+    `formats`: the number of packed matrices by the format of their numbers. `widened` maps a parameter's name to the reason why it was
+    read as float32 although its file holds it in another format.
+    """
 
     linears: int
     gated_mlps: int
@@ -46,13 +55,15 @@ class AccelerationReport:
         bool  # whether a pass of eight tokens gave the same bits as eight passes of one
     )
     left_alone: Mapping[str, str]
+    embeddings: int
+    formats: Mapping[str, int]
+    widened: Mapping[str, str]
 
 
 def accelerate(model: PreTrainedModel) -> AccelerationReport:
     """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
-    Weights that are packed and not shared are freed: they become meta tensors, so `state_dict` keeps its keys, but
-    the model cannot be saved until `restore`.
+    Weights that are packed are freed: a `LazyWeight` takes their place, which widens the packed matrix when an operation reads it.
 
     Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already; `PreconditionFailed` if
     the kernels are not built; and `UnsupportedModel` (reason ACCELERATION_MISMATCH), after undoing everything, if the logits of the whole
@@ -64,29 +75,30 @@ def accelerate(model: PreTrainedModel) -> AccelerationReport:
     if model.training:
         raise ValueError("accelerate() is for inference: call model.eval() first")
     for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():  # quantised by another package
+            continue
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise ValueError(
                 f"{name} is {parameter.dtype} on {parameter.device}, want float32 on cpu"
             )
     run = Substitutions(model)
     with torch.no_grad():
-        expected = _padded_logits(model)
+        expected = _logits_in_one_pass(model)
         try:
             _substitute_modules(run)
+            widened = _widen_the_rest(run)
             files = tuple(_substitute_rotary(run))
-            error = relative_error(_padded_logits(model), expected)
-            attends = _substitute_attention(run, expected)
+            attends, error = _substitute_attention(run, expected)
+            if error > MODEL_TOLERANCE:
+                raise UnsupportedModel(
+                    f"accelerated logits differ by {error:.1e} (relative) from the model's own",
+                    reason="ACCELERATION_MISMATCH",
+                )
             layers = substitute_layers(run, _random_ids(model, 1, 9)) if attends else 0
-            invariant = error <= MODEL_TOLERANCE and _is_batch_invariant(model)
+            invariant = _is_batch_invariant(model)
         except BaseException:
             run.undo_all()
             raise
-    if error > MODEL_TOLERANCE:
-        run.undo_all()
-        raise UnsupportedModel(
-            f"accelerated logits differ by {error:.1e} (relative) from the model's own",
-            reason="ACCELERATION_MISMATCH",
-        )
     setattr(model, _UNDO, run.undo)
     return AccelerationReport(
         linears=run.counts["linear"],
@@ -99,6 +111,9 @@ def accelerate(model: PreTrainedModel) -> AccelerationReport:
         freed_bytes=run.freed_bytes,
         batch_invariant=invariant,
         left_alone=dict(run.left_alone),
+        embeddings=run.counts["embedding"],
+        formats=dict(run.formats),
+        widened=widened,
     )
 
 
@@ -113,20 +128,43 @@ def _substitute_modules(run: Substitutions) -> None:
     modules = [(name, module) for name, module in run.model.named_modules() if name]
     for name, module in modules:
         if sum(type(child) is nn.Linear for child in module.children()) in (2, 3):
-            run.attempt("gated_mlp", name, module, partial(gated_mlp, module))
+            run.attempt("gated_mlp", name, module, gated_mlp)
             # Attention blocks have three linear layers, too. They need no note: their layers are tried one by one below.
             run.left_alone.pop(name, None)
     for name, module in modules:
         if module in run.consumed:
             continue
-        if isinstance(module, nn.Linear | Conv1D):
-            transposed = isinstance(module, Conv1D)
-            propose = partial(linear, module, transposed=transposed)
-            run.attempt("linear", name, module, propose)
+        if isinstance(module, nn.Linear):
+            run.attempt("linear", name, module, linear)
+        elif isinstance(module, Conv1D):
+            run.attempt("linear", name, module, partial(linear, transposed=True))
         elif _is_norm_like(module):
-            run.attempt("rms_norm", name, module, partial(rms_norm, module))
+            run.attempt("rms_norm", name, module, rms_norm)
         elif any(p.dim() > 2 for p in module.parameters(recurse=False)):
             run.left_alone[name] = "stores several matrices in one parameter (experts)"
+    for name, module in modules:
+        # An embedding in memory of its own gains nothing. One whose weight is packed for the head shares that copy.
+        if isinstance(module, nn.Embedding) and lazy(module.weight) is not None:
+            run.attempt("embedding", name, module, embedding)
+
+
+def _widen_the_rest(run: Substitutions) -> dict[str, str]:
+    """Reads weights that are still in a file as float32. Returns those whose own format is another one, and why they were widened."""
+    widened: dict[str, str] = {}
+    for name, module in run.model.named_modules():
+        for key, parameter in list(module._parameters.items()):
+            stored = lazy(parameter)
+            if stored is None or stored.memory or module in run.consumed:
+                continue
+            if isinstance(
+                module, nn.Embedding
+            ):  # its own forward looks rows up in the packed matrix
+                run.pack(module)
+                continue
+            run.widen(name, module, key)
+            if stored.format != "float32":
+                widened[f"{name}.{key}"] = run.left_alone.get(name, "its module has no kernel")
+    return widened
 
 
 def _is_norm_like(module: nn.Module) -> bool:
@@ -151,26 +189,25 @@ def _substitute_rotary(run: Substitutions) -> Iterator[str]:
         yield file
 
 
-def _substitute_attention(run: Substitutions, expected: Tensor) -> bool:
+def _substitute_attention(run: Substitutions, expected: Tensor) -> tuple[bool, float]:
+    """Whether the model runs neap's attention, and the error of its logits with the attention that it runs."""
     model, before = run.model, run.model.config._attn_implementation
     if not model._can_set_attn_implementation():
         run.left_alone["attention"] = "the family does not use transformers' AttentionInterface"
-        return False
+        return False, relative_error(_padded_logits(model), expected)
     attention.register()
     model.set_attn_implementation(attention.NAME)
-    reason = None
+    run.undo.append(partial(model.set_attn_implementation, before))
     try:
         error = relative_error(_padded_logits(model), expected)
-        if error > MODEL_TOLERANCE:
-            reason = f"logits differ by {error:.1e} (relative)"
+        reason = f"logits differ by {error:.1e} (relative)"
     except NotImplementedError as refusal:
-        reason = str(refusal)
-    if reason is not None:
-        model.set_attn_implementation(before)
-        run.left_alone["attention"] = reason
-        return False
-    run.undo.append(partial(model.set_attn_implementation, before))
-    return True
+        error, reason = float("inf"), str(refusal)
+    if error <= MODEL_TOLERANCE:
+        return True, error
+    model.set_attn_implementation(before)
+    run.left_alone["attention"] = reason
+    return False, relative_error(_padded_logits(model), expected)
 
 
 def _random_ids(model: PreTrainedModel, *shape: int) -> Tensor:
@@ -178,26 +215,39 @@ def _random_ids(model: PreTrainedModel, *shape: int) -> Tensor:
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
-def _padded_logits(model: PreTrainedModel) -> Tensor:
-    """Logits [2, 7, V] of two random sequences, the second one left-padded. The last three tokens run over a cache."""
+def _padded_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Two random sequences [2, 7], the second one left-padded, and their mask."""
     ids = _random_ids(model, 2, 7)
     seen = torch.ones_like(ids)
     seen[1, :2] = 0
-    first = model(input_ids=ids[:, :4], attention_mask=seen[:, :4], use_cache=True)
-    second = model(input_ids=ids[:, 4:], attention_mask=seen, past_key_values=first.past_key_values)
-    logits: Tensor = torch.cat([first.logits, second.logits], dim=1)
+    return ids, seen
+
+
+def _logits_in_one_pass(model: PreTrainedModel) -> Tensor:
+    """The logits [2, 7, V] of `_padded_ids`, without a cache."""
+    ids, seen = _padded_ids(model)
+    logits: Tensor = model(input_ids=ids, attention_mask=seen, use_cache=False).logits
     logits[1, :2] = 0  # the logits of padding are arbitrary
     return logits
 
 
+def _padded_logits(model: PreTrainedModel) -> Tensor:
+    """The same in two passes. The last three tokens run over a cache."""
+    ids, seen = _padded_ids(model)
+    first = model(input_ids=ids[:, :4], attention_mask=seen[:, :4], use_cache=True)
+    second = model(input_ids=ids[:, 4:], attention_mask=seen, past_key_values=first.past_key_values)
+    logits: Tensor = torch.cat([first.logits, second.logits], dim=1)
+    logits[1, :2] = 0
+    return logits
+
+
 def _is_batch_invariant(model: PreTrainedModel) -> bool:
-    """Whether the logits of 8 tokens after a prefix of 4 have the same bits in one pass as in 8 passes."""
-    ids = _random_ids(model, 1, 12)
-    cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
-    together = model(input_ids=ids[:, 4:], past_key_values=cache).logits
-    cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
-    for index in range(8):
-        alone = model(input_ids=ids[:, 4 + index : 5 + index], past_key_values=cache)
-        if not torch.equal(alone.logits[:, 0], together[:, index]):
-            return False
-    return True
+    """Whether the logits of 9 tokens have the same bits in one pass as in passes of 2, 1, 1 and 5 tokens."""
+    ids = _random_ids(model, 1, 9)
+    together = model(input_ids=ids, use_cache=False).logits
+    cache, alone = None, []
+    for part in ids.split([2, 1, 1, 5], 1):
+        output = model(input_ids=part, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        alone.append(output.logits)
+    return torch.equal(torch.cat(alone, 1), together)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shared.model.substitution.attention import observed
 from shared.model.substitution.match import (
+    Embedding,
     GatedMlp,
     PackedLinear,
     RmsNorm,
@@ -50,7 +51,7 @@ class _Attention:
     softcap: float | None
 
 
-_Event = PackedLinear | RmsNorm | GatedMlp | _Attention
+_Event = PackedLinear | RmsNorm | GatedMlp | Embedding | _Attention
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 Each function takes a module and returns its `Substitute`, or raises `Unsuitable` with the reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from shared import ops
 from shared.model.substitution.match import (
+    Embedding,
     GatedMlp,
     PackedLinear,
     RmsNorm,
@@ -23,6 +23,8 @@ from shared.model.substitution.match import (
     agrees,
     random_input,
 )
+from shared.model.weights.lazy import LazyWeight, lazy
+from shared.model.weights.stored import ALL_ROWS, Joined, Packed, Stored
 
 INPUT_ROWS = 3
 
@@ -32,129 +34,194 @@ def _bias(module: nn.Module) -> Tensor | None:
     return bias.detach() if isinstance(bias, Tensor) else None
 
 
-def _packable(weight: Any) -> Tensor:
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or weight.numel() == 0:
+def _packable(module: nn.Module) -> Tensor:
+    """The module's weight, a float32 matrix on the CPU or a `LazyWeight`. Raises `Unsuitable`."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise Unsuitable("has no two-dimensional weight")
+    # Other packages keep quantised weights in tensors of their own that claim to be float32.
+    if type(weight) not in (Tensor, nn.Parameter, LazyWeight):
+        raise Unsuitable(f"weight is a {type(weight).__name__}")
+    if weight.dim() != 2 or weight.numel() == 0:
         raise Unsuitable("has no two-dimensional weight")
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         raise Unsuitable(f"weight is {weight.dtype} on {weight.device}")
     return weight.detach()
 
 
-def linear(module: nn.Module, *, transposed: bool = False) -> Substitute:
+def _pack(weight: Tensor, *, transposed: bool = False, rows: slice = ALL_ROWS) -> Packed:
+    """The matrix [N, K] that a module holds as `weight`, or as its transpose, or some of its rows."""
+    stored = lazy(weight)
+    if stored is None:
+        matrix = (weight.T if transposed else weight)[rows]
+        count, columns = matrix.shape
+        return Packed(ops.pack_linear(matrix), count, columns, "float32", transposed=transposed)
+    if stored.transposed == transposed:
+        packed, form, num_rows, columns = (
+            stored.pack(rows),
+            stored.format,
+            stored.rows,
+            stored.columns,
+        )
+    else:
+        (packed, form), num_rows, columns = stored.pack_transpose(rows), stored.columns, stored.rows
+    count = len(range(*rows.indices(num_rows)))
+    return Packed(packed, count, columns, form, transposed=transposed)
+
+
+def linear(
+    module: nn.Module, *, transposed: bool = False, form: object | None = None
+) -> Substitute:
     """A module that computes x @ weight.T + bias. `transposed`: whether the weight is stored as [K, N], as in GPT-2's Conv1D."""
-    stored = _packable(module.weight)
-    weight = stored.T if transposed else stored
-    out_features, bias = weight.shape[0], _bias(module)
-    packed = ops.pack_linear(weight)
+    weight = _pack(_packable(module), transposed=transposed)
+    packed, out_features, bias = weight.packed, weight.rows, _bias(module)
 
     def forward(x: Tensor) -> Tensor:
         return ops.packed_linear(x, packed, out_features, bias)
 
-    if not agrees(forward, module, random_input(INPUT_ROWS, weight.shape[1])):
+    if form is None and not agrees(forward, module, random_input(INPUT_ROWS, weight.columns)):
         raise Unsuitable("does more than x @ weight.T + bias")
-
-    def unpack() -> list[Tensor]:
-        restored = ops.unpack_linear(packed)
-        return [restored.T.contiguous() if transposed else restored]
-
-    return Substitute(
-        forward, PackedLinear(packed, out_features, bias), (packed,), (module,), unpack
-    )
+    recipe = PackedLinear(packed, out_features, bias)
+    return Substitute(forward, recipe, "linear", (module,), (weight,))
 
 
-def rms_norm(module: nn.Module) -> Substitute:
-    """A module that computes x / sqrt(mean(x^2) + eps) * (weight + offset), with offset 0 or 1. eps is one of the module's attributes."""
+def embedding(module: nn.Module, *, form: object | None = None) -> Substitute:
+    """A module whose result is rows of its weight and nothing else."""
+    weight = _pack(_packable(module))
+    packed = weight.packed
+
+    def forward(ids: Tensor) -> Tensor:
+        return ops.packed_rows(packed, ids)
+
+    if form is None:
+        ids = torch.arange(min(weight.rows, INPUT_ROWS))[None]
+        if not torch.equal(forward(ids), module(ids)):
+            raise Unsuitable("does more than a look-up of rows")
+    return Substitute(forward, Embedding(packed), "embedding", (module,), (weight,))
+
+
+def rms_norm(module: nn.Module, *, form: object | None = None) -> Substitute:
+    """A module that computes x / sqrt(mean(x^2) + eps) * (weight + offset), with offset 0 or 1. eps is one of the module's attributes.
+
+    `form`: (eps, offset), if they are known.
+    """
     parameters = dict(module.named_parameters())
     weight = parameters.get("weight")
     if len(parameters) != 1 or weight is None or weight.dim() != 1 or weight.dtype != torch.float32:
         raise Unsuitable("has other parameters than one float32 vector")
     frozen = weight.detach()
+    if isinstance(form, tuple):
+        return _rms_norm(frozen, *form)
     x = random_input(INPUT_ROWS, 2, frozen.shape[0])
     # Small input reveals eps. Shifted input reveals whether the mean is subtracted.
     inputs = (x, x * 1e-3, x + 1)
     epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
     for eps in sorted(epsilons):
         for offset in (0.0, 1.0):
-            forward = partial(ops.rms_norm, weight=frozen, eps=eps, weight_offset=offset)
-            if agrees(forward, module, *inputs):
-                return Substitute(forward, RmsNorm(frozen, eps, offset))
+            found = _rms_norm(frozen, eps, offset)
+            if agrees(found.forward, module, *inputs):
+                return found
     raise Unsuitable("is not an RMS norm")
 
 
+def _rms_norm(weight: Tensor, eps: float, offset: float) -> Substitute:
+    forward = partial(ops.rms_norm, weight=weight, eps=eps, weight_offset=offset)
+    return Substitute(forward, RmsNorm(weight, eps, offset), (eps, offset))
+
+
 @dataclass(frozen=True)
-class _Gate:
-    layers: tuple[nn.Linear, ...]  # gate, up, down; or gate and up in one, down
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    bias: Tensor | None  # of gate, then up
-    down_bias: Tensor | None
+class MlpForm:
+    """The numbers of gate, up and down among a module's linear layers; or of gate and up in one, and down. And the activation."""
+
+    order: tuple[int, ...]
     activation: str
 
-    def plain(self, x: Tensor) -> Tensor:
-        gate_bias, up_bias = (None, None) if self.bias is None else self.bias.chunk(2)
-        gate, up = F.linear(x, self.gate, gate_bias), F.linear(x, self.up, up_bias)
-        acted = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return F.linear(acted * up, self.down, self.down_bias)
+    def layers(self, module: nn.Module) -> tuple[nn.Linear, ...]:
+        linears = _linears(module)
+        return tuple(linears[index] for index in self.order)
 
 
-def _joined_bias(gate: nn.Linear, up: nn.Linear) -> Tensor | None:
-    if gate.bias is None and up.bias is None:
+def _linears(module: nn.Module) -> list[nn.Linear]:
+    return [child for child in module.children() if type(child) is nn.Linear]
+
+
+def _forms(num_linears: int) -> Iterator[MlpForm]:
+    for activation in ("silu", "gelu_tanh"):
+        for order in permutations(range(num_linears)):
+            yield MlpForm(order, activation)
+
+
+def _plain_mlp(form: MlpForm, module: nn.Module, x: Tensor) -> Tensor | None:
+    """What a gated MLP of this form computes. None if the shapes of its layers do not fit."""
+    *first, down = form.layers(module)
+    weights = [layer.weight for layer in first]
+    shapes = [tuple(weight.shape) for weight in weights]
+    inner, width = down.weight.shape[1], down.weight.shape[0]
+    wanted = [(inner, width)] * 2 if len(first) == 2 else [(2 * inner, width)]
+    if shapes != wanted:
+        return None
+    gate, up = torch.cat([F.linear(x, f.weight, f.bias) for f in first], -1).chunk(2, -1)
+    acted = F.silu(gate) if form.activation == "silu" else F.gelu(gate, approximate="tanh")
+    return F.linear(acted * up, down.weight, down.bias)
+
+
+def _find_form(module: nn.Module, x: Tensor) -> MlpForm:
+    def computes(form: MlpForm) -> bool:
+        plain = _plain_mlp(form, module, x)
+        return plain is not None and agrees(lambda _: plain, module, x)
+
+    found = next(filter(computes, _forms(len(_linears(module)))), None)
+    if found is None:
+        raise Unsuitable("is not down(activation(gate(x)) * up(x))")
+    return found
+
+
+def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    if all(layer.bias is None for layer in layers):
         return None
     parts: list[Tensor] = [
-        m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in (gate, up)
+        torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
     ]
     return torch.cat(parts).detach()
 
 
-def _gates(linears: list[nn.Linear]) -> Iterator[_Gate]:
-    """All ways of assigning the linear layers to gate, up and down, with both activations."""
-    for activation in ("silu", "gelu_tanh"):
-        for order in permutations(linears):
-            down = order[-1]
-            if len(order) == 3:
-                gate, up = order[0].weight.detach(), order[1].weight.detach()
-                bias = _joined_bias(order[0], order[1])
-            else:  # gate and up stored as one layer
-                gate, up = (half.detach() for half in order[0].weight.tensor_split(2))
-                bias = None if order[0].bias is None else order[0].bias.detach()
-            if gate.shape == up.shape == down.weight.shape[::-1]:
-                yield _Gate(order, gate, up, down.weight.detach(), bias, _bias(down), activation)
-
-
-def gated_mlp(module: nn.Module) -> Substitute:
-    """A module that computes down(activation(gate(x)) * up(x)). Gate and up may be two layers or one."""
-    children = list(module.children())
-    linears = [child for child in children if type(child) is nn.Linear]
+def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
+    """A module that computes down(activation(gate(x)) * up(x)). Gate and up may be two layers or one. `form`: a `MlpForm`, if it is known."""
+    linears = _linears(module)
     if len(linears) not in (2, 3) or list(module.parameters(recurse=False)):
         raise Unsuitable("does not have the layers of a gated MLP")
     if any(child._forward_hooks or child._forward_pre_hooks for child in linears):
         raise Unsuitable("has hooks on its layers, which a fused kernel would not call")
     for layer in linears:
-        _packable(layer.weight)
+        _packable(layer)
     x = random_input(INPUT_ROWS, linears[0].in_features)
-    found = next((g for g in _gates(linears) if agrees(g.plain, module, x)), None)
-    if found is None:
-        raise Unsuitable("is not down(activation(gate(x)) * up(x))")
-    width, hidden = found.down.shape[1], found.down.shape[0]
-    gate, up, down = (ops.pack_linear(weight) for weight in (found.gate, found.up, found.down))
-    bias, down_bias, activation, layers = (
-        found.bias,
-        found.down_bias,
-        found.activation,
-        found.layers,
-    )
+    found = form if isinstance(form, MlpForm) else _find_form(module, x)
+    layers = found.layers(module)
+    *first, last = layers
+    width, hidden = last.in_features, last.out_features
+    if len(first) == 2:
+        gate, up = (_pack(layer.weight.detach()) for layer in first)
+        held: tuple[Stored, ...] = (gate, up)
+    else:
+        rows = (slice(0, width), slice(width, None))
+        gate, up = (_pack(first[0].weight.detach(), rows=half) for half in rows)
+        held = (Joined([gate, up]),)
+    down = _pack(last.weight.detach())
+    bias, down_bias, activation = _joined_bias(first), _bias(last), found.activation
+    packed_gate, packed_up, packed_down = gate.packed, up.packed, down.packed
 
     def forward(x: Tensor) -> Tensor:
-        acted = ops.packed_gated_linear(x, gate, up, width, activation, bias)
-        return ops.packed_linear(acted, down, hidden, down_bias)
+        acted = ops.packed_gated_linear(x, packed_gate, packed_up, width, activation, bias)
+        return ops.packed_linear(acted, packed_down, hidden, down_bias)
 
-    def unpack() -> list[Tensor]:
-        halves = [ops.unpack_linear(gate), ops.unpack_linear(up)]
-        first = halves if len(layers) == 3 else [torch.cat(halves)]
-        return [*first, ops.unpack_linear(down)]
-
-    if not agrees(forward, module, x):
+    if form is None and not agrees(forward, module, x):
         raise Unsuitable("its fused form differs by more than the tolerance")
-    recipe = GatedMlp(gate, up, width, activation, bias, PackedLinear(down, hidden, down_bias))
-    return Substitute(forward, recipe, (gate, up, down), layers, unpack)
+    recipe = GatedMlp(
+        packed_gate,
+        packed_up,
+        width,
+        activation,
+        bias,
+        PackedLinear(packed_down, hidden, down_bias),
+    )
+    return Substitute(forward, recipe, found, layers, (*held, down))

@@ -1,13 +1,18 @@
 """Compares a module with its replacement by running both on random input. The module's name does not matter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shared.model.weights.stored import Stored
+
 TOLERANCE = 1e-5  # largest error relative to the largest output
+
+_NO_SETTINGS = frozenset(["layer_idx", "training"])
+_SMALL_BUFFER = 64  # numbers
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -47,14 +52,54 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
+class Embedding:
+    """Rows of a packed matrix."""
+
+    packed: Tensor
+
+
+@dataclass(frozen=True)
 class Substitute:
-    """`forward` [..., K] -> [..., N] computes what the module computes, from the tensors `packed` instead of the module's weights."""
+    """`forward` [..., K] -> [..., N] computes what the module computes, from packed matrices instead of the module's weights.
+
+    `form`: what was found out about the module. A module with the same `signature` computes the same function of its weights, so it
+    gets its substitute by this form, without a comparison.
+    """
 
     forward: Forward
-    recipe: PackedLinear | RmsNorm | GatedMlp  # the weights, for fusing several modules
-    packed: tuple[Tensor, ...] = ()
+    recipe: PackedLinear | RmsNorm | GatedMlp | Embedding  # the weights, for fusing several modules
+    form: object
     sources: tuple[nn.Module, ...] = ()  # modules whose `weight` is no longer read
-    unpack: Callable[[], list[Tensor]] = list  # returns the weights of `sources`, in the same order
+    packed: tuple[Stored, ...] = ()  # the weights of `sources`, in the same order
+
+
+def signature(module: nn.Module) -> Hashable:
+    """Equal for modules that compute the same function of their parameters: same classes, shapes, settings and small buffers.
+
+    Settings are all attributes but the layer's number. Objects among them count as equal only if they are the same object.
+    """
+    settings = tuple(
+        (name, _setting(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _NO_SETTINGS and not name.startswith("_")
+    )
+    parameters = tuple(
+        (n, tuple(p.shape), p.dtype) for n, p in module._parameters.items() if p is not None
+    )
+    buffers = tuple((n, _setting(b)) for n, b in module._buffers.items())
+    hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+    children = tuple((n, signature(c)) for n, c in module._modules.items() if c is not None)
+    return type(module), settings, parameters, buffers, hooks, children
+
+
+def _setting(value: object) -> Hashable:
+    if isinstance(value, int | float | str | bytes | None):
+        return value
+    if isinstance(value, Tensor) and value.numel() <= _SMALL_BUFFER and not value.is_meta:
+        return value.dtype, tuple(value.shape), tuple(value.flatten().tolist())
+    if isinstance(value, tuple | list):
+        return tuple(map(_setting, value))
+    return id(value)
 
 
 def random_input(*shape: int) -> Tensor:

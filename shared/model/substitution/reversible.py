@@ -1,13 +1,21 @@
 """The replacements made in one model, and how to undo them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
+from typing import Protocol
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shared.model.substitution.match import Substitute, Unsuitable
+from shared.model.substitution.match import Substitute, Unsuitable, signature
+from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
+from shared.model.weights.stored import Packed, Stored
+
+
+class Propose(Protocol):
+    """Returns the substitute of a module, or raises `Unsuitable`. `form`: that of a module with the same signature, if there was one."""
+
+    def __call__(self, module: nn.Module, *, form: object | None = None) -> Substitute: ...
 
 
 class Substitutions:
@@ -22,54 +30,97 @@ class Substitutions:
         self.left_alone: dict[str, str] = {}
         self.consumed: set[nn.Module] = set()
         self.found: dict[nn.Module, Substitute] = {}
-        self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0}
-        self.packed_bytes = self.freed_bytes = 0
-        owners: dict[int, int] = {}
-        for _, parameter in model.named_parameters(remove_duplicate=False):
-            pointer = parameter.untyped_storage().data_ptr()
-            owners[pointer] = owners.get(pointer, 0) + 1
-        self.shared_storages = {pointer for pointer, count in owners.items() if count > 1}
+        self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0, "embedding": 0}
+        self.formats: dict[str, int] = {}
+        self.freed_bytes = 0
+        self._forms: dict[Hashable, object] = {}
+        self._refusals: dict[Hashable, str] = {}
+        self._packed: dict[int, Tensor] = {}
+        self._users: dict[int, list[nn.Module]] = {}
+        pointers: dict[int, set[int]] = {}
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if name == "weight":
+                    self._users.setdefault(id(parameter), []).append(module)
+                if lazy(parameter) is None:
+                    pointer = parameter.untyped_storage().data_ptr()
+                    pointers.setdefault(pointer, set()).add(id(parameter))
+        # Parameters that are views of the same memory: freeing one of them frees nothing.
+        self._shared = {p for same in pointers.values() if len(same) > 1 for p in same}
 
-    def attempt(
-        self, kind: str, name: str, module: nn.Module, propose: Callable[[], Substitute]
-    ) -> None:
-        """Replaces the forward of `module` by what `propose` returns, or notes the reason why it raised `Unsuitable`."""
+    @property
+    def packed_bytes(self) -> int:
+        return sum(packed.nbytes for packed in self._packed.values())
+
+    def attempt(self, kind: str, name: str, module: nn.Module, propose: Propose) -> None:
+        """Replaces the forward of `module` by what `propose` returns, or notes the reason why it raised `Unsuitable`.
+
+        Of modules with the same signature only the first one is compared with its substitute.
+        """
+        key = (kind, signature(module))
         try:
-            found = propose()
+            if key in self._refusals:
+                raise Unsuitable(self._refusals[key])
+            found = propose(module, form=self._forms.get(key))
+            self._forms[key] = found.form
         except Unsuitable as reason:
-            self.left_alone[name] = str(reason)
+            self._refusals[key] = self.left_alone[name] = str(reason)
             return
         self.left_alone.pop(name, None)
+        self.undo.append(partial(_set_forward, module, vars(module).get("forward")))
         module.forward = found.forward
-        self.undo.append(partial(_own_forward, module))
         self.found[module] = found
         self.counts[kind] += 1
         self.consumed.add(module)
-        self.packed_bytes += sum(t.nbytes for t in found.packed)
-        self.free(found)
-        for source in found.sources:
+        for source, stored in zip(found.sources, found.packed, strict=True):
             self.consumed.add(source)
+            self._keep(source, stored)
 
-    def free(self, found: Substitute) -> None:
-        """Frees the weights that no other module shares. A meta tensor keeps their name, shape and dtype."""
-        freed: list[tuple[int, nn.Module, bool]] = []
-        for index, source in enumerate(found.sources):
-            weight = source.get_parameter("weight")
-            if weight.untyped_storage().data_ptr() in self.shared_storages:
-                continue
+    def _keep(self, source: nn.Module, stored: Stored) -> None:
+        """Notes what was packed, and frees the unpacked weight of `source`. A `LazyWeight` takes its place in all modules that use it."""
+        if any(packed.data_ptr() not in self._packed for packed in stored.memory):
+            self.formats[stored.format] = self.formats.get(stored.format, 0) + 1
+        self._packed |= {packed.data_ptr(): packed for packed in stored.memory}
+        weight = source.get_parameter("weight")
+        if id(weight) in self._shared or _is_packed(weight):
+            return
+        if lazy(weight) is None:
             self.freed_bytes += weight.nbytes
-            freed.append((index, source, weight.requires_grad))
-            source.weight = nn.Parameter(
-                torch.empty_like(weight, device="meta"), requires_grad=False
-            )
+        self._set_weight(weight, as_parameter(LazyWeight(stored)))
+        self.undo.append(partial(self._restore, source, weight.requires_grad))
 
-        def restore() -> None:
-            weights = found.unpack()
-            for index, source, requires_grad in freed:
-                source.weight = nn.Parameter(weights[index], requires_grad=requires_grad)
+    def pack(self, module: nn.Module) -> None:
+        """Packs the weight of a module that keeps its own forward."""
+        stored = lazy(module.get_parameter("weight"))
+        assert stored is not None
+        packed = Packed(stored.pack(), stored.rows, stored.columns, stored.format)
+        self._keep(module, packed)
 
-        if freed:
-            self.undo.append(restore)
+    def widen(self, name: str, module: nn.Module, parameter: str) -> None:
+        """Reads a parameter whose module has no substitute into memory as float32."""
+        weight = module.get_parameter(parameter)
+        stored = lazy(weight)
+        assert stored is not None
+        plain = as_parameter(stored.widened())
+        if parameter == "weight":
+            self._set_weight(weight, plain)
+        else:
+            setattr(module, parameter, plain)
+
+    def _restore(self, source: nn.Module, requires_grad: bool) -> None:
+        weight = source.get_parameter("weight")
+        stored = lazy(weight)
+        if stored is not None:
+            plain = nn.Parameter(stored.widened(), requires_grad=requires_grad)
+            self._set_weight(weight, plain)
+
+    def _set_weight(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        users = self._users.pop(id(old))
+        for user in users:
+            user.weight = new
+        self._users[id(new)] = users
 
     def undo_all(self) -> None:
         """Undoes all steps, the last one first."""
@@ -77,5 +128,12 @@ class Substitutions:
             self.undo.pop()()
 
 
-def _own_forward(module: nn.Module) -> None:
+def _is_packed(weight: Tensor) -> bool:
+    stored = lazy(weight)
+    return stored is not None and bool(stored.memory)
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., object] | None) -> None:
     vars(module).pop("forward", None)
+    if forward is not None:
+        module.forward = forward

@@ -1,12 +1,14 @@
 """On a device that works asynchronously, a measurement starts only when the device is idle."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from inference_service.engine.drafting.costs import exit_timings, measure_deep
+from inference_service.engine.drafting import costs
+from inference_service.engine.drafting.costs import exit_timings, measure_deep, measure_wide
 from shared.model.contiguous_runner import ContiguousRunner
 from tests.paged import load_family
 from tests.scripted_ladder import ScriptedLadder
@@ -44,3 +46,26 @@ def test_no_measurement_starts_while_a_pass_is_under_way(monkeypatch: pytest.Mon
             pass
     assert len(starts) > 100
     assert not any(starts)
+
+
+@pytest.mark.parametrize("pass_s", [0.0, 10.0])
+def test_slow_passes_are_measured_less_often(
+    monkeypatch: pytest.MonkeyPatch, pass_s: float
+) -> None:
+    runner, now, passes = ContiguousRunner(load_family("llama")), [0.0], [0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr(costs, "time", clock)
+
+    def count() -> None:
+        now[0] += pass_s
+        passes[0] += 1
+
+    with torch.inference_mode():
+        deep = measure_deep(runner, between=count)
+        deep_passes, passes[0] = passes[0], 0
+        wide = measure_wide(runner, deep, between=count)
+    rounds = costs.REPEATS if pass_s == 0 else costs.MIN_REPEATS
+    wide_rounds = costs.WIDE_REPEATS if pass_s == 0 else costs.MIN_WIDE_REPEATS
+    assert deep_passes == (rounds + 1) * costs.MAX_PASS_TOKENS
+    assert passes[0] == (wide_rounds + 1) * len(wide) > 0
+    assert deep == (pass_s,) * costs.MAX_PASS_TOKENS

@@ -1,4 +1,5 @@
 import gc
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from transformers import DynamicCache, PreTrainedModel
 from shared.errors import UnsupportedModel
 from shared.model.cache import ContiguousCache
 from shared.model.substitution.apply import accelerate, restore
+from shared.model.substitution.match import agrees
+from shared.model.weights.lazy import lazy
 from shared.ops.build import build
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 
@@ -110,12 +113,61 @@ def test_threads_do_not_change_the_bits():
     assert torch.equal(model(input_ids=ids).logits, one)
 
 
-def test_weights_are_freed_unless_shared():
-    tied = build_family("llama-tied")
-    accelerate(tied)
-    assert tied.model.layers[0].self_attn.q_proj.weight.is_meta
-    assert not tied.model.embed_tokens.weight.is_meta
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+def test_weights_are_freed() -> None:
+    model = build_family("llama")
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    before = weight.clone()
+    is_gone = weakref.ref(weight)
+    del weight
+    accelerate(model)
+    assert is_gone() is None
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, before)
+
+
+def test_an_embedding_and_a_tied_head_share_one_packed_matrix() -> None:
+    model, ids = build_family("llama-tied"), _ids(1, 5)
+    rows = model.model.embed_tokens(ids)
+    report = accelerate(model)
+    head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
+    assert head is embedding
+    assert lazy(head).memory
+    assert report.embeddings == 1
+    assert report.freed_bytes == 4 * sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert torch.equal(model.model.embed_tokens(ids), rows)
+    restore(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_layer_with_other_settings_is_compared_on_its_own() -> None:
+    """All layers have the same classes and shapes. One norm has another eps, one MLP another activation, one matrix its own forward."""
+    model, ids = build_family("llama"), _ids(1, 6)
+    first, second, third = model.model.layers[1:4]
+    first.input_layernorm.variance_epsilon = 0.05
+    second.mlp.act_fn = torch.nn.ReLU()
+    own = third.self_attn.q_proj.forward
+    third.self_attn.q_proj.forward = lambda x: own(x) * 1.5
+    before = model(input_ids=ids).logits
+    report = accelerate(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=0, atol=1e-4)
+    assert report.gated_mlps == 5
+    assert report.norms == 13
+    assert "model.layers.3.self_attn.q_proj" in report.left_alone
+    restore(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_modules_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[object] = []
+
+    def count(actual: object, expected: object, *inputs: Tensor) -> bool:
+        compared.append(expected)
+        return agrees(actual, expected, *inputs)
+
+    monkeypatch.setattr("shared.model.substitution.linear.agrees", count)
+    report = accelerate(build_family("llama"))
+    assert (report.linears, report.gated_mlps, report.norms) == (6 * 4 + 1, 6, 13)
+    kinds = {id(module) for module in compared}
+    assert len(kinds) == 5  # queries (out has their shape), keys (values), head, MLP, norm
 
 
 def test_a_second_time_training_and_gradients_are_refused():

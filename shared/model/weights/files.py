@@ -1,0 +1,73 @@
+"""Reads parts of a file into memory of their own, and notices if the file changes meanwhile.
+
+Files are not mapped: if a mapped file is cut, the next access to its pages ends the process with SIGBUS.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.errors import Corrupt, Unavailable
+
+# One call of `preadv` reads less than 2 GiB.
+LARGEST_READ = 1 << 30
+
+
+def corrupt(path: str | Path, why: str) -> Corrupt:
+    """The error for a file whose contents contradict its format."""
+    return Corrupt(
+        f"{Path(path).name} cannot be read: {why}",
+        reason="MODEL_FILE_CORRUPT",
+        metadata={"file": str(path)},
+    )
+
+
+class StableFile:
+    """An open file that must not change while it is read. `size` is in bytes. Thread-safe."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises `OSError` if the file cannot be opened."""
+        self.path = Path(path)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._state = self._current_state()
+        self.size = self._state[0]
+
+    def read(self, offset: int, count: int) -> Tensor:
+        """`count` bytes from `offset` on: uint8 [count]. Raises `Corrupt` if the file has fewer."""
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise corrupt(self.path, f"it ends before byte {offset + count}")
+        data = torch.empty(count, dtype=torch.uint8)
+        array: Any = data.numpy()
+        view, done = memoryview(array), 0
+        while done < count:
+            part = view[done : done + LARGEST_READ]
+            got = os.preadv(self._descriptor, [part], offset + done)
+            if got == 0:
+                raise self._changed()
+            done += got
+        return data
+
+    def check_unchanged(self) -> None:
+        """Raises `Unavailable` (reason MODEL_FILE_CHANGED) if the file has been written to since it was opened."""
+        if self._current_state() != self._state:
+            raise self._changed()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _current_state(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def _changed(self) -> Unavailable:
+        return Unavailable(
+            f"{self.path.name} was changed while the model was loading",
+            reason="MODEL_FILE_CHANGED",
+            metadata={"file": str(self.path)},
+        )

@@ -1,0 +1,245 @@
+"""Lets transformers build the model and the tokenizer of a .gguf file, with the matrices left in the file's own format.
+
+Transformers knows the families: how tensors are called, and how a family's *tensor processor* undoes what llama.cpp did to them, for
+example to the order of the rows of Llama's queries. In place of a matrix it gets two columns of counting numbers. If they come out with
+whole rows moved, or transposed, the same is done to the rows of blocks. A processor that does anything else gets the weights themselves,
+and the matrix is widened.
+
+Transformers also reads a file's metadata, which includes the vocabulary, several times. Here it is read once.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import modeling_gguf_pytorch_utils as checkpoints
+
+from shared.errors import NeapError
+from shared.model.weights.files import StableFile
+from shared.model.weights.gguf_file import Field, GgufContents, TensorEntry, read_contents
+from shared.model.weights.lazy import LazyWeight
+from shared.model.weights.reading import Checkpoint, Replacement
+from shared.model.weights.stored import (
+    BLOCK_KINDS,
+    PLAIN_KINDS,
+    Blocks,
+    Plain,
+    Stored,
+    dequantise,
+)
+
+header_reader: Any
+try:
+    from transformers.integrations.gguf import reader as header_reader
+except ImportError:  # an older version of transformers
+    header_reader = None
+
+_load_gguf_checkpoint: Any = checkpoints.load_gguf_checkpoint  # transformers' own
+
+
+def gguf_replacements(checkpoint: Checkpoint) -> list[Replacement]:
+    """Make transformers read .gguf files with `GgufModel`."""
+    contents_of = functools.cache(lambda path: read_contents(checkpoint.open(path)))
+    model_of = functools.cache(lambda path: GgufModel(checkpoint, Path(path), contents_of(path)))
+
+    def load(path: str | Path, return_tensors: bool = False, *rest: Any, **options: Any) -> Any:
+        model = model_of(str(path))
+        if not return_tensors:
+            return copy.deepcopy(model.metadata)  # because callers modify the result
+        return model.load(*rest, **options)
+
+    model_names = functools.cache(gguf.get_tensor_name_map)
+    replacements: list[Replacement] = [
+        (gguf, "get_tensor_name_map", model_names),
+        (checkpoints, "load_gguf_checkpoint", load),
+    ]
+    if header_reader is not None:
+        replacements += _header_replacements(contents_of)
+    return replacements
+
+
+def _header_replacements(contents_of: Callable[[str], GgufContents]) -> list[Replacement]:
+    """Transformers' second reader walks the metadata itself. It gets what `read_contents` found."""
+    found: list[GgufContents] = []
+
+    def mapped(path: str) -> np.ndarray:
+        found[:] = [contents_of(str(path))]
+        return np.frombuffer(found[0].header, np.uint8)
+
+    def metadata(_: object, __: object, texts: Any = ()) -> tuple[dict[str, Any], int, int]:
+        contents = found[0]
+        values = {key: _plain(field, key in texts) for key, field in contents.fields.items()}
+        return values, len(contents.tensors), contents.tensors_at
+
+    return [(header_reader, "_mapped", mapped), (header_reader, "_read_metadata", metadata)]
+
+
+def _plain(field: Field, with_texts: bool) -> Any:
+    """A field as that reader gives it: an array of texts as its length, unless the texts are asked for."""
+    if len(field.types) == 1:
+        return field.values[0]
+    is_text = field.types[1] == gguf.GGUFValueType.STRING
+    return len(field.values) if is_text and not with_texts else list(field.values)
+
+
+class GgufModel:
+    """One .gguf file. Raises `Corrupt`, `UnsupportedModel`."""
+
+    def __init__(self, checkpoint: Checkpoint, path: Path, contents: GgufContents) -> None:
+        self._checkpoint = checkpoint
+        self._path = str(path)
+        self._file: StableFile = checkpoint.open(path)
+        self.contents = contents
+        self._entries = {entry.name: entry for entry in self.contents.tensors}
+        self._first_rows: dict[str, int] = {}
+        self._next_row = 0
+        self._read_as_numbers: set[str] = set()
+        self._movable = frozenset(
+            entry.name
+            for entry in self.contents.tensors
+            if len(entry.shape) == 2
+            and (entry.kind in PLAIN_KINDS or entry.kind.name in BLOCK_KINDS)
+        )
+
+    @functools.cached_property
+    def metadata(self) -> Any:
+        """Config and tokenizer, as transformers' `load_gguf_checkpoint` returns them."""
+        return self._run(return_tensors=False)
+
+    def load(self, model_to_load: Any = None, torch_dtype: torch.dtype | None = None) -> Any:
+        """What `load_gguf_checkpoint` returns with `return_tensors`, with lazy weights among the tensors."""
+        try:
+            return self._load(model_to_load, torch_dtype)
+        except NeapError:
+            raise
+        except Exception:
+            self._widen(self._movable, "the family's tensor processor needs the numbers")
+            return self._load(model_to_load, torch_dtype)
+
+    def _load(self, model_to_load: Any, torch_dtype: torch.dtype | None) -> Any:
+        while True:
+            parsed = self._run(return_tensors=True, model_to_load=model_to_load)
+            tensors: dict[str, Tensor] = parsed["tensors"]
+            unmoved = set(self._first_rows)
+            for name, tensor in tensors.items():
+                if tensor.dtype == torch.int64:
+                    entry = self._entry_of(tensor)
+                    weight = self._moved(entry, tensor)
+                    if weight is not None:
+                        tensors[name] = LazyWeight(weight)
+                        unmoved.remove(entry.name)
+                elif torch_dtype is not None:
+                    tensors[name] = tensor.to(torch_dtype)
+            # What transformers does not use does not come out at all.
+            if not any(map(_may_be_counting_numbers, tensors.values())):
+                return parsed
+            if not unmoved:  # a real tensor with two rows
+                return parsed
+            self._widen(unmoved, "the family's tensor processor does more than move rows")
+
+    def _run(self, **options: Any) -> Any:
+        """Transformers' own `load_gguf_checkpoint` over this file's contents."""
+        self._first_rows, self._next_row = {}, 0
+        own = {
+            (gguf, "GGUFReader"): lambda _: _Reader(self.contents),
+            (gguf, "dequantize"): lambda data, _: self._numbers(str(data)),
+            (checkpoints, "_gguf_parse_value"): lambda value, _: value,
+        }
+        before = {place: getattr(*place) for place in own}
+        try:
+            for (module, name), function in own.items():
+                setattr(module, name, function)
+            return _load_gguf_checkpoint(self._path, **options)
+        finally:
+            for (module, name), function in before.items():
+                setattr(module, name, function)
+
+    def _numbers(self, name: str) -> np.ndarray:
+        """For a matrix that may stay in its format two columns of counting numbers, int64 [N, 2]; for others the weights, float32."""
+        entry = self._entries[name]
+        if name in self._movable and name not in self._read_as_numbers:
+            self._first_rows[name] = self._next_row
+            self._next_row += entry.shape[0]
+            return np.arange(2 * self._first_rows[name], 2 * self._next_row).reshape(-1, 2)
+        if len(entry.shape) > 1 and entry.kind not in PLAIN_KINDS:
+            self._checkpoint.widened.setdefault(name, f"no kernel reads {entry.kind.name}")
+        data = self._file.read(entry.offset, entry.num_bytes)
+        return dequantise(data, entry.kind, entry.shape).numpy()
+
+    def _entry_of(self, numbers: Tensor) -> TensorEntry:
+        """The matrix in whose place `_numbers` gave these numbers."""
+        row = int(numbers.min()) // 2
+        return self._entries[max(filter(lambda item: item[0] <= row, self._by_row()))[1]]
+
+    def _by_row(self) -> Iterator[tuple[int, str]]:
+        return ((row, name) for name, row in self._first_rows.items())
+
+    def _moved(self, entry: TensorEntry, numbers: Tensor) -> Stored | None:
+        """The parameter that a processor made of the matrix, of which `numbers` are left. None if it did more than move whole rows."""
+        count = entry.shape[0]
+        transposed = numbers.shape == (2, count)
+        rows = numbers.T if transposed else numbers
+        if rows.shape != (count, 2) or not torch.equal(rows[:, 1], rows[:, 0] + 1):
+            return None
+        order, odd = rows[:, 0] // 2 - self._first_rows[entry.name], rows[:, 0] % 2
+        in_place = torch.arange(count)
+        if odd.any() or not torch.equal(order.sort().values, in_place):
+            return None
+        return self._stored(entry, None if torch.equal(order, in_place) else order, transposed)
+
+    def _stored(self, entry: TensorEntry, row_order: Tensor | None, transposed: bool) -> Stored:
+        shape = (entry.shape[0], entry.shape[1])
+        place = (self._file, entry.offset, shape)
+        if entry.kind in PLAIN_KINDS:
+            return Plain(
+                *place,
+                PLAIN_KINDS[entry.kind],
+                wanted=self._checkpoint.dtype,
+                row_order=row_order,
+                transposed=transposed,
+            )
+        return Blocks(
+            *place,
+            entry.kind,
+            wanted=self._checkpoint.dtype,
+            row_order=row_order,
+            transposed=transposed,
+        )
+
+    def _widen(self, names: Iterable[str], why: str) -> None:
+        self._read_as_numbers |= set(names)
+        self._checkpoint.widened.update(dict.fromkeys(names, why))
+
+
+def _may_be_counting_numbers(tensor: Tensor) -> bool:
+    return not isinstance(tensor, LazyWeight) and (
+        tensor.dtype == torch.int64
+        or (tensor.dim() > 1 and 2 in (tensor.shape[0], tensor.shape[-1]))
+    )
+
+
+class _Reader:
+    """What transformers uses of `gguf.GGUFReader`. The data of a tensor is its name."""
+
+    def __init__(self, contents: GgufContents) -> None:
+        self.fields = {key: _ReaderField(field) for key, field in contents.fields.items()}
+        self.tensors = [_ReaderTensor(entry) for entry in contents.tensors]
+
+
+class _ReaderField:
+    """`data` are the places of the values in `parts`."""
+
+    def __init__(self, field: Field) -> None:
+        self.parts, self.types = field.values, field.types
+        self.data = range(len(field.values))
+
+
+class _ReaderTensor:
+    def __init__(self, entry: TensorEntry) -> None:
+        self.name, self.data, self.tensor_type = entry.name, entry.name, entry.kind

@@ -1,0 +1,113 @@
+"""A parameter of a model that stands for a matrix in a file or packed for the kernels.
+
+To the model it is a float32 tensor on the CPU. An operation that needs its numbers widens the matrix for this operation alone, so the
+model's own code runs with one widened matrix at a time. A look-up of rows, as in an embedding, widens these rows only.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shared.model.weights.stored import Stored
+
+_ALIASES = frozenset(
+    [
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.lift_fresh.default,
+    ]
+)
+
+
+class LazyWeight(Tensor):
+    """A read-only float32 tensor [*stored.shape]."""
+
+    stored: Stored
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, stored: Stored) -> "LazyWeight":
+        made: LazyWeight = Tensor._make_wrapper_subclass(
+            cls, stored.shape, dtype=torch.float32, device=torch.device("cpu"), requires_grad=False
+        )
+        made.stored = stored
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # upstream leaves its arguments without types
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, LazyWeight):
+            if func in _ALIASES or (func is torch.ops.aten._to_copy.default and _is_noop(kwargs)):
+                return LazyWeight(first.stored)
+            if func is torch.ops.aten.embedding.default and not first.stored.transposed:
+                return first.stored.look_up(args[1])
+        if func._schema.is_mutable and any(_changes(func, args, kwargs)):
+            raise RuntimeError(f"{func} would change weights that are read-only")
+        return func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LazyWeight":
+        copied = LazyWeight(self.stored)
+        if isinstance(self, nn.Parameter):
+            copied = as_parameter(copied)  # type: ignore[assignment]
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyWeight({list(self.shape)}, {self.stored.format})"
+
+
+def lazy(parameter: object) -> Stored | None:
+    """The matrix that `parameter` stands for. None if it is an ordinary tensor."""
+    return parameter.stored if isinstance(parameter, LazyWeight) else None
+
+
+def as_parameter(weight: Tensor) -> nn.Parameter:
+    """`weight` as a parameter without a gradient."""
+    return nn.Parameter(weight, requires_grad=False)
+
+
+@torch.no_grad()
+def realise(model: nn.Module) -> None:
+    """Reads all lazy weights of a model into memory as float32. Parameters that were shared stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            stored = lazy(parameter)
+            if stored is None or parameter is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(
+                    stored.widened(), requires_grad=parameter.requires_grad
+                )
+            setattr(module, name, made[id(parameter)])
+
+
+def _widened(value: Any) -> Any:
+    return value.stored.widened() if isinstance(value, LazyWeight) else value
+
+
+def _is_noop(kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("dtype") in (None, torch.float32) and str(kwargs.get("device")) in (
+        "None",
+        "cpu",
+    )
+
+
+def _changes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
+    """Per written argument, whether it contains a lazy weight."""
+    values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    return [
+        any(isinstance(leaf, LazyWeight) for leaf in tree_leaves(values.get(name)))
+        for name in written
+    ]

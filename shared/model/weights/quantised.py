@@ -1,0 +1,70 @@
+"""Checkpoints whose weights other packages have quantised: bitsandbytes, torchao, AWQ, GPTQ, compressed-tensors and others.
+
+Transformers loads them into modules of those packages, which keep their own forward.
+"""
+
+import hashlib
+import json
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+# Transformers calls a .gguf file a quantised checkpoint, too. Those are read by `shared.model.weights.gguf`.
+GGUF = "gguf"
+
+
+def quantisation(config: PreTrainedConfig) -> str | None:
+    """The method by which a checkpoint is quantised, such as "gptq". None for plain checkpoints and .gguf files."""
+    settings = _settings(config)
+    if settings is None:
+        return None
+    method = settings.get("quant_method")
+    name = str(getattr(method, "value", method) or "unknown")
+    return None if name == GGUF else name
+
+
+def quantised_digest(model: nn.Module, config: PreTrainedConfig) -> bytes:
+    """A digest of the method, its settings and all numbers of a quantised model, whatever tensors its modules keep them in.
+
+    Two quantisations of one model differ, and both differ from the model itself. Empty for other models.
+    """
+    method = quantisation(config)
+    if method is None:
+        return b""
+    digest = hashlib.sha256(json.dumps(_settings(config), sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} ".encode())
+            for part in _plain_parts(tensor):
+                data = part.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+                digest.update(data.numpy().data)
+    return method.encode() + digest.digest()
+
+
+def missing_package(error: ImportError) -> str:
+    """The name of the package that an error of transformers asks for."""
+    if error.name:
+        return error.name.partition(".")[0]
+    installs = re.findall(r"pip install (?:-U |--upgrade )?[`'\"]?([A-Za-z0-9_.-]+)", str(error))
+    quoted = re.findall(r"`([A-Za-z0-9_.-]+)`", str(error))
+    return str([*installs, *quoted, "that its quantisation belongs to"][0])
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any] | None:
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    return settings
+
+
+def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The ordinary tensors that a tensor subclass, such as torchao's, is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    names, _ = flatten()
+    return [part for name in names for part in _plain_parts(getattr(tensor, name))]

@@ -1,0 +1,130 @@
+"""Lets transformers build a model whose matrices stay in their files until they are packed.
+
+Transformers decides which tensor of a checkpoint becomes which parameter. For this it gets `LazyWeight`s in place of matrices. Their
+numbers are read when they are packed, one matrix at a time, so that no second copy of the model is ever in memory.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import modeling_utils
+
+from shared.model.weights.files import StableFile
+from shared.model.weights.lazy import LazyWeight
+from shared.model.weights.safetensors_file import TensorEntry, read_entries
+from shared.model.weights.stored import Plain
+
+LAZY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Replacement = tuple[
+    Any, str, Any
+]  # a module, the name of one of its functions, and what takes its place
+
+# Functions of modules are replaced, so for the whole process.
+_lock = threading.Lock()
+
+
+class Checkpoint:
+    """The files of one model. `dtype`: the one that matrices are rounded to; None: the checkpoint's own.
+
+    `widened` maps the name of a tensor to the reason why it could not stay in its own format.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.widened: dict[str, str] = {}
+        self._files: dict[Path, StableFile] = {}
+
+    def open(self, path: str | Path) -> StableFile:
+        """The file at `path`, opened once. Raises `OSError`."""
+        path = Path(path)
+        if path not in self._files:
+            self._files[path] = StableFile(path)
+        return self._files[path]
+
+    def check_unchanged(self) -> None:
+        """Raises `Unavailable` (reason MODEL_FILE_CHANGED) if a file has changed since it was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+@contextmanager
+def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
+    """Within it, functions of transformers are replaced. One thread at a time can be inside; others wait."""
+    with _lock, ExitStack() as stack:
+        for module, name, replacement in replacements:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, replacement)
+        yield
+
+
+def safetensors_replacements(checkpoint: Checkpoint) -> list[Replacement]:
+    """Make transformers open .safetensors files with `SafetensorsReader`."""
+
+    def open_file(path: str, *_: Any, **__: Any) -> "SafetensorsReader":
+        return SafetensorsReader(checkpoint, path)
+
+    return [(modeling_utils, "safe_open", open_file)]
+
+
+class SafetensorsReader:
+    """What transformers uses of `safetensors.safe_open`."""
+
+    def __init__(self, checkpoint: Checkpoint, path: str) -> None:
+        self._checkpoint = checkpoint
+        self._file = checkpoint.open(path)
+        self._entries = read_entries(self._file)
+
+    def __enter__(self) -> "SafetensorsReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The checkpoint closes the file."""
+
+    def keys(self) -> list[str]:
+        return list(self._entries)
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def get_slice(self, name: str) -> "_Slice":
+        return _Slice(self, self._entries[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        rows_and_columns = entry.shape
+        if len(rows_and_columns) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
+            wanted = self._checkpoint.dtype
+            return LazyWeight(
+                Plain(self._file, entry.offset, rows_and_columns, entry.dtype, wanted=wanted)
+            )
+        data = self._file.read(entry.offset, entry.num_bytes)
+        return data.view(entry.dtype).view(entry.shape)
+
+
+class _Slice:
+    """A tensor of the file that is read when it is indexed."""
+
+    def __init__(self, reader: SafetensorsReader, entry: TensorEntry) -> None:
+        self._reader, self._entry = reader, entry
+
+    def get_shape(self) -> list[int]:
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        return str(self._entry.dtype)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        tensor = self._reader.get_tensor(self._entry.name)
+        return tensor if index is ... else tensor[index]

@@ -1,0 +1,220 @@
+"""Matrices of a model that are still in a checkpoint's file, or packed for the kernels."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from shared import ops
+from shared.errors import UnsupportedModel
+from shared.model.weights.files import StableFile
+
+# The block formats of GGUF that the kernels multiply by.
+BLOCK_KINDS = frozenset(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+PLAIN_KINDS = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+ALL_ROWS = slice(None)
+
+
+class Stored(ABC):
+    """A matrix [N, K]. `format` names its numbers: a dtype such as "bfloat16", or a block format such as "Q4_K".
+
+    `transposed`: whether a model holds it as [K, N], as GPT-2 does; `shape` is what the model holds.
+    """
+
+    def __init__(self, rows: int, columns: int, form: str, *, transposed: bool = False) -> None:
+        self.rows, self.columns, self.format, self.transposed = rows, columns, form, transposed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+
+    def widened(self) -> Tensor:
+        """The matrix as the model holds it: float32 [*shape]."""
+        widened = self.widened_rows()
+        return widened.T.contiguous() if self.transposed else widened
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The packed matrices that hold it. Empty if it is in a file."""
+        return ()
+
+    @abstractmethod
+    def widened_rows(self) -> Tensor:
+        """float32 [N, K]."""
+
+    @abstractmethod
+    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
+        """Rows [N, K] packed for the kernels, as `shared.ops.packed_linear` takes them."""
+
+    def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
+        """Rows of the transpose [K, N], packed, and the format of their numbers."""
+        return ops.pack_linear(self.widened_rows().T[rows]), "float32"
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [*] int64 as float32 [*, K]."""
+        return self.widened_rows()[ids]
+
+    def rounded(self) -> Tensor:
+        """The matrix as the model holds it, rounded to bfloat16."""
+        return self.widened().to(torch.bfloat16)
+
+
+class Plain(Stored):
+    """Numbers of one dtype in a file. `row_order` [N] int64: row i of the matrix is row `row_order[i]` of the file.
+
+    `wanted`: the dtype they are rounded to when they are read. None: their own.
+    """
+
+    def __init__(
+        self,
+        file: StableFile,
+        offset: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        wanted: torch.dtype | None = None,
+        row_order: Tensor | None = None,
+        transposed: bool = False,
+    ) -> None:
+        self._place = (file, offset, shape, dtype)
+        self._wanted, self._row_order = wanted or dtype, row_order
+        super().__init__(*shape, _name(self._wanted), transposed=transposed)
+
+    def read(self) -> Tensor:
+        """[N, K] of the wanted dtype. Raises `UnsupportedModel` if that cannot hold a number."""
+        file, offset, shape, dtype = self._place
+        numbers = file.read(offset, shape[0] * shape[1] * dtype.itemsize).view(dtype).view(shape)
+        if self._row_order is not None:
+            numbers = numbers[self._row_order]
+        return rounded_to(numbers, self._wanted)
+
+    def widened_rows(self) -> Tensor:
+        return self.read().float()
+
+    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
+        return ops.pack_linear(self.read()[rows])
+
+    def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
+        return ops.pack_linear(self.read().T[rows]), self.format
+
+    def rounded(self) -> Tensor:
+        numbers = self.read().to(torch.bfloat16)
+        return numbers.T.contiguous() if self.transposed else numbers
+
+
+class Blocks(Stored):
+    """Quantised blocks in a GGUF file. `wanted` and `row_order` as in `Plain`. A block never spans two rows."""
+
+    def __init__(
+        self,
+        file: StableFile,
+        offset: int,
+        shape: tuple[int, int],
+        kind: GGMLQuantizationType,
+        *,
+        wanted: torch.dtype | None = None,
+        row_order: Tensor | None = None,
+        transposed: bool = False,
+    ) -> None:
+        self._place = (file, offset, shape, kind)
+        self._wanted, self._row_order = wanted, row_order
+        super().__init__(*shape, _name(wanted) if wanted else kind.name, transposed=transposed)
+
+    def read(self) -> Tensor:
+        """uint8 [N, bytes per row]."""
+        file, offset, (rows, columns), kind = self._place
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        row_bytes = columns // block * block_bytes
+        blocks = file.read(offset, rows * row_bytes).view(rows, row_bytes)
+        return blocks if self._row_order is None else blocks[self._row_order]
+
+    def widened_rows(self) -> Tensor:
+        return ops.unpack_linear(self.pack())
+
+    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
+        kind = self._place[3]
+        packed = ops.pack_blocks(self.read()[rows], kind.name, self.columns)
+        if self._wanted is None:
+            return packed
+        return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._wanted))
+
+
+class Joined(Stored):
+    """Matrices [N_i, K] one below the other, as one parameter holds gate and up."""
+
+    def __init__(self, parts: Sequence[Stored]) -> None:
+        self.parts = tuple(parts)
+        super().__init__(sum(p.rows for p in parts), parts[0].columns, parts[0].format)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return tuple(packed for part in self.parts for packed in part.memory)
+
+    def widened_rows(self) -> Tensor:
+        return torch.cat([part.widened_rows() for part in self.parts])
+
+    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
+        return ops.pack_linear(self.widened_rows()[rows])
+
+
+class Packed(Stored):
+    """A matrix in memory, packed for the kernels."""
+
+    def __init__(
+        self, packed: Tensor, rows: int, columns: int, form: str, *, transposed: bool = False
+    ) -> None:
+        self.packed = packed
+        super().__init__(rows, columns, form, transposed=transposed)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return (self.packed,)
+
+    def widened_rows(self) -> Tensor:
+        return ops.unpack_linear(self.packed)
+
+    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
+        if rows == ALL_ROWS:
+            return self.packed
+        raise NotImplementedError("a packed matrix is packed as a whole")
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return ops.packed_rows(self.packed, ids)
+
+
+def dequantise(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of a GGUF file, whatever its kind: its bytes `data` [*] uint8 -> float32 [*shape]. Raises `UnsupportedModel`."""
+    if kind in PLAIN_KINDS:
+        return data.view(PLAIN_KINDS[kind]).float().view(shape)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    rows = data.numpy().reshape(-1, shape[-1] // block * block_bytes)
+    try:
+        numbers = dequantize(rows, kind)
+    except NotImplementedError as error:
+        raise UnsupportedModel(f"tensors of type {kind.name} cannot be read") from error
+    return torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).view(shape)
+
+
+def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """`numbers` in `dtype`. Raises `UnsupportedModel` (reason WEIGHTS_OVERFLOW) if one is too large for it."""
+    if numbers.dtype == dtype:
+        return numbers
+    rounded = numbers.to(dtype)
+    if dtype == torch.float16 and bool((rounded.isinf() & numbers.isfinite()).any()):
+        raise UnsupportedModel(
+            "a weight is too large for float16: choose bfloat16 or float32",
+            reason="WEIGHTS_OVERFLOW",
+        )
+    return rounded
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

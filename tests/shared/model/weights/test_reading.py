@@ -1,0 +1,204 @@
+"""Loading .safetensors files: matrices stay in the format of the checkpoint, no second copy is made, bad files are refused."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shared.errors import Corrupt, NeapError, Unavailable, UnsupportedModel
+from shared.model.load import LoadedModel, load_model
+from shared.model.substitution.match import Unsuitable
+from shared.model.weights.files import StableFile
+from shared.model.weights.lazy import lazy
+from shared.model.weights.reading import SafetensorsReader
+from tests.families import build_family
+
+# Families without a kernel for everything keep those weights as float32.
+SAVED = ["llama", "llama-tied", "qwen3", "gemma3-sliding", "phi3", "gpt2", "mixtral", "opt"]
+
+
+@pytest.fixture(autouse=True)
+def _no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.model.load.AutoTokenizer.from_pretrained", lambda **_: None)
+
+
+def save(folder: Path, family: str, dtype: torch.dtype) -> Path:
+    build_family(family).to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"), "llama", torch.bfloat16)
+
+
+@torch.no_grad()
+def _logits(loaded: LoadedModel) -> Tensor:
+    return loaded.model(input_ids=torch.arange(9)[None]).logits
+
+
+def _formats(loaded: LoadedModel) -> set[str]:
+    return {stored.format for p in loaded.model.parameters() if (stored := lazy(p)) is not None}
+
+
+@pytest.mark.parametrize("family", SAVED)
+def test_a_bfloat16_checkpoint_computes_the_bits_of_its_float32_build(
+    tmp_path: Path, family: str
+) -> None:
+    folder = save(tmp_path, family, torch.bfloat16)
+    own, widened = load_model(folder), load_model(folder, dtype=torch.float32)
+    assert _formats(own) == {"bfloat16"}
+    assert _formats(widened) == {"float32"}
+    assert own.model.dtype == torch.float32
+    assert torch.equal(_logits(own), _logits(widened))
+    assert own.fingerprint == widened.fingerprint
+
+
+def test_float16_is_kept_and_asked_for(tmp_path: Path, folder: Path) -> None:
+    half = load_model(save(tmp_path, "llama", torch.float16))
+    assert _formats(half) == {"float16"}
+    rounded = load_model(folder, dtype=torch.float16)
+    assert _formats(rounded) == {"float16"}
+    expected = load_model(folder, accelerate=False).model.state_dict()
+    for name, weight in rounded.model.state_dict().items():
+        wanted = expected[name].half().float() if weight.dim() == 2 else expected[name]
+        assert torch.equal(weight, wanted)
+
+
+def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    model = build_family("llama")
+    model.lm_head.weight.data[3, 5] = 1e5
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel) as caught:
+        load_model(tmp_path, dtype=torch.float16)
+    assert caught.value.reason == "WEIGHTS_OVERFLOW"
+
+
+def test_no_matrix_is_read_before_it_is_packed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While transformers builds the model, no matrix is in memory. Afterwards none is left in its file."""
+    given: list[str] = []
+    get_tensor = SafetensorsReader.get_tensor
+
+    def note(reader: SafetensorsReader, name: str) -> Tensor:
+        tensor = get_tensor(reader, name)
+        if tensor.dim() == 2 and lazy(tensor) is None:
+            given.append(name)
+        return tensor
+
+    monkeypatch.setattr(SafetensorsReader, "get_tensor", note)
+    loaded = load_model(folder)
+    assert given == []
+    matrices = [p for p in loaded.model.parameters() if p.dim() == 2]
+    assert matrices
+    assert all(lazy(p).memory for p in matrices)
+
+
+def test_what_has_no_kernel_is_widened_and_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsuitable(module: object, **_: object) -> object:
+        raise Unsuitable("does more than x @ weight.T + bias")
+
+    monkeypatch.setattr("shared.model.substitution.apply.linear", unsuitable)
+    with structlog.testing.capture_logs() as lines:
+        loaded = load_model(folder)
+    (line,) = [line for line in lines if line["event"].startswith("weights of modules without")]
+    assert line["weights"]["lm_head.weight"] == "does more than x @ weight.T + bias"
+    assert lazy(loaded.model.lm_head.weight) is None
+
+
+def test_a_checkpoint_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "llama", torch.float32)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(UnsupportedModel) as caught:
+        load_model(tmp_path)
+    assert caught.value.reason == "WEIGHTS_MISSING"
+
+
+def test_a_file_that_is_written_to_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, "llama", torch.float32) / "model.safetensors"
+    read = StableFile.read
+
+    def cut_and_read(file: StableFile, offset: int, count: int) -> Tensor:
+        if offset > 8:
+            os.truncate(path, 100)
+        return read(file, offset, count)
+
+    monkeypatch.setattr(StableFile, "read", cut_and_read)
+    with pytest.raises(Unavailable) as caught:
+        load_model(tmp_path)
+    assert caught.value.reason == "MODEL_FILE_CHANGED"
+
+
+def test_a_file_that_is_rewritten_with_the_same_size_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, "llama", torch.float32) / "model.safetensors"
+
+    def rewrite(model: object) -> str:
+        with path.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"\0\0\0\0")
+        return "sha256:0"
+
+    monkeypatch.setattr("shared.model.load.fingerprint", rewrite)
+    with pytest.raises(Unavailable):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.5, 0.9999])
+def test_a_file_that_is_cut_is_refused(folder: Path, tmp_path: Path, share: float) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "model.safetensors"
+    os.truncate(path, int(path.stat().st_size * share))
+    with pytest.raises(Corrupt) as caught:
+        load_model(tmp_path)
+    assert caught.value.reason == "MODEL_FILE_CORRUPT"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "F31"},
+        {"shape": [-1, 4]},
+        {"shape": [1 << 40, 1 << 40]},
+        {"data_offsets": [0, 1 << 50]},
+        {"data_offsets": [64, 0]},
+        {"data_offsets": "0"},
+    ],
+    ids=str,
+)
+def test_a_table_that_lies_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["lm_head.weight"].update(change)
+    lying = json.dumps(header).encode()
+    path.write_bytes(len(lying).to_bytes(8, "little") + lying + data[8 + length :])
+    with pytest.raises(Corrupt):
+        load_model(tmp_path)
+
+
+def test_an_unknown_family_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonsense"}))
+    with pytest.raises(NeapError) as caught:
+        load_model(tmp_path)
+    assert isinstance(caught.value, UnsupportedModel)
