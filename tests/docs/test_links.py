@@ -11,6 +11,7 @@ import typer
 
 from shared.cli.main import app
 from shared.config import CalibratorSettings, WorkerSettings
+from shared.gateway_settings import GatewaySettings
 from shared.settings_flags import flag_of
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,11 @@ DOCUMENTS = [
     )
     if not REPLACED.search(document.read_text())
 ]
-SERVICES = {"worker": WorkerSettings, "calibrator": CalibratorSettings}
+SERVICES = {
+    "worker": WorkerSettings,
+    "calibrator": CalibratorSettings,
+    "gateway": GatewaySettings,
+}
 FENCE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
