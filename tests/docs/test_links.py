@@ -27,7 +27,11 @@ DOCUMENTS = [
     )
     if not REPLACED.search(document.read_text())
 ]
-SERVICES = {"worker": WorkerSettings, "calibrator": CalibratorSettings, "gateway": GatewaySettings}
+SERVICES = {
+    "worker": WorkerSettings,
+    "calibrator": CalibratorSettings,
+    "gateway": GatewaySettings,
+}
 FENCE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

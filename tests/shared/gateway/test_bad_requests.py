@@ -1,0 +1,189 @@
+"""Requests that the gateway refuses itself: they never reach a worker, and the error names the field."""
+
+import json
+import socket
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with scripted_worker(lambda request: [started(), chunk("ab"), finished()]) as state:
+        yield state
+
+
+@pytest.fixture(scope="module")
+def gateway(worker):
+    with gateway_to(worker.target, max_body_mb=1, max_choices=4, request_timeout_s=0.5) as state:
+        yield state
+
+
+def refused(gateway, body, path="/v1/chat/completions"):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    reply = gateway.http.post(path, content=content)
+    error = reply.json()["error"]
+    assert reply.headers["x-should-retry"] == "false"
+    assert error["type"] == "invalid_request_error"
+    return reply.status_code, error["neap"]["reason"], error["param"]
+
+
+TEXT = {"model": "tiny", "prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "param"),
+    [
+        ({"temprature": 1}, "UNKNOWN_FIELD", "temprature"),
+        ({"neap": {"policy": "full", "x": 1}}, "UNKNOWN_FIELD", "neap.x"),
+        ({"stream_options": {"x": 1}, "stream": True}, "UNKNOWN_FIELD", "stream_options.x"),
+        ({"presence_penalty": 0.5}, "UNSUPPORTED_FIELD", "presence_penalty"),
+        ({"frequency_penalty": -1}, "UNSUPPORTED_FIELD", "frequency_penalty"),
+        ({"frequency_penalty": False}, "UNSUPPORTED_FIELD", "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "UNSUPPORTED_FIELD", "logit_bias"),
+        ({"tools": [{"type": "function"}]}, "UNSUPPORTED_FIELD", "tools"),
+        ({"response_format": {"type": "json_object"}}, "UNSUPPORTED_FIELD", "response_format"),
+        ({"messages": [{"role": "user", "content": "x", "name": "a"}]}, "UNSUPPORTED_FIELD", "messages[0].name"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "INVALID_INPUT", "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "INVALID_INPUT", "messages[0].content"),
+        ({"messages": []}, "INVALID_INPUT", "messages"),
+        ({"messages": "x"}, "INVALID_INPUT", "messages"),
+        ({"model": None}, "INVALID_INPUT", "model"),
+        ({"temperature": "1"}, "INVALID_INPUT", "temperature"),
+        ({"temperature": True}, "INVALID_INPUT", "temperature"),
+        ({"temperature": -1}, "INVALID_INPUT", "temperature"),
+        ({"top_p": 0}, "INVALID_INPUT", "top_p"),
+        ({"max_tokens": 0}, "INVALID_INPUT", "max_tokens"),
+        ({"max_tokens": 1.5}, "INVALID_INPUT", "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "INVALID_INPUT", "max_completion_tokens"),
+        ({"seed": 2**64}, "INVALID_INPUT", "seed"),
+        ({"stop": ""}, "INVALID_INPUT", "stop"),
+        ({"n": 5}, "TOO_MANY_CHOICES", "n"),
+        ({"top_logprobs": 2}, "INVALID_INPUT", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "INVALID_INPUT", "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "INVALID_INPUT", "stream_options"),
+        ({"neap": {"policy": "fast"}}, "INVALID_INPUT", "neap.policy"),
+        ({"neap": {"threshold": 0.9}}, "INVALID_INPUT", "neap.threshold"),
+        ({"neap": {"policy": "full", "max_drafts": 2}}, "INVALID_INPUT", "neap.max_drafts"),
+        ({"neap": {"router_version": 1, "router_alias": "a"}}, "INVALID_INPUT", "neap.router_alias"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_fields_are_named(gateway, worker, fields, reason, param):
+    before = len(worker.worker.requests)
+    assert refused(gateway, chat_body(**fields)) == (400, reason, param)
+    assert len(worker.worker.requests) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "param"),
+    [
+        ({"echo": True}, "UNSUPPORTED_FIELD", "echo"),
+        ({"suffix": "x"}, "UNSUPPORTED_FIELD", "suffix"),
+        ({"best_of": 3}, "UNSUPPORTED_FIELD", "best_of"),
+        ({"messages": []}, "UNKNOWN_FIELD", "messages"),
+        ({"prompt": []}, "INVALID_INPUT", "prompt"),
+        ({"prompt": ["x"] * 5}, "TOO_MANY_CHOICES", "prompt"),
+        ({"prompt": ["x", "y"], "n": 3}, "TOO_MANY_CHOICES", "n"),
+        ({"logprobs": 21}, "INVALID_INPUT", "logprobs"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_of_completions_are_named(gateway, fields, reason, param):
+    status, found, name = refused(gateway, {**TEXT, **fields}, "/v1/completions")
+    assert (status, found) == (400, reason)
+    assert name is not None
+    assert name.startswith(param)
+
+
+def test_fields_that_ask_for_nothing_are_accepted(gateway):
+    neutral = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": None,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "user": "someone",
+    }
+    assert gateway.http.post("/v1/chat/completions", json=chat_body(**neutral)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"null", b'"x"', b"\xff{}", b'{"model": NaN}', b"[" * 100_000),
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    ],
+    ids=lambda body: str(body[:20]),
+)
+def test_wrong_json_is_refused(gateway, body):
+    assert refused(gateway, body) == (400, "BAD_JSON", None)
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_body_that_is_too_large_is_refused_and_its_sender_sees_why(gateway, is_declared):
+    parts = [b'{"model": "', *(b"x" * 65_536 for _ in range(32)), b'"}']
+    content = b"".join(parts) if is_declared else iter(parts)
+    reply = gateway.http.post("/v1/chat/completions", content=content)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+    assert gateway.http.get("/healthz").status_code == 200
+
+
+def test_a_body_that_does_not_arrive_is_given_up(gateway):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
+        connection.sendall(head)
+        answer = connection.recv(65_536)
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"REQUEST_TIMEOUT" in answer
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple"])
+def test_a_connection_without_a_request_is_closed(gateway, sent):
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
+        connection.sendall(sent)
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+
+
+def test_bytes_that_are_not_http_get_an_error_object(gateway):
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
+        connection.sendall(b"\x16\x03\x01 no http\r\n\r\n")
+        answer = connection.recv(65_536)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"BAD_HTTP" in answer
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/v1/embeddings", 404, "path_not_found"),
+        ("GET", "/", 404, "path_not_found"),
+    ],
+)
+def test_unknown_paths_and_methods_get_error_objects(gateway, method, path, status, code):
+    reply = gateway.http.request(method, path)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+
+
+def test_requests_above_the_limit_are_refused_at_once(worker):
+    with gateway_to(worker.target, max_requests=1) as gateway, httpx.Client() as other:
+        body = iter([b"{", b"}"])
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as held:
+            held.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n"
+                b"expect: 100-continue\r\n\r\n"
+            )
+            # The gateway asks for the body once it has admitted the request.
+            assert held.recv(100).startswith(b"HTTP/1.1 100")
+            reply = other.post(f"{gateway.url}/v1/chat/completions", content=body)
+            assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+            assert reply.json()["error"]["code"] == "gateway_full"
+            assert other.get(f"{gateway.url}/healthz").status_code == 200
