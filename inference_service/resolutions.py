@@ -38,10 +38,10 @@ class Resolutions:
     Aliases that were never resolved have a pool of their own, `new_aliases`: clients can name any number of them, and these must not
     delay other requests. A cancelled call withdraws its query from that pool.
 
-    If `resolve` raises Unavailable, or takes longer than PATIENCE_S, and the alias was resolved before, the last answer is used. It
+    If `resolve` raises Unavailable, or takes longer than `patience_s`, and the alias was resolved before, the last answer is used. It
     is counted in `num_stale`, logged with its age, and `on_stale` is called with the model's id. Every other error is raised, in
     particular NotFound. After such a failure requests with a known alias do not wait for the registry. It is asked again in the
-    background every ASK_AGAIN_S.
+    background every `ask_again_s`.
     """
 
     def __init__(
@@ -50,12 +50,14 @@ class Resolutions:
         known_aliases: BlockingPool,
         new_aliases: BlockingPool,
         *,
+        patience_s: float = PATIENCE_S,
+        ask_again_s: float = ASK_AGAIN_S,
         on_stale: Callable[[str], object] = lambda model_id: None,
     ) -> None:
         self.num_stale = 0
         self._on_stale = on_stale
         self._resolve = resolve
-        self._patience_s, self._ask_again_s = PATIENCE_S, ASK_AGAIN_S
+        self._patience_s, self._ask_again_s = patience_s, ask_again_s
         self._known_aliases, self._new_aliases = known_aliases, new_aliases
         self._known: LruCache[Key, Resolution] = LruCache(MAX_KNOWN)
         self._refresh: asyncio.Task[Resolution] | None = None
@@ -63,7 +65,7 @@ class Resolutions:
         self._logged_at_s = float("-inf")
 
     def knows(self, model_id: str, alias: str) -> bool:
-        """Whether an earlier answer is kept. Then `resolve` waits for PATIENCE_S at most."""
+        """Whether an earlier answer is kept. Then `resolve` waits for `patience_s` at most."""
         return self._known.get((model_id, alias)) is not None
 
     async def resolve(self, model_id: str, alias: str) -> Resolution:

@@ -180,6 +180,6 @@ def test_a_client_that_reads_gets_all_of_its_answer_during_a_drain(scripted):
         num_read = 0
         for num_read, _ in enumerate(call, 1):
             if num_read in (30, 60, 90):  # together longer than one message may take
-                pass_time(server, 40)
+                pass_time(server, 25)
         assert num_read == 100
         draining.result(60)
