@@ -23,6 +23,7 @@ A peer that cannot be set up or fails is left out, named below the table, and ma
 import argparse
 import json
 import os
+import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -140,6 +141,8 @@ def prompts_of(options: argparse.Namespace, model: Path) -> tuple[list[list[int]
 
 def main() -> None:
     options = parse()
+    # A run that is told to end ends its workers and removes half-made conversions.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # The workers inherit the CPUs that they may use, and the number of threads of any OpenMP runtime.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     os.environ["OMP_NUM_THREADS"] = str(options.threads)

@@ -16,6 +16,7 @@ from inference_service.engine.request.request import (
     StoppingParams,
     TokenChunk,
 )
+from shared import ops
 from shared.errors import NeapError, RouterMismatch
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
@@ -65,7 +66,11 @@ class Neap:
         self.answer([[1] * 8], 2, "full")
 
     def stats(self) -> dict[str, str]:
-        return {"torch": torch.__version__, "router": self._router}
+        return {
+            "torch": torch.__version__,
+            "instruction set": ops.cpu_isa(),
+            "router": self._router,
+        }
 
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
         policy = DepthPolicy("exact" if mode == EXACT else "full")
