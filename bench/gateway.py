@@ -7,6 +7,7 @@ each pair's time per token and time to first token, because the machine is share
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -88,6 +89,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="pairs of streams [default: 10]")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a stream [default: 128]")
     options = parser.parse_args()
+    # The services end with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     ratios: list[tuple[float, float]] = []
     times: list[tuple[float, float]] = []
     with (

@@ -14,6 +14,7 @@ from shared.gateway_settings import GatewaySettings
 from shared.metrics_server import serve_metrics
 from shared.rpc.logs import configure_logging
 from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
+from shared.rpc.trace_export import export_traces
 
 
 async def serve(settings: GatewaySettings) -> int:
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = settings_from_command_line(GatewaySettings, "python -m shared.gateway", argv)
         configure_logging(settings.log_level)
         log_stdout()
-        return asyncio.run(serve(settings))
+        with export_traces(settings.exports_traces, "neap-gateway"):
+            return asyncio.run(serve(settings))
     except NeapError as error:
         report_start_failure(error)
         return 2

@@ -31,6 +31,7 @@ from shared.gateway.requests import Generation, parse_generation
 from shared.gateway.workers import Metadata, Workers, no_answer
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.interceptors import REQUEST_ID_KEY
+from shared.rpc.tracing import end_http_span, trace_id_of
 
 Handler = Callable[[Exchange], Awaitable[None]]
 log = structlog.get_logger("neap.gateway")
@@ -74,6 +75,9 @@ class Gateway:
         """Serve one request to the API: every failure becomes OpenAI's error object. Logs and counts it."""
         started_s = time.monotonic()
         exchange = Exchange(scope, receive, send, stall_timeout_s=self._settings.stall_timeout_s)
+        span = exchange.start_span(endpoint)
+        if trace_id := trace_id_of(span):
+            exchange.log_fields["trace_id"] = trace_id
         error: NeapError | None = None
         try:
             with self._admitted():
@@ -86,6 +90,8 @@ class Gateway:
             if error is not None:
                 await exchange.fail(error)
             self._record(endpoint, exchange, error, time.monotonic() - started_s)
+            reason = {"reason": error.reason} if error is not None else {}
+            end_http_span(span, exchange.status or CLIENT_CLOSED_REQUEST, reason)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Scope, Send
 
 from shared.errors import Cancelled, Exhausted, NeapError, Unauthenticated, Unavailable
@@ -15,11 +16,10 @@ from shared.gateway.body import read_body
 from shared.gateway.errors import error_headers, error_object, http_status
 from shared.rpc.access import AUTHORIZATION_KEY
 from shared.rpc.interceptors import REQUEST_ID_KEY
+from shared.rpc.tracing import start_http_span, trace_context
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,120}")
 _PRINTABLE = re.compile(r"[\x20-\x7e]{1,8192}")
-# Passed on to the worker beside the token and the request id.
-_TRACE_KEYS = ("traceparent", "tracestate")
 
 
 class Exchange:
@@ -40,6 +40,13 @@ class Exchange:
         has_id = len(asked) == 1 and _REQUEST_ID.fullmatch(asked[0])
         self.request_id = asked[0] if has_id else secrets.token_hex(8)
 
+    def start_span(self, route: str) -> Span:
+        """Start the span of this request. Calls to workers made in this task or in its children continue its trace."""
+        headers = [
+            (key.decode("latin-1"), value.decode("latin-1")) for key, value in self.scope["headers"]
+        ]
+        return start_http_span(self.scope["method"], route, headers)
+
     async def read_body(self, *, max_bytes: int, timeout_s: float) -> bytes:
         body = await read_body(self.scope, self._receive, max_bytes=max_bytes, timeout_s=timeout_s)
         self._body_read.set()
@@ -47,14 +54,12 @@ class Exchange:
 
     def metadata(self, *, with_token: bool) -> tuple[tuple[str, str], ...]:
         """Return the metadata of calls to workers, without the request id. Raises Unauthenticated (TOKEN_MALFORMED)."""
-        found = [(key, value) for key in _TRACE_KEYS for value in self._headers(key)[:1]]
         tokens = self._headers(AUTHORIZATION_KEY) if with_token else []
         if len(tokens) > 1 or any(not _PRINTABLE.fullmatch(token) for token in tokens):
             raise Unauthenticated(
                 "authorization must be a single 'Bearer TOKEN'", reason="TOKEN_MALFORMED"
             )
-        found += [(AUTHORIZATION_KEY, token) for token in tokens]
-        return tuple((key, value) for key, value in found if _PRINTABLE.fullmatch(value))
+        return (*trace_context().items(), *((AUTHORIZATION_KEY, token) for token in tokens))
 
     async def run(
         self, handler: Callable[["Exchange"], Awaitable[None]], ending: asyncio.Event

@@ -41,6 +41,11 @@ class GatewayServer:
         self._tls = server_context(settings)
         self._server = _Uvicorn(_config(settings, gateway, self._tls))
 
+    @property
+    def num_connections(self) -> int:
+        """How many connections are open, those that are being closed included."""
+        return len(self._server.server_state.connections)
+
     def request_stop(self) -> None:
         """Do what SIGTERM does: the first call drains the gateway, the second stops it at once."""
         if self._stop_requested.is_set():

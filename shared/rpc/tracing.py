@@ -29,16 +29,37 @@ def start_call_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) ->
     The span is current for the rest of this task. The previous span is not restored, because gRPC creates a task per call and the
     call may end in the context of another task.
     """
-    carrier = {key: value for key, value in metadata if isinstance(value, str)}
-    parent = _PROPAGATOR.extract(carrier, context=otel_context.Context())
-    span = _tracer.start_span(
-        method.lstrip("/"),
-        context=parent,
-        kind=SpanKind.SERVER,
-        attributes={"rpc.system.name": "grpc", "rpc.method": method.lstrip("/")},
-    )
+    attributes = {"rpc.system.name": "grpc", "rpc.method": method.lstrip("/")}
+    return _start_server_span(method.lstrip("/"), metadata, attributes)
+
+
+def start_http_span(method: str, route: str, headers: Iterable[tuple[str, str]]) -> Span:
+    """Start the span of an HTTP request in the same way. https://opentelemetry.io/docs/specs/semconv/http/http-spans/"""
+    attributes = {"http.request.method": method, "http.route": route}
+    return _start_server_span(f"{method} {route}", headers, attributes)
+
+
+def _start_server_span(
+    name: str,
+    carrier: Iterable[tuple[str, str]] | Iterable[tuple[str, str | bytes]],
+    attributes: Mapping[str, str],
+) -> Span:
+    texts = {key: value for key, value in carrier if isinstance(value, str)}
+    parent = _PROPAGATOR.extract(texts, context=otel_context.Context())
+    span = _tracer.start_span(name, context=parent, kind=SpanKind.SERVER, attributes=attributes)
     otel_context.attach(trace.set_span_in_context(span))
     return span
+
+
+def end_http_span(span: Span, status: int, fields: Mapping[str, str | int | float]) -> None:
+    """End the span of an HTTP request. `fields` become attributes "neap.<name>"."""
+    span.set_attribute("http.response.status_code", status)
+    for name, value in fields.items():
+        span.set_attribute(f"neap.{name}", value)
+    if status >= 500:
+        span.set_attribute("error.type", str(status))
+        span.set_status(Status(StatusCode.ERROR))
+    span.end()
 
 
 def end_call_span(span: Span, code: str, fields: Mapping[str, str | int | float]) -> None:

@@ -165,6 +165,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_call_cancelled(scripted)
 
     worker.script = endless
     body = json.dumps(chat_body(stream=True)).encode()
+    num_before = gateway.server.num_connections
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
         reader.connect(("127.0.0.1", gateway.port))
@@ -178,6 +179,8 @@ def test_a_client_that_does_not_read_is_cut_off_and_its_call_cancelled(scripted)
         wait_until(lambda: sample("neap_gateway_errors_total", reason))
         # The buffers of gRPC and the kernel are all that was filled.
         assert len(sent) < 1000
+        # The connection is not kept for what the client has not read.
+        wait_until(lambda: gateway.server.num_connections <= num_before)
         reader.settimeout(60)
         received = b""
         while part := reader.recv(1 << 20):
@@ -216,6 +219,18 @@ def test_a_call_that_reaches_no_worker_is_repeated_before_its_first_token():
         worker.worker.requests.clear()
         assert gateway.http.post(CHAT, json=chat_body()).status_code == 503
         assert len(worker.worker.requests) == 1
+
+
+def test_the_clients_trace_and_request_id_reach_the_worker(scripted):
+    worker, gateway = scripted
+    worker.script = lambda request: [started(), chunk("a"), finished()]
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "x-request-id": "mine-1"}
+    reply = gateway.http.post(CHAT, json=chat_body(), headers=headers)
+    assert reply.headers["x-request-id"] == "mine-1"
+    assert reply.json()["id"] == "chatcmpl-mine-1"
+    assert worker.metadata[-1]["x-request-id"] == "mine-1"
+    assert trace in worker.metadata[-1]["traceparent"]
 
 
 def test_a_target_that_is_no_worker_is_a_bad_gateway():
