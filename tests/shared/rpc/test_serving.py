@@ -110,17 +110,38 @@ def _ended_with_a_reason(call):
     assert (type(error), error.reason) == (Unavailable, "SHUTTING_DOWN")
 
 
-def _slow_stream(num_events, pause_s):
-    async def handle(request, context):
-        for number in range(num_events):
-            yield inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text=str(number)))
-            await asyncio.sleep(pause_s)
+def _listens(target):
+    host, _, port = target.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=60).close()
+    except ConnectionRefusedError:
+        return False
+    except ConnectionResetError:  # taken by the kernel when the listener closed
+        pass
+    return True
 
-    return handle
+
+class PausedStream:
+    """A Generate handler that writes the events "0", "1", .., and pauses before the event `pause_at` until `go_on` is set.
+
+    While `is_paused` is set, no write is in progress that a jump of the clock could make late.
+    """
+
+    def __init__(self, num_events, pause_at):
+        self._num_events, self._pause_at = num_events, pause_at
+        self.is_paused, self.go_on = threading.Event(), threading.Event()
+
+    async def __call__(self, request, context):
+        for number in range(self._num_events):
+            if number == self._pause_at:
+                self.is_paused.set()
+                while not self.go_on.is_set():
+                    await asyncio.sleep(0.01)
+            yield inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(text=str(number)))
 
 
 def test_drain_takes_calls_for_the_grace_and_finishes_streams(scripted, server, channel):
-    scripted.on_generate = _slow_stream(10, 0.1)
+    scripted.on_generate = stream = PausedStream(10, pause_at=3)
     server.server.grace_s = 3600.0
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     server.run(server.server.set_serving())
@@ -129,8 +150,10 @@ def test_drain_takes_calls_for_the_grace_and_finishes_streams(scripted, server, 
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
     wait_until(lambda: _health(channel, SERVICE) == NOT_SERVING)
     stub.GetModel(inference_pb2.GetModelRequest(), timeout=60)  # still accepted
+    assert stream.is_paused.wait(60)
     with capture_logs() as logs:
         pass_time(server, 3600)
+        stream.go_on.set()
         assert [event.chunk.text for event in call] == [str(n) for n in range(1, 10)]
         draining.result(60)
     assert logs[-1]["event"] == "stopped"
@@ -140,7 +163,7 @@ def test_drain_takes_calls_for_the_grace_and_finishes_streams(scripted, server, 
 
 
 def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
-    scripted.on_generate = _slow_stream(1000, 0.1)
+    scripted.on_generate = stream = PausedStream(4, pause_at=3)
     server.server.grace_s, server.server.drain_timeout_s = 0.0, 3600.0
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     call = stub.Generate(inference_pb2.GenerateRequest())
@@ -148,6 +171,9 @@ def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
     for _ in range(2):
         next(call)
+    assert stream.is_paused.wait(60)
+    # The listener closes when the server waits for running calls, so the timer of that wait is set by then.
+    wait_until(lambda: not _listens(server.target))
     assert not draining.done()
     pass_time(server, 3600)
     draining.result(60)
@@ -168,7 +194,7 @@ def test_health_watchers_do_not_delay_the_drain(server, channel):
 
 @pytest.mark.parametrize("grace_s", [3600.0, 0.0])
 def test_a_second_request_to_stop_stops_at_once(scripted, server, channel, grace_s):
-    scripted.on_generate = _slow_stream(1000, 0.1)
+    scripted.on_generate = PausedStream(4, pause_at=3)
     server.server.grace_s, server.server.drain_timeout_s = grace_s, 3600.0
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     call = stub.Generate(inference_pb2.GenerateRequest())
