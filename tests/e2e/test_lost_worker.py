@@ -71,14 +71,26 @@ def _waiting_at_the_crowded(client, log):
     raise AssertionError("no call reached the worker whose places are taken")
 
 
+def _use_both(client, *logs):
+    """Makes calls until each worker has answered one. From then on the client shares its calls in turn."""
+
+    def answered(log):
+        return any(name == "neap_request_success_total" for name, *_ in scraped(log))
+
+    wait_until(lambda: list(client.generate(request_of(1))) and all(map(answered, logs)))
+
+
 def test_killed_in_mid_stream_is_unavailable_at_once_and_keeps_the_tokens(folder, tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
     with (
-        worker_process(folder, tmp_path / "registry") as (process, address),
-        worker_process(folder, tmp_path / "registry") as (_, other),
+        _measured_worker(folder, tmp_path / "one") as (process, address, log),
+        _measured_worker(folder, tmp_path / "other") as (_, other, other_log),
         NeapClient(f"ipv4:{address},{other}") as client,
     ):
         _ready(address)
         _ready(other)
+        _use_both(client, log, other_log)
         streams = [client.generate(request_of(2000)) for _ in range(4)]
         for stream in streams:
             while len(stream.token_ids) < 5:
