@@ -139,8 +139,7 @@ LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* up,
 // Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, and their attention problem.
 void add_sequence(Layer* layer, const Tensor& keys, const Tensor& values, int64_t base, int64_t count, const Tensor* mask, double scaling,
                   const std::optional<double>& softcap) {
-  check_float(kOp, "a cache of keys", keys, 4);
-  check_float(kOp, "a cache of values", values, 4);
+  const Dtype dtype = check_kv(kOp, keys, values);
   const PlaceArgs& place = layer->place;
   const auto fits = [&](const Tensor& cache, int64_t width) {
     return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 && base >= 0 && count > 0 &&
@@ -148,12 +147,15 @@ void add_sequence(Layer* layer, const Tensor& keys, const Tensor& values, int64_
   };
   NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": caches ", text(keys), " and ", text(values), " cannot take ", count,
              " tokens at ", base);
+  NEAP_CHECK(dtype == place.kv_dtype, kOp, ": the caches of several sequences are of different dtypes");
   if (mask) check_mask(kOp, *mask, 1, count, base + count);
+  const int64_t bytes = element_bytes(dtype);
+  uint8_t *key = static_cast<uint8_t*>(keys.mutable_data_ptr()), *value = static_cast<uint8_t*>(values.mutable_data_ptr());
   for (int64_t token = base; token < base + count; ++token)
-    layer->slots.push_back({mutable_floats(keys) + token * keys.stride(2), mutable_floats(values) + token * values.stride(2), keys.stride(1), values.stride(1)});
+    layer->slots.push_back({key + token * keys.stride(2) * bytes, value + token * values.stride(2) * bytes, keys.stride(1) * bytes, values.stride(1) * bytes});
   AttentionArgs problem{};
   problem.batch = 1, problem.heads = place.heads, problem.queries = count;
-  attend_over(&problem, keys, values, base + count, mask, mask == nullptr, scaling, softcap);
+  attend_over(&problem, keys, values, dtype, base + count, mask, mask == nullptr, scaling, softcap);
   layer->problems.push_back(problem);
 }
 
@@ -176,12 +178,10 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
              biases.size(), " biases, want 7 and 6, or 5 and 4 if one matrix makes queries, keys and values; biases may be absent");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
-  check_float(kOp, "a cache of keys", keys[0], 4);
-  check_float(kOp, "a cache of values", values[0], 4);
-
   Layer layer;
   layer.tokens = tokens;
   PlaceArgs& place = layer.place;
+  place.kv_dtype = check_kv(kOp, keys[0], values[0]);
   place.heads = heads, place.kv_heads = keys[0].size(1), place.width = keys[0].size(3), place.value_width = values[0].size(3);
   NEAP_CHECK(heads > 0 && place.kv_heads > 0 && heads % place.kv_heads == 0, kOp, ": ", heads, " query heads cannot share ", place.kv_heads, " key heads");
   NEAP_CHECK(text(cos) == text(sin), kOp, ": cos ", text(cos), " and sin ", text(sin), " differ in shape");

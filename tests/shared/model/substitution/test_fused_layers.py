@@ -72,6 +72,18 @@ def test_layers_as_one_op_have_the_bits_of_their_modules(family, fused_calls):
         fused_calls.clear()
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.bfloat16])
+def test_layers_are_one_op_over_16_bit_caches_too(kv_dtype, fused_calls):
+    model = build_family("llama")
+    assert accelerate(model, kv_dtype).layers == NUM_LAYERS
+    fused_calls.clear()
+    cache = ContiguousCache(5, kv_dtype)
+    cache.begin(0, 5)
+    model(input_ids=_ids(1, 5), past_key_values=cache)
+    assert fused_calls == [True] * NUM_LAYERS
+    assert cache.keys[0].dtype == cache.values[0].dtype == kv_dtype
+
+
 def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(fused_calls):
     model = build_family("mistral-sliding")
     accelerate(model)
