@@ -123,5 +123,6 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
                      std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
                      std::vector<Tensor> masks, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset,
                      double scaling, std::optional<double> softcap);
+Tensor profile_layers(bool is_on);
 
 }  // namespace neap::binding

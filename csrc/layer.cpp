@@ -5,11 +5,37 @@
 #include "packed.h"
 #include "team.h"
 
+#include <chrono>
+
 namespace neap::binding {
 
 namespace {
 
 constexpr const char* kOp = "decoder_layer";
+
+enum Step { kNorms, kProducts, kPlace, kAttention, kSteps };
+
+// Seconds of each step over all layers, while they are measured: see profile_layers.
+std::atomic<bool> is_profiled{false};
+double step_seconds[kSteps] = {};
+
+// Adds the time since the last step ended to `step_seconds`. One thread of a team has a clock that is on.
+class StepClock {
+ public:
+  explicit StepClock(bool is_on) : is_on_(is_on) {
+    if (is_on_) last_ = std::chrono::steady_clock::now();
+  }
+  void end(Step step) {
+    if (!is_on_) return;
+    const auto now = std::chrono::steady_clock::now();
+    step_seconds[step] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  const bool is_on_;
+  std::chrono::steady_clock::time_point last_;
+};
 
 // Allocates pieces of one buffer of floats, each starting on a cache line. With a null buffer it only adds up their sizes.
 class Arena {
@@ -93,27 +119,32 @@ void Layer::count(const Kernels& kernels) {
 void Layer::run(const Team& team) const {
   const Kernels& kernels = neap::kernels();
   float* own = scratches + team.begin * scratch;
+  StepClock clock(team.begin == 0 && is_profiled.load(std::memory_order_relaxed));
+  const auto meet = [&](Step step) {
+    team.meet();
+    clock.end(step);
+  };
   const auto linear = [&](const LinearArgs& args, int64_t items) {
     team.share(items, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
-    team.meet();
+    meet(kProducts);
   };
   const auto norm = [&](const RmsNormArgs& args) {
     team.share(tokens, [&](int64_t b, int64_t e) { kernels.rms_norm(args, b, e); });
-    team.meet();
+    meet(kNorms);
   };
   const auto attend = [&](auto kernel, const std::vector<int64_t>& ends) {
     team.share(ends.back(), [&](int64_t begin, int64_t end) {
       each_loop(ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernel(problems[at], own, b, e); });
     });
-    team.meet();
+    meet(kAttention);
   };
   norm(input_norm);
   team.share(projection_ends.back(), [&](int64_t begin, int64_t end) {
     each_loop(projection_ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernels.linear(projections[at], projection_items[at], b, e); });
   });
-  team.meet();
+  meet(kProducts);
   team.share(tokens * (place.heads + 2 * place.kv_heads), [&](int64_t b, int64_t e) { kernels.place(place, b, e); });
-  team.meet();
+  meet(kPlace);
   if (split_keys) {
     attend(kernels.attention_split, block_ends);
     attend(kernels.attention_join, problem_ends);
@@ -230,6 +261,16 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
   layer.lay_out(&arena, width, intermediate);
   in_team(layer.ranks, [&](const Team& team) { layer.run(team); });
   return result;
+}
+
+Tensor profile_layers(bool is_on) {
+  Tensor seconds = empty({kSteps});
+  for (int step = 0; step < kSteps; ++step) {
+    mutable_floats(seconds)[step] = (float)step_seconds[step];
+    step_seconds[step] = 0;
+  }
+  is_profiled.store(is_on, std::memory_order_relaxed);
+  return seconds;
 }
 
 }  // namespace neap::binding

@@ -84,7 +84,7 @@ def test_stored_keys_and_values_are_rounded_as_pytorch_rounds(
     isa: str, kv_dtype: torch.dtype
 ) -> None:
     edges = [65504.0, 65519.9, 65520.0, 3.39e38, 2.0**-14, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 1e-45]
-    edges += [0.0, float("inf"), 1 + 2.0**-9, 1 + 3 * 2.0**-9, 1 + 2.0**-11, 1 + 3 * 2.0**-11]
+    edges += [0.0, float("inf"), 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11]
     drawn = torch.randn(4000) * 10.0 ** torch.randint(-9, 6, (4000,))
     numbers = torch.cat([torch.tensor(edges), -torch.tensor(edges), drawn])[None, None, None]
     stores = [torch.zeros_like(numbers, dtype=kv_dtype) for _ in range(2)]
