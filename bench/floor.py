@@ -1,34 +1,44 @@
-"""Times passes of the whole model and compares them with the time to read its weights once.
+"""Times passes of the whole model on each instruction set and in each format, and compares them with the time to read the weights once.
 
-    python -m bench.floor --model DIR [--tokens 1 2 4 8 16] [--context 200] [--rounds 25]
+    python -m bench.floor --model DIR [--formats float32 bfloat16 Q8_0 ..] [--paths avx512 avx2 portable] [--tokens 1 2 4 8 16]
+        [--context 200] [--rounds 15]
 
-Medians in ms, logits included, float32 on a CPU. `floor`: all threads read as many bytes as the model's matrices have, from one block.
-`modules`: the same model with its layers' modules run one by one instead of fused. `HF`: Hugging Face's own forward over one token, in
-a separate process (docs/decisions/004). The contenders take turns within each round, so that a busy machine slows all of them alike.
+Medians in ms, logits included. `floor`: all threads read as many bytes as the model's packed matrices have, from one block. In
+parentheses: the ratio to the floor. The path in bold is the one that serves on this machine. All contenders take turns within each
+round, so that a busy machine slows all of them alike.
 """
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from bench.hugging_face import hugging_face_token
+from bench.forms import Form, add_formats, forms
+from bench.machine import described
 from bench.options import make_parser, parsed
 from shared import ops
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import LoadedModel
 from shared.model.runner import Runner
-from shared.model.substitution.layer import FusedLayer
+from shared.model.weights.lazy import lazy
+
+PATHS = ("avx512", "avx2", "portable")
+FLOOR = "floor"
 
 
 def weight_bytes(loaded: LoadedModel) -> int:
-    """Bytes of all matrices that a pass reads. Freed weights count, because their packed form has the same size."""
-    kinds = (nn.Linear, Conv1D)
-    return sum(m.weight.nbytes for m in loaded.model.modules() if isinstance(m, kinds))
+    """Bytes of all matrices that a pass reads, in the format in which they are packed."""
+    matrices = [m.weight for m in loaded.model.modules() if isinstance(m, nn.Linear | Conv1D)]
+    return sum(_stored_bytes(weight) for weight in matrices)
+
+
+def _stored_bytes(weight: Tensor) -> int:
+    stored = lazy(weight)
+    return weight.nbytes if stored is None else sum(packed.nbytes for packed in stored.memory)
 
 
 def model_pass(runner: Runner, num_tokens: int, context: int) -> Callable[[], Tensor]:
@@ -42,56 +52,69 @@ def model_pass(runner: Runner, num_tokens: int, context: int) -> Callable[[], Te
     return lambda: runner.logits(runner.run(own, cache, first=0, last=depth, base=context))
 
 
-@contextmanager
-def layers_by_modules() -> Iterator[None]:
-    """Within this context, fused layers run their modules instead of the fused op."""
-    fused = FusedLayer.fused
-    FusedLayer.fused = lambda self, args, kwargs: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FusedLayer.fused = fused  # type: ignore[method-assign]
-
-
 def timed_ms(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e3
 
 
+def available(paths: Sequence[str]) -> list[str]:
+    """The paths that this machine has."""
+    found = []
+    for path in paths:
+        try:
+            ops.set_cpu_isa(path)
+        except RuntimeError:
+            continue
+        found.append(path)
+    ops.set_cpu_isa("auto")
+    return found
+
+
+def measure(
+    form: Form, paths: Sequence[str], token_counts: Sequence[int], context: int, rounds: int
+) -> tuple[int, dict[tuple[str, int], float]]:
+    """(bytes of the matrices, median ms by path and number of tokens, and of the floor by (FLOOR, 0))."""
+    loaded = form.load()
+    num_bytes = weight_bytes(loaded)
+    block = torch.ones(num_bytes // 4)
+    runner = ContiguousRunner(loaded)
+    passes = {count: model_pass(runner, count, context) for count in token_counts}
+    samples: dict[tuple[str, int], list[float]] = {(FLOOR, 0): []}
+    samples |= {(path, count): [] for path in paths for count in token_counts}
+    for index in range(rounds + 1):
+        for (path, count), own in samples.items():
+            ops.set_cpu_isa("auto" if path == FLOOR else path)
+            taken = timed_ms(block.sum if path == FLOOR else passes[count])
+            if index:  # the first round touches memory
+                own.append(taken)
+    ops.set_cpu_isa("auto")
+    return num_bytes, {key: statistics.median(values) for key, values in samples.items()}
+
+
 def main() -> None:
     parser = make_parser(__doc__)
+    add_formats(parser)
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--context", type=int, default=200, help="tokens in the cache")
-    parser.add_argument("--rounds", type=int, default=25)
-    arguments = parsed(parser)
-    runner = ContiguousRunner(load_model(arguments.model))
-    num_bytes = weight_bytes(runner.loaded)
-    block = torch.ones(num_bytes // 4)
-    print(
-        f"{ops.cpu_isa()}, {torch.get_num_threads()} threads, {num_bytes / 1e6:.0f} MB of matrices"
-    )
-    with hugging_face_token(arguments.model) as hugging_face:
-        for num_tokens in arguments.tokens:
-            run = model_pass(runner, num_tokens, arguments.context)
-            samples: dict[str, list[float]] = {"floor": [], "neap": [], "modules": []}
-            if num_tokens == 1:
-                samples["HF"] = []
-            for index in range(arguments.rounds + 2):
-                round_ms = {"floor": timed_ms(block.sum), "neap": timed_ms(run)}
-                with layers_by_modules():
-                    round_ms["modules"] = timed_ms(run)
-                if num_tokens == 1:
-                    round_ms["HF"] = hugging_face(arguments.context) * 1e3
-                if index >= 2:
-                    for name, value in round_ms.items():
-                        samples[name].append(value)
-            medians = {name: statistics.median(values) for name, values in samples.items()}
-            figures = "  ".join(
-                f"{name} {value:6.2f} ({value / medians['floor']:.2f}x)"
-                for name, value in medians.items()
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parsed(parser)
+    paths, serving = available(options.paths), ops.cpu_isa()
+    print(f"{described('cpu')}; {serving} serves on this machine")
+    print(f"| format | MB | floor | path | {' | '.join(map(str, options.tokens))} |")
+    print("|---" * (4 + len(options.tokens)) + "|")
+    for form in forms(options):
+        num_bytes, medians = measure(form, paths, options.tokens, options.context, options.rounds)
+        gc.collect()  # models hold cycles, and the next form needs the memory
+        floor = medians[FLOOR, 0]
+        for path in paths:
+            cells = " | ".join(
+                f"{medians[path, count]:.1f} ({medians[path, count] / floor:.2f}x)"
+                for count in options.tokens
             )
-            print(f"{num_tokens:>3} tokens: {figures}", flush=True)
+            name = f"**{path}**" if path == serving else path
+            print(f"| {form.title} | {num_bytes / 1e6:.0f} | {floor:.1f} | {name} | {cells} |")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from bench.decode import neap
 from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import first_turns
+from bench.sides import neap
 from inference_service.engine.drafting.costs import measure_deep, measure_wide
 from inference_service.engine.drafting.planner import (
     MIN_SURVIVAL,

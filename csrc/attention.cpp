@@ -1,6 +1,4 @@
 // The attention ops on the CPU: a batch over one cache, and a ragged batch of several sequences, each over its own cache.
-#include <cstring>
-
 #include "attention_problem.h"
 
 namespace neap::binding {
@@ -42,13 +40,14 @@ void attend_together(const std::vector<AttentionArgs>& problems) {
   });
 }
 
-// Copies tokens [from, from + count) of new keys or values [1, H, T, D] into slots [base, base + count) of a contiguous cache [1, H, S, D].
-void write_slots(const Tensor& fresh, int64_t from, int64_t count, const Tensor& cache, int64_t base) {
-  const int64_t width = fresh.size(3);
+// Rounds tokens [from, from + count) of new keys or values [1, H, T, D] into slots [base, base + count) of a contiguous cache [1, H, S, D].
+void write_slots(const Tensor& fresh, int64_t from, int64_t count, const Tensor& cache, Dtype dtype, int64_t base) {
+  const Kernels& kernels = neap::kernels();
+  uint8_t* slots = static_cast<uint8_t*>(cache.mutable_data_ptr());
   for (int64_t head = 0; head < fresh.size(1); ++head)
     for (int64_t token = 0; token < count; ++token)
-      std::memcpy(mutable_floats(cache) + head * cache.stride(1) + (base + token) * cache.stride(2),
-                  floats(fresh) + head * fresh.stride(1) + (from + token) * fresh.stride(2), sizeof(float) * width);
+      kernels.round_row(floats(fresh) + head * fresh.stride(1) + (from + token) * fresh.stride(2), fresh.size(3), dtype,
+                        slots + (head * cache.stride(1) + (base + token) * cache.stride(2)) * element_bytes(dtype));
 }
 
 }  // namespace
@@ -57,8 +56,7 @@ Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std
                             std::optional<double> softcap) {
   const char* op = "contiguous_attention";
   check_float(op, "q", q, 4);
-  check_float(op, "k", k, 4);
-  check_float(op, "v", v, 4);
+  const Dtype kv_dtype = check_kv(op, k, v);
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), kv_heads = k.size(1);
   NEAP_CHECK(k.size(0) == batch && v.size(0) == batch && v.size(1) == kv_heads && k.size(3) == q.size(3) && k.size(2) == v.size(2), op, ": q ", text(q),
              ", k ", text(k), " and v ", text(v), " do not fit [B, Hq, Q, D], [B, Hkv, S, D], [B, Hkv, S, Dv]");
@@ -70,7 +68,7 @@ Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std
   Tensor out = empty({batch, queries, heads, v.size(3)});
   if (out.numel() == 0) return out;
   AttentionArgs args = attention_args(q, floats(q), queries, mutable_floats(out));
-  attend_over(&args, k, v, kv_length, mask ? &*mask : nullptr, causal, scaling, softcap);
+  attend_over(&args, k, v, kv_dtype, kv_length, mask ? &*mask : nullptr, causal, scaling, softcap);
   if (keeps_threads_busy(num_items(args), num_blocks(args), torch::stable::get_num_threads()))
     attend_together({args});
   else
@@ -95,9 +93,9 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
   NEAP_CHECK(tokens == 0 || (k.stride(3) == 1 && v.stride(3) == 1), op, ": the last dimension of k and v must be contiguous");
   NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
   int64_t covered = 0;
+  std::vector<Dtype> kv_dtypes;
   for (size_t s = 0; s < sequences; ++s) {
-    check_float(op, "a cache of keys", keys[s], 4);
-    check_float(op, "a cache of values", values[s], 4);
+    kv_dtypes.push_back(check_kv(op, keys[s], values[s]));
     const auto fits = [&](const Tensor& cache, const Tensor& fresh) {
       return cache.size(0) == 1 && cache.size(1) == kv_heads && cache.size(3) == fresh.size(3) && cache.stride(3) == 1 && bases[s] >= 0 && counts[s] > 0 &&
              bases[s] + counts[s] <= cache.size(2);
@@ -115,11 +113,11 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
   std::vector<AttentionArgs> problems;
   int64_t from = 0, items = 0, blocks = 0;
   for (size_t s = 0; s < sequences; ++s) {
-    write_slots(k, from, counts[s], keys[s], bases[s]);
-    write_slots(v, from, counts[s], values[s], bases[s]);
+    write_slots(k, from, counts[s], keys[s], kv_dtypes[s], bases[s]);
+    write_slots(v, from, counts[s], values[s], kv_dtypes[s], bases[s]);
     const bool masked = masks[s].numel() > 0;
     problems.push_back(attention_args(q, floats(q) + from * q.stride(2), counts[s], mutable_floats(out) + from * heads * value_width));
-    attend_over(&problems.back(), keys[s], values[s], bases[s] + counts[s], masked ? &masks[s] : nullptr, !masked, scaling, softcap);
+    attend_over(&problems.back(), keys[s], values[s], kv_dtypes[s], bases[s] + counts[s], masked ? &masks[s] : nullptr, !masked, scaling, softcap);
     from += counts[s], items += num_items(problems.back()), blocks = std::max(blocks, num_blocks(problems.back()));
   }
   if (keeps_threads_busy(items, blocks, torch::stable::get_num_threads()))

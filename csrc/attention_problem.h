@@ -10,10 +10,10 @@ inline void check_mask(const char* op, const Tensor& mask, int64_t batch, int64_
              ": mask has shape ", text(mask), ", want [", batch, " or 1, 1, ", queries, ", ", keys, "]");
 }
 
-// Sets the fields of a problem that concern the cache. `k` and `v` [B, Hkv, >= keys, D]; the first `keys` slots are attended over.
-inline void attend_over(AttentionArgs* args, const Tensor& k, const Tensor& v, int64_t keys, const Tensor* mask, bool causal, double scaling,
+// Sets the fields of a problem that concern the cache. `k` and `v` [B, Hkv, >= keys, D] of one dtype; the first `keys` slots are attended over.
+inline void attend_over(AttentionArgs* args, const Tensor& k, const Tensor& v, Dtype kv_dtype, int64_t keys, const Tensor* mask, bool causal, double scaling,
                         const std::optional<double>& softcap) {
-  args->k = floats(k), args->v = floats(v), args->keys = keys, args->kv_heads = k.size(1), args->width = k.size(3), args->value_width = v.size(3);
+  args->k = k.const_data_ptr(), args->v = v.const_data_ptr(), args->kv_dtype = kv_dtype, args->keys = keys, args->kv_heads = k.size(1), args->width = k.size(3), args->value_width = v.size(3);
   args->k_batch = k.stride(0), args->k_head = k.stride(1), args->k_row = k.stride(2);
   args->v_batch = v.stride(0), args->v_head = v.stride(1), args->v_row = v.stride(2);
   if (mask) {

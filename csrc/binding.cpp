@@ -102,6 +102,7 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "decoder_layer(Tensor x, Tensor cos, Tensor sin, Tensor[] norms, Tensor[] packed, Tensor[] biases, Tensor(a!)[] keys, "
       "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt heads, SymInt intermediate, str activation, "
       "float eps, float weight_offset, float scaling, float? softcap=None) -> Tensor");
+  m.def("profile_layers(bool is_on) -> Tensor");
   m.def("cpu_isa() -> str");
   m.def("set_cpu_isa(str name) -> ()");
 }
@@ -123,6 +124,7 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(neap, CompositeExplicitAutograd, m) {
   using namespace neap::binding;
+  m.impl("profile_layers", TORCH_BOX(&profile_layers));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
 }

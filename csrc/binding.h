@@ -41,6 +41,26 @@ inline void check_float(const char* op, const char* name, const Tensor& t, int64
              dims < 0 ? std::string("at least 1 dimension") : std::to_string(dims) + " dimensions");
 }
 
+// The dtype of stored numbers, which kernels widen.
+inline Dtype dtype_of(const char* op, const char* name, const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return kFloat32;
+    case ScalarType::Half: return kFloat16;
+    case ScalarType::BFloat16: return kBfloat16;
+    default: NEAP_CHECK(false, op, ": ", name, " must be float32, float16 or bfloat16");
+  }
+  return kFloat32;
+}
+
+// Keys and values [B, H, S, D] on the CPU, of one dtype, which is returned.
+inline Dtype check_kv(const char* op, const Tensor& keys, const Tensor& values) {
+  for (const Tensor* t : {&keys, &values})
+    NEAP_CHECK(t->is_cpu() && t->dim() == 4, op, ": keys ", text(keys), " and values ", text(values), " must be on the CPU and have 4 dimensions");
+  const Dtype dtype = dtype_of(op, "keys", keys);
+  NEAP_CHECK(dtype_of(op, "values", values) == dtype, op, ": values are of another dtype than keys");
+  return dtype;
+}
+
 inline void check_vector(const char* op, const char* name, const Tensor& t, int64_t size) {
   check_float(op, name, t, 1);
   NEAP_CHECK(t.size(0) == size && t.is_contiguous(), op, ": ", name, " must be contiguous with shape [", size, "], got ", text(t));
@@ -103,5 +123,6 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
                      std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
                      std::vector<Tensor> masks, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset,
                      double scaling, std::optional<double> softcap);
+Tensor profile_layers(bool is_on);
 
 }  // namespace neap::binding

@@ -16,15 +16,7 @@ class Call {
 
   bool on_cpu() const { return cpu_; }
 
-  Dtype dtype(const char* name, const Tensor& t) const {
-    switch (t.scalar_type()) {
-      case ScalarType::Float: return kFloat32;
-      case ScalarType::Half: return kFloat16;
-      case ScalarType::BFloat16: return kBfloat16;
-      default: NEAP_CHECK(false, op_, ": ", name, " must be float32, float16 or bfloat16");
-    }
-    return kFloat32;
-  }
+  Dtype dtype(const char* name, const Tensor& t) const { return dtype_of(op_, name, t); }
 
   // `sizes`: -1 matches any size.
   void shape(const char* name, const Tensor& t, const Sizes& sizes) const {

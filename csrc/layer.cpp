@@ -5,11 +5,37 @@
 #include "packed.h"
 #include "team.h"
 
+#include <chrono>
+
 namespace neap::binding {
 
 namespace {
 
 constexpr const char* kOp = "decoder_layer";
+
+enum Step { kNorms, kProducts, kPlace, kAttention, kSteps };
+
+// Seconds of each step over all layers, while they are measured: see profile_layers.
+std::atomic<bool> is_profiled{false};
+double step_seconds[kSteps] = {};
+
+// Adds the time since the last step ended to `step_seconds`. One thread of a team has a clock that is on.
+class StepClock {
+ public:
+  explicit StepClock(bool is_on) : is_on_(is_on) {
+    if (is_on_) last_ = std::chrono::steady_clock::now();
+  }
+  void end(Step step) {
+    if (!is_on_) return;
+    const auto now = std::chrono::steady_clock::now();
+    step_seconds[step] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  const bool is_on_;
+  std::chrono::steady_clock::time_point last_;
+};
 
 // Allocates pieces of one buffer of floats, each starting on a cache line. With a null buffer it only adds up their sizes.
 class Arena {
@@ -93,27 +119,32 @@ void Layer::count(const Kernels& kernels) {
 void Layer::run(const Team& team) const {
   const Kernels& kernels = neap::kernels();
   float* own = scratches + team.begin * scratch;
+  StepClock clock(team.begin == 0 && is_profiled.load(std::memory_order_relaxed));
+  const auto meet = [&](Step step) {
+    team.meet();
+    clock.end(step);
+  };
   const auto linear = [&](const LinearArgs& args, int64_t items) {
     team.share(items, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
-    team.meet();
+    meet(kProducts);
   };
   const auto norm = [&](const RmsNormArgs& args) {
     team.share(tokens, [&](int64_t b, int64_t e) { kernels.rms_norm(args, b, e); });
-    team.meet();
+    meet(kNorms);
   };
   const auto attend = [&](auto kernel, const std::vector<int64_t>& ends) {
     team.share(ends.back(), [&](int64_t begin, int64_t end) {
       each_loop(ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernel(problems[at], own, b, e); });
     });
-    team.meet();
+    meet(kAttention);
   };
   norm(input_norm);
   team.share(projection_ends.back(), [&](int64_t begin, int64_t end) {
     each_loop(projection_ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernels.linear(projections[at], projection_items[at], b, e); });
   });
-  team.meet();
+  meet(kProducts);
   team.share(tokens * (place.heads + 2 * place.kv_heads), [&](int64_t b, int64_t e) { kernels.place(place, b, e); });
-  team.meet();
+  meet(kPlace);
   if (split_keys) {
     attend(kernels.attention_split, block_ends);
     attend(kernels.attention_join, problem_ends);
@@ -139,8 +170,7 @@ LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* up,
 // Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, and their attention problem.
 void add_sequence(Layer* layer, const Tensor& keys, const Tensor& values, int64_t base, int64_t count, const Tensor* mask, double scaling,
                   const std::optional<double>& softcap) {
-  check_float(kOp, "a cache of keys", keys, 4);
-  check_float(kOp, "a cache of values", values, 4);
+  const Dtype dtype = check_kv(kOp, keys, values);
   const PlaceArgs& place = layer->place;
   const auto fits = [&](const Tensor& cache, int64_t width) {
     return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 && base >= 0 && count > 0 &&
@@ -148,12 +178,15 @@ void add_sequence(Layer* layer, const Tensor& keys, const Tensor& values, int64_
   };
   NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": caches ", text(keys), " and ", text(values), " cannot take ", count,
              " tokens at ", base);
+  NEAP_CHECK(dtype == place.kv_dtype, kOp, ": the caches of several sequences are of different dtypes");
   if (mask) check_mask(kOp, *mask, 1, count, base + count);
+  const int64_t bytes = element_bytes(dtype);
+  uint8_t *key = static_cast<uint8_t*>(keys.mutable_data_ptr()), *value = static_cast<uint8_t*>(values.mutable_data_ptr());
   for (int64_t token = base; token < base + count; ++token)
-    layer->slots.push_back({mutable_floats(keys) + token * keys.stride(2), mutable_floats(values) + token * values.stride(2), keys.stride(1), values.stride(1)});
+    layer->slots.push_back({key + token * keys.stride(2) * bytes, value + token * values.stride(2) * bytes, keys.stride(1) * bytes, values.stride(1) * bytes});
   AttentionArgs problem{};
   problem.batch = 1, problem.heads = place.heads, problem.queries = count;
-  attend_over(&problem, keys, values, base + count, mask, mask == nullptr, scaling, softcap);
+  attend_over(&problem, keys, values, dtype, base + count, mask, mask == nullptr, scaling, softcap);
   layer->problems.push_back(problem);
 }
 
@@ -176,12 +209,10 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
              biases.size(), " biases, want 7 and 6, or 5 and 4 if one matrix makes queries, keys and values; biases may be absent");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
-  check_float(kOp, "a cache of keys", keys[0], 4);
-  check_float(kOp, "a cache of values", values[0], 4);
-
   Layer layer;
   layer.tokens = tokens;
   PlaceArgs& place = layer.place;
+  place.kv_dtype = check_kv(kOp, keys[0], values[0]);
   place.heads = heads, place.kv_heads = keys[0].size(1), place.width = keys[0].size(3), place.value_width = values[0].size(3);
   NEAP_CHECK(heads > 0 && place.kv_heads > 0 && heads % place.kv_heads == 0, kOp, ": ", heads, " query heads cannot share ", place.kv_heads, " key heads");
   NEAP_CHECK(text(cos) == text(sin), kOp, ": cos ", text(cos), " and sin ", text(sin), " differ in shape");
@@ -230,6 +261,16 @@ Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms
   layer.lay_out(&arena, width, intermediate);
   in_team(layer.ranks, [&](const Team& team) { layer.run(team); });
   return result;
+}
+
+Tensor profile_layers(bool is_on) {
+  Tensor seconds = empty({kSteps});
+  for (int step = 0; step < kSteps; ++step) {
+    mutable_floats(seconds)[step] = (float)step_seconds[step];
+    step_seconds[step] = 0;
+  }
+  is_profiled.store(is_on, std::memory_order_relaxed);
+  return seconds;
 }
 
 }  // namespace neap::binding

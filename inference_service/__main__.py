@@ -153,12 +153,21 @@ def _refresh_soon(
         asyncio.run_coroutine_threadsafe(routers.refresh(loaded), loop)
 
 
+def _dtype(name: str) -> torch.dtype | None:
+    return None if name == "auto" else getattr(torch, name)
+
+
 def _load_engine(
     source: ModelSource, settings: WorkerSettings, on_failure: Callable[[], object]
 ) -> Engine:
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    load = partial(load_model, source.source, model_id=source.model_id, dtype=dtype)
-    loaded = load(device=settings.device, context_length=settings.context_length)
+    loaded = load_model(
+        source.source,
+        model_id=source.model_id,
+        dtype=_dtype(settings.dtype),
+        device=settings.device,
+        context_length=settings.context_length,
+        kv_dtype=_dtype(settings.kv_dtype),
+    )
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(

@@ -166,6 +166,16 @@ class RouterLoader:
         ladder = self._unpack(published.manifest, blobs)
         ladder.check_model(loaded)
         risk = PublishedRisk.of(published.manifest)
+        kv_dtype = str(loaded.kv_dtype).removeprefix("torch.")
+        if risk is not None and not risk.holds_in(kv_dtype):
+            log.warning(
+                "the router's bound is not reported: it was certified with keys and values of another dtype",
+                model_id=loaded.model_id,
+                version=version,
+                certified=risk.dtype,
+                served=kv_dtype,
+            )
+            risk = None
         prepare = self._prepare.get(loaded.model_id)
         if prepare is not None:
             prepare(ladder)

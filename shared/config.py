@@ -178,6 +178,13 @@ class WorkerSettings(ServiceSettings):
         ge=1,
         description="MiB for the keys and values of all requests, per model. Unset: half of the memory that is free once the model is loaded.",
     )
+    kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        default="auto",
+        description="Format in which keys and values are kept. auto: the one that the device computes in, which is float32 on a CPU. A 16-bit "
+        "format halves their memory and their share of each step; they are rounded once, so exact still gives the tokens of full, but both may "
+        "differ from those of float32. float16 holds no number above 65504. Formats other than auto's need neap's attention on a CPU; a model "
+        "that runs another is refused at start.",
+    )
     prefix_cache_mb: int | None = Field(
         default=None,
         ge=0,

@@ -35,9 +35,9 @@ from transformers import AutoTokenizer, GenerationConfig
 from bench.machine import described
 from bench.peers.catalogue import FLOAT32, OURS, PEERS, REFERENCE, USUAL, Choice, parse_choices
 from bench.peers.engines.serving import EngineSettings
-from bench.peers.environment import Environment, OwnEnvironment
+from bench.peers.environment import OwnEnvironment
 from bench.peers.figures import table
-from bench.peers.models import Models, fetched_gguf
+from bench.peers.models import Models, environments, fetched_gguf
 from bench.peers.prompts import encode, read_texts
 from bench.peers.run import Planned, measure, start
 from bench.peers.worker import EngineFailed
@@ -104,16 +104,12 @@ def set_up(options: argparse.Namespace, failures: dict[str, str]) -> tuple[Path,
         given = given or fetched_gguf(cache / "models", say)
     else:
         model = options.model.absolute()
-    environments = {
-        name: Environment(cache / "peers" / peer.folder, peer.requirements, options.build_jobs)
-        for name, peer in PEERS.items()
-        if peer.requirements is not None
-    }
-    models = Models(model, given, cache / "models", environments, say)
+    found = environments(cache, options.build_jobs)
+    models = Models(model, given, cache / "models", found, say)
     planned = []
     for choice in options.choices:
         try:
-            environment = environments.get(choice.name) or OwnEnvironment()
+            environment = found.get(choice.name) or OwnEnvironment()
             environment.ensure(say)
             source = models.source(choice)
             title = models.title(choice.weights)

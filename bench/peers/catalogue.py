@@ -10,7 +10,11 @@ FLOAT32 = "float32"
 # The format of the .gguf file that is given, whatever it holds.
 GIVEN = "gguf"
 # Formats that llama.cpp makes from float32 in a .gguf file, and its names for them.
-QUANTISED = {"float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0", "Q4_K_M": "Q4_K_M"}
+QUANTISED = {
+    "float16": "F16",
+    "bfloat16": "BF16",
+    **{name: name for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K")},
+}
 GGUF_FORMATS = (FLOAT32, *QUANTISED, GIVEN)
 
 

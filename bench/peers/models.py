@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench.peers.catalogue import FLOAT32, GIVEN, OURS, QUANTISED, Choice
+from bench.peers.catalogue import FLOAT32, GIVEN, OURS, PEERS, QUANTISED, Choice
 from bench.peers.environment import Environment
 from bench.peers.gguf_file import file_type, write_gguf
 from shared.cli.demo_model import GGUF_NAME, download, unpack
@@ -90,6 +90,15 @@ class Models:
                 make(made)
                 made.rename(target)
         return target
+
+
+def environments(cache: Path, build_jobs: int) -> dict[str, Environment]:
+    """The environments of all peers that need one, by name, below the folder `cache`. Sets none of them up."""
+    return {
+        name: Environment(cache / "peers" / peer.folder, peer.requirements, build_jobs)
+        for name, peer in PEERS.items()
+        if peer.requirements is not None
+    }
 
 
 def fetched_gguf(cache: Path, say: Callable[[str], None]) -> Path:

@@ -12,7 +12,7 @@ namespace neap::NEAP_ISA {
 
 const Kernels& table() {
   static constexpr Kernels kernels = {
-      NEAP_STRINGIFY(NEAP_ISA), widen, linear_items, linear, rms_norm, rotary, place,
+      NEAP_STRINGIFY(NEAP_ISA), widen, linear_items, linear, rms_norm, rotary, place, round_row,
       attention_scratch, attention, attention_split, attention_join,
       kDotRows, row_dots, norm, exit_gate, exit_finish, draft_blocks, draft_join, route_finish, choose,
   };

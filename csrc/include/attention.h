@@ -1,4 +1,7 @@
-// Attention over a preallocated cache: float32, grouped heads read in place, softmax over blocks of 256 keys.
+// Attention over a preallocated cache: grouped heads read in place, softmax over blocks of 256 keys.
+//
+// Keys and values are float32 or 16 bits wide. Products and sums are float32 in either case, so a result has the bits of attention over
+// the same numbers in float32.
 //
 // Keys are cut into blocks, counted from key 0. A block yields, per row (a query of one head), the maximum score, the sum of
 // exponentials and the weighted sum of values. Blocks are joined in order. A row's result of a block depends on the keys that the row

@@ -7,7 +7,7 @@ namespace neap::NEAP_ISA {
 constexpr float kMinusInfinity = -__builtin_inff();
 constexpr int64_t kRowBytes = kPanel * 4;  // of a row of 16 numbers
 
-inline const uint8_t* bytes_of(const float* p) { return reinterpret_cast<const uint8_t*>(p); }
+inline const uint8_t* bytes_of(const void* p) { return static_cast<const uint8_t*>(p); }
 
 struct QueryTile {
   int64_t batch, kv_head, query, queries;  // queries [query, query + queries)
@@ -69,20 +69,18 @@ inline void gather_queries(const AttentionArgs& a, const QueryTile& t, float* ou
     }
 }
 
-typedef float Quad __attribute__((vector_size(16)));
-typedef float UnalignedQuad __attribute__((vector_size(16), aligned(4), may_alias));
-
-// Packs keys [count, width] into panels [ceil(count / 16)][width][16], padded with zeros.
-inline void pack_keys(const float* k, int64_t k_row, int64_t count, int64_t width, float* out) {
+// Packs keys [count, width] into panels [ceil(count / 16)][width][16] of float32, padded with zeros.
+template <class E>
+void pack_keys(const E* k, int64_t k_row, int64_t count, int64_t width, float* out) {
   for (int64_t panel = 0; panel * kPanel < count; ++panel, out += width * kPanel)
     for (int64_t c = 0; c < kPanel; c += 4) {
       const int64_t key = panel * kPanel + c;
       int64_t d = 0;
       if (key + 4 <= count) {
-        const float* row = k + key * k_row;
+        const E* row = k + key * k_row;
         for (; d + 4 <= width; d += 4) {
-          const Quad r0 = *(const UnalignedQuad*)(row + d), r1 = *(const UnalignedQuad*)(row + k_row + d);
-          const Quad r2 = *(const UnalignedQuad*)(row + 2 * k_row + d), r3 = *(const UnalignedQuad*)(row + 3 * k_row + d);
+          const Quad r0 = load_four(row + d), r1 = load_four(row + k_row + d);
+          const Quad r2 = load_four(row + 2 * k_row + d), r3 = load_four(row + 3 * k_row + d);
           const Quad low01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), high01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
           const Quad low23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5), high23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
           float* o = out + d * kPanel + c;
@@ -93,7 +91,7 @@ inline void pack_keys(const float* k, int64_t k_row, int64_t count, int64_t widt
         }
       }
       for (; d < width; ++d)
-        for (int64_t i = 0; i < 4; ++i) out[d * kPanel + c + i] = key + i < count ? k[(key + i) * k_row + d] : 0.f;
+        for (int64_t i = 0; i < 4; ++i) out[d * kPanel + c + i] = key + i < count ? to_float(k[(key + i) * k_row + d]) : 0.f;
     }
 }
 
@@ -156,24 +154,31 @@ inline bool all_masked(const AttentionArgs& a, const QueryTile& t, int64_t first
   return true;
 }
 
-// Fills s.block, s.block_max and s.block_sum for keys [first, first + 256). Returns false if no row sees any of them.
-inline bool attend_block(const AttentionArgs& a, const QueryTile& t, const Scratch& s, int64_t first) {
-  const int64_t count = min64(kKeyBlock, t.last_key - first), width = a.value_width;
-  if (count <= 0 || all_masked(a, t, first, count)) return false;
-  pack_keys(a.k + t.batch * a.k_batch + t.kv_head * a.k_head + first * a.k_row, a.k_row, count, a.width, s.keys);
-  multiply<FloatRows<>>({s.q, a.width, bytes_of(s.keys), a.width * kRowBytes, kRowBytes, 0, s.scores, kKeyBlock, false, 0, 0}, t.rows, ceil_div(count, kPanel), a.width);
+// Fills s.block, s.block_max and s.block_sum for keys [first, first + count), numbers of type E.
+template <class E>
+void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, int64_t first, int64_t count) {
+  const E* k = static_cast<const E*>(a.k) + t.batch * a.k_batch + t.kv_head * a.k_head + first * a.k_row;
+  pack_keys(k, a.k_row, count, a.width, s.keys);
+  multiply<Rows<float>>({s.q, a.width, bytes_of(s.keys), a.width * kRowBytes, kRowBytes, 0, s.scores, kKeyBlock, false, 0, 0}, t.rows, ceil_div(count, kPanel), a.width);
   for (int64_t row = 0; row < t.rows; ++row) {
     const int64_t end = a.causal ? a.keys - a.queries + t.query + row / t.group + 1 : a.keys;
     softmax_row(a, s.scores + row * kKeyBlock, count, min64(count, end - first), mask_row(a, t, row, first), s.block_max + row, s.block_sum + row);
   }
-  const float* v = a.v + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
-  const int64_t panels = width / kPanel, c_stride = padded_width(a);
-  multiply<FloatRows<0>>({s.scores, kKeyBlock, bytes_of(v), kRowBytes, a.v_row * 4, 0, s.block, c_stride, false, 0, 0}, t.rows, panels, count);
+  const E* v = static_cast<const E*>(a.v) + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
+  const int64_t width = a.value_width, panels = width / kPanel, c_stride = padded_width(a), bytes = sizeof(E);
+  multiply<Rows<E, 0>>({s.scores, kKeyBlock, bytes_of(v), kPanel * bytes, a.v_row * bytes, 0, s.block, c_stride, false, 0, 0}, t.rows, panels, count);
   if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
     for (int64_t i = 0; i < count; ++i)
-      for (int64_t c = 0; c < kPanel; ++c) s.tail[i * kPanel + c] = panels * kPanel + c < width ? v[i * a.v_row + panels * kPanel + c] : 0.f;
-    multiply<FloatRows<>>({s.scores, kKeyBlock, bytes_of(s.tail), 0, kRowBytes, 0, s.block + panels * kPanel, c_stride, false, 0, 0}, t.rows, 1, count);
+      for (int64_t c = 0; c < kPanel; ++c) s.tail[i * kPanel + c] = panels * kPanel + c < width ? to_float(v[i * a.v_row + panels * kPanel + c]) : 0.f;
+    multiply<Rows<float>>({s.scores, kKeyBlock, bytes_of(s.tail), 0, kRowBytes, 0, s.block + panels * kPanel, c_stride, false, 0, 0}, t.rows, 1, count);
   }
+}
+
+// The same for keys [first, first + 256) of any type. Returns false if no row sees any of them.
+inline bool attend_block(const AttentionArgs& a, const QueryTile& t, const Scratch& s, int64_t first) {
+  const int64_t count = min64(kKeyBlock, t.last_key - first);
+  if (count <= 0 || all_masked(a, t, first, count)) return false;
+  with_type(a.kv_dtype, [&](auto* type) { attend_keys<__typeof__(*type)>(a, t, s, first, count); });
   return true;
 }
 

@@ -1,4 +1,4 @@
-// Loads of float16 and bfloat16 as float32, one number or kLanes at a time.
+// Loads of float16 and bfloat16 as float32, one number, four or kLanes at a time, and rounding to them.
 #pragma once
 #include "elements.h"
 #include "simd.h"
@@ -21,6 +21,42 @@ NEAP_INLINE float to_float(Half value) {
   __builtin_memcpy(&bits, &moved, 4);
   return float_of_bits(sign | (magnitude >= 0x7c00u ? bits | 0x7f800000u : bits));
 }
+
+// The nearest number of the other format, of two equally near ones the even one. NaN stays NaN.
+NEAP_INLINE void round_to(float value, float* out) { *out = value; }
+NEAP_INLINE void round_to(float value, Bfloat* out) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  out->bits = (uint16_t)(is_nan ? bits >> 16 | 0x40u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+NEAP_INLINE void round_to(float value, Half* out) {
+  uint32_t bits, small;
+  __builtin_memcpy(&bits, &value, 4);
+  const uint32_t magnitude = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
+  // Below 2^-14 the result is subnormal. Its unit, 2^-24, is that of float32 numbers from 0.5 on, so this addition rounds to it.
+  const float shifted = float_of_bits(magnitude) + 0.5f;
+  __builtin_memcpy(&small, &shifted, 4);
+  const uint32_t subnormal = small - 0x3f000000u;
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t rounded = magnitude < (113u << 23) ? subnormal : magnitude < 0x477ff000u ? normal : special;  // 65520 and more: infinity
+  out->bits = (uint16_t)(sign | rounded);
+}
+
+typedef float Quad __attribute__((vector_size(16)));
+typedef float UnalignedQuad __attribute__((vector_size(16), aligned(4), may_alias));
+
+NEAP_INLINE Quad load_four(const float* p) { return *reinterpret_cast<const UnalignedQuad*>(p); }
+#if defined(NEAP_AVX512) || defined(NEAP_AVX2)
+NEAP_INLINE Quad load_four(const Half* p) { return (Quad)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)); }
+NEAP_INLINE Quad load_four(const Bfloat* p) { return (Quad)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16); }
+#else
+template <class E>
+NEAP_INLINE Quad load_four(const E* p) {
+  return Quad{to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+}
+#endif
 
 #if defined(NEAP_AVX512)
 NEAP_INLINE Vec load(const Half* p) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
@@ -53,6 +89,24 @@ NEAP_INLINE void store_part(float* p, Vec v, int64_t count) {
   float lanes[kLanes];
   store(lanes, v);
   for (int64_t i = 0; i < count; ++i) p[i] = lanes[i];
+}
+
+// Calls f with a null pointer to the type of `dtype`.
+template <class F>
+NEAP_INLINE void with_type(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case kFloat32: return f((float*)nullptr);
+    case kFloat16: return f((Half*)nullptr);
+    case kBfloat16: return f((Bfloat*)nullptr);
+  }
+}
+
+// Rounds `count` numbers to `dtype`.
+inline void round_row(const float* from, int64_t count, Dtype dtype, void* to) {
+  with_type(dtype, [&](auto* type) {
+    auto* out = static_cast<decltype(type)>(to);
+    for (int64_t i = 0; i < count; ++i) round_to(from[i], out + i);
+  });
 }
 
 // Calls f(i, load, store) for each group of kLanes numbers of a row of `width`; the last group may be partial.

@@ -39,26 +39,29 @@ struct RotaryArgs {
   int64_t angle_batch, angle_row;  // strides of cos and sin, which share them; angle_batch is 0 to broadcast
 };
 
-// One token's place in KV memory: its key and value of head 0, and the strides to the next head's.
+// One token's place in KV memory: its key and value of head 0, and the bytes from there to the next head's.
 struct Slot {
-  float *key, *value;
+  uint8_t *key, *value;
   int64_t key_head, value_head;
 };
 
 // The steps of a layer between its projections and attention: head norms, rotary positions, and writing keys and values to slots.
 struct PlaceArgs {
-  float* q;                     // [tokens, heads, width] rows `q_row` apart; changed in place
-  const float *k, *v;           // [tokens, kv_heads, width or value_width], rows `k_row` and `v_row` apart
+  float *q, *k;                 // [tokens, heads or kv_heads, width] rows `q_row` and `k_row` apart; changed in place
+  const float* v;               // [tokens, kv_heads, value_width] rows `v_row` apart
   const float *q_norm, *k_norm; // [width] or null
   const float *cos, *sin;       // [angles, rotated]; token t has row t % angles
   const Slot* slots;            // [tokens]
+  Dtype kv_dtype;               // of slots
   int64_t q_row, k_row, v_row;
   int64_t heads, kv_heads, width, value_width, rotated, angles;
   float eps, weight_offset;
 };
 
 struct AttentionArgs {
-  const float *q, *k, *v;
+  const float* q;
+  const void *k, *v;    // numbers of `kv_dtype`, widened to float32 in registers
+  Dtype kv_dtype;
   const uint8_t* mask;  // bool [batch or 1, 1, queries, keys] or null
   float* out;           // [batch, queries, heads, value_width] contiguous
   float* partials;      // per key block and row: maximum, sum and values (see attention.h); null unless keys are split
@@ -80,6 +83,7 @@ struct Kernels {
   void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);  // item: a row
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);     // item: (batch, head)
   void (*place)(const PlaceArgs&, int64_t begin, int64_t end);       // item: (token, head of q, then k, then v)
+  void (*round_row)(const float* from, int64_t count, Dtype, void* to);
   int64_t (*attention_scratch)(const AttentionArgs&);                // size of a thread's scratch memory in floats
   void (*attention)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);        // (batch, kv head, query tile)
   void (*attention_split)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);  // (batch, kv head, query tile, key block)

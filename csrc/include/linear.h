@@ -7,7 +7,7 @@ namespace neap::NEAP_ISA {
 constexpr int64_t kRowChunk = 96;  // rows per chunk: their inputs stay in L2 while a thread processes its panels
 
 // Size of the buffer of partial sums of one matrix: a chunk of rows times the panels of the tallest tile.
-constexpr int64_t kChunkFloats = kRowChunk * kPanel * panels_for<FloatRows<>>(kMaxTileRows);
+constexpr int64_t kChunkFloats = kRowChunk * kPanel * panels_for<Rows<float>>(kMaxTileRows);
 
 constexpr int64_t kWidenedPanels = 2;  // panels whose widened depth blocks lie in the L1 cache together
 

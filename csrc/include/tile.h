@@ -28,7 +28,7 @@ struct TileArgs {
   int64_t a_stride;
   const uint8_t* b;      // a depth block of each panel, `panel_stride` bytes apart
   int64_t panel_stride;
-  int64_t row_bytes;     // FloatRows<0> only: from one input to the next
+  int64_t row_bytes;     // Rows<E, 0> only: from one input to the next
   int64_t depth;
   float* c;              // [rows, panels * 16], rows `c_stride` apart
   int64_t c_stride;

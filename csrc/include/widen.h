@@ -61,32 +61,19 @@ NEAP_INLINE void for_inputs(const F& f) {
   }
 }
 
-// Rows of 16 float32, `stride` bytes apart: also keys, values and widened panels. kStride: the stride if known at compile time, else 0.
-template <int kStride = kPanel * 4>
-struct FloatRows {
+// Rows of 16 numbers, `stride` bytes apart: also keys, values and widened panels. kStride: the stride if known at compile time, else 0.
+template <class E, int kStride = kPanel * (int)sizeof(E)>
+struct Rows {
   static constexpr int kUnit = 1, kGroup = 1;
-  static constexpr int kHeld = 0;
+  static constexpr int kHeld = sizeof(E) == 4 ? 0 : 1;
   static constexpr bool kShared = false;
   const uint8_t* base;
   int64_t stride;
-  const float* row;
+  const E* row;
 
   NEAP_INLINE void begin(const uint8_t* block, int64_t, int64_t row_bytes) { base = block, stride = kStride ? kStride : row_bytes; }
   NEAP_INLINE void open(int64_t) {}
-  NEAP_INLINE void load(int64_t k) { row = reinterpret_cast<const float*>(base + k * stride); }
-  template <int kInput> NEAP_INLINE Vec column(int v) const { return neap::NEAP_ISA::load(row + v * kLanes); }
-};
-
-struct HalfRows {
-  static constexpr int kUnit = 1, kGroup = 1;
-  static constexpr int kHeld = 1;
-  static constexpr bool kShared = false;
-  const Half* base;
-  const Half* row;
-
-  NEAP_INLINE void begin(const uint8_t* block, int64_t, int64_t) { base = reinterpret_cast<const Half*>(block); }
-  NEAP_INLINE void open(int64_t) {}
-  NEAP_INLINE void load(int64_t k) { row = base + k * kPanel; }
+  NEAP_INLINE void load(int64_t k) { row = reinterpret_cast<const E*>(base + k * stride); }
   template <int kInput> NEAP_INLINE Vec column(int v) const { return neap::NEAP_ISA::load(row + v * kLanes); }
 };
 
@@ -170,8 +157,8 @@ struct Quants {
 };
 
 template <Format kFormat> struct ReaderOf { typedef Quants<kFormat> Type; };
-template <> struct ReaderOf<kPlain32> { typedef FloatRows<> Type; };
-template <> struct ReaderOf<kPlain16> { typedef HalfRows Type; };
+template <> struct ReaderOf<kPlain32> { typedef Rows<float> Type; };
+template <> struct ReaderOf<kPlain16> { typedef Rows<Half> Type; };
 template <> struct ReaderOf<kPlainBf16> { typedef BfloatPairs Type; };
 
 // Widens a depth block of a panel to out [depth, 16].

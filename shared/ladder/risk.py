@@ -3,7 +3,7 @@
 It stands in the manifest. Learn-then-Test certifies it over whole greedy generations; the loss is 1 if any token differs:
 
     "risk": {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "max_new_tokens": 128,
-             "bounds": [{"threshold": 0.97, "epsilon": 0.05}, ..], ..}
+             "bounds": [{"threshold": 0.97, "epsilon": 0.05}, ..], "engine": {"dtype": "float32", ..}, ..}
 
 Each bound holds for its router threshold and all higher ones. All bounds hold together with confidence 1 - delta. They apply to
 prompts like those that the calibration drew, and to greedy answers without a repetition penalty. They cover an answer's first
@@ -32,11 +32,12 @@ class RiskBound:
 @dataclass(frozen=True)
 class PublishedRisk:
     """`delta`: probability that the certification itself is wrong. `num_tokens`: the tokens of an answer that the bounds cover, or None
-    for all."""
+    for all. `dtype`: that in which the certified engine computed and kept keys and values, or None if it is not known."""
 
     delta: float
     bounds: tuple[RiskBound, ...]
     num_tokens: int | None = None
+    dtype: str | None = None
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> "PublishedRisk | None":
@@ -52,13 +53,20 @@ class PublishedRisk:
             delta = _share(record["delta"])
             is_known = record["loss"] == LOSS
             num_tokens = record.get("max_new_tokens")
+            dtype = record.get("engine", {}).get("dtype")
             if num_tokens is not None and (type(num_tokens) is not int or num_tokens < 1):
                 raise ValueError(f"{num_tokens!r} is not a number of tokens")
+            if dtype is not None and not isinstance(dtype, str):
+                raise ValueError(f"{dtype!r} is not the name of a dtype")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Corrupt("a field of the router's risk table is missing or not valid") from error
         if not is_known or not 1 <= len(bounds) <= MAX_BOUNDS:
             raise Corrupt("the router's risk table has an unknown loss, or not 1 to 16 bounds")
-        return cls(delta, bounds, num_tokens)
+        return cls(delta, bounds, num_tokens, dtype)
+
+    def holds_in(self, kv_dtype: str) -> bool:
+        """Whether the bounds hold for an engine that keeps keys and values in `kv_dtype`. Rounded otherwise, answers may differ otherwise."""
+        return self.dtype is None or self.dtype == kv_dtype
 
     def epsilon_at(self, threshold: float) -> float | None:
         """The smallest epsilon that holds at a request's threshold; None if the threshold is lower than every certified one."""

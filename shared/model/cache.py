@@ -83,12 +83,15 @@ def as_contiguous(cache: KVCache) -> "ContiguousCache":
 class ContiguousCache(LengthlessCache, KVCache):
     """Keys and values of B rows as one tensor each per layer, [B, Hkv, capacity, Dh]: index j holds the token at position j.
 
-    A layer's tensors are allocated at its first pass, or all at once by `reserve`.
+    A layer's tensors are allocated at its first pass, or all at once by `reserve`. `dtype`: the one that keys and values are rounded to
+    when they are written; None: that of the states. Attention must read such a cache as it is: "neap" does, the implementations of
+    transformers do not.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, dtype: torch.dtype | None = None) -> None:
         LengthlessCache.__init__(self)
         KVCache.__init__(self, capacity)
+        self.dtype = dtype
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self._end = 0
@@ -165,7 +168,8 @@ class ContiguousCache(LengthlessCache, KVCache):
 
     def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, width = like.shape
-        return torch.zeros(rows, heads, self.capacity, width, dtype=like.dtype, device=like.device)
+        dtype = self.dtype or like.dtype
+        return torch.zeros(rows, heads, self.capacity, width, dtype=dtype, device=like.device)
 
     @property
     def kv_bytes(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shared.model.cache import ContiguousCache, KVCache, as_contiguous
+from shared.model.cache import KVCache, as_contiguous
 from shared.model.gated_model import GatedModel
 from shared.model.load import LoadedModel
 from shared.model.ragged import RaggedCache, RaggedSequence
@@ -41,9 +41,6 @@ class ContiguousRunner(GatedModel):
 
     def ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self.loaded.device)
-
-    def new_cache(self, capacity: int) -> ContiguousCache:
-        return ContiguousCache(capacity)
 
     def reserve(self, cache: KVCache) -> None:
         as_contiguous(cache).reserve(self.one_token_cache)

@@ -32,6 +32,10 @@ class GatedModel:
     def counters(self) -> LayerCounters:
         return self.gates.counters
 
+    def new_cache(self, capacity: int) -> ContiguousCache:
+        """A contiguous cache that holds keys and values in the dtype of the loaded model."""
+        return ContiguousCache(capacity, self.loaded.kv_dtype)
+
     @torch.inference_mode()
     def run(
         self,
@@ -56,7 +60,7 @@ class GatedModel:
         if self.embedding_is_direct:
             rows: Tensor = self.loaded.parts.embedding(token_ids)
             return rows
-        cache = ContiguousCache(base + token_ids.shape[1])
+        cache = self.new_cache(base + token_ids.shape[1])
         cache.begin(base, token_ids.shape[1])
         return self.gates.run(
             0, 0, None, input_ids=token_ids, past_key_values=cache, use_cache=True
@@ -116,7 +120,7 @@ class GatedModel:
         return rows.shape == entering.shape and torch.equal(rows, entering)
 
     def _run_one_token(self) -> ContiguousCache:
-        cache = ContiguousCache(1)
+        cache = self.new_cache(1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.loaded.device)
         self.run(token, cache, first=0, last=self.num_layers, base=0)
         return cache

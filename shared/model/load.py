@@ -25,6 +25,7 @@ from shared.model.device import check_device
 from shared.model.fingerprint import fingerprint
 from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import ModelParts, find_parts, refuse_config
+from shared.model.substitution import attention
 from shared.model.weights.lazy import realise
 from shared.model.weights.quantised import missing_package, quantisation
 from shared.model.weights.reading import (
@@ -42,7 +43,10 @@ DEFAULT_CONTEXT_LENGTH = 4096
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A frozen model and its parts. `fingerprint` identifies architecture and weights, independently of the dtype."""
+    """A frozen model and its parts. `fingerprint` identifies architecture and weights, independently of the dtype.
+
+    `kv_dtype`: the dtype in which caches hold keys and values.
+    """
 
     model_id: str
     model: PreTrainedModel
@@ -51,6 +55,7 @@ class LoadedModel:
     fingerprint: str
     context_length: int
     eos_token_ids: frozenset[int]
+    kv_dtype: torch.dtype
 
     @property
     def num_layers(self) -> int:
@@ -82,12 +87,14 @@ def load_model(
     device: str = "cpu",
     context_length: int | None = None,
     accelerate: bool = True,
+    kv_dtype: torch.dtype | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
 
     `dtype`: the format that weights are kept in; None: the one they are stored in. On a CPU everything is computed in float32, whatever
     the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`. Weights are read from safetensors or
-    GGUF, never from a pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate` is as in `wrap_model`.
+    GGUF, never from a pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate` and `kv_dtype` are as in
+    `wrap_model`.
     Logs the size on disk before loading, and the seconds taken and the formats of the weights afterwards.
 
     Raises `NotFound` (reason MODEL_NOT_FOUND), `UnsupportedModel` (also with reason PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT),
@@ -105,6 +112,7 @@ def load_model(
         device=device,
         context_length=context_length,
         accelerate=accelerate,
+        kv_dtype=kv_dtype,
     )
     log.info(
         "model loaded",
@@ -123,6 +131,7 @@ def _load_model(
     device: str,
     context_length: int | None,
     accelerate: bool,
+    kv_dtype: torch.dtype | None,
 ) -> LoadedModel:
     where = _where(source)
     with Checkpoint(dtype) as checkpoint, _errors_of_files(source):
@@ -156,6 +165,7 @@ def _load_model(
             context_length=context_length,
             accelerate=accelerate,
             identity=identity,
+            kv_dtype=kv_dtype,
         )
         checkpoint.check_unchanged()
     release_free_memory()
@@ -251,11 +261,13 @@ def wrap_model(
     context_length: int | None = None,
     accelerate: bool = False,
     identity: str | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> LoadedModel:
     """Freezes a model that is already built, and finds its parts.
 
     `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. `identity`: its fingerprint, if it is
-    known. Raises `UnsupportedModel`.
+    known. `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that the model
+    computes in. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype).
     """
     model.requires_grad_(False).eval()
     parts = find_parts(model)
@@ -264,10 +276,11 @@ def wrap_model(
         or DEFAULT_CONTEXT_LENGTH
     )
     identity = identity or fingerprint(model)
+    kv_dtype = kv_dtype or model.dtype
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
         from shared.model.substitution.apply import accelerate as accelerate_model
 
-        report = accelerate_model(model)
+        report = accelerate_model(model, kv_dtype)
         log.info("accelerated", model_id=model_id, replaced=str(report))
         if report.widened:
             log.warning(
@@ -275,6 +288,12 @@ def wrap_model(
                 model_id=model_id,
                 weights=dict(report.widened),
             )
+    if kv_dtype != model.dtype and model.config._attn_implementation != attention.NAME:
+        raise UnsupportedModel(
+            f"keys and values of {model_id} cannot be kept in {str(kv_dtype).removeprefix('torch.')}: only neap's own attention, on a CPU, reads them in another dtype "
+            f"than the model computes in, and this model runs {model.config._attn_implementation!r} on {model.device}",
+            reason="KV_DTYPE_NOT_SUPPORTED",
+        )
     return LoadedModel(
         model_id=model_id,
         model=model,
@@ -283,6 +302,7 @@ def wrap_model(
         fingerprint=identity,
         context_length=min(context_length or limit, limit),
         eos_token_ids=_eos_token_ids(model),
+        kv_dtype=kv_dtype,
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import UnsupportedModel
-from shared.model.cache import ContiguousCache, KVCache
+from shared.model.cache import KVCache
 from shared.model.gated_model import GatedModel
 from shared.model.ragged import RaggedSequence
 
@@ -43,7 +43,7 @@ class StateCheck:
         for length in (longest, min(3, longest), longest // 2):
             ids = torch.randint(loaded.vocabulary_size, (1, length), generator=generator)
             ids = ids.to(loaded.device)
-            cache = ContiguousCache(length)
+            cache = model.new_cache(length)
             states = model.run(ids, cache, first=0, last=self._num_layers, base=0)
             self._ids.append(ids)
             expected.append(states[0, length // 2 :])

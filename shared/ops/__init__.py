@@ -136,7 +136,8 @@ def contiguous_attention(
 ) -> Tensor:
     """Attention of q over the first `kv_length` positions of a contiguous KV cache -> [B, Q, Hq, Dv] contiguous.
 
-    q [B, Hq, Q, D] of any strides; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] with a contiguous last dimension; all float32.
+    q [B, Hq, Q, D] float32 of any strides; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] float32, float16 or bfloat16 with a contiguous last
+    dimension. 16-bit numbers are widened in registers: the bits are those of the same numbers in float32.
     `mask` [B or 1, 1, Q, kv_length] bool: True where a query sees the position. With `causal`, query j sees positions up to
     `kv_length - Q + j`. Both may be given. `scaling` defaults to D ** -0.5. The result of a query that sees no position is 0. Hidden
     positions must hold finite numbers, too.
@@ -165,7 +166,7 @@ def ragged_contiguous_attention(
     """Attention of a ragged batch over contiguous KV caches: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
 
     Sequence s has the next `counts[s]` of the T tokens, at positions from `bases[s]` on. Its new keys and values are written to those
-    positions of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv]. Then its queries attend over positions
+    positions of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv], rounded to their dtype: float32, float16 or bfloat16. Then its queries attend over positions
     [0, bases[s] + counts[s]): causally if `masks[s]` is empty, else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is
     True. The result is contiguous, and has the same bits as `contiguous_attention` per sequence.
     """

@@ -44,6 +44,20 @@ class LayerKV(NamedTuple):
     counts: list[int]
 
 
+# The steps that `profile_layers` tells apart. "place": head norms, rotary positions, and writing keys and values.
+STEPS = ("norms", "products", "place", "attention")
+
+
+def profile_layers(is_on: bool) -> dict[str, float]:
+    """Seconds of each of STEPS in `decoder_layer` since the last call, and measures or not from now on. No layer may be running.
+
+    One thread's clock: a step ends when all threads have ended it, so their waiting for each other counts.
+    """
+    load()
+    seconds: Tensor = torch.ops.neap.profile_layers.default(is_on)
+    return dict(zip(STEPS, seconds.tolist(), strict=True))
+
+
 def decoder_layer(
     x: Tensor,
     cos: Tensor,

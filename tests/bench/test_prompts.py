@@ -3,9 +3,10 @@
 import asyncio
 import json
 
-from bench.decode import EXACT, FULL, measure, neap, summarise
+from bench.decode_figures import EXACT, FULL, measure, summarise
 from bench.load import chat
 from bench.prompts import BenchPrompt, encode_turns, read_prompts
+from bench.sides import neap
 from bench.streams import FINISHED, Stream, StreamClient
 from inference_service.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy

@@ -17,10 +17,10 @@ from shared.model.substitution.reversible import Substitutions
 PASSES = (5, 1, 3)
 
 
-def substitute_layers(run: Substitutions, ids: Tensor) -> int:
+def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype) -> int:
     """Fuses all layers that can be fused, and returns their number. `run.left_alone` says why the others cannot.
 
-    `ids` [1, >= 9] int64: random tokens. To be called last, when the layers' modules and attention have been replaced.
+    `ids` [1, >= 9] int64: random tokens. `kv_dtype`: that of caches, over which bits are compared. To be called last, when the layers' modules and attention have been replaced.
     """
     config = run.model.config.get_text_config(decoder=True)
     try:
@@ -35,7 +35,7 @@ def substitute_layers(run: Substitutions, ids: Tensor) -> int:
             candidates[layer] = FusedLayer(layer, plan(layer, watch(layer, run.found, call)))
         except Unsuitable as reason:
             run.left_alone[names[layer]] = f"not one op: {reason}"
-    for layer, why in _find_disagreeing(run, candidates, ids).items():
+    for layer, why in _find_disagreeing(run, candidates, ids, kv_dtype).items():
         run.left_alone[names[layer]] = f"not one op: {why}"
         del candidates[layer]
     for layer, fused in candidates.items():
@@ -72,11 +72,14 @@ def _pass(run: Substitutions, cache: ContiguousCache, ids: Tensor, base: int) ->
 
 
 def _find_disagreeing(
-    run: Substitutions, candidates: dict[nn.Module, FusedLayer], ids: Tensor
+    run: Substitutions,
+    candidates: dict[nn.Module, FusedLayer],
+    ids: Tensor,
+    kv_dtype: torch.dtype,
 ) -> dict[nn.Module, str]:
     """Runs the model and, beside each layer, its candidate over a second cache. Returns the layers whose candidate differs, and how."""
     refuted: dict[nn.Module, str] = {}
-    cache, twin = ContiguousCache(sum(PASSES)), ContiguousCache(sum(PASSES))
+    cache, twin = (ContiguousCache(sum(PASSES), kv_dtype) for _ in range(2))
 
     def compare(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Any) -> None:
         try:

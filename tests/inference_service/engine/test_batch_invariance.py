@@ -20,7 +20,13 @@ from shared.model.load import wrap_model
 from shared.model.sampling import SamplingParams
 from tests.families import VOCABULARY_SIZE, build_family
 
-FAMILIES = ["llama", "mistral-sliding", "gpt2", "gemma3-sliding"]
+# With the dtype of keys and values. The layers of Llama and Mistral are one op each.
+FAMILIES = [
+    ("llama", torch.float32),
+    ("mistral-sliding", torch.bfloat16),
+    ("gpt2", torch.float16),
+    ("gemma3-sliding", torch.float32),
+]
 SCHEDULES_PER_FAMILY = 60
 DEPTH = 2
 STEM = tuple(random.Random(7).choices(range(2, VOCABULARY_SIZE), k=40))
@@ -104,9 +110,9 @@ def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) ->
 @pytest.fixture(scope="module", params=FAMILIES)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     torch.manual_seed(0)
-    made = Decoder(
-        ContiguousRunner(wrap_model(build_family(request.param), accelerate=True)), Prefixes(200)
-    )
+    family, kv_dtype = request.param
+    loaded = wrap_model(build_family(family), accelerate=True, kv_dtype=kv_dtype)
+    made = Decoder(ContiguousRunner(loaded), Prefixes(200))
     assert made.runner.supports_ragged
     return made
 

@@ -15,6 +15,9 @@ DRAWN = settings(
 )
 
 
+KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
 def _cache_views(batch: int, heads: int, slots: int, width: int) -> Tensor:
     """A view [B, H, slots, D] of a larger buffer, as a preallocated cache returns."""
     return torch.randn(batch, heads, slots + 7, width)[:, :, :slots]
@@ -62,6 +65,38 @@ def test_agrees_with_its_reference(isa: str, p: dict) -> None:
         q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"]
     )
     torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
+
+
+@DRAWN
+@given(p=problems(), kv_dtype=st.sampled_from(KV_DTYPES[1:]))
+def test_16_bit_keys_and_values_give_the_bits_of_the_same_numbers_in_float32(
+    isa: str, p: dict, kv_dtype: torch.dtype
+) -> None:
+    q, k, v, mask = _inputs(p)
+    k, v = k.to(kv_dtype), v.to(kv_dtype)
+    options = (p["keys"], mask, p["causal"], None, p["softcap"])
+    widened = ops.contiguous_attention(q, k.float(), v.float(), *options)
+    assert torch.equal(ops.contiguous_attention(q, k, v, *options), widened)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+def test_stored_keys_and_values_are_rounded_as_pytorch_rounds(
+    isa: str, kv_dtype: torch.dtype
+) -> None:
+    edges = [65504.0, 65519.9, 65520.0, 3.39e38, 2.0**-14, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 1e-45]
+    edges += [0.0, float("inf"), 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11]
+    drawn = torch.randn(4000) * 10.0 ** torch.randint(-9, 6, (4000,))
+    numbers = torch.cat([torch.tensor(edges), -torch.tensor(edges), drawn])[None, None, None]
+    stores = [torch.zeros_like(numbers, dtype=kv_dtype) for _ in range(2)]
+    empty = torch.empty(0, dtype=torch.bool)
+    q = torch.zeros_like(numbers)
+    ops.ragged_contiguous_attention(q, numbers, -numbers, stores[:1], stores[1:], [0], [1], [empty])
+    for stored, wanted in zip(stores, (numbers, -numbers), strict=True):
+        assert torch.equal(stored.view(torch.int16), wanted.to(kv_dtype).view(torch.int16))
+    ops.ragged_contiguous_attention(
+        *(q, torch.full_like(q, float("nan")), q, stores[:1], stores[1:], [0], [1], [empty])
+    )
+    assert stores[0].isnan().all()
 
 
 @DRAWN
@@ -136,6 +171,8 @@ def test_empty_tensors() -> None:
         ({"q": torch.randn(1, 4, 2, 8).half()}, "q must be float32"),
         ({"k": torch.randn(1, 2, 8, 6).transpose(2, 3)}, "last dimension of k and v"),
         ({"kv_length": 7}, "exceeds the 6 slots"),
+        ({"k": torch.randn(1, 2, 6, 8).half()}, "values are of another dtype than keys"),
+        ({"k": torch.randn(1, 2, 6, 8).double()}, "keys must be float32, float16 or bfloat16"),
         ({"mask": torch.ones(1, 1, 2, 6)}, "mask must be a bool tensor"),
         ({"mask": torch.ones(1, 1, 2, 5, dtype=torch.bool)}, r"want \[1 or 1, 1, 2, 6\]"),
         ({"softcap": 0.0}, "softcap must be positive"),
@@ -159,6 +196,7 @@ def ragged_problems(draw: st.DrawFn) -> dict:
         "width": draw(st.sampled_from([3, 16, 64])),
         "value_width": draw(st.sampled_from([8, 64])),
         "softcap": draw(st.sampled_from([None, 2.0])),
+        "kv_dtype": draw(st.sampled_from(KV_DTYPES)),
     }
 
 
@@ -171,8 +209,10 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
     k = torch.randn(1, tokens, p["kv_heads"], p["width"]).transpose(1, 2)
     v = torch.randn(1, p["kv_heads"], tokens, p["value_width"])
     sizes = [base + count + 3 for base, count in zip(bases, counts, strict=True)]
-    keys = [torch.randn(1, p["kv_heads"], size, p["width"]) for size in sizes]
-    values = [torch.randn(1, p["kv_heads"], size, p["value_width"]) for size in sizes]
+    keys, values = (
+        [torch.randn(1, p["kv_heads"], size, width).to(p["kv_dtype"]) for size in sizes]
+        for width in (p["width"], p["value_width"])
+    )
     masks = [
         torch.rand(1, 1, count, base + count) < 0.6 if hide else torch.empty(0, dtype=torch.bool)
         for base, count, hide in zip(bases, counts, masked, strict=True)

@@ -42,6 +42,7 @@ def layers(draw: st.DrawFn) -> dict:
         "head_norms": draw(st.booleans()),
         "biased": draw(st.sampled_from(["all", "some", "no"])),
         "dtypes": draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=7)),
+        "kv_dtype": draw(st.sampled_from(DTYPES)),
         "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
         "softcap": draw(st.sampled_from([None, 2.0])),
     }
@@ -78,8 +79,8 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
     tokens, kv = sum(counts), p["kv_heads"]
     sizes = [base + count + 3 for base, count in zip(bases, counts, strict=True)]
     kv = LayerKV(
-        [torch.randn(1, kv, size, p["head"]) for size in sizes],
-        [torch.randn(1, kv, size, p["value_head"]) for size in sizes],
+        [torch.randn(1, kv, size, p["head"]).to(p["kv_dtype"]) for size in sizes],
+        [torch.randn(1, kv, size, p["value_head"]).to(p["kv_dtype"]) for size in sizes],
         *(bases, counts),
     )
     masks = [
@@ -171,6 +172,7 @@ SMALL = {
     "together": False,
     "biased": "no",
     "dtypes": DTYPES[:1],
+    "kv_dtype": torch.float32,
     "head_norms": False,
     "activation": "silu",
     "softcap": None,

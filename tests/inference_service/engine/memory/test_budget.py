@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from inference_service.engine.memory import budget
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.load import wrap_model
+from tests.families import NUM_LAYERS, build_family
 
 CPU = torch.device("cpu")
 
@@ -30,3 +33,12 @@ def test_a_container_limit_counts(cgroup: Path) -> None:
 def test_without_cgroups_the_machine_counts(cgroup: Path) -> None:
     (cgroup / "memory.max").unlink()
     assert budget.available_bytes(CPU) > 1 << 20
+
+
+@pytest.mark.parametrize(("kv_dtype", "number_bytes"), [(None, 4), (torch.bfloat16, 2)])
+def test_a_token_takes_the_bytes_of_the_kv_dtype(
+    kv_dtype: torch.dtype | None, number_bytes: int
+) -> None:
+    runner = ContiguousRunner(wrap_model(build_family("llama"), accelerate=True, kv_dtype=kv_dtype))
+    kv_heads, width = 2, 8
+    assert budget.kv_token_bytes(runner) == 2 * NUM_LAYERS * kv_heads * width * number_bytes

@@ -12,8 +12,10 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import wrap_model
 from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.substitution import attention
+from shared.model.substitution import layer as layer_module
 from shared.model.substitution.apply import accelerate, restore
 from shared.model.substitution.layer import FusedLayer
+from shared.ops.layer import LayerKV, decoder_layer
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 
 FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
@@ -70,6 +72,27 @@ def test_layers_as_one_op_have_the_bits_of_their_modules(family, fused_calls):
         assert torch.equal(by_modules, together)
         assert fused_calls == [False] * NUM_LAYERS
         fused_calls.clear()
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.bfloat16])
+def test_layers_are_one_op_over_16_bit_caches_too(kv_dtype, fused_calls):
+    model = build_family("llama")
+    assert accelerate(model, kv_dtype).layers == NUM_LAYERS
+    fused_calls.clear()
+    cache = ContiguousCache(5, kv_dtype)
+    cache.begin(0, 5)
+    model(input_ids=_ids(1, 5), past_key_values=cache)
+    assert fused_calls == [True] * NUM_LAYERS
+    assert cache.keys[0].dtype == cache.values[0].dtype == kv_dtype
+
+
+def test_bits_are_compared_over_caches_of_the_dtype_that_will_be_used(monkeypatch):
+    def wrong_in_16_bits(*args: Any, kv: LayerKV, **kwargs: Any) -> Tensor:
+        return decoder_layer(*args, kv=kv, **kwargs) + (kv.keys[0].dtype == torch.bfloat16)
+
+    monkeypatch.setattr(layer_module, "decoder_layer", wrong_in_16_bits)
+    assert accelerate(build_family("llama"), torch.float32).layers == NUM_LAYERS
+    assert accelerate(build_family("llama"), torch.bfloat16).layers == 0
 
 
 def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(fused_calls):

@@ -1,0 +1,180 @@
+"""Shows where the time of one decode step goes, on a CPU.
+
+    python -m bench.profile --model DIR [--formats float32 bfloat16 Q8_0 ..] [--tokens 1 4 8 16] [--context 200] [--steps 20]
+
+A step of N tokens is that of N requests by policy full, whose prompts have --context tokens: all go through one deep pass, and one token
+of each is chosen and delivered. Medians in ms over --steps steps, and their share of the whole step. What is not a matrix should take at
+most a fifth each; what takes more is marked with !.
+
+- matrices: the products in layers, with the activation between them. They read the weights, which are most of the step's bytes.
+- norms, attention: of all layers; norms also the final one. rotary: with head norms and writing keys and values.
+- head: the product with the LM head.
+- verify: choosing tokens from logits.
+- Python: everything else of the step, from one step's start to the next one's: embedding, masks and angles, calling layers, waking
+  threads, committing, decoding text, delivering events.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Event
+from typing import Any
+
+from bench.forms import add_formats, forms
+from bench.machine import described
+from bench.options import make_parser, parsed
+from inference_service.engine import step as step_module
+from inference_service.engine.engine import Engine
+from inference_service.engine.request.handle import EngineEvent
+from inference_service.engine.request.request import GenerationRequest, StoppingParams
+from inference_service.engine.step import Decoder, Member
+from inference_service.engine.verification import verify
+from shared import ops
+from shared.errors import UnsupportedModel
+from shared.ladder.policy import DepthPolicy
+from shared.model.gated_model import GatedModel
+from shared.model.load import LoadedModel
+from shared.ops.layer import profile_layers
+
+TITLES = ("matrices", "head", "norms", "rotary", "attention", "verify", "Python")
+MATRICES = TITLES[:2]
+LARGEST_SHARE = 0.2
+# Lower token ids are often special.
+FIRST_TOKEN = 16
+# The first steps touch memory.
+WARM_UP_STEPS = 3
+
+Sample = dict[str, float]
+
+
+class StepProfile:
+    """Seconds per step, by title, of the steps in which `num_requests` requests decode and none is in prefill."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.samples: list[Sample] = []
+        self._num_requests = num_requests
+        self._spent: Sample = {}
+        self._began_s: float | None = None
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Within it, the engine's own functions note their time."""
+        replaced = [
+            (Decoder, "step", self._at_steps(Decoder.step)),
+            (GatedModel, "normed", self._timed("final norm", GatedModel.normed)),
+            (GatedModel, "logits", self._timed("logits", GatedModel.logits)),
+            (step_module, "verify", self._timed("verify", verify)),
+        ]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
+        try:
+            yield
+        finally:
+            for owner, name, function in before:
+                setattr(owner, name, function)
+            profile_layers(False)
+
+    def _timed(self, title: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            result = function(*args, **kwargs)
+            self._spent[title] = self._spent.get(title, 0.0) + time.perf_counter() - start_s
+            return result
+
+        return timed
+
+    def _at_steps(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(decoder: Decoder, batch: Sequence[Member], *args: Any) -> Any:
+            now_s, layers = time.perf_counter(), profile_layers(True)
+            if self._began_s is not None:
+                self._add(now_s - self._began_s, layers)
+            decodes = all(sequence.num_generated for sequence, _ in batch)
+            is_wanted = decodes and len(batch) == self._num_requests
+            self._began_s, self._spent = (time.perf_counter() if is_wanted else None), {}
+            return step(decoder, batch, *args)
+
+        return noted
+
+    def _add(self, total_s: float, layers: Sample) -> None:
+        spent = self._spent
+        sample = {
+            "matrices": layers["products"],
+            "head": spent["logits"] - spent.get("final norm", 0.0),
+            "norms": layers["norms"] + spent.get("final norm", 0.0),
+            "rotary": layers["place"],
+            "attention": layers["attention"],
+            "verify": spent["verify"],
+        }
+        self.samples.append(sample | {"Python": total_s - sum(sample.values())})
+
+
+def measure(loaded: LoadedModel, num_tokens: int, context: int, num_steps: int) -> list[Sample]:
+    """The samples of `num_steps` steps of `num_tokens` tokens. Raises `UnsupportedModel` if the layers do not run as one op each."""
+    profile, ended = StepProfile(num_tokens), [Event() for _ in range(num_tokens)]
+    with (
+        profile.measuring(),
+        Engine(loaded, prefix_cache_bytes=0, max_running=num_tokens) as engine,
+    ):
+        engine.warm_up()
+        num_tokens_used = loaded.vocabulary_size - FIRST_TOKEN
+        # Prompts are read one after another, so the first request generates while others are still in prefill.
+        max_tokens = num_steps + WARM_UP_STEPS + 2 + num_tokens * (1 + context // 32)
+        for number, event in enumerate(ended):
+            engine.submit(
+                GenerationRequest(
+                    tuple(FIRST_TOKEN + (number + at) % num_tokens_used for at in range(context)),
+                    stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+                    policy=DepthPolicy("full"),
+                ),
+                on_event=partial(_set_at_end, event),
+            )
+        for event in ended:
+            event.wait()
+    samples = profile.samples[WARM_UP_STEPS : WARM_UP_STEPS + num_steps]
+    if not samples or not any(sample["matrices"] for sample in samples):
+        raise UnsupportedModel(f"the layers of {loaded.architecture} do not run as one op each")
+    return samples
+
+
+def _set_at_end(ended: Event, event: EngineEvent) -> None:
+    if event is None:
+        ended.set()
+
+
+def row(samples: Sequence[Sample]) -> str:
+    """The cells of a table: the whole step, then each title's time and share."""
+    medians = {title: statistics.median(each[title] for each in samples) for title in TITLES}
+    total = statistics.median(sum(each.values()) for each in samples)
+    cells = [f"{1e3 * total:.1f}"]
+    for title, seconds in medians.items():
+        share = seconds / total
+        mark = " !" if title not in MATRICES and share > LARGEST_SHARE else ""
+        cells.append(f"{1e3 * seconds:.2f} ({share:.0%}){mark}")
+    return " | ".join(cells)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_formats(parser)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--context", type=int, default=200, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=20)
+    options = parsed(parser)
+    print(f"{described('cpu')}, {ops.cpu_isa()}")
+    print(f"| format | tokens | step | {' | '.join(TITLES)} |")
+    print("|---" * (3 + len(TITLES)) + "|")
+    for form in forms(options):
+        loaded = form.load()
+        for count in options.tokens:
+            samples = measure(loaded, count, options.context, options.steps)
+            print(f"| {form.title} | {count} | {row(samples)} |", flush=True)
+        del loaded
+        gc.collect()  # models hold cycles, and the next form needs the memory
+
+
+if __name__ == "__main__":
+    main()

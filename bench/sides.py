@@ -1,0 +1,95 @@
+"""The contenders of a benchmark that answers prompts, and the processes that some of them run in."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from inference_service.engine.engine import Engine
+from inference_service.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
+from shared.ladder.ladder import Ladder
+from shared.ladder.policy import DepthPolicy
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer. `decode_s`: seconds from the first token to the last, for `len(token_ids) - 1` tokens. `total_s`: with prefill."""
+
+    token_ids: tuple[int, ...]
+    decode_s: float
+    total_s: float
+    layer_executions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    deep_passes: int = 0
+
+    @property
+    def per_token_s(self) -> float:
+        return self.decode_s / max(len(self.token_ids) - 1, 1)
+
+
+# One of the contenders of a benchmark: answers a prompt of token ids.
+Side = Callable[[list[int]], Run]
+
+
+def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:
+    """A `Side` that answers with the engine, greedily."""
+
+    def run(ids: list[int]) -> Run:
+        request = GenerationRequest(
+            tuple(ids), stopping=StoppingParams(max_tokens=max_tokens), policy=policy
+        )
+        start = time.perf_counter()
+        tokens: list[int] = []
+        for event in engine.submit(request, ladder).events():
+            if isinstance(event, TokenChunk):
+                tokens += [token.token_id for token in event.tokens]
+            else:
+                depth = event.depth
+                return Run(
+                    tuple(tokens),
+                    event.decode_s,
+                    time.perf_counter() - start,
+                    depth.num_layer_executions,
+                    depth.num_drafted,
+                    depth.num_accepted,
+                    depth.num_deep_passes,
+                )
+        raise AssertionError("the generation ended without a result")
+
+    return run
+
+
+@contextmanager
+def in_process(
+    make: Callable[..., Callable[[Any], Any]], *arguments: object
+) -> Iterator[Callable[[Any], Any]]:
+    """A function that calls, in a process of its own, what `make(*arguments)` has returned there.
+
+    A process because two OpenMP pools in one slow each other down (docs/decisions/004).
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(make, arguments, theirs), daemon=True)
+    process.start()
+
+    def run(task: object) -> object:
+        ours.send(task)
+        return ours.recv()
+
+    try:
+        yield run
+    finally:
+        ours.send(None)
+        process.join()
+
+
+def _serve(
+    make: Callable[..., Callable[[Any], Any]], arguments: tuple[object, ...], pipe: Connection
+) -> None:
+    work = make(*arguments)
+    while (task := pipe.recv()) is not None:
+        pipe.send(work(task))

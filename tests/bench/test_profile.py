@@ -1,0 +1,34 @@
+"""The profile of a step: its parts are those of the steps in which all requests decode, and make up the whole."""
+
+import pytest
+
+from bench.profile import MATRICES, TITLES, measure, row
+from shared.errors import UnsupportedModel
+from shared.model.load import wrap_model
+from shared.ops.layer import profile_layers
+from tests.families import build_family
+
+
+def test_the_parts_of_a_step_make_up_the_whole() -> None:
+    loaded = wrap_model(build_family("llama"), accelerate=True)
+    samples = measure(loaded, 2, 40, 5)
+    assert len(samples) == 5
+    for sample in samples:
+        assert set(sample) == set(TITLES)
+        assert all(seconds > 0 for seconds in sample.values())
+    assert not any(profile_layers(False).values())  # nothing is measured any more
+    assert len(row(samples).split(" | ")) == 1 + len(TITLES)
+
+
+def test_what_takes_too_much_is_marked() -> None:
+    sample = dict.fromkeys(TITLES, 0.05) | {"matrices": 0.3, "head": 0.25, "attention": 0.25}
+    cells = dict(zip(("step", *TITLES), row([sample]).split(" | "), strict=True))
+    assert cells["step"] == "1000.0"
+    assert cells["attention"] == "250.00 (25%) !"
+    assert not any(cells[title].endswith("!") for title in (*MATRICES, "norms", "Python"))
+
+
+def test_layers_by_modules_have_no_profile() -> None:
+    loaded = wrap_model(build_family("gpt2"), accelerate=True)
+    with pytest.raises(UnsupportedModel, match="do not run as one op"):
+        measure(loaded, 1, 8, 2)
