@@ -120,13 +120,13 @@ def measure(loaded: LoadedModel, num_tokens: int, context: int, num_steps: int) 
         Engine(loaded, prefix_cache_bytes=0, max_running=num_tokens) as engine,
     ):
         engine.warm_up()
-        num_tokens_used = loaded.vocabulary_size - FIRST_TOKEN
+        num_usual_tokens = loaded.vocabulary_size - FIRST_TOKEN
         # Prompts are read one after another, so the first request generates while others are still in prefill.
         max_tokens = num_steps + WARM_UP_STEPS + 2 + num_tokens * (1 + context // 32)
         for number, event in enumerate(ended):
             engine.submit(
                 GenerationRequest(
-                    tuple(FIRST_TOKEN + (number + at) % num_tokens_used for at in range(context)),
+                    tuple(FIRST_TOKEN + (number + at) % num_usual_tokens for at in range(context)),
                     stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=True),
                     policy=DepthPolicy("full"),
                 ),

@@ -1,7 +1,16 @@
 """The table of formats: each format's exact beside its own full depth, and its full depth beside the first format's."""
 
-from bench.decode_formats import print_formats, tables_by_format
+from dataclasses import replace
+from pathlib import Path
+
+from bench.decode_figures import EXACT, FULL
+from bench.decode_formats import answers_in, print_formats, tables_by_format
+from bench.forms import Form
 from bench.sides import Run
+from shared.ladder.artefact import pack_ladder
+from shared.ladder.folder import write_router_folder
+from shared.model.load import wrap_model
+from tests.worker import build_ladder, build_model, build_tokenizer
 
 TOKENS = tuple(range(11))
 
@@ -32,3 +41,16 @@ def test_a_line_per_format(capsys) -> None:
 def test_short_answers_are_left_out() -> None:
     short = [_run(0.04, TOKENS[:3])]
     assert tables_by_format({"QA": {"a full": short, "a exact": short}}, ["a"]) == {}
+
+
+def test_a_router_answers_in_a_format_that_it_was_not_made_for(tmp_path: Path) -> None:
+    model = build_model()
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    ladder = build_ladder(wrap_model(build_model()))
+    other = replace(ladder, model=replace(ladder.model, fingerprint="another"))
+    write_router_folder(tmp_path / "router", *pack_ladder(other, {}))
+    run = answers_in(Form("float16", str(tmp_path)), tmp_path / "router", 6)
+    full, exact = (run((policy, [3, 4, 5, 3, 4])) for policy in (FULL, EXACT))
+    assert len(full.token_ids) == 6
+    assert exact.token_ids == full.token_ids
