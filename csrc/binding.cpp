@@ -99,8 +99,8 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, "
       "SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
   m.def(
-      "decoder_layer(Tensor x, Tensor cos, Tensor sin, Tensor[] norms, Tensor[] packed, Tensor[] biases, Tensor(a!)[] keys, "
-      "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt heads, SymInt intermediate, str activation, "
+      "decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor[] norms, Tensor[] packed, Tensor[] biases, Tensor(a!)[] keys, "
+      "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt num_layers, SymInt heads, SymInt intermediate, str activation, "
       "float eps, float weight_offset, float scaling, float? softcap=None) -> Tensor");
   m.def("profile_layers(bool is_on) -> Tensor");
   m.def("cpu_isa() -> str");
@@ -119,7 +119,7 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
   m.impl("rotary", TORCH_BOX(&rotary));
   m.impl("contiguous_attention", TORCH_BOX(&contiguous_attention));
   m.impl("ragged_contiguous_attention", TORCH_BOX(&ragged_contiguous_attention));
-  m.impl("decoder_layer", TORCH_BOX(&decoder_layer));
+  m.impl("decoder_layers", TORCH_BOX(&decoder_layers));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(neap, CompositeExplicitAutograd, m) {

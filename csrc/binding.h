@@ -119,10 +119,10 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
                                    std::optional<double> softcap);
 
 // layer.cpp
-Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms, std::vector<Tensor> packed, std::vector<Tensor> biases,
-                     std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
-                     std::vector<Tensor> masks, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset,
-                     double scaling, std::optional<double> softcap);
+Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms, std::vector<Tensor> packed, std::vector<Tensor> biases,
+                      std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
+                      std::vector<Tensor> masks, int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
+                      double weight_offset, double scaling, std::optional<double> softcap);
 Tensor profile_layers(bool is_on);
 
 }  // namespace neap::binding

@@ -1,4 +1,5 @@
-// A pre-norm decoder layer as one op: h = x + attention(norm(x)), then h + mlp(norm(h)), all steps in one parallel region.
+// Consecutive pre-norm decoder layers as one op: h = x + attention(norm(x)), then h + mlp(norm(h)), all steps of all layers in one
+// parallel region.
 //
 // It calls the same kernels in the same order as the separate ops do, so its result is bit-identical to that of the modules.
 #include "attention_problem.h"
@@ -11,7 +12,7 @@ namespace neap::binding {
 
 namespace {
 
-constexpr const char* kOp = "decoder_layer";
+constexpr const char* kOp = "decoder_layers";
 
 enum Step { kNorms, kProducts, kPlace, kAttention, kSteps };
 
@@ -192,74 +193,145 @@ void add_sequence(Layer* layer, const Tensor& keys, const Tensor& values, int64_
 
 }  // namespace
 
-Tensor decoder_layer(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms, std::vector<Tensor> packed, std::vector<Tensor> biases,
-                     std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
-                     std::vector<Tensor> masks, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset,
-                     double scaling, std::optional<double> softcap) {
+namespace {
+
+// What all layers of a call have in common.
+struct Call {
+  Tensor x, cos, sin;
+  std::vector<int64_t> bases, counts;
+  std::vector<Tensor> masks;
+  int64_t heads, intermediate;
+  Activation activation;
+  double eps, weight_offset, scaling;
+  std::optional<double> softcap;
+
+  int64_t tokens() const { return x.size(0) * x.size(1); }
+};
+
+// The tensors of one layer: `count` of each kind. No biases means that there are none.
+struct Part {
+  const Tensor* first;
+  size_t count;
+  const Tensor& operator[](size_t i) const { return first[i]; }
+};
+struct LayerTensors {
+  Part norms, packed, biases, keys, values;
+};
+
+// Part `index` of `all`, which holds the same number for each of `layers` layers.
+Part part(const std::vector<Tensor>& all, int64_t index, int64_t layers) {
+  const size_t count = all.size() / layers;
+  return {all.data() + index * count, count};
+}
+
+// A layer that reads from `x` and writes to `result`, both [tokens, D]. They may be the same memory: x is last read in the step before
+// the one that writes the result.
+Layer make_layer(const Call& call, const LayerTensors& t, const float* x, float* result) {
+  const int64_t width = call.x.size(2);
+  Layer layer;
+  layer.tokens = call.tokens();
+  PlaceArgs& place = layer.place;
+  place.kv_dtype = check_kv(kOp, t.keys[0], t.values[0]);
+  place.heads = call.heads, place.kv_heads = t.keys[0].size(1), place.width = t.keys[0].size(3), place.value_width = t.values[0].size(3);
+  NEAP_CHECK(call.heads > 0 && place.kv_heads > 0 && call.heads % place.kv_heads == 0, kOp, ": ", call.heads, " query heads cannot share ", place.kv_heads,
+             " key heads");
+  place.rotated = call.cos.size(2), place.angles = call.cos.size(0) * call.cos.size(1);
+  NEAP_CHECK((call.cos.size(0) == 1 || call.cos.size(0) == call.x.size(0)) && call.cos.size(1) == call.x.size(1) && place.rotated % 2 == 0 &&
+                 place.rotated <= place.width,
+             kOp, ": cos ", text(call.cos), " does not fit x ", text(call.x), " with heads of ", place.width);
+  for (size_t i = 0; i < t.norms.count; ++i) check_vector(kOp, "a norm", t.norms[i], i < 2 ? width : place.width);
+  place.cos = floats(call.cos), place.sin = floats(call.sin), place.eps = (float)call.eps, place.weight_offset = (float)call.weight_offset;
+  if (t.norms.count == 4) place.q_norm = floats(t.norms[2]), place.k_norm = floats(t.norms[3]);
+  for (size_t s = 0; s < t.keys.count; ++s) {
+    const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
+    add_sequence(&layer, t.keys[s], t.values[s], call.bases[s], call.counts[s], masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
+  }
+  place.slots = layer.slots.data();
+
+  layer.input_norm = {x, floats(t.norms[0]), nullptr, width, width, place.eps, place.weight_offset};
+  layer.mlp_norm = {nullptr, floats(t.norms[1]), nullptr, width, width, place.eps, place.weight_offset};
+  const int64_t q = call.heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
+  const Sizes parts = t.packed.count == 7 ? Sizes{q, k, v} : Sizes{q + k + v};
+  const auto bias = [&](size_t i) { return t.biases.count ? &t.biases[i] : nullptr; };
+  const auto product = [&](const char* name, size_t at, const Tensor* up, size_t bias_at, int64_t in_features, int64_t out_features,
+                           Activation activation = kIdentity) {
+    return linear_args(name, t.packed[at], up, bias(bias_at), layer.tokens, in_features, out_features, activation);
+  };
+  for (size_t i = 0; i < parts.size(); ++i) layer.projections.push_back(product("a projection", i, nullptr, i, width, parts[i]));
+  const size_t next = parts.size();
+  layer.out = product("out", next, nullptr, next, call.heads * place.value_width, width);
+  layer.gated = product("gate", next + 1, &t.packed[next + 2], next + 1, width, call.intermediate, call.activation);
+  layer.down = product("down", next + 3, nullptr, next + 2, call.intermediate, width);
+  layer.out.residual = x, layer.down.out = result;
+  return layer;
+}
+
+// How many threads the work of a layer is worth.
+int64_t ranks_for(const Layer& layer) {
+  double products = (double)layer.gated.out_features * layer.gated.in_features;  // of gate and up: the loop below counts the gate
+  for (const LinearArgs* product : {&layer.out, &layer.gated, &layer.down}) products += (double)product->in_features * product->out_features;
+  for (const LinearArgs& projection : layer.projections) products += (double)projection.in_features * projection.out_features;
+  return std::clamp<int64_t>((int64_t)(products * (double)layer.tokens / (double)kGrainFlops), 1, torch::stable::get_num_threads());
+}
+
+}  // namespace
+
+Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms, std::vector<Tensor> packed, std::vector<Tensor> biases,
+                      std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
+                      std::vector<Tensor> masks, int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
+                      double weight_offset, double scaling, std::optional<double> softcap) {
   check_float(kOp, "x", x, 3);
   check_float(kOp, "cos", cos, 3);
   check_float(kOp, "sin", sin, 3);
-  const int64_t tokens = x.size(0) * x.size(1), width = x.size(2);
-  const size_t sequences = keys.size();
-  NEAP_CHECK(sequences > 0 && values.size() == sequences && bases.size() == sequences && counts.size() == sequences, kOp, ": ", sequences, " caches of keys, ",
-             values.size(), " of values, ", bases.size(), " bases and ", counts.size(), " counts");
+  NEAP_CHECK(num_layers > 0, kOp, ": ", num_layers, " layers");
+  const size_t layers = num_layers, sequences = bases.size();
+  NEAP_CHECK(sequences > 0 && keys.size() == sequences * layers && values.size() == sequences * layers && counts.size() == sequences, kOp, ": ", keys.size(),
+             " caches of keys, ", values.size(), " of values, ", sequences, " bases and ", counts.size(), " counts, for ", layers, " layers");
   NEAP_CHECK(masks.empty() || masks.size() == sequences, kOp, ": ", masks.size(), " masks for ", sequences, " sequences");
-  NEAP_CHECK(norms.size() == 2 || norms.size() == 4, kOp, ": ", norms.size(), " norms, want 2, or 4 with head norms");
-  NEAP_CHECK((packed.size() == 5 || packed.size() == 7) && (biases.empty() || biases.size() == packed.size() - 1), kOp, ": ", packed.size(), " matrices and ",
-             biases.size(), " biases, want 7 and 6, or 5 and 4 if one matrix makes queries, keys and values; biases may be absent");
+  NEAP_CHECK(norms.size() == 2 * layers || norms.size() == 4 * layers, kOp, ": ", norms.size(), " norms for ", layers,
+             " layers, want 2 each, or 4 with head norms");
+  const size_t matrices = packed.size() / layers;
+  NEAP_CHECK((matrices == 5 || matrices == 7) && packed.size() == matrices * layers && (biases.empty() || biases.size() == packed.size() - layers), kOp, ": ",
+             packed.size(), " matrices and ", biases.size(), " biases for ", layers,
+             " layers, want 7 and 6 each, or 5 and 4 if one matrix makes queries, keys and values; biases may be absent");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
-  Layer layer;
-  layer.tokens = tokens;
-  PlaceArgs& place = layer.place;
-  place.kv_dtype = check_kv(kOp, keys[0], values[0]);
-  place.heads = heads, place.kv_heads = keys[0].size(1), place.width = keys[0].size(3), place.value_width = values[0].size(3);
-  NEAP_CHECK(heads > 0 && place.kv_heads > 0 && heads % place.kv_heads == 0, kOp, ": ", heads, " query heads cannot share ", place.kv_heads, " key heads");
   NEAP_CHECK(text(cos) == text(sin), kOp, ": cos ", text(cos), " and sin ", text(sin), " differ in shape");
-  place.rotated = cos.size(2), place.angles = cos.size(0) * cos.size(1);
-  NEAP_CHECK((cos.size(0) == 1 || cos.size(0) == x.size(0)) && cos.size(1) == x.size(1) && place.rotated % 2 == 0 && place.rotated <= place.width, kOp, ": cos ",
-             text(cos), " does not fit x ", text(x), " with heads of ", place.width);
-  for (size_t i = 0; i < norms.size(); ++i) check_vector(kOp, "a norm", norms[i], i < 2 ? width : place.width);
 
-  if (!x.is_contiguous()) x = torch::stable::contiguous(x);
-  if (!cos.is_contiguous()) cos = torch::stable::contiguous(cos);
-  if (!sin.is_contiguous()) sin = torch::stable::contiguous(sin);
+  for (Tensor* t : {&x, &cos, &sin})
+    if (!t->is_contiguous()) *t = torch::stable::contiguous(*t);
+  const Call call{x, cos, sin, bases, counts, masks, heads, intermediate, gate_activation(kOp, activation), eps, weight_offset, scaling, softcap};
   Tensor result = empty(sizes_of(x));
   if (x.numel() == 0) return result;
-  place.cos = floats(cos), place.sin = floats(sin), place.eps = (float)eps, place.weight_offset = (float)weight_offset;
-  if (norms.size() == 4) place.q_norm = floats(norms[2]), place.k_norm = floats(norms[3]);
-  int64_t covered = 0;
-  for (size_t s = 0; s < sequences; ++s) {
-    const bool masked = !masks.empty() && masks[s].numel() > 0;
-    add_sequence(&layer, keys[s], values[s], bases[s], counts[s], masked ? &masks[s] : nullptr, scaling, softcap);
-    covered += counts[s];
+
+  std::vector<Layer> stack;
+  stack.reserve(layers);
+  int64_t ranks = 1, floats_used = 0;
+  for (int64_t i = 0; i < num_layers; ++i) {
+    const LayerTensors tensors{part(norms, i, num_layers), part(packed, i, num_layers), part(biases, i, num_layers), part(keys, i, num_layers),
+                               part(values, i, num_layers)};
+    stack.push_back(make_layer(call, tensors, i == 0 ? floats(x) : floats(result), mutable_floats(result)));
+    ranks = std::max(ranks, ranks_for(stack.back()));
   }
-  NEAP_CHECK(covered == tokens, kOp, ": the counts sum to ", covered, " tokens, but x has ", tokens);
-  place.slots = layer.slots.data();
-
-  layer.input_norm = {floats(x), floats(norms[0]), nullptr, width, width, (float)eps, (float)weight_offset};
-  layer.mlp_norm = {nullptr, floats(norms[1]), nullptr, width, width, (float)eps, (float)weight_offset};
-  const int64_t q = heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
-  const Sizes parts = packed.size() == 7 ? Sizes{q, k, v} : Sizes{q + k + v};
-  const auto bias = [&](size_t i) { return biases.empty() ? nullptr : &biases[i]; };
-  for (size_t i = 0; i < parts.size(); ++i)
-    layer.projections.push_back(linear_args("a projection", packed[i], nullptr, bias(i), tokens, width, parts[i]));
-  const size_t next = parts.size();
-  layer.out = linear_args("out", packed[next], nullptr, bias(next), tokens, heads * place.value_width, width);
-  layer.gated = linear_args("gate", packed[next + 1], &packed[next + 2], bias(next + 1), tokens, width, intermediate, gate_activation(kOp, activation));
-  layer.down = linear_args("down", packed[next + 3], nullptr, bias(next + 2), tokens, intermediate, width);
-  layer.out.residual = floats(x), layer.down.out = mutable_floats(result);
-
-  double products = (double)layer.gated.out_features * width;  // of gate and up: the loop below counts the gate
-  for (const LinearArgs* product : {&layer.out, &layer.gated, &layer.down}) products += (double)product->in_features * product->out_features;
-  for (const LinearArgs& projection : layer.projections) products += (double)projection.in_features * projection.out_features;
-  layer.ranks = std::clamp<int64_t>((int64_t)(products * (double)tokens / (double)kGrainFlops), 1, torch::stable::get_num_threads());
-  layer.count(neap::kernels());
-  Arena size(nullptr);
-  layer.lay_out(&size, width, intermediate);
-  Arena arena(thread_scratch(size.used()));
-  layer.lay_out(&arena, width, intermediate);
-  in_team(layer.ranks, [&](const Team& team) { layer.run(team); });
+  int64_t covered = 0;
+  for (int64_t count : counts) covered += count;
+  NEAP_CHECK(covered == call.tokens(), kOp, ": the counts sum to ", covered, " tokens, but x has ", call.tokens());
+  for (Layer& layer : stack) {
+    layer.ranks = ranks;
+    layer.count(neap::kernels());
+    Arena size(nullptr);
+    layer.lay_out(&size, x.size(2), intermediate);
+    floats_used = std::max(floats_used, size.used());
+  }
+  // One layer's intermediate results overwrite those of the layer before.
+  float* scratch = thread_scratch(floats_used);
+  for (Layer& layer : stack) {
+    Arena arena(scratch);
+    layer.lay_out(&arena, x.size(2), intermediate);
+  }
+  in_team(ranks, [&](const Team& team) {
+    for (const Layer& layer : stack) layer.run(team);
+  });
   return result;
 }
 

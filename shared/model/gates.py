@@ -3,19 +3,37 @@
 Each layer's `forward` is replaced on the instance by a gate. A gate outside the range returns the hidden state unchanged. The gate at
 `first` replaces the hidden state by the saved one, and the gate at `last - 1` keeps the layer's output. The model itself still computes
 masks, positions, rotary tables and scaling, so no family needs code of its own. State-dict keys do not change.
+
+Fused layers that the model calls with the same arguments run as one op, at the gate of the first of them. The gates of the others return
+the hidden state unchanged.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shared.errors import UnsupportedModel
+from shared.model.substitution.layer import LayerStack
 
 LayerOutput = Tensor | tuple[Any, ...]
 Forward = Callable[..., LayerOutput]
+
+log = structlog.get_logger("neap.model")
+
+# The arguments beside the hidden state that must be the same objects for all layers that run as one op.
+_SHARED_ARGUMENTS = ("attention_mask", "position_embeddings", "past_key_values")
+
+
+class _CalledDifferently(Exception):
+    """Layer `index` has run as one op with others, and the model calls it with other arguments than the first of them."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
 
 
 class LayerCounters:
@@ -56,6 +74,12 @@ class Gates:
         # Each layer's own forward, bound; and the forwards that the current pass runs.
         self.forwards: tuple[Forward, ...] = tuple(layer.forward for layer in layers)
         self._running = self.forwards
+        kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+        self._stack: LayerStack | None = LayerStack(self.forwards, kinds or [""] * len(layers))
+        # Layers below this number have run already in this pass, as one op, with these arguments.
+        self._stacked_until = 0
+        self._stacked_with: list[object] = []
+        self._hooks = [hooks for x in layers for hooks in (x._forward_hooks, x._forward_pre_hooks)]
         for index, layer in enumerate(layers):
             layer.forward = self._gated(index)
         self._learn_output_form()
@@ -89,7 +113,7 @@ class Gates:
                 kwargs["hidden_states"] = self._entering
         if self._captured is not None and index in self._captured:
             self._captured[index] = args[0] if args else kwargs["hidden_states"]
-        output = self._running[index](*args, **kwargs)
+        output = self._output_of(index, args, kwargs)
         hidden = output[0] if isinstance(output, tuple) else output
         if self._tuple_length is None:
             self._tuple_length = len(output) if isinstance(output, tuple) else 0
@@ -98,6 +122,37 @@ class Gates:
         if index == self._last - 1:
             self._leaving = hidden
         return output
+
+    def _output_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerOutput:
+        """The output of layer `index`, or of the last of the layers that run as one op with it."""
+        shared = [kwargs.get(name) for name in _SHARED_ARGUMENTS]
+        if index < self._stacked_until:
+            if any(a is not b for a, b in zip(shared, self._stacked_with, strict=True)):
+                raise _CalledDifferently(index)
+            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+            return hidden
+        if self._stack is not None and self._running is self.forwards and not any(self._hooks):
+            stops = [depth for depth in self._captured or () if index < depth < self._last]
+            end = self._stack.end(index, min([*stops, self._last]))
+            if end > index + 1 and (out := self._stack.run(index, end, args, kwargs)) is not None:
+                self._stacked_until, self._stacked_with = end, shared
+                return out
+        return self._running[index](*args, **kwargs)
+
+    def _run_model(self, **inputs: Any) -> None:
+        """The model's own forward, which calls the gates."""
+        opened = self._first, self._last, self._entering
+        counters = self.counters
+        counted = list(counters.per_layer), counters.token_layers
+        try:
+            self._model.base_model(**inputs)
+        except _CalledDifferently as different:
+            log.info("layers run one by one: their arguments differ", layer=different.index)
+            self._stack = None
+            counters.per_layer, counters.token_layers = counted
+            self._open(*opened)
+            # Keys and values that the op has written are written again.
+            self._model.base_model(**inputs)
 
     def _learn_output_form(self) -> None:
         token = torch.ones(1, 1, dtype=torch.long, device=self._model.device)
@@ -128,7 +183,7 @@ class Gates:
         self._open(first, last, entering)
         self._running = forwards or self.forwards
         try:
-            self._model.base_model(**inputs)
+            self._run_model(**inputs)
             assert self._leaving is not None
             return self._leaving
         finally:
@@ -149,7 +204,7 @@ class Gates:
         nothing = torch.empty(0)
         self._captured = {depth: nothing for depth in depths if depth < self.num_layers}
         try:
-            self._model.base_model(**inputs)
+            self._run_model(**inputs)
             assert self._leaving is not None
             states = dict(self._captured)
             if self.num_layers in depths:
@@ -160,6 +215,7 @@ class Gates:
 
     def _open(self, first: int, last: int, entering: Tensor | None) -> None:
         self._first, self._last, self._entering, self._leaving = first, last, entering, None
+        self._stacked_until, self._stacked_with = 0, []
 
     def _reset(self) -> None:
         self._open(0, self.num_layers, None)

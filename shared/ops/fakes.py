@@ -54,7 +54,7 @@ def _ragged_contiguous_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) 
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
-def _decoder_layer(x: Tensor, *others: Any) -> Tensor:
+def _decoder_layers(x: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -114,7 +114,7 @@ def register() -> None:
         "rotary": _rotary,
         "contiguous_attention": _contiguous_attention,
         "ragged_contiguous_attention": _ragged_contiguous_attention,
-        "decoder_layer": _decoder_layer,
+        "decoder_layers": _decoder_layers,
         "exit_head": _exit_head,
         "draft_top": _draft_top,
         "route": _route,

@@ -1,7 +1,8 @@
-"""A whole pre-norm decoder layer as one op. It gives the same bits as the kernels of its modules, without the overhead between them."""
+"""Whole pre-norm decoder layers as one op. It gives the same bits as the kernels of their modules, without the overhead between them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,11 +14,11 @@ from shared.ops.library import load
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of a layer.
+    """The weights of `num_layers` consecutive layers; the lists have those of one layer after those of another.
 
-    `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are any. `packed`: queries, keys and
+    Of each layer, `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are any. `packed`: queries, keys and
     values, or all three in one; out; gate; up; down. `biases`: in the same order, but one for gate and up together (gate's, then up's);
-    an empty tensor where there is none, or an empty list if there are none at all.
+    an empty tensor where there is none, or an empty list if there are none at all. What is not a list is the same in all layers.
     """
 
     norms: Sequence[Tensor]
@@ -30,12 +31,33 @@ class LayerWeights:
     weight_offset: float
     scaling: float
     softcap: float | None = None
+    num_layers: int = 1
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What weights must have in common to be stacked."""
+        lengths = len(self.norms), len(self.packed), len(self.biases)
+        sizes = self.num_heads, self.intermediate, self.activation, self.num_layers
+        return *lengths, *sizes, self.eps, self.weight_offset, self.scaling, self.softcap
+
+
+def stacked(parts: Sequence[LayerWeights]) -> LayerWeights:
+    """The weights of consecutive layers, which must have the same `form`, as those of one call."""
+    if len({part.form for part in parts}) != 1:
+        raise ValueError("layers of different forms cannot be stacked")
+    return replace(
+        parts[0],
+        norms=list(chain.from_iterable(part.norms for part in parts)),
+        packed=list(chain.from_iterable(part.packed for part in parts)),
+        biases=list(chain.from_iterable(part.biases for part in parts)),
+        num_layers=sum(part.num_layers for part in parts),
+    )
 
 
 class LayerKV(NamedTuple):
-    """Where the new keys and values of one layer are written.
+    """Where the new keys and values are written.
 
-    Per sequence its tensors [1, Hkv, S, Dh], the first position of its new tokens, and their number.
+    Per layer, and in it per sequence, the tensors [1, Hkv, S, Dh]. Per sequence the first position of its new tokens, and their number.
     """
 
     keys: list[Tensor]
@@ -49,7 +71,7 @@ STEPS = ("norms", "products", "place", "attention")
 
 
 def profile_layers(is_on: bool) -> dict[str, float]:
-    """Seconds of each of STEPS in `decoder_layer` since the last call, and measures or not from now on. No layer may be running.
+    """Seconds of each of STEPS in `decoder_layers` since the last call, and measures or not from now on. No layer may be running.
 
     One thread's clock: a step ends when all threads have ended it, so their waiting for each other counts.
     """
@@ -58,7 +80,7 @@ def profile_layers(is_on: bool) -> dict[str, float]:
     return dict(zip(STEPS, seconds.tolist(), strict=True))
 
 
-def decoder_layer(
+def decoder_layers(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -66,15 +88,15 @@ def decoder_layer(
     kv: LayerKV,
     masks: Sequence[Tensor] = (),
 ) -> Tensor:
-    """h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B, Q, D] -> [B, Q, D].
+    """Each layer: h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B, Q, D] -> [B, Q, D].
 
-    The tokens of x are those of all sequences, one after another: `kv.counts[s]` of sequence s. The first R numbers of queries and keys
+    The output of one layer is the x of the next. The tokens of x are those of all sequences, one after another: `kv.counts[s]` of sequence s. The first R numbers of queries and keys
     are rotated by cos, sin [B or 1, Q, R], halves paired. Keys and values are written to `kv`, then queries attend as in
     `shared.ops.ragged_contiguous_attention`; without `masks`, all causally. The bits are those of the single ops, called one after another.
     """
     load()
     refuse_gradient(x)
-    out: Tensor = torch.ops.neap.decoder_layer.default(
+    out: Tensor = torch.ops.neap.decoder_layers.default(
         x,
         cos,
         sin,
@@ -83,6 +105,7 @@ def decoder_layer(
         weights.biases,
         *kv,
         masks,
+        weights.num_layers,
         weights.num_heads,
         weights.intermediate,
         weights.activation,

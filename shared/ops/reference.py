@@ -1,6 +1,7 @@
 """Every op in plain PyTorch: the specification of the kernels, against which they are tested. Written for reading, not for speed."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +137,35 @@ def paged_attention(
     return out
 
 
-def decoder_layer(
+def decoder_layers(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: Sequence[Tensor],
+    matrices: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    bases: Sequence[int],
+    counts: Sequence[int],
+    masks: Sequence[Tensor],
+    num_layers: int,
+    *others: Any,
+) -> Tensor:
+    """See `shared.ops.layer.decoder_layers`. `matrices` are not packed."""
+
+    def part(tensors: Sequence[Tensor], layer: int) -> Sequence[Tensor]:
+        count = len(tensors) // num_layers
+        return tensors[layer * count : (layer + 1) * count]
+
+    for layer in range(num_layers):
+        own = (part(each, layer) for each in (norms, matrices, biases, keys, values))
+        arguments: tuple[Any, ...] = (*own, bases, counts, masks, *others)
+        x = _decoder_layer(x, cos, sin, *arguments)
+    return x
+
+
+def _decoder_layer(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -156,7 +185,7 @@ def decoder_layer(
     scaling: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """h = x + attention(norm(x)), then h + mlp(norm(h)): see `shared.ops.layer.decoder_layer`. `matrices` are not packed."""
+    """h = x + attention(norm(x)), then h + mlp(norm(h))."""
     batch, queries, _ = x.shape
     kv_heads, head_width, value_width = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
     biases = list(biases) or [torch.empty(0)] * (len(matrices) - 1)

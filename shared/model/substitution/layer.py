@@ -1,6 +1,6 @@
-"""Decoder layers of Hugging Face transformers as one op each, found by recording which modules a layer runs.
+"""Decoder layers of Hugging Face transformers as one op, found by recording which modules a layer runs.
 
-A layer is a candidate for `shared.ops.layer.decoder_layer`, over the same packed weights, if all its modules run kernels already
+A layer is a candidate for `shared.ops.layer.decoder_layers`, over the same packed weights, if all its modules run kernels already
 (`linear`) and it calls them in the order of a pre-norm layer. The order alone does not decide: `fused_layers` compares the bits.
 """
 
@@ -21,7 +21,7 @@ from shared.model.substitution.match import (
     Unsuitable,
 )
 from shared.model.substitution.ragged import RaggedMask
-from shared.ops.layer import LayerWeights, decoder_layer
+from shared.ops.layer import LayerKV, LayerWeights, decoder_layers, stacked
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -174,24 +174,77 @@ class FusedLayer:
 
     def fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's output [B, Q, D]. For a call that the op does not support, does nothing and returns None."""
-        plan, cache = self._plan, kwargs.get("past_key_values")
-        layer_kv = getattr(cache, "layer_kv", None)
-        angles = kwargs.get("position_embeddings")
-        if plan is None or layer_kv is None or len(args) > 1:
-            return None
-        if type(angles) is not tuple or len(angles) != 2:
-            return None
-        if any(self._hooks) or not (_KNOWN.issuperset(kwargs) or _only_supported_arguments(kwargs)):
-            return None
-        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-        masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
-        if masks is None:
-            return None
+        return run_layers([self], args, kwargs)
+
+    @property
+    def plan(self) -> LayerPlan | None:
+        """None if the layer must run its own forward: it is disabled, or its modules have hooks."""
+        return None if any(self._hooks) else self._plan
+
+
+def run_layers(
+    layers: Sequence[FusedLayer], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """The output [B, Q, D] of consecutive layers, of which the first is called with these arguments, and the others with the same but the
+    state. For a call that the op does not support, does nothing and returns None."""
+    plans = [layer.plan for layer in layers]
+    layer_kv = getattr(kwargs.get("past_key_values"), "layer_kv", None)
+    angles = kwargs.get("position_embeddings")
+    if layer_kv is None or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
+        return None
+    if not (_KNOWN.issuperset(kwargs) or _only_supported_arguments(kwargs)):
+        return None
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
+    if masks is None:
+        return None
+    able = [plan for plan in plans if plan is not None]
+    if len(able) < len(plans):
+        return None
+    all_kv = LayerKV([], [], [], [])
+    for plan in able:
         keys, values = plan.keys_like, plan.values_like
         if hidden.shape[0] > 1:
             keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
         kv = layer_kv(keys, values, plan.layer_idx)
-        return decoder_layer(hidden, *angles, weights=plan.weights, kv=kv, masks=masks)
+        all_kv.keys.extend(kv.keys)
+        all_kv.values.extend(kv.values)
+    weights = able[0].weights if len(able) == 1 else stacked([plan.weights for plan in able])
+    all_kv = all_kv._replace(bases=kv.bases, counts=kv.counts)
+    return decoder_layers(hidden, *angles, weights=weights, kv=all_kv, masks=masks)
+
+
+class LayerStack:
+    """The fused layers of a model, of which consecutive ones can run as one op.
+
+    `forwards`: of all layers. `kinds`: of each layer, what decides over its arguments beside the state; layers of different kinds are not
+    run together.
+    """
+
+    def __init__(self, forwards: Sequence[Callable[..., Any]], kinds: Sequence[object]) -> None:
+        owners = [getattr(forward, "__self__", None) for forward in forwards]
+        self._layers = [owner if isinstance(owner, FusedLayer) else None for owner in owners]
+        forms = [
+            (kind, layer.plan.weights.form)
+            if layer is not None and layer.plan is not None
+            else None
+            for layer, kind in zip(self._layers, kinds, strict=True)
+        ]
+        # For each layer, the end of the longest run of layers of its form that begins with it.
+        self._ends = list(range(1, len(forms) + 1))
+        for index in reversed(range(len(forms) - 1)):
+            if forms[index] is not None and forms[index] == forms[index + 1]:
+                self._ends[index] = self._ends[index + 1]
+
+    def end(self, first: int, last: int) -> int:
+        """The largest end <= `last` so that layers [first, end) can run as one op; first + 1 if the layer must run alone."""
+        return min(self._ends[first], last)
+
+    def run(
+        self, first: int, end: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        """Layers [first, end), as `end` has found them: see `run_layers`."""
+        return run_layers([one for one in self._layers[first:end] if one], args, kwargs)
 
 
 def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:

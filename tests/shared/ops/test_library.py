@@ -19,7 +19,7 @@ OPS = [
     "rotary",
     "contiguous_attention",
     "ragged_contiguous_attention",
-    "decoder_layer",
+    "decoder_layers",
     "exit_head",
     "draft_top",
     "route",
@@ -54,7 +54,7 @@ def _calls() -> dict[str, tuple]:
             0.3,
             4.0,
         ),
-        "decoder_layer": (
+        "decoder_layers": (
             torch.randn(1, 3, 12),
             *(cos, sin),
             [torch.randn(12), torch.randn(12), torch.randn(8), torch.randn(8)],
@@ -74,7 +74,7 @@ def _calls() -> dict[str, tuple]:
             [torch.zeros(1, 2, 7, 8) for _ in range(2)],
             *([5, 0], [2, 1]),
             [torch.ones(1, 1, 2, 7, dtype=torch.bool), torch.empty(0, dtype=torch.bool)],
-            *(4, 20, "silu", 1e-5, 0.0, 0.3, None),
+            *(1, 4, 20, "silu", 1e-5, 0.0, 0.3, None),
         ),
         "exit_head": (
             torch.randn(3, 8),

@@ -15,7 +15,7 @@ from shared.model.substitution import attention
 from shared.model.substitution import layer as layer_module
 from shared.model.substitution.apply import accelerate, restore
 from shared.model.substitution.layer import FusedLayer
-from shared.ops.layer import LayerKV, decoder_layer
+from shared.ops.layer import LayerKV, decoder_layers
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 
 FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
@@ -88,9 +88,9 @@ def test_layers_are_one_op_over_16_bit_caches_too(kv_dtype, fused_calls):
 
 def test_bits_are_compared_over_caches_of_the_dtype_that_will_be_used(monkeypatch):
     def wrong_in_16_bits(*args: Any, kv: LayerKV, **kwargs: Any) -> Tensor:
-        return decoder_layer(*args, kv=kv, **kwargs) + (kv.keys[0].dtype == torch.bfloat16)
+        return decoder_layers(*args, kv=kv, **kwargs) + (kv.keys[0].dtype == torch.bfloat16)
 
-    monkeypatch.setattr(layer_module, "decoder_layer", wrong_in_16_bits)
+    monkeypatch.setattr(layer_module, "decoder_layers", wrong_in_16_bits)
     assert accelerate(build_family("llama"), torch.float32).layers == NUM_LAYERS
     assert accelerate(build_family("llama"), torch.bfloat16).layers == 0
 

@@ -1,0 +1,124 @@
+"""Fused layers that the model calls alike run as one op, with the bits of layers that run one by one."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.load import LoadedModel, wrap_model
+from shared.model.ragged import RaggedSequence
+from shared.model.substitution import layer as layer_module
+from shared.ops.layer import LayerWeights
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each op, how many layers it ran."""
+    spans: list[int] = []
+    op = layer_module.decoder_layers
+
+    def noted(*args: Any, weights: LayerWeights, **kwargs: Any) -> Tensor:
+        spans.append(weights.num_layers)
+        return op(*args, weights=weights, **kwargs)
+
+    monkeypatch.setattr(layer_module, "decoder_layers", noted)
+    return spans
+
+
+def _loaded(family: str = "llama") -> LoadedModel:
+    torch.manual_seed(3)
+    return wrap_model(build_family(family), accelerate=True)
+
+
+def _one_by_one(loaded: LoadedModel) -> None:
+    """A hook that does nothing on each layer: with hooks, layers run one by one."""
+    for layer in loaded.parts.layers:
+        layer.register_forward_hook(lambda *_: None)
+
+
+def _run(runner: ContiguousRunner, ids: Tensor, depths: list[int]) -> list[Tensor]:
+    cache, states, hidden = runner.new_cache(ids.shape[1]), [], None
+    for first, last in pairwise(depths):
+        hidden = runner.run(ids, cache, first=first, last=last, base=0, hidden=hidden)
+        states.append(hidden)
+    return states
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
+@pytest.mark.parametrize("depths", [[0, NUM_LAYERS], [0, 2, NUM_LAYERS]])
+def test_a_pass_is_one_op_with_the_bits_of_single_layers(family, depths, spans):
+    ids = torch.randint(2, VOCABULARY_SIZE, (1, 7))
+    runner = ContiguousRunner(_loaded(family))
+    del spans[:]
+    stacked = _run(runner, ids, depths)
+    assert spans == [last - first for first, last in pairwise(depths)]
+    runner.counters.reset()
+    _run(runner, ids, depths)
+    assert runner.counters.per_layer == [1] * NUM_LAYERS
+    assert runner.counters.token_layers == 7 * NUM_LAYERS
+    loaded = _loaded(family)
+    alone = ContiguousRunner(loaded)
+    _one_by_one(loaded)
+    del spans[:]
+    assert all(map(torch.equal, stacked, _run(alone, ids, depths)))
+    assert spans == [1] * NUM_LAYERS
+
+
+def test_several_sequences_share_the_op(spans):
+    ids = torch.randint(2, VOCABULARY_SIZE, (1, 5))
+    states = []
+    for hooked in (False, True):
+        loaded = _loaded()
+        runner = ContiguousRunner(loaded)
+        if hooked:
+            _one_by_one(loaded)
+        caches = [runner.new_cache(9) for _ in range(2)]
+        parts = [RaggedSequence(caches[0], 0, 2), RaggedSequence(caches[1], 0, 3)]
+        del spans[:]
+        states.append(runner.run_ragged(ids, parts, first=0, last=NUM_LAYERS))
+        assert spans == ([1] * NUM_LAYERS if hooked else [NUM_LAYERS])
+    assert torch.equal(*states)
+
+
+def test_states_are_captured_where_they_are_wanted(spans):
+    ids = torch.randint(2, VOCABULARY_SIZE, (1, 6))
+    runner = ContiguousRunner(_loaded())
+    expected = {depth: _run(runner, ids, [0, depth])[0] for depth in (1, 3, NUM_LAYERS)}
+    del spans[:]
+    cache = runner.new_cache(6)
+    cache.begin(0, 6)
+    with torch.inference_mode():
+        captured = runner.gates.capture([1, 3, NUM_LAYERS], input_ids=ids, past_key_values=cache)
+    assert spans == [1, 2, NUM_LAYERS - 3]
+    assert captured.keys() == expected.keys()
+    assert all(torch.equal(captured[depth], expected[depth]) for depth in expected)
+
+
+def test_layers_that_are_called_differently_run_one_by_one(spans, monkeypatch):
+    """Nothing in the configuration tells that this model gives each layer rotary tables of its own."""
+    states = []
+    for hooked in (False, True):
+        loaded = _loaded()
+        runner = ContiguousRunner(loaded)
+        if hooked:
+            _one_by_one(loaded)
+        for index, layer in enumerate(loaded.parts.layers):
+            gate = layer.forward
+
+            def own_tables(*args: Any, gate=gate, index=index, **kwargs: Any) -> Any:
+                cos, sin = kwargs["position_embeddings"]
+                return gate(*args, **{**kwargs, "position_embeddings": (cos * (1 + index), sin)})
+
+            monkeypatch.setattr(layer, "forward", own_tables)
+        ids = torch.randint(2, VOCABULARY_SIZE, (1, 6), generator=torch.Generator().manual_seed(1))
+        runner.counters.reset()
+        states += _run(runner, ids, [0, NUM_LAYERS])
+        assert runner.counters.per_layer == [1] * NUM_LAYERS
+        del spans[:]
+        states += _run(runner, ids, [0, NUM_LAYERS])
+        assert spans == [1] * NUM_LAYERS
+    assert all(torch.equal(states[0], other) for other in states[1:])
