@@ -25,7 +25,7 @@ STAMP := $(VENV)/.installed
 LIBRARY := shared/ops/_lib/libneap_ops.so
 PROTO_SOURCES := $(shell find protos -name '*.proto')
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
-SCRIPTS := .ci/run .ci/proto-breaking
+SCRIPTS := .ci/run .ci/promtool .ci/proto-breaking
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
 .PHONY: help venv build-ops demo test test-full check bench format clean

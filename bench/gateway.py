@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="pairs of streams [default: 10]")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a stream [default: 128]")
     options = parser.parse_args()
+    if options.pairs < 2 or options.tokens < 2:
+        parser.error("--pairs and --tokens must be at least 2")
     # The services end with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     ratios: list[tuple[float, float]] = []

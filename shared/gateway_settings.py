@@ -27,7 +27,7 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         default="127.0.0.1:7071",
         min_length=1,
         description="gRPC target of the workers: HOST:PORT, dns:///HOST:PORT for a name with several addresses, or "
-        "ipv4:ADDRESS:PORT,ADDRESS:PORT. Requests go to the addresses in turn. All workers must serve the same models.",
+        "ipv4:ADDRESS:PORT,ADDRESS:PORT. Requests go in turn to the addresses that serve. All workers must serve the same models.",
         json_schema_extra={"metavar": "TARGET"},
     )
     worker_tls: bool = Field(
@@ -36,12 +36,13 @@ class GatewaySettings(ProcessSettings, TlsSettings):
     )
     worker_ca: OptionalFile = Field(
         default=None,
-        description="PEM file of the authorities of the workers' certificates. Implies TLS. Unset: those that this machine trusts.",
+        description="PEM file of the authorities of the workers' certificates; reloaded when it changes. Implies TLS. Unset: those that this machine "
+        "trusts.",
     )
     worker_cert: OptionalFile = Field(
         default=None,
-        description="PEM file of the gateway's certificate for workers that ask for one. Implies TLS. Unset: the gateway shows no "
-        "certificate.",
+        description="PEM file of the gateway's certificate for workers that ask for one; reloaded when it changes. Implies TLS. Unset: the "
+        "gateway shows no certificate.",
     )
     worker_key: OptionalFile = Field(
         default=None, description="PEM file with the private key of that certificate."

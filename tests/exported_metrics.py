@@ -1,16 +1,22 @@
-"""Every metric a worker exports, with its labels, from one that has done a little of everything."""
+"""Every metric that a worker, a calibrator or a gateway exports, with its labels, from one that has done a little of everything."""
 
 import json
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from calibrator_service.job import JobState
+from calibrator_service.jobs import JobCount
+from calibrator_service.metrics import CalibratorMetrics
 from inference_service.engine.memory.prefixes import Prefixes
 from inference_service.engine.quality.shadow import Shadow, ShadowCounts
 from inference_service.engine.statistics import EngineStatistics
 from inference_service.metrics import WorkerMetrics
+from shared.gateway.metrics import GatewayMetrics
 from shared.ladder.rungs import Draft
 
 HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
@@ -49,21 +55,54 @@ def busy_metrics() -> WorkerMetrics:
     return metrics
 
 
+def busy_calibrator_metrics() -> CalibratorMetrics:
+    metrics = CalibratorMetrics()
+    running = SimpleNamespace(model_id="tiny", phase="loading", fraction=0.1)
+    jobs: Any = SimpleNamespace(
+        is_alive=True,
+        is_held_up=False,
+        count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)],
+        list_running=lambda: [running],
+    )
+    metrics.observe(jobs)
+    metrics.process_deaths.labels("tiny").inc()
+    metrics.publications.labels("tiny").inc()
+    metrics.failures.labels("tiny", "INTERNAL").inc()
+    metrics.duration.labels("tiny", "failed").observe(1.0)
+    return metrics
+
+
+def busy_gateway_metrics() -> GatewayMetrics:
+    metrics = GatewayMetrics()
+    metrics.requests.labels("/v1/models", "200").inc()
+    metrics.errors.labels("/v1/models", "INTERNAL").inc()
+    metrics.duration.labels("/v1/models").observe(0.1)
+    metrics.first_token.labels("/v1/completions").observe(0.1)
+    return metrics
+
+
 def exported() -> dict[str, tuple[str, ...]]:
-    """Name in queries, without a histogram's suffix -> labels, without `model_id` and `le`."""
+    """Of a worker: name in queries, without a histogram's suffix -> labels, without `model_id` and `le`."""
+    return _exported(busy_metrics().registry)
+
+
+def exported_by_calibrator() -> dict[str, tuple[str, ...]]:
+    """The same."""
+    return _exported(busy_calibrator_metrics().registry)
+
+
+def exported_by_gateway() -> dict[str, tuple[str, ...]]:
+    """The same."""
+    return _exported(busy_gateway_metrics().registry)
+
+
+def _exported(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
-    for family in busy_metrics().registry.collect():
+    for family in registry.collect():
         for sample in family.samples:
             name = family.name if family.type == "histogram" else sample.name
             found[name] = tuple(sorted(set(sample.labels) - {"model_id", "le"}))
     return found
-
-
-def exported_series() -> set[str]:
-    """Names of all series, histograms' suffixes included."""
-    return {
-        sample.name for family in busy_metrics().registry.collect() for sample in family.samples
-    }
 
 
 def scraped(log: Path) -> dict[tuple[str, ...], float]:

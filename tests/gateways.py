@@ -13,9 +13,10 @@ from neap.inference.v1 import inference_pb2_grpc
 
 from shared.config import make_settings
 from shared.gateway.app import Gateway
+from shared.gateway.channel import SERVICE_NAME
 from shared.gateway.metrics import GatewayMetrics
 from shared.gateway.server import GatewayServer
-from shared.gateway.workers import SERVICE_NAME, Workers
+from shared.gateway.workers import Workers
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
@@ -104,14 +105,15 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
 def scripted_worker(
     script: Callable[[pb.GenerateRequest], Any], security: ServerSecurity | None = None
 ) -> Iterator[SimpleNamespace]:
-    """Yields target, worker and kill (which drops all connections) of a server with the services' own interceptors."""
+    """Yields target, worker and drain (which reports NOT_SERVING) of a server with the services' own interceptors."""
 
     async def make(state: SimpleNamespace) -> None:
-        server = RpcServer("127.0.0.1:0", [SERVICE_NAME], security=security)
+        server = RpcServer("127.0.0.1:0", [SERVICE_NAME], security=security, grace_s=60)
         state.worker = ScriptedWorker(script)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(state.worker, server.grpc_server)
         state.target = f"127.0.0.1:{await server.start()}"
         await server.set_serving()
+        state.drain = lambda: asyncio.run_coroutine_threadsafe(server.drain(), state.loop)
         state.ready.set()
         await state.finish.wait()
         await server.stop()

@@ -19,12 +19,13 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 # What one may put together, as (name of an overlay or "base", components).
 COMPOSITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((overlay, ()) for overlay in OVERLAYS),
-    ("local", ("security", "monitoring", "grpc-route", "trace-export")),
-    ("cpu", ("security", "monitoring", "autoscaling", "grpc-route", "trace-export")),
+    ("local", ("gateway", "security", "monitoring", "grpc-route", "trace-export")),
+    ("cpu", ("gateway", "security", "monitoring", "autoscaling", "grpc-route", "trace-export")),
     ("gpu", ("surge", "monitoring", "autoscaling", "security", "grpc-route")),
+    ("gpu", ("gateway", "monitoring")),
     ("base", ("one-pod", "models-from-claim")),
     ("base", ("one-pod", "models-from-s3", "security")),
-    ("base", ("shared-registry", "models-from-s3", "autoscaling")),
+    ("base", ("gateway", "shared-registry", "models-from-s3", "autoscaling")),
     ("base", ("shared-registry", "calibration-jobs", "models-from-s3", "gpu")),
     ("base", ("shared-registry", "calibration-jobs", "models-from-claim", "gpu", "surge")),
 )
@@ -93,11 +94,11 @@ def containers(objects: Objects) -> Iterator[tuple[str, dict[str, Any], dict[str
 
 
 def services(objects: Objects) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """ "worker" and "calibrator" -> container and the spec of its pod."""
+    """ "worker", "calibrator" and, where there is one, "gateway" -> container and the spec of its pod."""
     return {
         name: (container, spec)
         for name, container, spec in containers(objects)
-        if name in ("worker", "calibrator")
+        if name in ("worker", "calibrator", "gateway")
     }
 
 

@@ -13,6 +13,7 @@ from shared.gateway.workers import Workers
 from shared.gateway_settings import GatewaySettings
 from shared.metrics_server import serve_metrics
 from shared.rpc.logs import configure_logging
+from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
 from shared.rpc.trace_export import export_traces
 
@@ -23,6 +24,7 @@ async def serve(settings: GatewaySettings) -> int:
     workers = Workers(settings)
     try:
         server = GatewayServer(settings, Gateway(settings, workers, metrics))
+        metrics.registry.register(SecurityCollector(server.security))
         server.handle_signals()
         with serve_metrics(settings.metrics_listen, metrics.registry):
             await server.run()

@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
 import structlog
-from neap.inference.v1 import inference_pb2 as pb
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,8 +25,9 @@ from shared.gateway.errors import (
     unexpected,
 )
 from shared.gateway.exchange import Exchange
+from shared.gateway.merging import merged
 from shared.gateway.metrics import GatewayMetrics
-from shared.gateway.requests import Generation, parse_generation
+from shared.gateway.requests import parse_generation
 from shared.gateway.workers import Metadata, Workers, no_answer
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.interceptors import REQUEST_ID_KEY
@@ -63,7 +63,10 @@ class Gateway:
             Route("/healthz", _alive),
             Route("/readyz", self._ready),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _path_error})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _path_error})
+        # A path with another slash is unknown. A redirect would name a host that a proxy may not know.
+        app.router.redirect_slashes = False
+        return app
 
     def _route(self, path: str, method: str, handler: Handler) -> Route:
         endpoint = _Endpoint(self, path.partition("/{")[0], handler)
@@ -128,31 +131,33 @@ class Gateway:
             **exchange.log_fields,
         )
 
-    def _metadata(self, exchange: Exchange) -> Metadata:
-        return exchange.metadata(with_token=not self._settings.drop_tokens)
+    def _metadata(self, exchange: Exchange, suffix: str = "") -> Metadata:
+        """Return the metadata of a call to a worker. `suffix` tells calls of one request apart in the workers' logs."""
+        metadata = exchange.metadata(with_token=not self._settings.drop_tokens)
+        return (*metadata, (REQUEST_ID_KEY, exchange.request_id + suffix))
 
     async def _list_models(self, exchange: Exchange) -> None:
         exchange.expect_no_body()
-        metadata = (*self._metadata(exchange), (REQUEST_ID_KEY, exchange.request_id))
-        models = await self._workers.list_models(metadata)
+        models = await self._workers.list_models(self._metadata(exchange))
         data = [model_object(model) for model in models]
         await exchange.respond(200, {"object": "list", "data": data})
 
     async def _get_model(self, exchange: Exchange) -> None:
         exchange.expect_no_body()
-        metadata = (*self._metadata(exchange), (REQUEST_ID_KEY, exchange.request_id))
         model_id: str = exchange.scope["path_params"]["model_id"]
-        model = await self._workers.get_model(model_id, metadata)
+        model = await self._workers.get_model(model_id, self._metadata(exchange))
         await exchange.respond(200, model_object(model))
 
     async def _generate(self, exchange: Exchange, *, is_chat: bool) -> None:
         settings = self._settings
         started_s = time.monotonic()
-        metadata = self._metadata(exchange)
-        body = await exchange.read_body(
-            max_bytes=settings.max_body_mb << 20, timeout_s=settings.request_timeout_s
+        generation = parse_generation(
+            await exchange.read_body(
+                max_bytes=settings.max_body_mb << 20, timeout_s=settings.request_timeout_s
+            ),
+            is_chat=is_chat,
+            max_choices=settings.max_choices,
         )
-        generation = parse_generation(body, is_chat=is_chat, max_choices=settings.max_choices)
         exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
         choices = [
             Choice(index, is_chat=is_chat, keeps=not generation.is_stream)
@@ -165,15 +170,19 @@ class Gateway:
             includes_usage=generation.includes_usage,
         )
         deadline_s = started_s + settings.generation_timeout_s
-        events = self._events(generation, exchange.request_id, metadata, deadline_s)
+        suffixes = [f"-{choice.index}" for choice in choices] if len(choices) > 1 else [""]
+        streams = [
+            self._workers.generate(call, self._metadata(exchange, suffix), deadline_s)
+            for call, suffix in zip(generation.calls, suffixes, strict=True)
+        ]
+        events = merged(streams)
         try:
             async with aclosing(events):
                 async for index, event in events:
-                    if not exchange.log_fields.get("ttft_s") and event.HasField("chunk"):
+                    if "ttft_s" not in exchange.log_fields and event.HasField("chunk"):
                         ttft_s = time.monotonic() - started_s
                         exchange.log_fields["ttft_s"] = round(ttft_s, 6)
-                        endpoint = exchange.scope["path"]
-                        self._metrics.first_token.labels(endpoint).observe(ttft_s)
+                        self._metrics.first_token.labels(exchange.scope["path"]).observe(ttft_s)
                     for part in choices[index].receive(event):
                         if generation.is_stream:
                             if not exchange.status:
@@ -193,42 +202,6 @@ class Gateway:
         await exchange.send_event("[DONE]")
         await exchange.end_stream()
 
-    async def _events(
-        self, generation: Generation, request_id: str, metadata: Metadata, deadline_s: float
-    ) -> AsyncGenerator[tuple[int, pb.GenerateResponse], None]:
-        """Yield (index of the choice, event) of all calls as they come. Leaving it cancels the calls."""
-        calls = generation.calls
-        if len(calls) == 1:
-            own = (*metadata, (REQUEST_ID_KEY, request_id))
-            async with self._workers.generate(calls[0], own, deadline_s) as events:
-                async for event in events:
-                    yield 0, event
-            return
-        # A reader that does not read holds up the calls, which pauses them on the workers.
-        queue: asyncio.Queue[tuple[int, pb.GenerateResponse]] = asyncio.Queue(len(calls))
-
-        async def forward(index: int) -> None:
-            own = (*metadata, (REQUEST_ID_KEY, f"{request_id}-{index}"))
-            async with self._workers.generate(calls[index], own, deadline_s) as events:
-                async for event in events:
-                    await queue.put((index, event))
-
-        async def forward_all() -> None:
-            async with asyncio.TaskGroup() as group:
-                for index in range(len(calls)):
-                    group.create_task(forward(index))
-
-        forwarding = asyncio.create_task(forward_all())
-        try:
-            while not (forwarding.done() and queue.empty()):
-                item = await _next(queue, forwarding)
-                if item is not None:
-                    yield item
-            await _unwrapped(forwarding)
-        finally:
-            forwarding.cancel()
-            await asyncio.gather(forwarding, return_exceptions=True)
-
     async def _ready(self, request: Request) -> JSONResponse:
         """200 if requests can be served: the gateway is not draining, and a worker serves."""
         if self._is_draining:
@@ -246,28 +219,6 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._gateway.serve(self._name, self._handler, scope, receive, send)
-
-
-async def _next(
-    queue: "asyncio.Queue[tuple[int, pb.GenerateResponse]]", forwarding: "asyncio.Task[None]"
-) -> tuple[int, pb.GenerateResponse] | None:
-    """Return the next event, or None if `forwarding` ends before there is one."""
-    if not queue.empty():
-        return queue.get_nowait()
-    getting = asyncio.create_task(queue.get())
-    try:
-        await asyncio.wait((getting, forwarding), return_when=asyncio.FIRST_COMPLETED)
-        return getting.result() if getting.done() else None
-    finally:
-        getting.cancel()
-
-
-async def _unwrapped(task: "asyncio.Task[None]") -> None:
-    """Await `task`. Of several errors at once, the first is raised."""
-    try:
-        await task
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None
 
 
 async def _alive(request: Request) -> JSONResponse:

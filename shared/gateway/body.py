@@ -12,6 +12,8 @@ from shared.gateway.errors import refused
 
 # A body that is too large is read and dropped up to this many times the limit, so that its sender sees the answer.
 DROPPED_TIMES = 8
+# Most fields of one JSON object. Each unknown one is an error object while the body is checked.
+MAX_FIELDS = 1024
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -52,7 +54,9 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object in UTF-8. Raises InvalidInput (BAD_JSON)."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        value = json.loads(
+            body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object
+        )
     except UnicodeDecodeError as error:
         raise refused("the body is not UTF-8", reason="BAD_JSON") from error
     except RecursionError as error:
@@ -68,18 +72,28 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def validated(kind: type[M], fields: dict[str, Any]) -> M:
-    """Build `kind` from `fields`. Raises InvalidInput (UNKNOWN_FIELD, INVALID_INPUT) that names the first wrong field."""
+    """Build `kind` from `fields`.
+
+    Raises InvalidInput (UNKNOWN_FIELD, UNSUPPORTED_FIELD, INVALID_INPUT) that names the first wrong field.
+    """
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    field = _path(kind, first["loc"])
+    if first["type"] == "unsupported_field":
+        field = _path((*first["loc"], first["msg"]))
+        raise refused(
+            f"{field} is not supported here with this value; leave it out",
+            field,
+            reason="UNSUPPORTED_FIELD",
+        )
+    field = _path(first["loc"])
     if first["type"] == "extra_forbidden":
         raise refused(f"the field {field} is not known", field, reason="UNKNOWN_FIELD")
     raise refused(f"{field or 'the body'}: {first['msg']}", field)
 
 
-def _path(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
+def _path(location: tuple[int | str, ...]) -> str:
     """Format a location as "messages[0].content". Names that pydantic adds for the members of a union are left out."""
     path = ""
     for part in location:
@@ -90,6 +104,15 @@ def _path(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
         elif not path:
             path = repr(part[:64])
     return path
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(pairs) > MAX_FIELDS:
+        raise refused(f"an object has more than {MAX_FIELDS} fields", reason="BAD_JSON")
+    if len(fields) < len(pairs):
+        raise refused("an object has a field twice", reason="BAD_JSON")
+    return fields
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -16,8 +16,8 @@ WRITE_BUFFER_BYTES = 16 * 1024
 class Connection(H11Protocol):
     """uvicorn makes one for each connection, by `connection_class`. `scope["state"]["abort"]` closes it at once.
 
-    A connection whose request has no complete head after `request_timeout_s` is closed, and so is one whose response is not read
-    within `stall_timeout_s` after its end.
+    A connection whose request has no complete head after `request_timeout_s` is closed, and so is one whose client reads nothing of
+    what is left of a response for `stall_timeout_s`.
     """
 
     request_timeout_s = 30.0
@@ -46,14 +46,14 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         before = self.cycle
         super().handle_events()
-        if self.cycle is not before and self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        if self.cycle is not before:
+            # From here on `Exchange` watches the request and its response.
+            self._stop_timers()
 
     def on_response_complete(self) -> None:
+        # First, because a request that has already arrived begins the next cycle here.
+        self._await_reader(0)
         super().on_response_complete()
-        if self.transport.get_write_buffer_size():
-            self._read_timer = self.loop.call_later(self.stall_timeout_s, self._abort_unread)
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP, with OpenAI's error object instead of uvicorn's text."""
@@ -75,9 +75,15 @@ class Connection(H11Protocol):
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self.request_timeout_s, self._abort)
 
-    def _abort_unread(self) -> None:
-        if self.transport.get_write_buffer_size():
+    def _await_reader(self, num_before: int) -> None:
+        """Abort if none of `num_before` bytes that were unread `stall_timeout_s` ago has been read since."""
+        num_unread = self.transport.get_write_buffer_size()
+        if num_before and num_unread >= num_before:
             self._abort()
+        elif num_unread:
+            self._read_timer = self.loop.call_later(
+                self.stall_timeout_s, self._await_reader, num_unread
+            )
 
     def _abort(self) -> None:
         self._stop_timers()
@@ -87,6 +93,7 @@ class Connection(H11Protocol):
         for timer in (self._head_timer, self._read_timer):
             if timer is not None:
                 timer.cancel()
+        self._head_timer = self._read_timer = None
 
 
 def connection_class(*, request_timeout_s: float, stall_timeout_s: float) -> type[Connection]:

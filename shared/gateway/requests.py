@@ -1,22 +1,12 @@
 """Turns the bodies of the API into calls of `Generate`, one for each choice."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from neap.inference.v1 import inference_pb2 as pb
 
-from shared.errors import InvalidInput
 from shared.gateway.body import parse_object, validated
 from shared.gateway.errors import refused
-from shared.gateway.schema import (
-    NEUTRAL,
-    NEUTRAL_IN_MESSAGE,
-    ChatRequest,
-    CompletionRequest,
-    DepthOptions,
-    GenerationFields,
-    without_neutral,
-)
+from shared.gateway.schema import ChatRequest, CompletionRequest, DepthOptions, GenerationFields
 
 # OpenAI's default for completions. Chats without a limit get the worker's default.
 COMPLETION_TOKENS = 16
@@ -39,12 +29,12 @@ class Generation:
 
 def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Generation:
     """Parse and check a body. Raises InvalidInput: BAD_JSON, UNKNOWN_FIELD, UNSUPPORTED_FIELD, INVALID_INPUT, TOO_MANY_CHOICES."""
-    fields = without_neutral(parse_object(body), NEUTRAL)
+    fields = parse_object(body)
     prompts: list[pb.GenerateRequest]
     request: ChatRequest | CompletionRequest
     try:
         if is_chat:
-            request = validated(ChatRequest, _with_plain_messages(fields))
+            request = validated(ChatRequest, fields)
             prompts = [pb.GenerateRequest(chat=_chat(request))]
         else:
             request = validated(CompletionRequest, fields)
@@ -81,19 +71,6 @@ def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Generat
         calls=tuple(calls),
         log_fields={"user": user[:64]} if user else {},
     )
-
-
-def _with_plain_messages(fields: dict[str, Any]) -> dict[str, Any]:
-    messages = fields.get("messages")
-    if not isinstance(messages, list):
-        return fields
-    plain = [
-        without_neutral(message, NEUTRAL_IN_MESSAGE, f"messages[{index}].")
-        if isinstance(message, dict)
-        else message
-        for index, message in enumerate(messages)
-    ]
-    return {**fields, "messages": plain}
 
 
 def _chat(request: ChatRequest) -> pb.Chat:
@@ -194,9 +171,5 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
         return request.logprobs
     if request.top_logprobs is not None and not request.logprobs:
-        raise _needs_logprobs()
+        raise refused("top_logprobs needs logprobs", "top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
-
-
-def _needs_logprobs() -> InvalidInput:
-    return refused("top_logprobs needs logprobs", "top_logprobs")

@@ -1,13 +1,14 @@
 """The request bodies of the API. A field that is not here is refused, and so is a value that the engine cannot honour."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from shared.gateway.errors import refused
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 UINT32 = 2**32 - 1
+# Above what the settings allow.
+MAX_CHOICES = 128
 # Values that ask for nothing, of fields of OpenAI's API that the engine does not have. None is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -48,12 +49,31 @@ NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
 }
 
+T = TypeVar("T")
+# Only the first wrong item is reported: errors of a million items would take gigabytes.
+Items = Annotated[list[T], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32)]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, fields: Any) -> Any:
+        """Drop fields in `unsupported` that ask for nothing. Raises PydanticCustomError (unsupported_field) if one asks for something."""
+        if not isinstance(fields, dict):
+            return fields
+        kept = {}
+        for name, value in fields.items():
+            if name not in cls.unsupported:
+                kept[name] = value
+            elif value is not None and not any(_same(value, ok) for ok in cls.unsupported[name]):
+                raise PydanticCustomError("unsupported_field", "{field}", {"field": name})
+        return kept
 
 
 class DepthOptions(Strict):
@@ -78,20 +98,24 @@ class TextPart(Strict):
 
 
 class Message(Strict):
+    unsupported = NEUTRAL_IN_MESSAGE
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
 
 
 class GenerationFields(Strict):
     """The fields that both endpoints have. The last five are not OpenAI's; vLLM has the same ones under the same names."""
 
+    unsupported = NEUTRAL
+
     model: str = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, le=UINT32)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    n: int | None = Field(default=None, ge=1)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Items[Stop] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=512)
@@ -100,14 +124,14 @@ class GenerationFields(Strict):
     top_k: int | None = Field(default=None, ge=1, le=UINT32)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Items[TokenId] | None = None
     ignore_eos: bool | None = None
 
 
 class ChatRequest(GenerationFields):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=UINT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -116,25 +140,8 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(min_length=1)
+    prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] = Field(min_length=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
-
-
-def without_neutral(
-    fields: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], path: str = ""
-) -> dict[str, Any]:
-    """Return `fields` without those that ask for nothing. Raises InvalidInput (UNSUPPORTED_FIELD) for those that ask for something."""
-    kept = {}
-    for name, value in fields.items():
-        if name not in neutral:
-            kept[name] = value
-        elif value is not None and not any(_same(value, allowed) for allowed in neutral[name]):
-            raise refused(
-                f"{path}{name} is not supported here with this value; leave it out",
-                f"{path}{name}",
-                reason="UNSUPPORTED_FIELD",
-            )
-    return kept
 
 
 def _same(value: Any, allowed: Any) -> bool:

@@ -14,10 +14,11 @@ import uvicorn
 from shared.errors import Unavailable
 from shared.gateway.app import Gateway
 from shared.gateway.connection import connection_class
-from shared.gateway.https import server_context
+from shared.gateway.https import HttpsCertificate
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.addresses import is_loopback, parse_listen
 from shared.rpc.logs import underlying_stream
+from shared.rpc.security import ServerSecurity
 
 # How long ended requests may take to deliver their error.
 ENDING_S = 2.0
@@ -32,14 +33,21 @@ class GatewayServer:
     """Serves `gateway` until `request_stop` has been called. Must be created inside the running event loop."""
 
     def __init__(self, settings: GatewaySettings, gateway: Gateway) -> None:
-        """Raises InvalidInput as `server_context` does, or for an address that is not HOST:PORT."""
+        """Raises InvalidInput (BAD_CERTIFICATE, BAD_CONFIGURATION) for certificate files that cannot be used."""
         self.port = 0
         self._settings = settings
         self._gateway = gateway
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
-        self._tls = server_context(settings)
-        self._server = _Uvicorn(_config(settings, gateway, self._tls))
+        certificate = (
+            None
+            if settings.tls_cert is None or settings.tls_key is None
+            else HttpsCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        )
+        self.security = ServerSecurity(certificate)
+        self._server = _Uvicorn(
+            _config(settings, gateway, None if certificate is None else certificate.context())
+        )
 
     @property
     def num_connections(self) -> int:
@@ -58,12 +66,12 @@ class GatewayServer:
             loop.add_signal_handler(number, self.request_stop)
 
     async def run(self, on_listening: asyncio.Event | None = None) -> None:
-        """Listen, print "listening on HOST:PORT", serve, drain. Raises Unavailable if the address cannot be bound."""
+        """Listen, print "listening on HOST:PORT", serve, drain. Raises InvalidInput for an invalid address, Unavailable if it cannot be bound."""
         host, _ = parse_listen(self._settings.listen)
         listener = _bind(self._settings.listen)
         self.port = listener.getsockname()[1]
         serving = asyncio.create_task(self._server.serve([listener]))
-        if self._tls is None and not is_loopback(host):
+        if self.security.certificate is None and not is_loopback(host):
             log.warning("listening without TLS beyond loopback", listen=self._settings.listen)
         print(f"listening on {host}:{self.port}", file=underlying_stream(sys.stdout), flush=True)
         log.info("listening", host=host, port=self.port, workers=self._settings.workers)

@@ -13,7 +13,7 @@ from shared.rpc.addresses import is_loopback_target, with_scheme
 from shared.rpc.tracing import MetadataSender
 from shared.rpc.watched_files import read_capped
 
-_BALANCING: tuple[tuple[str, Any], ...] = (
+BALANCING: tuple[tuple[str, Any], ...] = (
     ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     # A name is resolved again when a connection ends, but no more often than this. gRPC's own value is 30 s, for which a new replica
     # would get no call.
@@ -73,7 +73,7 @@ def open_channel(
     """
     has_token = bool(security.read_token())
     dialled = with_scheme(target)
-    options = (*_BALANCING, *options)
+    options = (*BALANCING, *options)
     if security.is_encrypted:
         if security.server_name:
             options = (*options, ("grpc.ssl_target_name_override", security.server_name))

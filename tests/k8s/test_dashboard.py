@@ -1,21 +1,35 @@
-"""The dashboard and docs/metrics.md name what a worker exports, all of it and nothing else."""
+"""The dashboards and docs/metrics.md name what a worker, a calibrator and a gateway export, all of it and nothing else."""
 
 import json
 import re
 from pathlib import Path
 
-from tests.exported_metrics import HISTOGRAM_SUFFIXES, exported, exported_series
+import pytest
+
+from tests.exported_metrics import (
+    HISTOGRAM_SUFFIXES,
+    exported,
+    exported_by_calibrator,
+    exported_by_gateway,
+)
 from tests.promql import grouped_labels, metrics_in
 
 ROOT = Path(__file__).resolve().parents[2]
-DASHBOARD = ROOT / "k8s" / "components" / "monitoring" / "neap-worker.json"
+DASHBOARDS = {
+    "neap-worker.json": exported,
+    "neap-calibrator.json": exported_by_calibrator,
+    "neap-gateway.json": exported_by_gateway,
+}
 DOCUMENT = ROOT / "docs" / "metrics.md"
-# Exported, but deliberately not on the dashboard.
-NOT_SHOWN: set[str] = set()
+each_dashboard = pytest.mark.parametrize(("name", "exporter"), DASHBOARDS.items(), ids=DASHBOARDS)
 
 
-def _queries():
-    dashboard = json.loads(DASHBOARD.read_text())
+def _read(name):
+    return json.loads((ROOT / "k8s" / "components" / "monitoring" / name).read_text())
+
+
+def _queries(name):
+    dashboard = _read(name)
     for panel in dashboard["panels"]:
         for target in panel["targets"]:
             yield target["expr"]
@@ -25,47 +39,58 @@ def _queries():
             yield selector
 
 
-def test_every_query_uses_exported_metrics_only():
-    series = exported_series()
-    for query in _queries():
-        names = metrics_in(query)
-        assert names, query
-        assert names <= series, query
+def _base(name, families):
+    """The name of a family: that of a series without a histogram's suffix."""
+    base = re.sub(f"({'|'.join(HISTOGRAM_SUFFIXES)})$", "", name)
+    return base if base in families else name
 
 
-def test_every_query_uses_exported_labels_only():
-    labels = exported()
-    for query in _queries():
-        asked = grouped_labels(query)
-        known = {"le", "model_id", "instance"}
-        for name in metrics_in(query):
-            base = re.sub(f"({'|'.join(HISTOGRAM_SUFFIXES)})$", "", name)
-            known |= set(labels.get(name, labels.get(base, ())))
-        assert asked <= known, query
+@each_dashboard
+def test_every_query_uses_exported_metrics_and_labels_only(name, exporter):
+    families = exporter()
+    for query in _queries(name):
+        asked = {_base(metric, families) for metric in metrics_in(query)}
+        assert asked, query
+        assert asked <= families.keys(), query
+        known = {"le", "model_id", "instance"}.union(*(families[metric] for metric in asked))
+        assert grouped_labels(query) <= known, query
 
 
-def test_every_metric_is_on_the_dashboard_or_listed_as_not_shown():
-    shown = {name for query in _queries() for name in metrics_in(query)}
-    shown |= {name.removesuffix(suffix) for name in shown for suffix in HISTOGRAM_SUFFIXES}
-    ours = {name for name in exported() if name.startswith("neap_")}
-    assert ours - shown == NOT_SHOWN
+@each_dashboard
+def test_every_metric_is_on_its_dashboard(name, exporter):
+    families = exporter()
+    shown = {_base(metric, families) for query in _queries(name) for metric in metrics_in(query)}
+    assert {metric for metric in families if metric.startswith("neap_")} <= shown
 
 
-def test_every_panel_uses_the_data_source_variable():
-    dashboard = json.loads(DASHBOARD.read_text())
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_every_panel_uses_the_data_source_variable(name):
+    dashboard = _read(name)
+    assert dashboard["uid"] == name.removesuffix(".json")
     variables = {variable["name"]: variable["type"] for variable in dashboard["templating"]["list"]}
     assert variables["datasource"] == "datasource"
     for panel in dashboard["panels"]:
         for part in (panel, *panel["targets"]):
             assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+            used = set(re.findall(r'"\$(\w+)', json.dumps(part.get("expr", "")).replace("\\", "")))
+            assert used <= variables.keys(), part
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
 
 
-def test_the_document_explains_every_metric_and_its_labels():
-    text = DOCUMENT.read_text().partition("## A calibration service")[0]
+@pytest.mark.parametrize("exporter", DASHBOARDS.values(), ids=DASHBOARDS)
+def test_the_document_explains_every_metric_and_its_labels(exporter):
+    ours = {name: labels for name, labels in exporter().items() if name.startswith("neap_")}
+    text = DOCUMENT.read_text()
     rows = re.findall(r"^\| `(neap_\w+)(?:\{([^}]*)\})?` \| (.+?) \|", text, re.M)
-    explained = {name: tuple(sorted(filter(None, labels.split(",")))) for name, labels, _ in rows}
-    ours = {name: labels for name, labels in exported().items() if name.startswith("neap_")}
-    assert explained == ours
+    explained = {
+        name: tuple(label for label in sorted(filter(None, labels.split(","))))
+        for name, labels, _ in rows
+    }
     assert len(rows) == len(explained)
+    # `model_id` is left out where all metrics of a service have it.
+    assert ours == {
+        name: tuple(label for label in explained[name] if label != "model_id") for name in ours
+    }
+    theirs = {name for other in DASHBOARDS.values() for name in other()}
+    assert explained.keys() <= theirs

@@ -10,11 +10,13 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from calibrator_service.job import JobState
-from calibrator_service.jobs import JobCount
-from calibrator_service.metrics import CalibratorMetrics
 from shared.rpc.security_metrics import SecurityCollector
-from tests.exported_metrics import HISTOGRAM_SUFFIXES, busy_metrics
+from tests.exported_metrics import (
+    HISTOGRAM_SUFFIXES,
+    busy_calibrator_metrics,
+    busy_gateway_metrics,
+    busy_metrics,
+)
 from tests.kustomize import K8S, render
 from tests.promql import grouped_labels, matched_labels, metrics_in
 
@@ -31,23 +33,6 @@ NOT_ALERTS = {
 }
 
 
-def calibrator_families():
-    metrics = CalibratorMetrics()
-    metrics.observe(
-        SimpleNamespace(
-            is_alive=True,
-            is_held_up=False,
-            count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)],
-            list_running=lambda: [SimpleNamespace(model_id="tiny", phase="loading", fraction=0.1)],
-        )
-    )
-    metrics.process_deaths.labels("tiny").inc()
-    metrics.publications.labels("tiny").inc()
-    metrics.failures.labels("tiny", "INTERNAL").inc()
-    metrics.duration.labels("tiny", "failed").observe(1.0)
-    return metrics.registry.collect()
-
-
 def security_families():
     files = SimpleNamespace(num_reloads=1, num_refused=1)
     security = SimpleNamespace(
@@ -61,10 +46,15 @@ def security_families():
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """Series -> labels, of both services."""
+    """Series -> labels, of both services and the gateway."""
     found: dict[str, set[str]] = {}
-    families = [*busy_metrics().registry.collect(), *calibrator_families(), *security_families()]
-    for family in families:
+    registries = (
+        busy_metrics().registry,
+        busy_calibrator_metrics().registry,
+        busy_gateway_metrics().registry,
+    )
+    families = [family for registry in registries for family in registry.collect()]
+    for family in [*families, *security_families()]:
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -130,11 +120,11 @@ def test_the_scaler_watches_the_namespace_of_its_workers_and_waits_for_requests_
         assert f'namespace="{scaler["metadata"]["namespace"]}"' in query
 
 
-def test_the_dashboard_of_the_cluster_is_the_file():
-    dashboard = render("cpu", ("monitoring",))["ConfigMap", "neap-dashboard"]
-    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
-    text = (K8S / "components" / "monitoring" / "neap-worker.json").read_text()
-    assert dashboard["data"] == {"neap-worker.json": text}
+def test_the_dashboards_of_the_cluster_are_the_files():
+    dashboards = render("cpu", ("monitoring",))["ConfigMap", "neap-dashboards"]
+    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    files = (K8S / "components" / "monitoring").glob("*.json")
+    assert dashboards["data"] == {path.name: path.read_text() for path in files}
 
 
 def test_alerts_fire_when_they_should_and_not_before(tmp_path):

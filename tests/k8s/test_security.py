@@ -17,7 +17,7 @@ def objects(request: pytest.FixtureRequest):
 
 
 def test_the_services_find_their_files_where_the_secrets_are_mounted(objects, monkeypatch):
-    assert len(services(objects)) == 2
+    assert services(objects).keys() == KINDS.keys()
     for service, (container, spec) in services(objects).items():
         for name, value in environment(objects, container).items():
             monkeypatch.setenv(name, value)

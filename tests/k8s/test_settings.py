@@ -12,6 +12,7 @@ from calibrator_service import servicer as calibration_servicer
 from inference_service import servicer as inference_servicer
 from shared.cli.main import app
 from shared.config import CalibratorSettings, WorkerSettings, settings_from_command_line
+from shared.gateway_settings import GatewaySettings
 from tests.kustomize import (
     COMPOSITIONS,
     OVERLAYS,
@@ -23,14 +24,26 @@ from tests.kustomize import (
     services,
 )
 
-SETTINGS = {"worker": WorkerSettings, "calibrator": CalibratorSettings}
+SETTINGS = {
+    "worker": WorkerSettings,
+    "calibrator": CalibratorSettings,
+    "gateway": GatewaySettings,
+}
 SERVICE_NAMES = {
     "worker": inference_servicer.SERVICE_NAME,
     "calibrator": calibration_servicer.SERVICE_NAME,
 }
+# The policy that lets callers and Prometheus in.
+POLICIES = {"worker": "neap", "calibrator": "neap", "gateway": "neap-gateway"}
+# The port that clients call.
+CALLED = {"worker": "grpc", "calibrator": "grpc", "gateway": "http"}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 GPU = "nvidia.com/gpu"
 each_composition = pytest.mark.parametrize("composition", COMPOSITIONS, ids=name_of)
+
+
+def ports_of(container):
+    return {port["name"]: port["containerPort"] for port in container["ports"]}
 
 
 @pytest.fixture
@@ -56,16 +69,18 @@ def test_the_services_accept_their_settings(composition, settings_in):
     for name, (container, spec) in services(objects).items():
         assert container["args"][:2] == ["serve", name]
         settings = settings_in(objects, name, container)
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert settings.listen == f"0.0.0.0:{ports['grpc']}"
-        assert settings.health_listen == f"0.0.0.0:{ports['health']}"
+        ports = ports_of(container)
+        assert settings.listen == f"0.0.0.0:{ports[CALLED[name]]}"
         assert settings.metrics_listen == f"0.0.0.0:{ports['metrics']}"
-        for probe in PROBES:
-            assert container[probe]["grpc"]["port"] == ports["health"]
-        assert container["readinessProbe"]["grpc"]["service"] == SERVICE_NAMES[name]
         assert (
             spec["terminationGracePeriodSeconds"] > settings.grace_s + settings.drain_timeout_s + 5
         )
+        if name == "gateway":
+            continue
+        assert settings.health_listen == f"0.0.0.0:{ports['health']}"
+        for probe in PROBES:
+            assert container[probe]["grpc"]["port"] == ports["health"]
+        assert container["readinessProbe"]["grpc"]["service"] == SERVICE_NAMES[name]
         assert str(settings.data_dir) in {mount["mountPath"] for mount in container["volumeMounts"]}
         for source in settings.models:
             assert source.source.startswith("/models/")
@@ -77,6 +92,8 @@ def test_the_services_accept_their_settings(composition, settings_in):
 def test_threads_follow_the_request(composition, settings_in):
     objects = render(*composition)
     for name, (container, _) in services(objects).items():
+        if name == "gateway":
+            continue
         requested = container["resources"]["requests"]["cpu"]
         expected = 1 if requested.endswith("m") else int(requested)
         assert settings_in(objects, name, container).threads == expected
@@ -85,14 +102,13 @@ def test_threads_follow_the_request(composition, settings_in):
 @each_composition
 def test_services_and_routes_lead_to_the_ports_of_their_pods(composition):
     objects = render(*composition)
-    numbers = {name: container["ports"] for name, (container, _) in services(objects).items()}
+    numbers = {name: ports_of(container) for name, (container, _) in services(objects).items()}
     for (kind, name), item in objects.items():
         if kind == "Service":
             (port,) = item["spec"]["ports"]
-            own = "worker" if "worker" in name else "calibrator"
-            target = {entry["name"]: entry["containerPort"] for entry in numbers[own]}
-            assert target.get(port["targetPort"], port["targetPort"]) == target["grpc"]
-            assert port["port"] == target["grpc"]
+            own = next(one for one in ("worker", "calibrator", "gateway") if one in name)
+            assert port["name"] == CALLED[own]
+            assert port["port"] == port["targetPort"] == numbers[own][CALLED[own]]
             (labels,) = [
                 template["metadata"]["labels"]
                 for _, template in pods(objects)
@@ -121,15 +137,15 @@ def test_metrics_are_served_where_prometheus_looks(composition):
         if kind == "PodMonitor":
             (endpoint,) = item["spec"]["podMetricsEndpoints"]
             monitored[name] = endpoint["portNumber"], endpoint["path"]
-    allowed = {
-        port["port"]
-        for rule in objects["NetworkPolicy", "neap"]["spec"]["ingress"]
-        for port in rule["ports"]
-    }
     for name, (container, _) in services(objects).items():
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert {ports["metrics"], ports["grpc"]} <= allowed
-        assert ports["health"] not in allowed
+        ports = ports_of(container)
+        allowed = {
+            port["port"]
+            for rule in objects["NetworkPolicy", POLICIES[name]]["spec"]["ingress"]
+            for port in rule["ports"]
+        }
+        assert {ports["metrics"], ports[CALLED[name]]} <= allowed
+        assert ports.get("health") not in allowed
         if monitored:
             assert monitored[f"neap-{name}"] == (ports["metrics"], "/metrics")
             selector = objects["PodMonitor", f"neap-{name}"]["spec"]["selector"]["matchLabels"]
@@ -140,9 +156,14 @@ def test_metrics_are_served_where_prometheus_looks(composition):
             ]
             assert selector.items() <= labels.items()
     for name, template in pods(objects):
-        if name in ("neap-worker", "neap-calibrator"):
-            annotated = int(template["metadata"]["annotations"]["prometheus.io/port"])
-            assert annotated in allowed
+        if "annotations" in template["metadata"]:
+            (container,) = [
+                one
+                for one in template["spec"]["containers"]
+                if one["name"] == name.removeprefix("neap-")
+            ]
+            annotated = template["metadata"]["annotations"]["prometheus.io/port"]
+            assert annotated == str(ports_of(container)["metrics"])
 
 
 @each_composition
@@ -150,8 +171,9 @@ def test_pods_run_with_the_least_they_need(composition):
     objects = render(*composition)
     assert objects["ServiceAccount", "neap"]["automountServiceAccountToken"] is False
     images = set()
-    for _, container, spec in containers(objects):
-        images.add(container["image"])
+    for name, container, spec in containers(objects):
+        # The gateway computes nothing: outside the overlay's own list of components it keeps the image for CPUs.
+        images |= {container["image"]} - ({"neap:0.1.0"} if name == "gateway" else set())
         assert spec["automountServiceAccountToken"] is False
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"]["type"] == "RuntimeDefault"

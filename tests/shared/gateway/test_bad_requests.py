@@ -2,11 +2,14 @@
 
 import json
 import socket
+import tracemalloc
 from contextlib import suppress
 
 import httpx
 import pytest
 
+from shared.errors import InvalidInput
+from shared.gateway.requests import parse_generation
 from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
 
 
@@ -99,6 +102,11 @@ def test_wrong_fields_of_completions_are_named(gateway, fields, reason, param):
     assert name.startswith(param)
 
 
+def test_a_number_that_python_cannot_print_is_refused(gateway):
+    body = {**TEXT, "prompt": ["x", "y"], "n": 10**4300 - 1}
+    assert refused(gateway, body, "/v1/completions") == (400, "INVALID_INPUT", "n")
+
+
 def test_fields_that_ask_for_nothing_are_accepted(gateway):
     neutral = {
         "presence_penalty": 0,
@@ -118,11 +126,41 @@ def test_fields_that_ask_for_nothing_are_accepted(gateway):
         *(b"", b"{", b"[]", b"null", b'"x"', b"\xff{}", b'{"model": NaN}', b"[" * 100_000),
         b'{"seed": ' + b"9" * 5000 + b"}",
         b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"temperature": 0, "temperature": 1}',
+        json.dumps({f"field{index}": 0 for index in range(1025)}).encode(),
     ],
     ids=lambda body: str(body[:20]),
 )
 def test_wrong_json_is_refused(gateway, body):
     assert refused(gateway, body) == (400, "BAD_JSON", None)
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "fields"),
+    [
+        (True, {"messages": [1] * 100_000}),
+        (True, {"messages": [{}] * 100_000}),
+        (True, {"messages": [{"role": "user", "content": [1] * 100_000}]}),
+        (False, {"prompt": [1.5] * 100_000}),
+        (False, {"prompt": [[1.5]] * 100_000}),
+        (False, {"prompt": "x", "stop": [1] * 100_000}),
+    ],
+    ids=["messages", "empty messages", "parts", "prompts", "lists of ids", "stop strings"],
+)
+def test_a_million_mistakes_cost_no_more_than_one(is_chat, fields):
+    """By the memory that errors take; time would follow it. A gateway that checks such a body serves nobody else meanwhile."""
+    body = json.dumps({"model": "m", **fields}).encode()
+    tracemalloc.start()
+    try:
+        json.loads(body)
+        _, parsed_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        with pytest.raises(InvalidInput):
+            parse_generation(body, is_chat=is_chat, max_choices=4)
+        _, checked_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert checked_bytes < 3 * parsed_bytes
 
 
 @pytest.mark.parametrize("is_declared", [True, False])
@@ -165,6 +203,7 @@ def test_bytes_that_are_not_http_get_an_error_object(gateway):
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
         ("POST", "/v1/embeddings", 404, "path_not_found"),
+        ("POST", "/v1/chat/completions/", 404, "path_not_found"),
         ("GET", "/", 404, "path_not_found"),
     ],
 )

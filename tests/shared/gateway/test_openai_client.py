@@ -7,34 +7,13 @@ import openai
 import pytest
 from neap.inference.v1 import inference_pb2 as pb
 
-from inference_service.engine.engine import Engine
-from shared.model.load import wrap_model
-from shared.registry.factory import open_registry
 from shared.rpc.client import NeapClient
-from tests.gateways import chat_body, gateway_to
-from tests.generation import publish
-from tests.worker import build_model, build_tokenizer, serving
+from tests.gateways import chat_body
+from tests.worker import build_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 CHAT = {**GREEDY, "messages": MESSAGES}
-
-
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory):
-    loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny")
-    registry = open_registry(str(tmp_path_factory.mktemp("registry")))
-    with Engine(loaded) as engine:
-        publish(registry, engine)
-        with serving(engine, registry) as worker:
-            yield worker
-    registry.close()
-
-
-@pytest.fixture(scope="module")
-def gateway(worker):
-    with gateway_to(worker.target) as gateway:
-        yield gateway
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,118 @@
+"""Clients that go, do not read, or read slowly."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from tests.gateways import chat_body, chunk, finished, started
+from tests.waiting import wait_until
+
+CHAT = "/v1/chat/completions"
+
+
+def asking(gateway, *, is_stream):
+    """A connection with a small receive buffer that has sent a request."""
+    body = json.dumps(chat_body(stream=is_stream)).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    connection.settimeout(60)
+    connection.connect(("127.0.0.1", gateway.port))
+    connection.sendall(head % len(body) + body)
+    return connection
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_calls_are_cancelled_when_the_client_goes(scripted, is_stream, num_choices):
+    worker, gateway = scripted
+    waiting = threading.Semaphore(0)
+
+    async def never():
+        waiting.release()
+        await asyncio.Event().wait()
+
+    worker.script = lambda request: [started(), chunk("a"), never()]
+    worker.cancelled.clear()
+    body = chat_body(stream=is_stream, n=num_choices)
+    before = gateway.metrics.registry.get_sample_value(
+        "neap_gateway_errors_total", {"endpoint": CHAT, "reason": "CLIENT_GONE"}
+    )
+    url = f"{gateway.url}{CHAT}"
+    with (
+        pytest.raises(httpx.ReadTimeout),
+        httpx.stream("POST", url, json=body, timeout=0.5) as reply,
+    ):
+        list(reply.iter_lines())
+    assert waiting.acquire(timeout=60)
+    assert worker.cancelled.wait(60)
+    wait_until(
+        lambda: (
+            gateway.metrics.registry.get_sample_value(
+                "neap_gateway_errors_total", {"endpoint": CHAT, "reason": "CLIENT_GONE"}
+            )
+            == (before or 0) + 1
+        )
+    )
+    assert gateway.gateway.num_running == 0
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_its_call_cancelled(scripted):
+    worker, gateway = scripted
+    worker.cancelled.clear()
+    sent = []
+
+    def endless(request):
+        yield started()
+        while True:
+            sent.append(1)
+            yield chunk("x" * 10_000)
+
+    worker.script = endless
+    num_before = gateway.server.num_connections
+    with asking(gateway, is_stream=True) as reader:
+        assert worker.cancelled.wait(60)
+        reason = {"endpoint": CHAT, "reason": "SLOW_READER"}
+        sample = gateway.metrics.registry.get_sample_value
+        wait_until(lambda: sample("neap_gateway_errors_total", reason))
+        # The buffers of gRPC and the kernel are all that was filled.
+        assert len(sent) < 1000
+        # The connection is not kept for what the client has not read.
+        wait_until(lambda: gateway.server.num_connections <= num_before)
+        received = b""
+        while part := reader.recv(1 << 20):
+            received += part
+    # The connection ends without the last chunk, so a client knows that the answer is not complete.
+    assert not received.endswith(b"0\r\n\r\n")
+
+
+def test_a_client_that_does_not_read_the_end_of_an_answer_is_cut_off(scripted):
+    worker, gateway = scripted
+    worker.script = lambda request: [started(), chunk("x" * 3_000_000), finished()]
+    num_before = gateway.server.num_connections
+    with asking(gateway, is_stream=False) as reader:
+        wait_until(lambda: gateway.server.num_connections > num_before)
+        wait_until(lambda: gateway.server.num_connections == num_before)
+        received = b""
+        with suppress(ConnectionResetError):
+            while part := reader.recv(1 << 20):
+                received += part
+    assert received.count(b"x") < 3_000_000
+
+
+def test_a_client_that_reads_slowly_gets_the_whole_of_a_large_answer(scripted):
+    worker, gateway = scripted
+    worker.script = lambda request: [started(), chunk("x" * 3_000_000), finished()]
+    received = 0
+    with asking(gateway, is_stream=False) as reader:
+        # Longer than the time for which a client may stop reading.
+        while part := reader.recv(32 * 1024):
+            received += part.count(b"x")
+            time.sleep(0.02)
+    assert received > 3_000_000
