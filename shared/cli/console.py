@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, NoReturn, ParamSpec, TypeVar
 
 import platformdirs
 import typer
@@ -80,7 +80,6 @@ def exit_on_error(command: Callable[P, T]) -> Callable[P, T]:
                 f"unexpected {type(error).__name__}: {error} "
                 f"({TRACEBACK_VARIABLE}=1 shows the traceback)"
             )
-        raise AssertionError("fail() returned")
 
     return run
 
@@ -95,7 +94,7 @@ def table_cell(text: str) -> Text:
     return Text(one_line(text))
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Print the message to standard error as one line and exit with code 1."""
     err.print(f"[bold red]error:[/] {escape(one_line(' '.join(message.split())))}")
     raise typer.Exit(1)

@@ -1,21 +1,19 @@
 """`neap generate`: streams one continuation from a worker."""
 
-import json
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from google.protobuf.json_format import MessageToDict
 from neap.inference.v1 import inference_pb2 as pb
 
 from shared.cli.connection import connect
 from shared.cli.console import DEFAULT_WORKER, Worker, err, exit_on_error, out
 from shared.cli.depth_view import DepthView
+from shared.cli.json_lines import print_message
 from shared.cli.measure import statistics_line
 from shared.cli.risk_view import bound_line
 from shared.errors import InvalidInput, NeapError
-from shared.plain_text import printable
 from shared.rpc.client import NeapClient
 
 POLICIES = ("full", "exact", "relaxed")
@@ -193,7 +191,8 @@ def generate(
         def show() -> None:
             events = client.generate(request, timeout_s=timeout)
             if as_json:
-                print_json(events)
+                for event in events:
+                    print_message(event)
             else:
                 print_text(events, served.num_layers, coloured=show_depth)
 
@@ -228,13 +227,6 @@ def print_text(events: Iterator[pb.GenerateResponse], num_layers: int, *, colour
         err.print(statistics_line(finished), markup=False, style="dim")
     if started is not None and started.policy == "relaxed":
         err.print(bound_line(started), markup=False, style="dim")
-
-
-def print_json(events: Iterator[pb.GenerateResponse]) -> None:
-    """Print one line of JSON per event, in protobuf's JSON mapping with the field names of the proto."""
-    for event in events:
-        document: dict[str, Any] = MessageToDict(event, preserving_proto_field_name=True)
-        print(printable(json.dumps(document, ensure_ascii=False)), flush=True)
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:

@@ -7,6 +7,7 @@ from shared.cli import (
     connection,
     demo,
     generate,
+    jobs,
     models,
     report,
     router_import,
@@ -33,6 +34,7 @@ app.add_typer(serve.app, name="serve")
 routers.app.command("import")(router_import.import_router)
 routers.app.command("rebuild-index")(router_rebuild.rebuild_index)
 routers.app.command("sweep")(router_sweep.sweep)
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(models.app, name="models")
 app.add_typer(routers.app, name="routers")
 app.add_typer(tokens.app, name="tokens")
