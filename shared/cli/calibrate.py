@@ -4,7 +4,7 @@ import shlex
 import uuid
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal
 
 import typer
 from neap.calibration.v1 import calibration_pb2 as pb
@@ -40,7 +40,6 @@ SERVICE_ENDS = (
     " cancelled"
 )
 LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
-T = TypeVar("T")
 
 
 @exit_on_error
@@ -104,7 +103,7 @@ def calibrate(
         ),
     ] = "",
     head_form: Annotated[
-        str,
+        Literal["auto", "affine", "gated"],
         typer.Option(
             "--head-form",
             help="Form of the exit heads: affine (a tuned lens), gated (a low-rank gated MLP), "
@@ -112,7 +111,7 @@ def calibrate(
         ),
     ] = "auto",
     label: Annotated[
-        str,
+        Literal["agreement", "cosine"],
         typer.Option(
             "--label",
             help="What the routers learn to predict: agreement (the exit's token is the full model's) "
@@ -169,8 +168,8 @@ def calibrate(
         model_id=model,
         max_tokens=max_tokens,
         rung_depths=parse_depths(depths),
-        head_form=parse_choice("--head-form", head_form, HEAD_FORMS),
-        label=parse_choice("--label", label, LABELS),
+        head_form=HEAD_FORMS[head_form],
+        label=LABELS[label],
         draft_vocabulary_size=draft_vocabulary,
         seed=seed,
         aliases=alias or ["latest"],
@@ -272,9 +271,3 @@ def parse_depths(depths: str) -> list[int]:
         raise InvalidInput(
             f"--depths is {depths!r}; it must be whole numbers separated by commas, such as 2,4,8"
         ) from error
-
-
-def parse_choice(flag: str, value: str, choices: dict[str, T]) -> T:
-    if value not in choices:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}", param_hint=flag)
-    return choices[value]

@@ -13,6 +13,7 @@ from shared.config import make_settings, unknown_variables
 from shared.rpc.channel import ClientSecurity
 from shared.rpc.client import NeapClient
 from shared.security_settings import ClientSettings
+from shared.version import installed_version
 
 # Fields of ClientSettings and their flags.
 _FLAGS = {
@@ -31,6 +32,12 @@ def _help(name: str) -> str | None:
     return ClientSettings.model_fields[name].description
 
 
+def print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"neap {installed_version() or '(not installed as a package)'}")
+        raise typer.Exit
+
+
 def global_options(
     context: typer.Context,
     tls: Annotated[bool, typer.Option(_FLAGS["tls"], help=_help("tls"))] = False,
@@ -43,6 +50,12 @@ def global_options(
     token_file: Annotated[
         Path | None, typer.Option(_FLAGS["token_file"], help=_help("token_file"))
     ] = None,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=print_version, is_eager=True
+        ),
+    ] = False,
 ) -> None:
     """Serve frozen causal language models with early exits that really skip layers."""
     for problem in unknown_variables():

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from neap.inference.v1 import inference_pb2 as pb
@@ -16,7 +16,6 @@ from shared.cli.risk_view import bound_line
 from shared.errors import InvalidInput, NeapError
 from shared.rpc.client import NeapClient
 
-POLICIES = ("full", "exact", "relaxed")
 NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
 PLAIN_TEXT_NOTE = "the model has no chat template: prompts are continued as plain text"
 
@@ -40,7 +39,7 @@ def generate(
         str, typer.Option("--system", help="System message of the chat. Default: none.")
     ] = "",
     policy: Annotated[
-        str,
+        Literal["full", "exact", "relaxed"],
         typer.Option(
             "--policy",
             help="Depth policy. full: no early exits. exact: early tokens are drafts that the full model verifies, "
@@ -161,10 +160,6 @@ def generate(
 
     If the model has no chat template, the prompt is continued as plain text, and a line on standard error says so.
     """
-    if policy not in POLICIES:
-        raise typer.BadParameter(
-            f"{policy!r} is not one of {', '.join(POLICIES)}", param_hint="--policy"
-        )
     text = sys.stdin.read() if prompt == "-" else prompt
     with connect(worker) as client:
         served = served_model(client, model)

@@ -23,7 +23,6 @@ app = typer.Typer(
     help="Serve frozen causal language models with early exits that really skip layers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.callback()(connection.global_options)
 app.command("demo")(demo.demo)

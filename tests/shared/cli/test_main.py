@@ -1,0 +1,48 @@
+"""What all commands share: version, completion, and a start that imports little."""
+
+import subprocess
+import sys
+
+import pytest
+
+from shared.cli import connection
+
+HEAVY = ("torch", "transformers", "matplotlib", "datasets", "huggingface_hub", "redis")
+
+
+def test_version(neap, monkeypatch):
+    monkeypatch.setattr(connection, "installed_version", lambda: "1.2.3")
+    assert neap("--version").stdout == "neap 1.2.3\n"
+    monkeypatch.setattr(connection, "installed_version", lambda: None)
+    assert neap("--version").stdout == "neap (not installed as a package)\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("neap jobs ", {"list", "watch", "cancel"}),
+        ("neap calibrate --deta", {"--detach"}),
+        ("neap calibrate --label ", {"agreement", "cosine"}),
+        ("neap generate x --policy re", {"relaxed"}),
+    ],
+)
+def test_completion(neap, typed, expected):
+    words = typed.split(" ")
+    variables = {"_NEAP_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1)}
+    result = neap(env={**variables, "COMP_WORDS": typed}, prog_name="neap")
+    assert set(result.stdout.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_call_the_command(neap, shell):
+    result = neap(env={"_NEAP_COMPLETE": f"source_{shell}"}, prog_name="neap")
+    assert f"_NEAP_COMPLETE=complete_{shell}" in result.stdout
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys, shared.cli.main;"
+        f"print(*[name for name in {HEAVY!r} if name in sys.modules], end='')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
