@@ -6,6 +6,7 @@ from shared.cli import (
     calibrate,
     connection,
     demo,
+    doctor,
     generate,
     jobs,
     models,
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.callback()(connection.global_options)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
