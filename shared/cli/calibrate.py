@@ -218,7 +218,7 @@ def run(
         return follow(client, job.calibration_id)
     except KeyboardInterrupt:
         if job is None:
-            leave(unanswered(client, request))
+            leave(afterwards or unanswered(client, request))
         job_id = job.calibration_id
         return cancel_and_follow(client, job_id, afterwards or how_to_watch(client, job_id))
 

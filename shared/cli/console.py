@@ -40,6 +40,12 @@ err = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
 DEFAULT_CALIBRATOR = "127.0.0.1:7070"
 DEFAULT_WORKER = "127.0.0.1:7071"
 TRACEBACK_VARIABLE = "NEAP_TRACEBACK"
+# What to do about failures that gRPC itself reports.
+HINTS = {
+    "GRPC_UNAVAILABLE": "does a service run at this address (`neap serve calibrator`, `neap serve worker`)? If it uses TLS, give --tls-ca"
+    " or --tls before the command",
+    "GRPC_UNIMPLEMENTED": "another service runs at this address: --worker names an inference worker, --calibrator a calibration service",
+}
 
 Calibrator = Annotated[
     str, typer.Option("--calibrator", help="Address of the calibration service, HOST:PORT.")
@@ -70,7 +76,8 @@ def exit_on_error(command: Callable[P, T]) -> Callable[P, T]:
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except NeapError as error:
-            fail(f"{error.message} [{error.reason}]")
+            hint = f"; {HINTS[error.reason]}" if error.reason in HINTS else ""
+            fail(f"{error.message} [{error.reason}]{hint}")
         except OSError as error:
             fail(f"{error.filename or 'system'}: {error.strerror or error}")
         except Exception as error:

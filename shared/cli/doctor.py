@@ -51,6 +51,13 @@ def doctor(
             "--device", help="Device of the services: cpu or cuda. Default: NEAP_DEVICE, or cpu."
         ),
     ] = None,
+    skip_models: Annotated[
+        bool,
+        typer.Option(
+            "--skip-models",
+            help="Load no model, for example beside a service that has them in memory already.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the findings as one line of JSON.")
     ] = False,
@@ -67,7 +74,7 @@ def doctor(
     settings = make_settings(
         WorkerSettings, **{name: value for name, value in given.items() if value is not None}
     )
-    findings = examine(settings)
+    findings = examine(settings, loads_models=not skip_models)
     if as_json:
         print_json(findings)
     else:
@@ -77,7 +84,7 @@ def doctor(
         fail(f"broken: {', '.join(broken)}")
 
 
-def examine(settings: WorkerSettings) -> "list[Finding]":
+def examine(settings: WorkerSettings, *, loads_models: bool) -> "list[Finding]":
     """Run all checks. On a terminal, a line on standard error says which one is running."""
     with err.status("importing torch and transformers"):
         # Imported here because this takes seconds, which other commands do not need.
@@ -90,7 +97,7 @@ def examine(settings: WorkerSettings) -> "list[Finding]":
         configure_logging("error")
         transformers.logging.disable_progress_bar()
     findings = []
-    for check in checks(settings):
+    for check in checks(settings, loads_models=loads_models):
         with err.status(f"checking {one_line(check.name)}"):
             findings.append(check.finding())
     return findings

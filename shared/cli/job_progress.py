@@ -31,7 +31,7 @@ def cancel_and_follow(client: NeapClient, calibration_id: str, afterwards: str) 
         try:
             client.cancel_calibration(calibration_id)
         except NeapError as error:
-            fail(f"{name} may not be cancelled: {error.message} [{error.reason}]; {afterwards}")
+            fail(f"{name} is perhaps not cancelled: {error.message} [{error.reason}]; {afterwards}")
         return follow(client, calibration_id)
     except KeyboardInterrupt:
         leave(f"{name} had not ended yet; {afterwards}")

@@ -9,11 +9,15 @@ from shared.doctor.model import model
 from shared.doctor.registry import registry
 
 
-def checks(settings: WorkerSettings) -> list[Check]:
-    """The checks in the order in which they are worth reading. They are quick, except those of models."""
+def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:
+    """The checks in the order in which they are worth reading. Only those of models take long."""
     on_gpu = settings.device.startswith("cuda")
     compiles = on_gpu and settings.compile_layers != "off"
     model_ids = [source.model_id for source in settings.models]
+    models = [
+        Check(f"model {source.model_id}", partial(model, source, settings))
+        for source in settings.models
+    ]
     return [
         Check("versions", machine.versions),
         Check("variables", variables),
@@ -23,10 +27,10 @@ def checks(settings: WorkerSettings) -> list[Check]:
         Check("torch.compile", partial(machine.layer_compiler, compiles)),
         Check("registry", partial(registry, settings.registry, model_ids)),
         *(
-            Check(f"model {source.model_id}", partial(model, source, settings))
-            for source in settings.models
+            models
+            if loads_models and models
+            else [Check("models", partial(no_model, loads_models))]
         ),
-        *([] if settings.models else [Check("model", no_model)]),
     ]
 
 
@@ -38,5 +42,7 @@ def variables() -> Finding:
     return Finding("variables", "ok", "every variable NEAP_.. is known")
 
 
-def no_model() -> Finding:
-    return Finding("model", "off", "no model is named", "give --model ID=SOURCE or set NEAP_MODELS")
+def no_model(loads_models: bool) -> Finding:
+    if not loads_models:
+        return Finding("models", "off", "not loaded, as asked")
+    return Finding("models", "off", "none is named", "give --model ID=SOURCE or set NEAP_MODELS")

@@ -70,7 +70,7 @@ def test_a_registry_that_does_not_exist_is_not_created(doctor, tmp_path):
     assert findings["registry"]["status"] == "ok"
     assert "the first service that starts creates it" in findings["registry"]["detail"]
     assert list((tmp_path / "data").iterdir()) == []
-    assert findings["model"]["status"] == "off"
+    assert findings["models"]["status"] == "off"
 
 
 def test_a_registry_that_can_only_be_read_is_broken(doctor, tmp_path):
@@ -90,6 +90,12 @@ def test_a_model_that_is_no_model_is_broken_for_a_reason(doctor, tmp_path):
     assert result.exit_code == 1
     assert "UNSUPPORTED_MODEL" in findings["model tiny"]["detail"]
     assert "wonder" in findings["model tiny"]["detail"], "the cause is told"
+
+
+def test_models_that_are_skipped_are_not_loaded(doctor, tmp_path):
+    result, findings = doctor("--model", f"tiny={tmp_path / 'nothing'}", "--skip-models")
+    assert result.exit_code == 0
+    assert findings["models"]["detail"] == "not loaded, as asked"
 
 
 def test_settings_that_cannot_be_are_the_commands_error(neap):

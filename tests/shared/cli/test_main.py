@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from concurrent import futures
 
+import grpc
 import pytest
 
 from shared.cli import connection
+from tests.servers import free_ports
 
 HEAVY = ("torch", "transformers", "matplotlib", "datasets", "huggingface_hub", "redis")
 
@@ -46,3 +49,25 @@ def test_help_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr
+
+
+def test_no_service_at_the_address(neap):
+    (port,) = free_ports(1)
+    for command in (["generate", "hi", "--worker"], ["jobs", "list", "--calibrator"]):
+        result = neap(*command, f"127.0.0.1:{port}")
+        assert result.exit_code == 1
+        assert f"127.0.0.1:{port}" in result.stderr
+        assert "does a service run at this address" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_another_service_at_the_address(neap):
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        result = neap("generate", "hi", "--worker", f"127.0.0.1:{port}")
+    finally:
+        server.stop(None).wait()
+    assert result.exit_code == 1
+    assert "another service runs at this address" in result.stderr
