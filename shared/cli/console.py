@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, NoReturn, ParamSpec, TypeVar
@@ -42,16 +43,37 @@ DEFAULT_WORKER = "127.0.0.1:7071"
 TRACEBACK_VARIABLE = "NEAP_TRACEBACK"
 # What to do about failures that gRPC itself reports.
 HINTS = {
-    "GRPC_UNAVAILABLE": "does a service run at this address (`neap serve calibrator`, `neap serve worker`)? If it uses TLS, give --tls-ca"
-    " or --tls before the command",
+    "GRPC_UNAVAILABLE": "does a service run at this address (`neap serve calibrator`, `neap serve worker`)? --tls-ca or --tls, before the"
+    " command, are for services with TLS and for no others",
     "GRPC_UNIMPLEMENTED": "another service runs at this address: --worker names an inference worker, --calibrator a calibration service",
 }
 
+# HOST:PORT, or what else gRPC dials. Without a port gRPC would take 443.
+_ADDRESS = re.compile(
+    r"(dns|ipv4|ipv6|unix|unix-abstract|vsock):\S+|xds:///\S+|([^\s:/,]+|\[[0-9A-Fa-f:.]+\]):[0-9]+"
+)
+
+
+def checked_address(address: str) -> str:
+    """Return `address`. Raises BadParameter if it cannot be one."""
+    if not _ADDRESS.fullmatch(address):
+        raise typer.BadParameter(f"{address!r} is not an address HOST:PORT")
+    return address
+
+
 Calibrator = Annotated[
-    str, typer.Option("--calibrator", help="Address of the calibration service, HOST:PORT.")
+    str,
+    typer.Option(
+        "--calibrator",
+        help="Address of the calibration service, HOST:PORT.",
+        callback=checked_address,
+    ),
 ]
 Worker = Annotated[
-    str, typer.Option("--worker", help="Address of the inference worker, HOST:PORT.")
+    str,
+    typer.Option(
+        "--worker", help="Address of the inference worker, HOST:PORT.", callback=checked_address
+    ),
 ]
 Model = Annotated[
     str, typer.Option("--model", help="Id of the model, as configured on the service.")
