@@ -18,11 +18,11 @@ KV_BUDGET_BYTES = 64 << 20
 
 def model(source: ModelSource, settings: WorkerSettings) -> Finding:
     """Loads the model as a worker does, and makes the runner that a worker would use on a GPU. Raises what these raise."""
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     loaded = load_model(
         source.source,
         model_id=source.model_id,
-        dtype=dtype,
+        dtype=_dtype(settings.dtype),
+        kv_dtype=_dtype(settings.kv_dtype),
         device=settings.device,
         context_length=settings.context_length,
     )
@@ -46,6 +46,11 @@ def model(source: ModelSource, settings: WorkerSettings) -> Finding:
         f"{loaded.architecture}, {loaded.num_layers} layers, context {loaded.context_length}; {how}"
     )
     return Finding(f"model {source.model_id}", status, detail, facts=facts)
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    dtype: torch.dtype | None = None if name == "auto" else getattr(torch, name)
+    return dtype
 
 
 def described_runner(runner: Runner, settings: WorkerSettings) -> tuple[Status, str]:
