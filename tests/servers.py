@@ -28,6 +28,13 @@ _IDENTITY = {
     "credentials": [{"accessKey": "test", "secretKey": "test-secret"}],
     "actions": ["Admin", "Read", "Write", "List"],
 }
+# May read only.
+READER_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "reader-secret"}
+_READER = {
+    "name": "reader",
+    "credentials": [{"accessKey": "reader", "secretKey": "reader-secret"}],
+    "actions": ["Read", "List"],
+}
 # Processes begin at different places, as tests of several may run at once.
 _candidates = itertools.count(20_000 + os.getpid() * 37 % 20_000)
 
@@ -167,7 +174,7 @@ class S3Server(Server):
         program = Path(sysconfig.get_path("scripts")) / "weed"
         (self.folder / "data").mkdir(exist_ok=True)
         config = self.folder / "s3.json"
-        config.write_text(json.dumps({"identities": [_IDENTITY]}))
+        config.write_text(json.dumps({"identities": [_IDENTITY, _READER]}))
         where = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self.folder / 'data'}"]
         ports = [
             f"-master.port={self._master}",

@@ -1,28 +1,32 @@
 """`neap calibrate`: starts a calibration job, shows its progress, and cancels it on Ctrl-C."""
 
+import shlex
 import uuid
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal
 
 import typer
 from neap.calibration.v1 import calibration_pb2 as pb
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from shared.cli.connection import connect
+from shared.cli.connection import connect, equivalent_command
 from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
     Model,
     exit_on_error,
-    fail,
-    out,
     print_line,
+)
+from shared.cli.job_progress import (
+    cancel_and_follow,
+    follow,
+    how_to_watch,
+    leave,
+    note,
+    print_result,
 )
 from shared.cli.own_service import calibration_service
 from shared.errors import InvalidInput
-from shared.plain_text import one_line
 from shared.rpc.client import NeapClient
 from shared.rpc.durations import duration_of
 
@@ -31,11 +35,11 @@ HEAD_FORMS = {
     "affine": pb.HEAD_FORM_AFFINE,
     "gated": pb.HEAD_FORM_GATED,
 }
+SERVICE_ENDS = (
+    "its service ends with this command, and the next calibration service on the same data folder continues the job, unless it was"
+    " cancelled"
+)
 LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
-ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
-FIGURES_SHOWN = ("tokens", "generated_tokens", "agreement", "loss")
-MAX_FIGURES_SHOWN = 4
-T = TypeVar("T")
 
 
 @exit_on_error
@@ -99,7 +103,7 @@ def calibrate(
         ),
     ] = "",
     head_form: Annotated[
-        str,
+        Literal["auto", "affine", "gated"],
         typer.Option(
             "--head-form",
             help="Form of the exit heads: affine (a tuned lens), gated (a low-rank gated MLP), "
@@ -107,7 +111,7 @@ def calibrate(
         ),
     ] = "auto",
     label: Annotated[
-        str,
+        Literal["agreement", "cosine"],
         typer.Option(
             "--label",
             help="What the routers learn to predict: agreement (the exit's token is the full model's) "
@@ -138,6 +142,13 @@ def calibrate(
             "and starts no second one. Default: a new id.",
         ),
     ] = "",
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach",
+            help="Print the id of the job and end at once; the service runs the job. `neap jobs` watches and cancels it.",
+        ),
+    ] = False,
     start_service: Annotated[
         bool,
         typer.Option(
@@ -150,14 +161,15 @@ def calibrate(
     """Calibrate a ladder for a model and publish it.
 
     Give at most one of --text, --dataset and --prompts. Without any of them the model writes its own text.
-    Ctrl-C cancels the job. A cancelled job publishes nothing.
+    Ctrl-C cancels the job and waits for its end; a second Ctrl-C leaves at once. A cancelled job publishes nothing.
+    If the command is lost in another way, the job goes on: `neap jobs watch` shows it.
     """
     spec = pb.CalibrationSpec(
         model_id=model,
         max_tokens=max_tokens,
         rung_depths=parse_depths(depths),
-        head_form=parse_choice("--head-form", head_form, HEAD_FORMS),
-        label=parse_choice("--label", label, LABELS),
+        head_form=HEAD_FORMS[head_form],
+        label=LABELS[label],
         draft_vocabulary_size=draft_vocabulary,
         seed=seed,
         aliases=alias or ["latest"],
@@ -165,81 +177,58 @@ def calibrate(
     set_source(spec, text=text, dataset=dataset, field=field, prompts=prompts)
     if time_budget is not None:
         spec.time_budget.CopyFrom(duration_of(time_budget, "--time-budget"))
+    if detach and start_service:
+        raise typer.BadParameter(
+            "cannot be combined with --start-service, whose service ends with the command",
+            param_hint="--detach",
+        )
+    request = pb.CreateCalibrationRequest(request_id=request_id or str(uuid.uuid4()), spec=spec)
     with (
         calibration_service() if start_service else nullcontext(calibrator) as address,
         connect(address) as client,
     ):
-        job = client.create_calibration(spec, request_id=request_id or str(uuid.uuid4()))
-        job = follow(client, job)
-    if job.state == pb.STATE_FAILED:
-        fail(f"the calibration failed: {job.failure.message} [{job.failure.reason}]")
-    if job.state == pb.STATE_CANCELLED:
-        fail("the calibration was cancelled; nothing was published")
-    print_line(f"published version {job.router_version} ({job.manifest_digest})")
+        if detach:
+            start(client, request)
+            return
+        job = run(client, request, SERVICE_ENDS if start_service else "")
+    print_result(job)
 
 
-def follow(client: NeapClient, job: pb.Calibration) -> pb.Calibration:
-    """Show a job's progress until it ends and return its last state.
+def start(client: NeapClient, request: pb.CreateCalibrationRequest) -> None:
+    """Create a job and print its id."""
+    try:
+        job = client.create_calibration(request.spec, request_id=request.request_id)
+        print_line(job.calibration_id)
+        note(f"the service runs the calibration; {how_to_watch(client, job.calibration_id)}")
+    except KeyboardInterrupt:
+        leave(unanswered(client, request))
 
-    Ctrl-C cancels the job and waits for it to end. A second Ctrl-C leaves at once.
+
+def run(
+    client: NeapClient, request: pb.CreateCalibrationRequest, afterwards: str
+) -> pb.Calibration:
+    """Create a job and show its progress until it ends. Ctrl-C cancels it.
+
+    `afterwards`: what becomes of the job if the command ends first. Empty means that the service continues it.
     """
-    print_line(f"calibration {job.calibration_id}")
-    columns = (
-        TextColumn("{task.description:<16}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )
-    # Where the output is no terminal, there is no live bar: one line per phase and per tenth of the work.
-    with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
-        task = progress.add_task("queued", total=1.0, figures="")
-        last_said = ("", 0)
-        for may_cancel in (True, False):
-            try:
-                for now in client.watch_calibration(job.calibration_id):
-                    job = now
-                    phase = phase_name(job)
-                    progress.update(
-                        task,
-                        description=phase,
-                        completed=job.fraction,
-                        figures=escape(one_line(figures_line(job))),
-                    )
-                    said = (phase, int(10 * job.fraction))
-                    if not out.is_terminal and said != last_said:
-                        print_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}")
-                    last_said = said
-                break
-            except KeyboardInterrupt:
-                if not may_cancel:
-                    raise
-                progress.console.print("cancelling the job")
-                client.cancel_calibration(job.calibration_id)
-    if job.state not in ENDED:
-        job = client.get_calibration(job.calibration_id)
-    return job
+    job = None
+    try:
+        job = client.create_calibration(request.spec, request_id=request.request_id)
+        print_line(f"calibration {job.calibration_id}")
+        return follow(client, job.calibration_id)
+    except KeyboardInterrupt:
+        if job is None:
+            leave(afterwards or unanswered(client, request))
+        job_id = job.calibration_id
+        return cancel_and_follow(client, job_id, afterwards or how_to_watch(client, job_id))
 
 
-def phase_name(job: pb.Calibration) -> str:
-    """Return the phase of a running job, or the state of any other, in words."""
-    if job.state == pb.STATE_RUNNING and job.phase != pb.PHASE_UNSPECIFIED:
-        return pb.Phase.Name(job.phase).removeprefix("PHASE_").replace("_", " ").lower()
-    return pb.State.Name(job.state).removeprefix("STATE_").lower()
-
-
-def figures_line(job: pb.Calibration) -> str:
-    """Format the most useful figures: tokens, then agreement and loss per rung. The manifest holds all of them."""
-    shown = [
-        name
-        for ending in FIGURES_SHOWN
-        for name in sorted(job.figures)
-        if name.rpartition(".")[2] == ending
-    ]
-    items = [(name, job.figures[name]) for name in shown[:MAX_FIGURES_SHOWN]]
-    return "  ".join(
-        f"{name} {value:,.0f}" if value.is_integer() else f"{name} {value:.3f}"
-        for name, value in items
+def unanswered(client: NeapClient, request: pb.CreateCalibrationRequest) -> str:
+    """Say what Ctrl-C means before the service has returned the id of the job."""
+    jobs = equivalent_command("jobs", "list", calibrator=client.target)
+    return (
+        f"interrupted before the service answered, so the job may exist: `{jobs}` shows it, and the same `neap calibrate` with"
+        f" --request-id {shlex.quote(request.request_id)} continues it"
     )
 
 
@@ -282,9 +271,3 @@ def parse_depths(depths: str) -> list[int]:
         raise InvalidInput(
             f"--depths is {depths!r}; it must be whole numbers separated by commas, such as 2,4,8"
         ) from error
-
-
-def parse_choice(flag: str, value: str, choices: dict[str, T]) -> T:
-    if value not in choices:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}", param_hint=flag)
-    return choices[value]

@@ -2,9 +2,10 @@
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, NoReturn, ParamSpec, TypeVar
 
 import platformdirs
 import typer
@@ -40,12 +41,39 @@ err = PlainConsole(stderr=True, highlight=False, soft_wrap=True)
 DEFAULT_CALIBRATOR = "127.0.0.1:7070"
 DEFAULT_WORKER = "127.0.0.1:7071"
 TRACEBACK_VARIABLE = "NEAP_TRACEBACK"
+# What to do about failures that gRPC itself reports.
+HINTS = {
+    "GRPC_UNAVAILABLE": "does a service run at this address (`neap serve calibrator`, `neap serve worker`)? --tls-ca or --tls, before the"
+    " command, are for services with TLS and for no others",
+    "GRPC_UNIMPLEMENTED": "another service runs at this address: --worker names an inference worker, --calibrator a calibration service",
+}
+
+# HOST:PORT, or what else gRPC dials. Without a port gRPC would take 443.
+_ADDRESS = re.compile(
+    r"(dns|ipv4|ipv6|unix|unix-abstract|vsock):\S+|xds:///\S+|([^\s:/,]+|\[[0-9A-Fa-f:.]+\]):[0-9]+"
+)
+
+
+def checked_address(address: str) -> str:
+    """Return `address`. Raises BadParameter if it cannot be one."""
+    if not _ADDRESS.fullmatch(address):
+        raise typer.BadParameter(f"{address!r} is not an address HOST:PORT")
+    return address
+
 
 Calibrator = Annotated[
-    str, typer.Option("--calibrator", help="Address of the calibration service, HOST:PORT.")
+    str,
+    typer.Option(
+        "--calibrator",
+        help="Address of the calibration service, HOST:PORT.",
+        callback=checked_address,
+    ),
 ]
 Worker = Annotated[
-    str, typer.Option("--worker", help="Address of the inference worker, HOST:PORT.")
+    str,
+    typer.Option(
+        "--worker", help="Address of the inference worker, HOST:PORT.", callback=checked_address
+    ),
 ]
 Model = Annotated[
     str, typer.Option("--model", help="Id of the model, as configured on the service.")
@@ -70,7 +98,8 @@ def exit_on_error(command: Callable[P, T]) -> Callable[P, T]:
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except NeapError as error:
-            fail(f"{error.message} [{error.reason}]")
+            hint = f"; {HINTS[error.reason]}" if error.reason in HINTS else ""
+            fail(f"{error.message} [{error.reason}]{hint}")
         except OSError as error:
             fail(f"{error.filename or 'system'}: {error.strerror or error}")
         except Exception as error:
@@ -80,7 +109,6 @@ def exit_on_error(command: Callable[P, T]) -> Callable[P, T]:
                 f"unexpected {type(error).__name__}: {error} "
                 f"({TRACEBACK_VARIABLE}=1 shows the traceback)"
             )
-        raise AssertionError("fail() returned")
 
     return run
 
@@ -95,7 +123,7 @@ def table_cell(text: str) -> Text:
     return Text(one_line(text))
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Print the message to standard error as one line and exit with code 1."""
     err.print(f"[bold red]error:[/] {escape(one_line(' '.join(message.split())))}")
     raise typer.Exit(1)

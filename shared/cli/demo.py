@@ -16,9 +16,8 @@ from neap.inference.v1 import inference_pb2 as pb
 from neap.router.v1 import router_pb2
 
 from shared.cli import charts
-from shared.cli.calibrate import ENDED, follow
 from shared.cli.connection import connect
-from shared.cli.console import default_data_dir, exit_on_error, fail, out
+from shared.cli.console import default_data_dir, exit_on_error, fail, out, print_line
 from shared.cli.demo_model import MODEL_ID, demo_model, own_model, size_mb
 from shared.cli.depth_view import DepthView
 from shared.cli.generate import (
@@ -28,6 +27,7 @@ from shared.cli.generate import (
     set_prompt,
     set_router,
 )
+from shared.cli.job_progress import ENDED, cancel_and_follow, follow
 from shared.cli.measure import PROMPTS, PolicyFigures, policy_table, run_one, statistics_line
 from shared.cli.processes import ServiceProcess
 from shared.errors import NeapError, NotFound
@@ -158,7 +158,11 @@ def new_router(calibrator: NeapClient, model_id: str, budget_s: int) -> router_p
             aliases=[ALIAS],
         )
         job = calibrator.create_calibration(spec, request_id=f"demo-{uuid.uuid4()}")
-    job = follow(calibrator, job)
+    print_line(f"calibration {job.calibration_id}")
+    try:
+        job = follow(calibrator, job.calibration_id)
+    except KeyboardInterrupt:
+        job = cancel_and_follow(calibrator, job.calibration_id, "the next demo continues it")
     if job.state == calibration_pb2.STATE_CANCELLED:
         raise KeyboardInterrupt
     if job.state != calibration_pb2.STATE_SUCCEEDED:

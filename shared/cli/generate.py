@@ -1,24 +1,21 @@
 """`neap generate`: streams one continuation from a worker."""
 
-import json
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
-from google.protobuf.json_format import MessageToDict
 from neap.inference.v1 import inference_pb2 as pb
 
 from shared.cli.connection import connect
 from shared.cli.console import DEFAULT_WORKER, Worker, err, exit_on_error, out
 from shared.cli.depth_view import DepthView
+from shared.cli.json_lines import print_message
 from shared.cli.measure import statistics_line
 from shared.cli.risk_view import bound_line
 from shared.errors import InvalidInput, NeapError
-from shared.plain_text import printable
 from shared.rpc.client import NeapClient
 
-POLICIES = ("full", "exact", "relaxed")
 NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
 PLAIN_TEXT_NOTE = "the model has no chat template: prompts are continued as plain text"
 
@@ -42,7 +39,7 @@ def generate(
         str, typer.Option("--system", help="System message of the chat. Default: none.")
     ] = "",
     policy: Annotated[
-        str,
+        Literal["full", "exact", "relaxed"],
         typer.Option(
             "--policy",
             help="Depth policy. full: no early exits. exact: early tokens are drafts that the full model verifies, "
@@ -163,10 +160,6 @@ def generate(
 
     If the model has no chat template, the prompt is continued as plain text, and a line on standard error says so.
     """
-    if policy not in POLICIES:
-        raise typer.BadParameter(
-            f"{policy!r} is not one of {', '.join(POLICIES)}", param_hint="--policy"
-        )
     text = sys.stdin.read() if prompt == "-" else prompt
     with connect(worker) as client:
         served = served_model(client, model)
@@ -193,7 +186,8 @@ def generate(
         def show() -> None:
             events = client.generate(request, timeout_s=timeout)
             if as_json:
-                print_json(events)
+                for event in events:
+                    print_message(event)
             else:
                 print_text(events, served.num_layers, coloured=show_depth)
 
@@ -228,13 +222,6 @@ def print_text(events: Iterator[pb.GenerateResponse], num_layers: int, *, colour
         err.print(statistics_line(finished), markup=False, style="dim")
     if started is not None and started.policy == "relaxed":
         err.print(bound_line(started), markup=False, style="dim")
-
-
-def print_json(events: Iterator[pb.GenerateResponse]) -> None:
-    """Print one line of JSON per event, in protobuf's JSON mapping with the field names of the proto."""
-    for event in events:
-        document: dict[str, Any] = MessageToDict(event, preserving_proto_field_name=True)
-        print(printable(json.dumps(document, ensure_ascii=False)), flush=True)
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:

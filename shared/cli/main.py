@@ -6,7 +6,9 @@ from shared.cli import (
     calibrate,
     connection,
     demo,
+    doctor,
     generate,
+    jobs,
     models,
     report,
     router_import,
@@ -22,10 +24,10 @@ app = typer.Typer(
     help="Serve frozen causal language models with early exits that really skip layers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.callback()(connection.global_options)
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
@@ -33,6 +35,7 @@ app.add_typer(serve.app, name="serve")
 routers.app.command("import")(router_import.import_router)
 routers.app.command("rebuild-index")(router_rebuild.rebuild_index)
 routers.app.command("sweep")(router_sweep.sweep)
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(models.app, name="models")
 app.add_typer(routers.app, name="routers")
 app.add_typer(tokens.app, name="tokens")

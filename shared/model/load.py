@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -35,6 +35,9 @@ from shared.model.weights.reading import (
     safetensors_replacements,
 )
 
+if TYPE_CHECKING:
+    from shared.model.substitution.apply import AccelerationReport
+
 log = structlog.get_logger("neap.model")
 
 # For configs that state no limit.
@@ -45,7 +48,8 @@ DEFAULT_CONTEXT_LENGTH = 4096
 class LoadedModel:
     """A frozen model and its parts. `fingerprint` identifies architecture and weights, independently of the dtype.
 
-    `kv_dtype`: the dtype in which caches hold keys and values.
+    `kv_dtype`: the dtype in which caches hold keys and values. `acceleration`: what of it runs on neap's CPU kernels; None if it was not
+    accelerated.
     """
 
     model_id: str
@@ -56,6 +60,7 @@ class LoadedModel:
     context_length: int
     eos_token_ids: frozenset[int]
     kv_dtype: torch.dtype
+    acceleration: "AccelerationReport | None" = None
 
     @property
     def num_layers(self) -> int:
@@ -277,6 +282,7 @@ def wrap_model(
     )
     identity = identity or fingerprint(model)
     kv_dtype = kv_dtype or model.dtype
+    report = None
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
         from shared.model.substitution.apply import accelerate as accelerate_model
 
@@ -303,6 +309,7 @@ def wrap_model(
         context_length=min(context_length or limit, limit),
         eos_token_ids=_eos_token_ids(model),
         kv_dtype=kv_dtype,
+        acceleration=report,
     )
 
 

@@ -182,5 +182,8 @@ class Registry(Protocol):
     def last_event(self, model_id: str) -> int:
         """Return the number of the newest event, 0 if there is none."""
 
+    def check_writable(self) -> None:
+        """Write a probe where publications are written, and remove it. Raises what a publication would raise."""
+
     def close(self) -> None:
         """Release files and connections."""

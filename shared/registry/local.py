@@ -270,6 +270,11 @@ class LocalRegistry(AliasOperations):
                 raise index_damaged_error(f"its row of version {row['version']}") from error
         return self._index.change(row["change"])
 
+    def check_writable(self) -> None:
+        """See `Registry.check_writable`."""
+        with self._store.publishing(), self._index.database.transaction():
+            pass
+
     def close(self) -> None:
         """Idempotent."""
         self._open.close()

@@ -5,6 +5,7 @@ blobs/sha256/ab/<hex>                   content, named by its digest
 manifests/sha256/ab/<hex>
 models/<model id, '/' as '!'>/journal/<20 digits>.json     see journal.py
 requests/<sha256 of a request id>.json  the model to which a request id belongs
+probes/<random>                         empty; exists for a moment, see `check_writable`
 sweep.json                              exists while a sweep runs, see lease.py; the only object that changes
 """
 
@@ -101,6 +102,12 @@ class ObjectStore:
                 },
             )
         return str(record["registry_id"])
+
+    def check_writable(self) -> None:
+        """Create an object and remove it."""
+        path = f"probes/{uuid.uuid4().hex}"
+        self.create(path, b"")
+        self.remove(path)
 
     def put_content(self, kind: Kind, data: bytes) -> str:
         """Store `data`, read it back and return its digest. A damaged object under this digest is replaced. Raises Corrupt."""

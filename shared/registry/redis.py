@@ -110,6 +110,11 @@ class RedisIndex:
                 "Redis may drop the registry's index; it is restored when missed", policy=policy
             )
 
+    def check_writable(self) -> None:
+        """Write a key that expires at once."""
+        with _errors():
+            self._client.set("neap:probe", "", px=1)
+
     def set_registry_id(self, registry_id: str) -> None:
         """Set the id of the registry to which the index must belong. Call it before any query."""
         self._registry_id = registry_id

@@ -305,6 +305,11 @@ class SharedRegistry(AliasOperations):
                     record = self._find_record(model_id, event["version"])
                     yield RegistryEvent(number, self._listed(model_id, record))
 
+    def check_writable(self) -> None:
+        """See `Registry.check_writable`."""
+        self._objects.check_writable()
+        self._redis.check_writable()
+
     def models(self) -> list[str]:
         """List all models with a published router."""
         return self._index.models()

@@ -151,10 +151,22 @@ class NeapClient:
         )
         return reply.calibration
 
-    def list_calibrations(self, model_id: str = "") -> Iterator[calibration_pb2.Calibration]:
-        """Iterate over jobs, newest first, page by page. An empty `model_id` means all models."""
+    def list_calibrations(
+        self,
+        model_id: str = "",
+        *,
+        on_unreadable: Callable[[calibration_pb2.UnreadableCalibration], object] = lambda record: (
+            None
+        ),
+    ) -> Iterator[calibration_pb2.Calibration]:
+        """Iterate over jobs, newest first, page by page. An empty `model_id` means all models.
+
+        `on_unreadable` is called for each job of a page whose record the service cannot read.
+        """
         request = calibration_pb2.ListCalibrationsRequest(model_id=model_id)
         for reply in self._pages(self._calibration.ListCalibrations, request):
+            for record in reply.unreadable:
+                on_unreadable(record)
             yield from reply.calibrations
 
     def cancel_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:

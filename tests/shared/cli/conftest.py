@@ -1,6 +1,7 @@
 """Fixtures: a scripted service on loopback and a runner for the command `neap`."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -82,11 +83,21 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class FakeCalibration(calibration_pb2_grpc.CalibrationServiceServicer):
-    """Has one job, which runs through `states`. Records its spec and whether it was cancelled."""
+    """Has one job, which runs through `states`. Records its spec and whether it was cancelled.
+
+    `on_create` and `on_watch` are called when such a call arrives, before it is answered. A watch waits before the last state until
+    `may_end` is set, or the job is cancelled, or the watch is.
+    """
 
     def __init__(self) -> None:
         self.spec: Any = None
         self.cancelled = False
+        self.on_create: Callable[[], object] = lambda: None
+        self.on_watch: Callable[[], object] = lambda: None
+        self.unreadable: list[Any] = []
+        self.cancel_error: NeapError | None = None
+        self.may_end = threading.Event()
+        self.may_end.set()
         self.states = [
             {"state": calibration_pb2.STATE_QUEUED},
             {
@@ -104,23 +115,43 @@ class FakeCalibration(calibration_pb2_grpc.CalibrationServiceServicer):
         ]
 
     def job(self, index: int) -> Any:
-        return calibration_pb2.Calibration(calibration_id="job-1", **self.states[index])
+        made = calibration_pb2.Calibration(calibration_id="job-1", **self.states[index])
+        made.create_time.FromJsonString("2026-11-22T12:00:00Z")
+        return made
+
+    def ListCalibrations(self, request: Any, context: Any) -> Any:
+        """As many jobs as there are states, one in each, two on a page."""
+        first = int(request.page_token or 0)
+        last = min(first + 2, len(self.states))
+        return calibration_pb2.ListCalibrationsResponse(
+            calibrations=[self.job(index) for index in range(first, last)],
+            next_page_token=str(last) if last < len(self.states) else "",
+            unreadable=[] if first else self.unreadable,
+        )
 
     def CreateCalibration(self, request: Any, context: Any) -> Any:
         self.spec = request.spec
+        self.on_create()
         return calibration_pb2.CreateCalibrationResponse(calibration=self.job(0))
 
     def GetCalibration(self, request: Any, context: Any) -> Any:
         return calibration_pb2.GetCalibrationResponse(calibration=self.job(-1))
 
     def CancelCalibration(self, request: Any, context: Any) -> Any:
+        if self.cancel_error is not None:
+            refuse(context, self.cancel_error)
         self.cancelled = True
         self.states[-1] = {"state": calibration_pb2.STATE_CANCELLED}
-        return calibration_pb2.CancelCalibrationResponse(calibration=self.job(-1))
+        self.may_end.set()
+        return calibration_pb2.CancelCalibrationResponse(calibration=self.job(1))
 
     def WatchCalibration(self, request: Any, context: Any) -> Iterator[Any]:
-        for index in range(len(self.states)):
+        context.add_callback(self.may_end.set)
+        self.on_watch()
+        for index in range(len(self.states) - 1):
             yield calibration_pb2.WatchCalibrationResponse(calibration=self.job(index))
+        self.may_end.wait()
+        yield calibration_pb2.WatchCalibrationResponse(calibration=self.job(-1))
 
 
 class FakeRouters(router_pb2_grpc.RouterServiceServicer):

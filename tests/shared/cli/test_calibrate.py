@@ -1,7 +1,12 @@
+import os
+import signal
+import threading
+
 import pytest
 from neap.calibration.v1 import calibration_pb2 as pb
 
-from shared.cli import calibrate
+from shared.cli.console import print_line
+from shared.errors import PermissionDenied
 
 
 def test_follows_the_job_to_its_version(service, neap):
@@ -114,20 +119,86 @@ def test_control_characters_in_a_failure_are_escaped(service, neap):
     assert all(line.isprintable() for line in result.output.splitlines())
 
 
-def test_ctrl_c_cancels_and_waits_for_the_end(service, neap, monkeypatch):
-    calls = []
+@pytest.fixture
+def calibrate(service, neap):
+    """Runs `neap calibrate` with `flags`."""
 
-    def interrupted_once(job):
-        calls.append(job)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return ""
+    def run(*flags, before=()):
+        return neap(
+            *before, "calibrate", "--model", "tiny", "--calibrator", service.address, *flags
+        )
 
-    monkeypatch.setattr(calibrate, "figures_line", interrupted_once)
-    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    return run
+
+
+def ctrl_c():
+    """As a terminal sends it: Python raises KeyboardInterrupt in the main thread, which runs the command."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_cancels_and_waits_for_the_end(service, calibrate):
+    service.calibration.may_end.clear()
+    service.calibration.on_watch = lambda: service.calibration.cancelled or ctrl_c()
+    result = calibrate()
     assert service.calibration.cancelled
     assert result.exit_code == 1
+    assert "cancelling calibration job-1" in result.stderr
     assert "nothing was published" in result.stderr
+
+
+def test_ctrl_c_is_caught_as_soon_as_the_id_is_printed(service, calibrate, monkeypatch):
+    def printed_and_interrupted(text):
+        print_line(text)
+        if text == "calibration job-1":
+            ctrl_c()
+
+    monkeypatch.setattr("shared.cli.calibrate.print_line", printed_and_interrupted)
+    result = calibrate()
+    assert service.calibration.cancelled
+    assert "nothing was published" in result.stderr
+
+
+def test_ctrl_c_before_the_service_answers_says_how_to_find_the_job(service, calibrate):
+    tested = threading.Event()
+    service.calibration.on_create = lambda: (ctrl_c(), tested.wait())
+    for flag in ("--seed=1", "--detach"):
+        result = calibrate("--request-id", "r 1", flag)
+        assert result.exit_code == 130
+        assert f"`neap jobs list --calibrator {service.address}`" in result.stderr
+        assert "--request-id 'r 1'" in result.stderr
+        assert not service.calibration.cancelled
+    tested.set()
+
+
+def test_a_second_ctrl_c_says_how_to_watch_the_job(service, calibrate, tmp_path):
+    service.calibration.may_end.clear()
+    service.calibration.on_watch = ctrl_c
+    token = tmp_path / "my token"
+    token.write_text("secret")
+    result = calibrate(before=("--token-file", str(token)))
+    assert result.exit_code == 130
+    watch = f"neap --token-file '{token}' jobs watch job-1 --calibrator {service.address}"
+    assert f"`{watch}`" in result.stderr.replace("\n", " ")
+
+
+def test_a_job_that_cannot_be_cancelled_goes_on(service, calibrate):
+    service.calibration.cancel_error = PermissionDenied("not yours")
+    service.calibration.on_watch = ctrl_c
+    result = calibrate()
+    assert result.exit_code == 1
+    assert "not yours [PERMISSION_DENIED]" in result.stderr
+    assert "jobs watch job-1" in result.stderr
+
+
+def test_detach_prints_the_id_alone(service, calibrate):
+    watches = []
+    service.calibration.on_watch = lambda: watches.append(1)
+    result = calibrate("--detach")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "job-1\n"
+    assert f"`neap jobs watch job-1 --calibrator {service.address}`" in result.stderr
+    assert service.calibration.spec.model_id == "tiny"
+    assert watches == []
 
 
 @pytest.mark.parametrize(
@@ -139,6 +210,7 @@ def test_ctrl_c_cancels_and_waits_for_the_end(service, neap, monkeypatch):
         (["--time-budget", "nan"], 2),
         (["--time-budget", "inf"], 1),
         (["--time-budget", "0.5"], 2),
+        (["--detach", "--start-service"], 2),
     ],
 )
 def test_invalid_flags_are_refused(service, neap, flags, code):

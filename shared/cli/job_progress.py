@@ -1,0 +1,117 @@
+"""Shows a calibration job while it runs, and says what Ctrl-C does to it."""
+
+from typing import NoReturn
+
+import typer
+from neap.calibration.v1 import calibration_pb2 as pb
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from shared.cli.connection import equivalent_command
+from shared.cli.console import err, fail, out, print_line
+from shared.errors import NeapError
+from shared.plain_text import one_line
+from shared.rpc.client import NeapClient
+
+ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
+FIGURES_SHOWN = ("tokens", "generated_tokens", "agreement", "loss")
+MAX_FIGURES_SHOWN = 4
+# The exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells have it.
+INTERRUPTED = 130
+
+
+def cancel_and_follow(client: NeapClient, calibration_id: str, afterwards: str) -> pb.Calibration:
+    """Cancel a job after Ctrl-C, show its progress until it ends, and return its last state.
+
+    Another Ctrl-C ends the command. It prints `afterwards` then: what becomes of the job.
+    """
+    name = f"calibration {calibration_id}"
+    try:
+        note(f"cancelling {name}; another Ctrl-C leaves without waiting for its end")
+        try:
+            client.cancel_calibration(calibration_id)
+        except NeapError as error:
+            fail(f"{name} is perhaps not cancelled: {error.message} [{error.reason}]; {afterwards}")
+        return follow(client, calibration_id)
+    except KeyboardInterrupt:
+        leave(f"{name} had not ended yet; {afterwards}")
+
+
+def follow(client: NeapClient, calibration_id: str) -> pb.Calibration:
+    """Show a job's progress until it ends and return its last state. Ctrl-C raises KeyboardInterrupt and changes nothing."""
+    columns = (
+        TextColumn("{task.description:<16}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    # Where the output is no terminal, there is no live bar: one line per phase and per tenth of the work.
+    with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
+        task = progress.add_task("queued", total=1.0, figures="")
+        last_said = ("", 0)
+        job = pb.Calibration()
+        for job in client.watch_calibration(calibration_id):
+            phase = phase_name(job)
+            progress.update(
+                task,
+                description=phase,
+                completed=job.fraction,
+                figures=escape(one_line(figures_line(job))),
+            )
+            said = (phase, int(10 * job.fraction))
+            if not out.is_terminal and said != last_said:
+                print_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}".rstrip())
+            last_said = said
+    return job if job.state in ENDED else client.get_calibration(calibration_id)
+
+
+def print_result(job: pb.Calibration) -> None:
+    """Print the version that an ended job published. Ends the command with exit code 1 if the job failed or was cancelled."""
+    if job.state == pb.STATE_FAILED:
+        fail(f"the calibration failed: {job.failure.message} [{job.failure.reason}]")
+    if job.state == pb.STATE_CANCELLED:
+        fail("the calibration was cancelled; nothing was published")
+    print_line(f"published version {job.router_version} ({job.manifest_digest})")
+
+
+def note(message: str) -> None:
+    """Print a line for people to standard error."""
+    err.print(one_line(message), markup=False)
+
+
+def how_to_watch(client: NeapClient, calibration_id: str) -> str:
+    command = equivalent_command("jobs", "watch", calibration_id, calibrator=client.target)
+    return f"`{command}` watches it"
+
+
+def leave(message: str) -> NoReturn:
+    """Print the message and end the command as Ctrl-C does."""
+    note(message)
+    raise typer.Exit(INTERRUPTED)
+
+
+def phase_name(job: pb.Calibration) -> str:
+    """Return the phase of a running job, or the state of any other, in words."""
+    if job.state == pb.STATE_RUNNING and job.phase != pb.PHASE_UNSPECIFIED:
+        return pb.Phase.Name(job.phase).removeprefix("PHASE_").replace("_", " ").lower()
+    return state_name(job.state)
+
+
+def state_name(state: "pb.State") -> str:
+    return pb.State.Name(state).removeprefix("STATE_").lower()
+
+
+def figures_line(job: pb.Calibration) -> str:
+    """Format the most useful figures: tokens, then agreement and loss per rung. The manifest holds all of them."""
+    shown = [
+        name
+        for ending in FIGURES_SHOWN
+        for name in sorted(job.figures)
+        if name.rpartition(".")[2] == ending
+    ]
+    items = [(name, job.figures[name]) for name in shown[:MAX_FIGURES_SHOWN]]
+    return "  ".join(
+        f"{name} {value:,.0f}" if value.is_integer() else f"{name} {value:.3f}"
+        for name, value in items
+    )

@@ -1,0 +1,14 @@
+"""Prints protobuf messages for programs."""
+
+import json
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from shared.plain_text import printable
+
+
+def print_message(message: Message) -> None:
+    """Print a message as one line of JSON, in protobuf's JSON mapping with the field names of the proto."""
+    document = MessageToDict(message, preserving_proto_field_name=True)
+    print(printable(json.dumps(document, ensure_ascii=False)), flush=True)
