@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client import NeapClient
+from neap_client.calibration.v1 import calibration_pb2 as pb
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -23,7 +24,6 @@ from shared.cli.console import (
 from shared.cli.own_service import calibration_service
 from shared.errors import InvalidInput
 from shared.plain_text import one_line
-from shared.rpc.client import NeapClient
 from shared.rpc.durations import duration_of
 
 HEAD_FORMS = {

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from neap_client import ClientSecurity, NeapClient
 
 from shared.cli.console import err
 from shared.config import make_settings, unknown_variables
-from shared.rpc.channel import ClientSecurity
-from shared.rpc.client import NeapClient
 from shared.security_settings import ClientSettings
 
 # The flags given before the command's name.

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import structlog
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.metadata import REQUEST_ID_KEY, Metadata
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,9 +29,8 @@ from shared.gateway.errors import (
 from shared.gateway.exchange import Exchange
 from shared.gateway.metrics import GatewayMetrics
 from shared.gateway.requests import Generation, parse_generation
-from shared.gateway.workers import Metadata, Workers, no_answer
+from shared.gateway.workers import Workers, no_answer
 from shared.gateway_settings import GatewaySettings
-from shared.rpc.interceptors import REQUEST_ID_KEY
 from shared.rpc.tracing import end_http_span, trace_id_of
 
 Handler = Callable[[Exchange], Awaitable[None]]
@@ -199,8 +199,7 @@ class Gateway:
         """Yield (index of the choice, event) of all calls as they come. Leaving it cancels the calls."""
         calls = generation.calls
         if len(calls) == 1:
-            own = (*metadata, (REQUEST_ID_KEY, request_id))
-            async with self._workers.generate(calls[0], own, deadline_s) as events:
+            async with self._workers.generate(calls[0], request_id, metadata, deadline_s) as events:
                 async for event in events:
                     yield 0, event
             return
@@ -208,8 +207,8 @@ class Gateway:
         queue: asyncio.Queue[tuple[int, pb.GenerateResponse]] = asyncio.Queue(len(calls))
 
         async def forward(index: int) -> None:
-            own = (*metadata, (REQUEST_ID_KEY, f"{request_id}-{index}"))
-            async with self._workers.generate(calls[index], own, deadline_s) as events:
+            own = f"{request_id}-{index}"
+            async with self._workers.generate(calls[index], own, metadata, deadline_s) as events:
                 async for event in events:
                     await queue.put((index, event))
 

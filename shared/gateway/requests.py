@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared.errors import InvalidInput
 from shared.gateway.body import parse_object, validated

@@ -1,5 +1,5 @@
 import pytest
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from shared.cli import calibrate
 

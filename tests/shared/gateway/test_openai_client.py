@@ -5,12 +5,12 @@ import json
 
 import openai
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.engine.engine import Engine
 from shared.model.load import wrap_model
 from shared.registry.factory import open_registry
-from shared.rpc.client import NeapClient
 from tests.gateways import chat_body, gateway_to
 from tests.generation import publish
 from tests.worker import build_model, build_tokenizer, serving
