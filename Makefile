@@ -36,13 +36,13 @@ help:
 venv: $(STAMP)
 
 # torch is installed first and separately, so that one variable selects its CPU or CUDA build. The package is built against it.
-$(STAMP): pyproject.toml shared/build_hook.py $(PROTO_SOURCES)
+$(STAMP): pyproject.toml shared/build_hook.py protos/pyproject.toml protos/hatch_build.py $(PROTO_SOURCES)
 	@[ -n "$(PYTHON)" ] || { echo "neap needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	@echo "installing neap into $(VENV) (torch $(TORCH_VERSION) first; minutes on a new machine)"
 	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
 	@$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==$(TORCH_VERSION)
-	@$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
-	@$(PIP) install --no-build-isolation --editable '.[$(EXTRAS)]'
+	@$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*(line for path in ("pyproject.toml", "protos/pyproject.toml") for line in tomllib.load(open(path, "rb"))["build-system"]["requires"]))')
+	@$(PIP) install --no-build-isolation --editable ./protos --editable '.[$(EXTRAS)]'
 	@touch $@
 
 build-ops: $(LIBRARY)

@@ -21,12 +21,12 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client import NeapClient
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from bench.trials import run_trials
 from shared.cli.processes import ServiceProcess
 from shared.registry.local import LocalRegistry
-from shared.rpc.client import NeapClient
 
 MODEL_ID = "trial"
 PHASES = (

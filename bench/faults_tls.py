@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import trustme
+from neap_client import ClientSecurity, NeapClient
 
 from shared.cli.processes import ServiceProcess
 from shared.errors import NeapError, Unavailable
-from shared.rpc.channel import ClientSecurity
-from shared.rpc.client import NeapClient
 
 NUM_ROTATIONS = 20
 READY_S = 240.0

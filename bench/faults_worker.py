@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from bench.faults_tls import tls_trials
 from bench.trials import run_trials
@@ -31,7 +32,6 @@ from shared.cli.processes import ServiceProcess
 from shared.errors import NeapError
 from shared.ladder.folder import read_router_folder
 from shared.registry.factory import open_registry
-from shared.rpc.client import NeapClient
 
 READY_S = 240.0
 GENERATE = "/neap.inference.v1.InferenceService/Generate"

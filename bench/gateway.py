@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
-from neap.inference.v1 import inference_pb2
-
-from shared.rpc.client import NeapClient
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2
 
 LISTENING = "listening on "
 PROMPT = "Write a short story about a ship that is lost at sea."

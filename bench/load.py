@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed

@@ -21,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 import grpc
+from neap_client import NeapClient
 
 from bench.options import make_parser, parsed
 from bench.prompts import read_prompts
@@ -35,7 +36,6 @@ from bench.soak_requests import (
 )
 from bench.worker import publish_router, resident_bytes, worker_process
 from shared.cli.processes import ServiceProcess
-from shared.rpc.client import NeapClient
 
 READY_TIMEOUT_S = 180.0
 # Upper limit for the last requests to end, and for a worker to drain.

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import grpc
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client import GenerationStream, NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
+from neap_client.status import from_rpc_error
 
 from bench.worker import MODEL_ID
 from shared.errors import (
@@ -19,9 +21,6 @@ from shared.errors import (
     NotFound,
     Unavailable,
 )
-from shared.rpc.client import NeapClient
-from shared.rpc.generation import GenerationStream
-from shared.rpc.status import from_rpc_error
 
 MAX_TOKENS = 24
 FULL, EXACT = pb.DepthPolicy(full=pb.Full()), pb.DepthPolicy(exact=pb.Exact())

@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import grpc
 import grpc.aio
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client.channel import CHANNEL_OPTIONS
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
+from neap_client.status import from_rpc_error
 
 from bench.prompts import PLAIN_TEXT_NOTE, plain_text
-from shared.rpc.client import CHANNEL_OPTIONS
-from shared.rpc.status import from_rpc_error
 
 FINISHED = "finished"
 # The tokens of one engine step arrive as separate messages in quick succession. Within this time they count as one delivery.

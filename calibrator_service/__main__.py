@@ -7,8 +7,8 @@ from contextlib import suppress
 from functools import partial
 
 import structlog
-from neap.calibration.v1 import calibration_pb2_grpc
-from neap.router.v1 import router_pb2_grpc
+from neap_client.calibration.v1 import calibration_pb2_grpc
+from neap_client.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
 from calibrator_service.metrics import CalibratorMetrics

@@ -6,8 +6,8 @@ from typing import Any
 import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from neap.calibration.v1 import calibration_pb2
-from neap.router.v1 import router_pb2
+from neap_client.calibration.v1 import calibration_pb2
+from neap_client.router.v1 import router_pb2
 
 from calibrator_service.calibration.spec import (
     CalibrationSpec,
@@ -23,8 +23,6 @@ from shared.registry.base import AliasChange, Canary, PublishedVersion, Registry
 from shared.registry.canonical import canonical_json
 from shared.rpc.durations import MAX_DURATION_S, seconds_of
 
-MAX_PAGE_SIZE = 1000
-DEFAULT_PAGE_SIZE = 100
 MAX_SOURCE_CHARACTERS = 1000
 _RUNG_FIGURES = ("agreement", "router_auc", "router_brier", "router_precision", "coverage")
 _LABELS = {
@@ -259,11 +257,3 @@ def timestamp(time_s: float) -> Timestamp:
     stamp = Timestamp()
     stamp.FromNanoseconds(round(time_s * 1e9))
     return stamp
-
-
-def page(page_size: int, page_token: str) -> tuple[int, int | None]:
-    """Returns (limit, before) for the job store and the registry. Raises InvalidInput (BAD_PAGE_TOKEN)."""
-    if page_token and not (page_token.isascii() and page_token.isdigit() and len(page_token) < 20):
-        raise InvalidInput("page_token is not one this service gave", reason="BAD_PAGE_TOKEN")
-    limit = min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-    return limit, int(page_token) if page_token else None

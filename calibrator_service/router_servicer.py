@@ -4,15 +4,14 @@ from collections.abc import AsyncIterator, Callable
 from itertools import islice
 from typing import Any
 
-from neap.router.v1 import router_pb2 as pb
-from neap.router.v1 import router_pb2_grpc
+from neap_client.router.v1 import router_pb2 as pb
+from neap_client.router.v1 import router_pb2_grpc
 
 from calibrator_service.convert import (
     canary_from_proto,
     canary_to_proto,
     change_to_proto,
     event_to_proto,
-    page,
     version_to_proto,
 )
 from calibrator_service.watchers import Watchers
@@ -21,6 +20,7 @@ from shared.errors import Corrupt, InvalidInput
 from shared.registry.base import AliasChange, PublishedVersion, Registry, RegistryEvent
 from shared.registry.version_reader import version_damaged_error
 from shared.rpc.callers import recorded_actor
+from shared.rpc.pages import named_page, page_token, read_numbered_page
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
 WATCH_INTERVAL_S = 0.2
@@ -36,14 +36,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def ListVersions(  # noqa: N802
         self, request: pb.ListVersionsRequest, context: Any
     ) -> pb.ListVersionsResponse:
-        limit, before = page(request.page_size, request.page_token)
+        limit, before = read_numbered_page(request)
         versions = await self._pool.call(
             self._registry.list_versions, request.model_id, before=before, limit=limit
         )
         # A full page may be the last; the next one is then empty.
-        token = str(versions[-1].version) if len(versions) == limit else ""
-        if token and versions[-1].version == 1:
-            token = ""
+        has_more = len(versions) == limit and versions[-1].version > 1
+        token = page_token(request, versions[-1].version) if has_more else ""
         return pb.ListVersionsResponse(
             versions=[version_to_proto(version, with_manifest=False) for version in versions],
             next_page_token=token,
@@ -68,13 +67,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> pb.ListAliasesResponse:
         aliases = await self._pool.call(self._registry.aliases, request.model_id)
         canaries = await self._pool.call(self._registry.canaries, request.model_id)
+        names, token = named_page(request, sorted(aliases), str)
         return pb.ListAliasesResponse(
             aliases=[
                 pb.Alias(
                     name=name, version=aliases[name], canary=canary_to_proto(canaries.get(name))
                 )
-                for name in sorted(aliases)
-            ]
+                for name in names
+            ],
+            next_page_token=token,
         )
 
     async def SetAlias(  # noqa: N802
@@ -144,10 +145,17 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def GetAliasHistory(  # noqa: N802
         self, request: pb.GetAliasHistoryRequest, context: Any
     ) -> pb.GetAliasHistoryResponse:
+        limit, num_left = read_numbered_page(request)
         changes = await self._pool.call(
             self._registry.alias_history, request.model_id, request.alias
         )
-        return pb.GetAliasHistoryResponse(changes=map(change_to_proto, changes))
+        # Counted from the oldest change, because new ones are added before the newest.
+        first = 0 if num_left is None else max(0, len(changes) - num_left)
+        num_left = len(changes) - first - limit
+        return pb.GetAliasHistoryResponse(
+            changes=map(change_to_proto, changes[first : first + limit]),
+            next_page_token=page_token(request, num_left) if num_left > 0 else "",
+        )
 
     async def Watch(  # noqa: N802
         self, request: pb.WatchRequest, context: Any

@@ -4,13 +4,12 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from neap.calibration.v1 import calibration_pb2 as pb
-from neap.calibration.v1 import calibration_pb2_grpc
+from neap_client.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2_grpc
 
 from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, TextFile
 from calibrator_service.convert import (
     job_to_proto,
-    page,
     spec_from_proto,
     unreadable_to_proto,
 )
@@ -24,6 +23,7 @@ from shared.errors import Corrupt, InvalidInput, NotFound
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
 from shared.rpc.callers import Role, require_role
 from shared.rpc.interceptors import annotate_call
+from shared.rpc.pages import page_token, read_numbered_page
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CalibrationService"].full_name
 WATCH_INTERVAL_S = 0.2
@@ -111,11 +111,11 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     async def ListCalibrations(  # noqa: N802
         self, request: pb.ListCalibrationsRequest, context: Any
     ) -> pb.ListCalibrationsResponse:
-        limit, before = page(request.page_size, request.page_token)
+        limit, before = read_numbered_page(request)
         jobs = await self._pool.call(
             self._store.list, request.model_id, before=before, limit=limit + 1
         )
-        token = str(jobs[limit - 1].number) if len(jobs) > limit else ""
+        token = page_token(request, jobs[limit - 1].number) if len(jobs) > limit else ""
         response = pb.ListCalibrationsResponse(next_page_token=token)
         for job in jobs[:limit]:
             try:

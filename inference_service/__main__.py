@@ -16,7 +16,7 @@ from functools import partial
 
 import structlog
 import torch
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.client_waits_metrics import ClientWaitsCollector
 from inference_service.engine.engine import Engine

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 
 from google.protobuf import duration_pb2
-from neap.inference.v1 import inference_pb2
+from neap_client.inference.v1 import inference_pb2
 
 from inference_service.engine.request.prompt import ROLES, Prompt, encode_prompt
 from inference_service.engine.request.request import (

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from inference_service.convert import from_event, to_generation_request, to_router_choice
 from inference_service.engine.engine import Engine
@@ -24,6 +24,7 @@ from inference_service.token_texts import TokenTexts
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from shared.rpc.callers import client_key
 from shared.rpc.interceptors import annotate_call, current_request_id, write_response
+from shared.rpc.pages import named_page
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -170,8 +171,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
-        models = [self._describe(self._served[name].engine) for name in sorted(self._served)]
-        return inference_pb2.ListModelsResponse(models=models)
+        names, token = named_page(request, sorted(self._served), str)
+        models = [self._describe(self._served[name].engine) for name in names]
+        return inference_pb2.ListModelsResponse(models=models, next_page_token=token)
 
     def _find(self, model_id: str) -> _Served:
         if not self._ready:

@@ -20,10 +20,10 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared.errors import NeapError
-from shared.rpc.client import NeapClient
 from tests.dns_server import DnsServer, dns_server
 from tests.kustomize import environment, render, services
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from shared.config import make_settings
 from shared.gateway.app import Gateway

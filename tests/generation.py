@@ -4,7 +4,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared.ladder.artefact import pack_ladder
 from tests.worker import build_ladder

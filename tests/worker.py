@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inference_service.engine.engine import Engine

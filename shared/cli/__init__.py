@@ -1,4 +1,4 @@
-"""The command line `neap`, one file per group of commands. It talks to the services only over gRPC (`shared.rpc.client`)."""
+"""The command line `neap`, one file per group of commands. It talks to the services only over gRPC (`neap_client`)."""
 
 import os
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client import NeapClient
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from shared.cli.connection import connect, equivalent_command
 from shared.cli.console import (
@@ -27,7 +28,6 @@ from shared.cli.job_progress import (
 )
 from shared.cli.own_service import calibration_service
 from shared.errors import InvalidInput
-from shared.rpc.client import NeapClient
 from shared.rpc.durations import duration_of
 
 HEAD_FORMS = {

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from neap_client import ClientSecurity, NeapClient
 
 from shared.cli.console import DEFAULT_CALIBRATOR, err
 from shared.config import make_settings, unknown_variables
-from shared.rpc.channel import ClientSecurity
-from shared.rpc.client import NeapClient
 from shared.security_settings import ClientSettings
 from shared.version import installed_version
 

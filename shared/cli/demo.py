@@ -11,9 +11,11 @@ from typing import Annotated
 
 import typer
 from google.protobuf.duration_pb2 import Duration
-from neap.calibration.v1 import calibration_pb2
-from neap.inference.v1 import inference_pb2 as pb
-from neap.router.v1 import router_pb2
+from neap_client import NeapClient, generate_request
+from neap_client.calibration.v1 import calibration_pb2
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.requests import Policy
+from neap_client.router.v1 import router_pb2
 
 from shared.cli import charts
 from shared.cli.connection import connect
@@ -23,17 +25,13 @@ from shared.cli.depth_view import DepthView
 from shared.cli.generate import (
     NO_CHAT_TEMPLATE,
     PLAIN_TEXT_NOTE,
-    depth_policy,
-    set_prompt,
-    set_router,
 )
 from shared.cli.job_progress import ENDED, cancel_and_follow, follow
 from shared.cli.measure import PROMPTS, PolicyFigures, policy_table, run_one, statistics_line
 from shared.cli.processes import ServiceProcess
 from shared.errors import NeapError, NotFound
-from shared.rpc.client import NeapClient
 
-POLICIES = ("full", "exact")
+POLICIES: tuple[Policy, ...] = ("full", "exact")
 ALIAS = "latest"
 # The demo promises calibration in three minutes on two cores; this leaves some reserve.
 CALIBRATION_BUDGET_S = 150
@@ -221,18 +219,17 @@ def compare(
 
 
 def request_for(
-    model_id: str, prompt: str, policy: str, max_tokens: int, is_chat: bool, router: str = ""
+    model_id: str, prompt: str, policy: Policy, max_tokens: int, is_chat: bool, router: str = ""
 ) -> pb.GenerateRequest:
     """Build a request with greedy decoding."""
-    request = pb.GenerateRequest(
-        model_id=model_id,
-        stopping=pb.Stopping(max_tokens=max_tokens),
-        depth=depth_policy(policy),
+    return generate_request(
+        model_id,
+        prompt,
+        raw=not is_chat,
+        policy=policy,
+        router="" if policy == "full" else router,
+        max_tokens=max_tokens,
     )
-    set_prompt(request, prompt, raw=not is_chat)
-    if policy != "full":
-        set_router(request, router)
-    return request
 
 
 def has_chat_template(worker: NeapClient, model_id: str) -> bool:

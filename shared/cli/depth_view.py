@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 from rich.console import Console
 from rich.text import Text
 

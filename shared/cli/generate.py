@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client import NeapClient, generate_request
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.requests import Policy, set_prompt
 
 from shared.cli.connection import connect
 from shared.cli.console import DEFAULT_WORKER, Worker, err, exit_on_error, out
@@ -14,7 +16,6 @@ from shared.cli.json_lines import print_message
 from shared.cli.measure import statistics_line
 from shared.cli.risk_view import bound_line
 from shared.errors import InvalidInput, NeapError
-from shared.rpc.client import NeapClient
 
 NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
 PLAIN_TEXT_NOTE = "the model has no chat template: prompts are continued as plain text"
@@ -39,7 +40,7 @@ def generate(
         str, typer.Option("--system", help="System message of the chat. Default: none.")
     ] = "",
     policy: Annotated[
-        Literal["full", "exact", "relaxed"],
+        Policy,
         typer.Option(
             "--policy",
             help="Depth policy. full: no early exits. exact: early tokens are drafts that the full model verifies, "
@@ -163,25 +164,26 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     with connect(worker) as client:
         served = served_model(client, model)
-        request = pb.GenerateRequest(
-            model_id=served.model_id,
-            sampling=pb.Sampling(
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                seed=seed,
-            ),
-            stopping=pb.Stopping(
-                max_tokens=max_tokens, stop_strings=stop or [], ignore_eos=ignore_eos
-            ),
-            depth=depth_policy(
-                policy, threshold=threshold, max_drafts=max_drafts, min_layers=min_layers
-            ),
+        request = generate_request(
+            served.model_id,
+            text,
+            system=system,
+            raw=raw,
+            policy=policy,
+            threshold=threshold,
+            max_drafts=max_drafts,
+            min_layers=min_layers,
+            router=router,
+            max_tokens=max_tokens,
+            stop=stop or (),
+            ignore_eos=ignore_eos,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
         )
-        set_prompt(request, text, raw=raw, system=system)
-        set_router(request, router)
 
         def show() -> None:
             events = client.generate(request, timeout_s=timeout)
@@ -233,38 +235,3 @@ def served_model(client: NeapClient, model_id: str) -> pb.Model:
         names = ", ".join(model.model_id for model in models) or "none"
         raise InvalidInput(f"the worker serves {names}; choose a model with --model")
     return models[0]
-
-
-def depth_policy(
-    policy: str, *, threshold: float | None = None, max_drafts: int = 0, min_layers: int = 0
-) -> pb.DepthPolicy:
-    """Build the DepthPolicy message. Raises InvalidInput for a setting that the policy does not have."""
-    if threshold is not None and policy != "relaxed":
-        raise InvalidInput(f"--threshold applies to the policy relaxed, not to {policy}")
-    if max_drafts and policy != "exact":
-        raise InvalidInput(f"--max-drafts applies to the policy exact, not to {policy}")
-    if policy == "full":
-        return pb.DepthPolicy(full=pb.Full(), min_layers=min_layers)
-    if policy == "exact":
-        return pb.DepthPolicy(exact=pb.Exact(max_drafts=max_drafts), min_layers=min_layers)
-    return pb.DepthPolicy(relaxed=pb.Relaxed(threshold=threshold), min_layers=min_layers)
-
-
-def set_prompt(request: pb.GenerateRequest, text: str, *, raw: bool, system: str = "") -> None:
-    """Set `text` as plain text (`raw`) or as the user message of a chat. Raises InvalidInput for `raw` with a system message."""
-    if raw and system:
-        raise InvalidInput("--system needs the chat template and cannot be combined with --raw")
-    if raw:
-        request.text = text
-        return
-    if system:
-        request.chat.messages.add(role="system", content=system)
-    request.chat.messages.add(role="user", content=text)
-
-
-def set_router(request: pb.GenerateRequest, router: str) -> None:
-    """Set the router: digits are a version, other text is an alias, empty text leaves the choice to the worker."""
-    if router.isdigit():
-        request.router.version = int(router)
-    elif router:
-        request.router.alias = router

@@ -3,7 +3,8 @@
 from typing import NoReturn
 
 import typer
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client import NeapClient
+from neap_client.calibration.v1 import calibration_pb2 as pb
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -11,7 +12,6 @@ from shared.cli.connection import equivalent_command
 from shared.cli.console import err, fail, out, print_line
 from shared.errors import NeapError
 from shared.plain_text import one_line
-from shared.rpc.client import NeapClient
 
 ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
 FIGURES_SHOWN = ("tokens", "generated_tokens", "agreement", "loss")

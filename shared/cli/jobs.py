@@ -4,7 +4,8 @@ from itertools import islice
 from typing import Annotated
 
 import typer
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client import NeapClient
+from neap_client.calibration.v1 import calibration_pb2 as pb
 from rich.table import Table
 
 from shared.cli.connection import connect
@@ -29,7 +30,6 @@ from shared.cli.job_progress import (
 )
 from shared.cli.json_lines import print_message
 from shared.cli.routers import format_time
-from shared.rpc.client import NeapClient
 
 app = typer.Typer(help="List, watch and cancel calibration jobs.", no_args_is_help=True)
 

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.duration_pb2 import Duration
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
 from rich.table import Table
-
-from shared.rpc.client import NeapClient
 
 PROMPTS: dict[str, str] = {
     "translation": (

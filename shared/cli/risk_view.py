@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 from rich.table import Table
 
 from shared.cli.console import out, print_line, table_cell

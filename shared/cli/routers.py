@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
-from neap.router.v1 import router_pb2
+from neap_client.router.v1 import router_pb2
 from rich.table import Table
 
 from shared.cli.alias_text import aliases_by_version, canary_text, describe_change, share_per_mille

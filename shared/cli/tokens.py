@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from neap_client.files import read_capped
 from rich.table import Table
 
 from shared.cli.console import err, exit_on_error, fail, out
 from shared.rpc.callers import Role
 from shared.rpc.tokens import new_token, parse_tokens
-from shared.rpc.watched_files import read_capped
 
 app = typer.Typer(help="Bearer tokens for callers of the services.", no_args_is_help=True)
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 
 REPLACEMENT = "\ufffd"
 FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length"}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import structlog
+from neap_client.metadata import REQUEST_ID_KEY, Metadata
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,9 +29,8 @@ from shared.gateway.exchange import Exchange
 from shared.gateway.merging import merged
 from shared.gateway.metrics import GatewayMetrics
 from shared.gateway.requests import parse_generation
-from shared.gateway.workers import Metadata, Workers, no_answer
+from shared.gateway.workers import Workers, no_answer
 from shared.gateway_settings import GatewaySettings
-from shared.rpc.interceptors import REQUEST_ID_KEY
 from shared.rpc.tracing import end_http_span, trace_id_of
 
 Handler = Callable[[Exchange], Awaitable[None]]

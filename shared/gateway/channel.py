@@ -9,15 +9,14 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client.addresses import is_loopback_target, with_scheme
+from neap_client.channel import CHANNEL_OPTIONS
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from shared.errors import InvalidInput
 from shared.gateway_settings import GatewaySettings
-from shared.rpc.addresses import is_loopback_target, with_scheme
 from shared.rpc.certificates import load_certificates, own_certificate
-from shared.rpc.channel import BALANCING
-from shared.rpc.client import CHANNEL_OPTIONS
 from shared.rpc.watched_files import WatchedFiles
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -74,7 +73,7 @@ class WorkerChannel:
 
     def _open(self, contents: Sequence[bytes]) -> Stubs:
         settings = self._settings
-        options = dict(CHANNEL_OPTIONS) | dict(BALANCING) | {"grpc.service_config": SERVICE_CONFIG}
+        options = dict(CHANNEL_OPTIONS) | {"grpc.service_config": SERVICE_CONFIG}
         target = with_scheme(settings.workers)
         if settings.worker_tls or contents:
             if settings.worker_server_name:

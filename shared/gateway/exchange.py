@@ -8,15 +8,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, trace_context
 from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Scope, Send
 
 from shared.errors import Cancelled, Exhausted, NeapError, Unauthenticated, Unavailable
 from shared.gateway.body import read_body
 from shared.gateway.errors import error_headers, error_object, http_status
-from shared.rpc.access import AUTHORIZATION_KEY
-from shared.rpc.interceptors import REQUEST_ID_KEY
-from shared.rpc.tracing import start_http_span, trace_context
+from shared.rpc.tracing import start_http_span
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,120}")
 _PRINTABLE = re.compile(r"[\x20-\x7e]{1,8192}")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared.gateway.body import parse_object, validated
 from shared.gateway.errors import refused

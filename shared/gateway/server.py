@@ -10,13 +10,14 @@ from collections.abc import Iterator
 
 import structlog
 import uvicorn
+from neap_client.addresses import is_loopback
 
 from shared.errors import Unavailable
 from shared.gateway.app import Gateway
 from shared.gateway.connection import connection_class
 from shared.gateway.https import HttpsCertificate
 from shared.gateway_settings import GatewaySettings
-from shared.rpc.addresses import is_loopback, parse_listen
+from shared.rpc.addresses import parse_listen
 from shared.rpc.logs import underlying_stream
 from shared.rpc.security import ServerSecurity
 

@@ -1,29 +1,29 @@
 """The gateway's calls to the workers."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.metadata import Metadata
+from neap_client.retry import Attempts, is_unavailable, repeat_async
+from neap_client.status import from_rpc_error
 
 from shared.errors import NeapError, Unavailable
 from shared.gateway.channel import SERVICE_NAME, WorkerChannel
 from shared.gateway_settings import GatewaySettings
-from shared.rpc.retry import is_unavailable, retrying_async
-from shared.rpc.status import from_rpc_error
 
 UNARY_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 2.0
 
-Metadata = Sequence[tuple[str, str]]
 log = structlog.get_logger("neap.gateway")
 
 
 class Workers:
-    """Belongs to one event loop. Every method raises NeapError as the worker raised it (`shared.rpc.status.from_rpc_error`).
+    """Belongs to one event loop. Every method raises NeapError as the worker raised it (`neap_client.status.from_rpc_error`).
 
     Raises InvalidInput as WorkerChannel does.
     """
@@ -76,11 +76,9 @@ class Workers:
                     return
                 held.append(event)
 
-        retrying = retrying_async(
-            is_unavailable, num_attempts=self._num_attempts, deadline_s=deadline_s
-        )
+        attempts = Attempts(is_unavailable, num_attempts=self._num_attempts, deadline_s=deadline_s)
         try:
-            await retrying(attempt)
+            await repeat_async(attempt, attempts)
             for early in held:
                 yield early
             while (event := await _read(call)) is not None:
@@ -97,7 +95,8 @@ class Workers:
             except grpc.aio.AioRpcError as error:
                 raise _converted(error) from error
 
-        return await retrying_async(is_unavailable, num_attempts=self._num_attempts)(attempt)
+        attempts = Attempts(is_unavailable, num_attempts=self._num_attempts)
+        return await repeat_async(attempt, attempts)
 
 
 async def _read(call: Any) -> pb.GenerateResponse | None:

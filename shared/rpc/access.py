@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from neap_client.metadata import AUTHORIZATION_KEY
+
 from shared.errors import NeapError, PermissionDenied, Unauthenticated
 from shared.rpc.callers import Caller
 from shared.rpc.roles import METHOD_ROLES, OPEN_METHODS
 from shared.rpc.tokens import MAX_TOKEN_CHARACTERS, TokenEntry, find_caller, parse_tokens
 from shared.rpc.watched_files import WatchedFiles
 
-AUTHORIZATION_KEY = "authorization"
 _SCHEME = "bearer "
 
 

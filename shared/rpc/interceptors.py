@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
+from neap_client.metadata import REQUEST_ID_KEY
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from shared.errors import InvalidInput, NeapError
@@ -29,7 +30,6 @@ from shared.rpc.status import (
 )
 from shared.rpc.tracing import end_call_span, start_call_span, trace_id_of
 
-REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
 _fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fields", default=None)

@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 
 import grpc
 import structlog
+from neap_client.addresses import is_loopback
 
 from shared.errors import InvalidInput
 from shared.rpc.access import Access
-from shared.rpc.addresses import is_loopback, parse_listen
+from shared.rpc.addresses import parse_listen
 from shared.rpc.certificates import ServerCertificate
 from shared.security_settings import SecuritySettings
 

@@ -11,6 +11,7 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from neap_client.channel import MAX_MESSAGE_BYTES
 
 from shared.rpc.addresses import bind, parse_listen
 from shared.rpc.client_waits import DELIVERY_TIMEOUT_S, ClientWaits
@@ -19,10 +20,6 @@ from shared.rpc.health_port import HealthPort
 from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
 from shared.rpc.logs import underlying_stream
 from shared.rpc.security import ServerSecurity
-
-# Far above any prompt that fits a context. The service itself refuses a prompt of 10 MB with INVALID_ARGUMENT and a reason, which
-# tells clients not to retry. Larger messages are refused by gRPC with RESOURCE_EXHAUSTED before they are decoded.
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

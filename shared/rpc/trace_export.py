@@ -17,7 +17,7 @@ def export_traces(wanted: bool, service_name: str) -> Iterator[None]:
 
     The SDK itself reads the endpoint, interval, sampling and headers from the standard OTEL_* variables. These are many, their number
     grows with its versions, and they mean the same in every program. They may also override `service_name`.
-    Raises InvalidInput (reason BAD_CONFIGURATION) if the extra `neap[otel]` is not installed.
+    Raises InvalidInput (reason BAD_CONFIGURATION) if the extra `neap-server[otel]` is not installed.
     """
     if not wanted:
         yield
@@ -29,7 +29,7 @@ def export_traces(wanted: bool, service_name: str) -> Iterator[None]:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise InvalidInput(
-            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but exporting traces needs an extra: pip install 'neap[otel]'",
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but exporting traces needs an extra: pip install 'neap-server[otel]'",
             reason="BAD_CONFIGURATION",
         ) from error
     named = OTELResourceDetector().detect().attributes

@@ -5,11 +5,8 @@ trace id is still known and passed on. The W3C propagator is used explicitly, be
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-import grpc
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -84,47 +81,3 @@ def trace_id_of(span: Span) -> str:
     """Return the trace id as 32 hexadecimal digits, or "" if there is no trace."""
     found = span.get_span_context()
     return trace.format_trace_id(found.trace_id) if found.is_valid else ""
-
-
-@dataclass(frozen=True)
-class _CallDetails(grpc.ClientCallDetails):
-    method: str
-    timeout: float | None
-    metadata: tuple[tuple[str, str | bytes], ...] | None
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
-
-
-class MetadataSender(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Adds the metadata that `metadata` returns to each call."""
-
-    def __init__(self, metadata: Callable[[], Mapping[str, str]]) -> None:
-        self._metadata = metadata
-
-    def intercept_unary_unary(
-        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
-    ) -> Any:
-        return continuation(self._with_metadata(client_call_details), request)
-
-    def intercept_unary_stream(
-        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
-    ) -> Any:
-        return continuation(self._with_metadata(client_call_details), request)
-
-    def _with_metadata(self, details: Any) -> Any:
-        return _CallDetails(
-            method=details.method,
-            timeout=details.timeout,
-            metadata=(*(details.metadata or ()), *self._metadata().items()),
-            credentials=details.credentials,
-            wait_for_ready=details.wait_for_ready,
-            compression=details.compression,
-        )
-
-
-def trace_context() -> Mapping[str, str]:
-    """Return the current span's context as metadata (`traceparent`). Empty if there is no span."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier)
-    return carrier

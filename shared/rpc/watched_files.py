@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import structlog
+from neap_client.files import read_capped
 
 from shared.errors import InvalidInput
-
-MAX_FILE_BYTES = 1 << 20
 
 T = TypeVar("T")
 log = structlog.get_logger("neap.rpc")
@@ -73,19 +72,3 @@ class WatchedFiles(Generic[T]):
 
     def _read(self) -> tuple[bytes, ...]:
         return tuple(read_capped(path) for path in self._paths)
-
-
-def read_capped(path: Path) -> bytes:
-    """Read a file. Raises InvalidInput (BAD_CONFIGURATION) if it cannot be read or is larger than MAX_FILE_BYTES."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise InvalidInput(
-            f"{path} cannot be read: {error.strerror}", reason="BAD_CONFIGURATION"
-        ) from error
-    if len(data) > MAX_FILE_BYTES:
-        raise InvalidInput(
-            f"{path} is larger than {MAX_FILE_BYTES} bytes", reason="BAD_CONFIGURATION"
-        )
-    return data

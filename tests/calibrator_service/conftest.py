@@ -13,12 +13,12 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from neap.calibration.v1 import calibration_pb2 as pb
-from neap.calibration.v1 import calibration_pb2_grpc
-from neap.router.v1 import router_pb2, router_pb2_grpc
+from neap_client.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2_grpc
+from neap_client.router.v1 import router_pb2, router_pb2_grpc
+from neap_client.status import from_rpc_error
 
 from shared.errors import NeapError
-from shared.rpc.status import from_rpc_error
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from neap.calibration.v1 import calibration_pb2 as pb
-from neap.router.v1 import router_pb2
+from neap_client.calibration.v1 import calibration_pb2 as pb
+from neap_client.router.v1 import router_pb2
 
 from shared.errors import PermissionDenied, Unauthenticated
 from tests.calibrator_service.conftest import error_of

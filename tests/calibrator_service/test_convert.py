@@ -2,7 +2,7 @@
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service.convert import spec_from_proto, spec_to_proto, version_to_proto
 from shared.ladder.artefact import pack_ladder

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from grpc_health.v1 import health_pb2
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from tests.calibrator_service.conftest import Service
 from tests.waiting import wait_until

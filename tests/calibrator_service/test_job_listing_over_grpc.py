@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from shared.errors import Corrupt, Exhausted, NotFound
 from tests.calibrator_service.conftest import Service, error_of, rewrite
@@ -21,9 +21,13 @@ def test_listing_pages_and_filters(start_service):
     rest = page(pb.ListCalibrationsRequest(model_id="other", page_size=2, page_token=token))
     assert [job.calibration_id for job in rest.calibrations] == [ids[0]]
     assert rest.next_page_token == ""
-    assert len(page(pb.ListCalibrationsRequest(page_size=2**32 - 1)).calibrations) == 4
-    error = error_of(lambda: page(pb.ListCalibrationsRequest(page_token="'; --")))
-    assert error.reason == "BAD_PAGE_TOKEN"
+    assert len(page(pb.ListCalibrationsRequest(page_size=2**31 - 1)).calibrations) == 4
+    for refused, reason in (
+        (pb.ListCalibrationsRequest(page_token="'; --"), "BAD_PAGE_TOKEN"),
+        (pb.ListCalibrationsRequest(page_token=token), "BAD_PAGE_TOKEN"),
+        (pb.ListCalibrationsRequest(page_size=-1), "BAD_PAGE_SIZE"),
+    ):
+        assert error_of(lambda request=refused: page(request)).reason == reason
 
 
 def test_full_queue(start_service):

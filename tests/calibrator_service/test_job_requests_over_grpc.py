@@ -5,10 +5,10 @@ from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
+from neap_client.status import from_rpc_error
 
 from shared.errors import InvalidInput, NotFound
-from shared.rpc.status import from_rpc_error
 from tests.calibrator_service.conftest import Service, error_of
 from tests.fuzzing import extremes
 

@@ -2,7 +2,7 @@
 
 import json
 
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
 from typer.testing import CliRunner, Result
 
 from shared.cli.main import app

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from neap.calibration.v1 import calibration_pb2 as pb
-from neap.router.v1 import router_pb2
+from neap_client.calibration.v1 import calibration_pb2 as pb
+from neap_client.router.v1 import router_pb2
 
 from shared.errors import AlreadyExists
 from tests.calibrator_service.conftest import Service, error_of

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.metrics import CalibratorMetrics

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

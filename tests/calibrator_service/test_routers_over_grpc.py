@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from neap.router.v1 import router_pb2 as pb
+from neap_client.router.v1 import router_pb2 as pb
 
 from shared.errors import Conflict, Corrupt, InvalidInput, NeapError, NotFound, PreconditionFailed
 from shared.registry.local import LocalRegistry
@@ -97,6 +97,32 @@ def test_aliases(service, publish, request):
     assert [change.to_version for change in history] == [1, 2, 1]
     aliases = service.routers.ListAliases(pb.ListAliasesRequest(model_id=model(request))).aliases
     assert [(alias.name, alias.version) for alias in aliases] == [("latest", 2), ("stable", 1)]
+
+
+def test_aliases_and_their_history_come_in_pages(service, publish, request):
+    publish(0)
+    publish(1)
+    name = {"model_id": model(request), "alias": "stable"}
+    for version in (1, 2, 1):
+        service.routers.SetAlias(pb.SetAliasRequest(**name, version=version, reason=str(version)))
+    asked = pb.ListAliasesRequest(model_id=model(request), page_size=1)
+    first = service.routers.ListAliases(asked)
+    asked.page_token = first.next_page_token
+    second = service.routers.ListAliases(asked)
+    assert [alias.name for page in (first, second) for alias in page.aliases] == [
+        "latest",
+        "stable",
+    ]
+    assert not second.next_page_token
+
+    asked = pb.GetAliasHistoryRequest(**name, page_size=2)
+    first = service.routers.GetAliasHistory(asked)
+    # A change between two pages does not repeat an entry.
+    service.routers.SetAlias(pb.SetAliasRequest(**name, version=2))
+    asked.page_token = first.next_page_token
+    second = service.routers.GetAliasHistory(asked)
+    versions = [change.to_version for page in (first, second) for change in page.changes]
+    assert (versions, second.next_page_token) == ([1, 2, 1], "")
 
 
 def test_canary(service, registry, publish, request):

@@ -2,7 +2,7 @@
 
 import grpc
 import pytest
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.engine.engine import Engine
 from shared.model.load import load_model

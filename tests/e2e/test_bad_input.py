@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import grpc
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from tests.generation import answer, explained, publish, refused, request_of
 from tests.worker import CONTEXT_LENGTH

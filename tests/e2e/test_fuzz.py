@@ -13,9 +13,9 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
-from neap.calibration.v1 import calibration_pb2
-from neap.inference.v1 import inference_pb2
-from neap.router.v1 import router_pb2
+from neap_client.calibration.v1 import calibration_pb2
+from neap_client.inference.v1 import inference_pb2
+from neap_client.router.v1 import router_pb2
 
 from tests.calibrator_service.conftest import Service
 from tests.fuzzing import SECONDS, cases, garbage, random_message

@@ -4,10 +4,10 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+from neap_client import NeapClient
 
 from inference_service.servicer import SERVICE_NAME
 from shared.errors import Unavailable
-from shared.rpc.client import NeapClient
 from tests.exported_metrics import scraped
 from tests.generation import request_of
 from tests.waiting import wait_until

@@ -9,12 +9,12 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.servicer import SERVICE_NAME
 from shared.errors import NeapError
-from shared.rpc.client import NeapClient
 from shared.rpc.status import PUSHBACK_KEY
 from tests.generation import request_of
 from tests.worker_process import worker_process

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from itertools import count
 
 import pytest
-from neap.router.v1 import router_pb2
+from neap_client import NeapClient
+from neap_client.router.v1 import router_pb2
 
 from shared.cli.processes import ServiceProcess
 from shared.errors import NeapError
@@ -19,7 +20,6 @@ from shared.ladder.artefact import pack_ladder
 from shared.model.load import load_model
 from shared.registry.base import Canary
 from shared.registry.split import takes_canary
-from shared.rpc.client import NeapClient
 from tests.generation import EXACT, FULL, request_of
 from tests.registry_servers import shared_registry, shared_url
 from tests.worker import build_ladder, save_model

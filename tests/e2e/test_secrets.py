@@ -11,9 +11,9 @@ import psutil
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from neap.calibration.v1 import calibration_pb2, calibration_pb2_grpc
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
-from neap.router.v1 import router_pb2, router_pb2_grpc
+from neap_client.calibration.v1 import calibration_pb2, calibration_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.router.v1 import router_pb2, router_pb2_grpc
 
 from tests.certificates import issued, write
 from tests.registry_servers import shared_url

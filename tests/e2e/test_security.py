@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import trustme
+from neap_client import ClientSecurity, NeapClient
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
@@ -18,8 +19,6 @@ from shared.registry.factory import open_registry
 from shared.rpc.access import Access
 from shared.rpc.callers import Role
 from shared.rpc.certificates import ServerCertificate
-from shared.rpc.channel import ClientSecurity
-from shared.rpc.client import NeapClient
 from shared.rpc.security import ServerSecurity
 from shared.rpc.security_metrics import SecurityCollector
 from tests.certificates import issued, write

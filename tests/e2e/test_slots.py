@@ -7,8 +7,8 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.convert import to_generation_request
 from inference_service.engine.engine import Engine

@@ -3,9 +3,9 @@
 import signal
 
 import pytest
+from neap_client import NeapClient
 
 from inference_service.servicer import SERVICE_NAME
-from shared.rpc.client import NeapClient
 from tests.exported_metrics import scraped
 from tests.generation import request_of
 from tests.worker_process import worker_process

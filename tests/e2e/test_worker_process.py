@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import structlog
+from neap_client import NeapClient
 
 from inference_service.servicer import SERVICE_NAME
 from shared.errors import Unavailable
-from shared.rpc.client import NeapClient
 from tests.generation import request_of
 from tests.waiting import wait_until
 from tests.worker_process import worker_process

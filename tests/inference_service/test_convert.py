@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.convert import (
     from_event,

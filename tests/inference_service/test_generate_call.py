@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 import structlog
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service import servicer
 from inference_service.engine.engine import Engine

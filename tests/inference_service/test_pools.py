@@ -5,13 +5,13 @@ from contextlib import closing
 
 import grpc
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
+from neap_client.status import from_rpc_error
 
 from inference_service.engine.engine import Engine
 from shared.errors import Exhausted
 from shared.registry.factory import open_registry
-from shared.rpc.status import from_rpc_error
 from tests.generation import EXACT, FULL, request_of
 from tests.waiting import wait_until
 from tests.worker import build_ladder, serving

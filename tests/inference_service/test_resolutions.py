@@ -5,6 +5,7 @@ from contextlib import closing
 
 import pytest
 import structlog
+from neap_client import NeapClient
 
 from inference_service import router_loader
 from inference_service.engine.engine import Engine
@@ -13,7 +14,6 @@ from inference_service.resolutions import Resolutions
 from inference_service.routers import RouterChoice, RouterStore
 from shared.errors import NotFound, PreconditionFailed, Unavailable
 from shared.registry.factory import open_registry
-from shared.rpc.client import NeapClient
 from tests.generation import EXACT, request_of
 from tests.registry_servers import shared_url
 from tests.waiting import wait_until, wait_until_async

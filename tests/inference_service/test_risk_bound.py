@@ -3,12 +3,12 @@
 from contextlib import closing
 
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
-from shared.rpc.client import NeapClient
 from tests.generation import request_of
 from tests.worker import build_ladder, serving
 

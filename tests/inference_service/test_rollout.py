@@ -4,7 +4,8 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.request import GenerationRequest
@@ -16,7 +17,6 @@ from shared.ladder.risk import PublishedRisk, RiskBound
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.split import takes_canary
-from shared.rpc.client import NeapClient
 from tests.fixed_costs import fixed_cost_engine
 from tests.generation import request_of
 from tests.scripted_ladder import ScriptedLadder

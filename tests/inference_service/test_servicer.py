@@ -6,14 +6,14 @@ from google.protobuf import descriptor_pool, json_format, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from neap.inference.v1 import inference_pb2 as pb
-from neap.inference.v1 import inference_pb2_grpc
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.engine.engine import Engine
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.errors import Unavailable
 from shared.registry.factory import open_registry
-from shared.rpc.client import NeapClient
 from tests.generation import request_of
 from tests.worker import CONTEXT_LENGTH, serving
 

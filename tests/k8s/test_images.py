@@ -51,8 +51,9 @@ def test_dependencies_are_installed_before_the_source_is_copied():
     for kind in ("cpu", "gpu"):
         before, build = stages()[f"{kind}-dependencies"], stages()[f"{kind}-build"]
         assert "COPY . ." not in before
-        assert re.findall(r"^COPY (.*) \./$", before, re.M) == [
-            "k8s/requirements.py pyproject.toml"
+        assert re.findall(r"^COPY (.*) \./\S*$", before, re.M) == [
+            "k8s/requirements.py pyproject.toml",
+            "protos/pyproject.toml",
         ]
         assert build.startswith(f"{kind}-dependencies AS")
         assert build.index("COPY . .") < build.index("make build-ops")
@@ -60,11 +61,11 @@ def test_dependencies_are_installed_before_the_source_is_copied():
 
 def test_requirements_are_all_that_an_installation_needs():
     listed = runpy.run_path(str(K8S / "requirements.py"))["requirements"]
-    pyproject = (ROOT / "pyproject.toml").read_text()
-    names = {Requirement(line).name for line in listed(pyproject, ["otel"])}
-    assert {"grpcio", "transformers", "hatchling", "opentelemetry-sdk"} <= names
-    assert "pytest" not in names
-    for line in listed(pyproject, ["otel"]):
+    names = {Requirement(line).name for line in listed(ROOT, ["otel"])}
+    assert {"grpcio", "grpcio-tools", "transformers", "hatchling", "opentelemetry-sdk"} <= names
+    # Neither is on an index.
+    assert not {"pytest", "neap-client", "neap-server"} & names
+    for line in listed(ROOT, ["otel"]):
         assert "\n" not in line
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
-from neap.calibration.v1 import calibration_pb2, calibration_pb2_grpc
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
-from neap.router.v1 import router_pb2, router_pb2_grpc
+from neap_client.calibration.v1 import calibration_pb2, calibration_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.router.v1 import router_pb2, router_pb2_grpc
 from typer.testing import CliRunner, Result
 
 from calibrator_service.convert import version_to_proto

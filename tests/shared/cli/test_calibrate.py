@@ -3,7 +3,7 @@ import signal
 import threading
 
 import pytest
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from shared.cli.console import print_line
 from shared.errors import PermissionDenied

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 from rich.console import Console
 
 from shared.cli.depth_view import FULL_STYLE, SHADES, DepthView, rung_colour
@@ -110,9 +110,13 @@ def test_show_depth_prints_a_legend(service, neap):
         (
             ["--policy", "full", "--threshold", "0.5"],
             1,
-            "--threshold applies to the policy relaxed",
+            "threshold applies to the policy relaxed",
         ),
-        (["--policy", "exact", "--raw", "--system", "x"], 1, "cannot be combined with --raw"),
+        (
+            ["--policy", "exact", "--raw", "--system", "x"],
+            1,
+            "a system message needs the chat template",
+        ),
         (["--policy", "bold"], 2, "'bold' is not one of"),
         (["--no-such-flag"], 2, "--no-such-flag"),
     ],

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from neap.calibration.v1 import calibration_pb2 as pb
+from neap_client.calibration.v1 import calibration_pb2 as pb
 
 
 def test_watch_shows_the_progress_and_the_version(service, neap):

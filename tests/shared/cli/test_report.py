@@ -3,7 +3,7 @@ import json
 import struct
 
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 from rich.console import Console
 
 from shared.cli import charts

@@ -5,9 +5,9 @@ import json
 
 import openai
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
 
-from shared.rpc.client import NeapClient
 from tests.gateways import chat_body
 from tests.worker import build_tokenizer
 

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
+from neap_client.status import CODES
 
 from shared import errors
 from shared.errors import NeapError
 from shared.gateway.errors import STATUSES
-from shared.rpc.status import CODES
 from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
 from tests.servers import free_ports
 

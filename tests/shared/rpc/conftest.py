@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from shared.rpc.serving import RpcServer
 

@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 from structlog.testing import capture_logs
 
 from shared.errors import PermissionDenied, Unauthenticated
@@ -37,7 +37,8 @@ JOBS = {"GetCalibration", "ListCalibrations", "CancelCalibration", "WatchCalibra
 def methods():
     """Full names of every method of every service that neap's protos define."""
     for path in sorted(PROTOS.glob("neap/**/*.proto")):
-        module = ".".join(path.relative_to(PROTOS).with_suffix("").parts) + "_pb2"
+        parts = path.relative_to(PROTOS / "neap").with_suffix("").parts
+        module = ".".join(("neap_client", *parts)) + "_pb2"
         for service in import_module(module).DESCRIPTOR.services_by_name.values():
             for method in service.methods:
                 yield f"/{service.full_name}/{method.name}"

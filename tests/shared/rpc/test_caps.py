@@ -2,7 +2,7 @@
 
 import grpc
 import pytest
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from shared.rpc.serving import MAX_MESSAGE_BYTES
 

@@ -10,14 +10,13 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from neap.inference.v1 import inference_pb2
+from neap_client import ClientSecurity, NeapClient
+from neap_client.inference.v1 import inference_pb2
 from structlog.testing import capture_logs
 
 from shared.errors import InvalidInput, Unavailable
 from shared.rpc.callers import Role, current_caller
 from shared.rpc.certificates import ServerCertificate
-from shared.rpc.channel import ClientSecurity
-from shared.rpc.client import NeapClient
 from shared.rpc.security import ServerSecurity
 from tests.certificates import issued, mount, write
 from tests.shared.rpc.conftest import running

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.status import from_rpc_error
 from structlog.testing import capture_logs
 
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, Unavailable
 from shared.rpc.client_waits import ClientWaits
-from shared.rpc.status import from_rpc_error
 from tests.shared.rpc.conftest import SERVICE, pass_time, running
 from tests.waiting import wait_until
 

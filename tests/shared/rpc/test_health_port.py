@@ -6,7 +6,7 @@ import grpc
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from shared.errors import InvalidInput, Unavailable
 from shared.rpc.certificates import ServerCertificate

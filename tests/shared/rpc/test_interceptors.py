@@ -5,7 +5,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 from structlog.testing import capture_logs
 
 from shared.errors import Corrupt, NotFound

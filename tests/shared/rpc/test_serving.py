@@ -7,13 +7,13 @@ import time
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.status import from_rpc_error
 from structlog.testing import capture_logs
 
 from shared.errors import Exhausted, InvalidInput, Unavailable
 from shared.rpc import serving
 from shared.rpc.serving import MAX_MESSAGE_BYTES, RpcServer
-from shared.rpc.status import from_rpc_error
 from tests.shared.rpc.conftest import pass_time
 from tests.waiting import wait_until, wait_until_async
 

@@ -1,14 +1,13 @@
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from neap_client.status import LOCALLY_CANCELLED, from_rpc_error
 
 from shared import errors
 from shared.rpc.status import (
-    LOCALLY_CANCELLED,
     MAX_MESSAGE_CHARACTERS,
     PUSHBACK_KEY,
     code_of,
-    from_rpc_error,
     to_status,
     trailing_metadata,
 )
@@ -38,7 +37,7 @@ def _classes(base: type) -> set[type]:
 
 
 def test_every_error_of_the_tree_has_its_code():
-    ours = {kind for kind in _classes(errors.NeapError) if kind.__module__ == "shared.errors"}
+    ours = {kind for kind in _classes(errors.NeapError) if kind.__module__ == "neap_client.errors"}
     assert ours == set(TABLE)
     for kind, code in TABLE.items():
         assert code_of(kind("text")) is code

@@ -110,7 +110,7 @@ def test_without_the_extra_the_setting_is_an_error_that_names_it():
     program = "import sys\nsys.modules['opentelemetry.sdk.trace'] = None\n" + PROGRAM
     said = _run(program, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1")
     assert said.startswith("BAD_CONFIGURATION")
-    assert "neap[otel]" in said
+    assert "neap-server[otel]" in said
     assert _run(program) == "False"
 
 

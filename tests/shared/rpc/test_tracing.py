@@ -9,12 +9,12 @@ import grpc
 import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from neap.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 
 from shared.errors import Corrupt, NeapError, NotFound
-from shared.rpc.client import NeapClient
 from shared.rpc.interceptors import ServiceInterceptor, annotate_call, current_request_id
 from shared.rpc.logs import configure_logging
 from tests.shared.rpc.conftest import begun_call

@@ -3,12 +3,11 @@ import threading
 import pytest
 
 from shared import errors
-from shared.rpc.client import NeapClient
 
 
 @pytest.fixture
-def client(server):
-    with NeapClient(server.target, timeout_s=60, num_attempts=3) as client:
+def client(server, make_client):
+    with make_client(server.target, timeout_s=60, num_attempts=3) as client:
         yield client
 
 
@@ -51,8 +50,8 @@ def test_an_unexpected_error_is_a_bare_neap_error_with_its_id(scripted, client):
     assert caught.value.metadata["error_id"] in caught.value.message
 
 
-def test_an_address_without_a_server_is_unavailable():
-    with NeapClient("127.0.0.1:1", num_attempts=1) as client:
+def test_an_address_without_a_server_is_unavailable(make_client):
+    with make_client("127.0.0.1:1", num_attempts=1) as client:
         with pytest.raises(errors.Unavailable) as caught:
             client.list_models()
         assert caught.value.reason == "GRPC_UNAVAILABLE"

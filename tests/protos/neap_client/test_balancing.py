@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from neap.inference.v1 import inference_pb2
+from neap_client import NeapClient
+from neap_client.addresses import with_scheme
+from neap_client.inference.v1 import inference_pb2
 
-from shared.rpc.addresses import with_scheme
-from shared.rpc.client import NeapClient
 from tests.dns_server import DnsServer, dns_server
 from tests.servers import free_ports
 from tests.shared.rpc.conftest import Scripted, running

@@ -1,14 +1,14 @@
 """To which targets a client sends its token."""
 
 import pytest
+from neap_client import NeapClient
+from neap_client.addresses import is_loopback_target
+from neap_client.channel import ClientSecurity, open_channel
 from structlog.testing import capture_logs
 
 from shared.config import WorkerSettings, make_settings
 from shared.errors import InvalidInput, Unauthenticated
 from shared.rpc.access import Access
-from shared.rpc.addresses import is_loopback_target
-from shared.rpc.channel import ClientSecurity, open_channel
-from shared.rpc.client import NeapClient
 from shared.rpc.security import ServerSecurity, open_security
 from tests.shared.rpc.conftest import running
 from tests.tokens import write_tokens

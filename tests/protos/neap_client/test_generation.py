@@ -4,17 +4,16 @@ import threading
 import time
 
 import pytest
-from neap.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared import errors
-from shared.rpc.client import NeapClient
 
 REQUEST = pb.GenerateRequest(model_id="m")
 
 
 @pytest.fixture
-def client(server):
-    with NeapClient(server.target, num_attempts=3) as client:
+def client(server, make_client):
+    with make_client(server.target, num_attempts=3) as client:
         yield client
 
 
@@ -135,8 +134,9 @@ def test_closing_ends_a_wait_and_a_running_call(scripted, client):
     _script(scripted, [errors.Exhausted("full", retry_after_s=3600)])
     stream = client.generate(REQUEST)
     threading.Timer(0.3, stream.close).start()
-    with pytest.raises(errors.NeapError):
+    with pytest.raises(errors.Cancelled):
         list(stream)
+    assert scripted.num_calls == 1
 
     ended = threading.Event()
 
@@ -154,8 +154,8 @@ def test_closing_ends_a_wait_and_a_running_call(scripted, client):
     assert list(running) == []
 
 
-def test_the_next_address_takes_over(scripted, server):
+def test_the_next_address_takes_over(scripted, server, make_client):
     _script(scripted, [_chunk(97), FINISHED])
     port = server.target.rpartition(":")[2]
-    with NeapClient(f"ipv4:127.0.0.1:1,127.0.0.1:{port}", num_attempts=1) as client:
+    with make_client(f"ipv4:127.0.0.1:1,127.0.0.1:{port}", num_attempts=1) as client:
         assert list(client.generate(REQUEST)) == [_chunk(97), FINISHED]

@@ -1,0 +1,3 @@
+module neap-example
+
+go 1.18

@@ -1,0 +1,288 @@
+"""The client of neap's services for asyncio."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from neap_client import methods
+from neap_client.aio_generation import AsyncGenerationStream
+from neap_client.base import POLL_S, ClientBase, with_request_id
+from neap_client.calibration.v1 import calibration_pb2
+from neap_client.channel import open_async_channel
+from neap_client.errors import Unavailable
+from neap_client.inference.v1 import inference_pb2
+from neap_client.metadata import Metadata
+from neap_client.methods import Method, Request, Response
+from neap_client.retry import repeat_async
+from neap_client.router.v1 import router_pb2
+from neap_client.status import from_rpc_error
+
+T = TypeVar("T")
+
+
+class AsyncNeapClient(ClientBase):
+    """The client for asyncio; see ClientBase for its arguments and for what is repeated. Belongs to the running event loop."""
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        return open_async_channel(self.target, self._security)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> "AsyncNeapClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def is_serving(self, service: str = "", *, timeout_s: float | None = None) -> bool:
+        """Return whether the health check of `service` ("" for the whole server) says SERVING. Raises Unavailable without an answer."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        reply = await self._call(methods.CHECK, request, timeout_s=timeout_s)
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def wait_ready(self, service: str = "", *, timeout_s: float = 60.0) -> None:
+        """Wait until `service` is SERVING. Raises Unavailable (reason NOT_READY) after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                if await self.is_serving(service):
+                    return
+            except Unavailable:
+                pass
+            if time.monotonic() >= deadline_s:
+                raise self._not_ready(timeout_s)
+            await asyncio.sleep(POLL_S)
+
+    # inference
+
+    def generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        metadata: Metadata = (),
+    ) -> AsyncGenerationStream:
+        """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
+
+        The call is repeated only before the first token: see AsyncGenerationStream. A repeated call has the same `request_id`, so it gets
+        the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own.
+        """
+        own = with_request_id(request_id, metadata)
+        call = methods.GENERATE.stream(self._channel)
+        return AsyncGenerationStream(
+            lambda left_s: call(request, timeout=left_s, metadata=self._metadata(own)),
+            **self._stream_options(timeout_s),
+        )
+
+    async def get_model(self, model_id: str, *, metadata: Metadata = ()) -> inference_pb2.Model:
+        request = inference_pb2.GetModelRequest(model_id=model_id)
+        return (await self._unary(methods.GET_MODEL, request, metadata)).model
+
+    async def list_models(self, *, metadata: Metadata = ()) -> list[inference_pb2.Model]:
+        """Return the models in alphabetical order."""
+        pages = self._pages(methods.LIST_MODELS, inference_pb2.ListModelsRequest(), metadata)
+        return [model async for page in pages for model in page.models]
+
+    # calibration
+
+    async def create_calibration(
+        self, spec: calibration_pb2.CalibrationSpec, *, request_id: str
+    ) -> calibration_pb2.Calibration:
+        """Create a job. Idempotent by `request_id`."""
+        request = calibration_pb2.CreateCalibrationRequest(request_id=request_id, spec=spec)
+        return (await self._unary(methods.CREATE_CALIBRATION, request)).calibration
+
+    async def get_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:
+        request = calibration_pb2.GetCalibrationRequest(calibration_id=calibration_id)
+        return (await self._unary(methods.GET_CALIBRATION, request)).calibration
+
+    async def list_calibrations(
+        self,
+        model_id: str = "",
+        *,
+        on_unreadable: Callable[[calibration_pb2.UnreadableCalibration], object] = lambda _: None,
+    ) -> AsyncIterator[calibration_pb2.Calibration]:
+        """Iterate over jobs, newest first, page by page. An empty `model_id` means all models.
+
+        `on_unreadable` is called for each job of a page whose record the service cannot read.
+        """
+        request = calibration_pb2.ListCalibrationsRequest(model_id=model_id)
+        async for page in self._pages(methods.LIST_CALIBRATIONS, request):
+            for record in page.unreadable:
+                on_unreadable(record)
+            for calibration in page.calibrations:
+                yield calibration
+
+    async def cancel_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:
+        request = calibration_pb2.CancelCalibrationRequest(calibration_id=calibration_id)
+        return (await self._unary(methods.CANCEL_CALIBRATION, request)).calibration
+
+    async def watch_calibration(
+        self, calibration_id: str
+    ) -> AsyncIterator[calibration_pb2.Calibration]:
+        """Yield the job now and after every change until it ends. Watching resumes after a lost connection."""
+        request = calibration_pb2.WatchCalibrationRequest(calibration_id=calibration_id)
+        async for reply in self._watch(methods.WATCH_CALIBRATION, request):
+            yield reply.calibration
+
+    # routers
+
+    async def list_versions(self, model_id: str) -> AsyncIterator[router_pb2.RouterVersion]:
+        """Iterate over the versions, newest first, page by page, without the manifests."""
+        request = router_pb2.ListVersionsRequest(model_id=model_id)
+        async for page in self._pages(methods.LIST_VERSIONS, request):
+            for version in page.versions:
+                yield version
+
+    async def get_version(
+        self, model_id: str, *, version: int | None = None, alias: str | None = None
+    ) -> router_pb2.RouterVersion:
+        """Return one version, selected by exactly one of `version` and `alias`."""
+        request = router_pb2.GetVersionRequest(model_id=model_id, version=version, alias=alias)
+        return (await self._unary(methods.GET_VERSION, request)).version
+
+    async def list_aliases(self, model_id: str) -> list[router_pb2.Alias]:
+        """Return the aliases in alphabetical order."""
+        request = router_pb2.ListAliasesRequest(model_id=model_id)
+        pages = self._pages(methods.LIST_ALIASES, request)
+        return [alias async for page in pages for alias in page.aliases]
+
+    async def set_alias(
+        self,
+        model_id: str,
+        alias: str,
+        version: int,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> router_pb2.AliasChange:
+        """Point an alias at a version. With `expected_version` this is a compare-and-swap. Never repeated."""
+        request = router_pb2.SetAliasRequest(
+            model_id=model_id,
+            alias=alias,
+            version=version,
+            expected_version=expected_version,
+            actor=actor,
+            reason=reason,
+        )
+        return (await self._unary(methods.SET_ALIAS, request)).change
+
+    async def set_canary(self, request: router_pb2.SetCanaryRequest) -> router_pb2.AliasChange:
+        """Set or end a canary. Never repeated."""
+        return (await self._unary(methods.SET_CANARY, request)).change
+
+    async def promote_canary(
+        self, request: router_pb2.PromoteCanaryRequest
+    ) -> router_pb2.AliasChange:
+        """Promote a canary. Never repeated."""
+        return (await self._unary(methods.PROMOTE_CANARY, request)).change
+
+    async def rollback_alias(
+        self,
+        model_id: str,
+        alias: str,
+        *,
+        expected_version: int | None = None,
+        actor: str = "",
+        reason: str = "",
+    ) -> router_pb2.AliasChange:
+        """Undo the last change of an alias. Never repeated."""
+        request = router_pb2.RollbackAliasRequest(
+            model_id=model_id,
+            alias=alias,
+            expected_version=expected_version,
+            actor=actor,
+            reason=reason,
+        )
+        return (await self._unary(methods.ROLLBACK_ALIAS, request)).change
+
+    async def alias_history(self, model_id: str, alias: str) -> list[router_pb2.AliasChange]:
+        """Return the changes of an alias, newest first."""
+        request = router_pb2.GetAliasHistoryRequest(model_id=model_id, alias=alias)
+        pages = self._pages(methods.GET_ALIAS_HISTORY, request)
+        return [change async for page in pages for change in page.changes]
+
+    async def watch_routers(
+        self, model_id: str, *, after_event: int = 0
+    ) -> AsyncIterator[router_pb2.WatchResponse]:
+        """Yield the events of a model after `after_event`, then new ones for ever. Watching resumes after a lost connection."""
+        request = router_pb2.WatchRequest(model_id=model_id, after_event=after_event)
+        async for reply in self._watch(methods.WATCH, request):
+            request.after_event = reply.event
+            yield reply
+
+    async def _unary(
+        self, method: Method[Request, Response], request: Request, given: Metadata = ()
+    ) -> Response:
+        return await repeat_async(
+            lambda: self._call(method, request, given), self._attempts(method)
+        )
+
+    async def _call(
+        self,
+        method: Method[Request, Response],
+        request: Request,
+        given: Metadata = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> Response:
+        """Make one attempt. `timeout_s`: None means the client's."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = method.unary(self._channel)
+        reply: Response = await _called(
+            call(request, timeout=timeout_s, metadata=self._metadata(given))
+        )
+        return reply
+
+    async def _pages(
+        self, method: Method[Request, Response], request: Request, given: Metadata = ()
+    ) -> AsyncIterator[Response]:
+        """Yield the reply to `request` and those with the pages after it."""
+        asked: Any = request
+        while True:
+            reply: Any = await self._unary(method, request, given)
+            yield reply
+            asked.page_token = reply.next_page_token
+            if not asked.page_token:
+                return
+
+    async def _watch(
+        self, method: Method[Request, Response], request: Request
+    ) -> AsyncIterator[Response]:
+        """Yield replies until the service ends the stream. Whenever the connection is lost, call again with `request` as it is then."""
+        start = method.stream(self._channel)
+        call: Any = None
+
+        async def open_stream() -> Any:
+            nonlocal call
+            call = start(request, metadata=self._metadata())
+            return await _called(call.read())
+
+        try:
+            while True:
+                reply = await repeat_async(open_stream, self._attempts(method))
+                try:
+                    while reply is not grpc.aio.EOF:
+                        yield reply
+                        reply = await _called(call.read())
+                    return
+                except Unavailable:
+                    continue
+        finally:
+            if call is not None:
+                call.cancel()
+
+
+async def _called(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error

@@ -1,0 +1,72 @@
+"""What the synchronous and the asynchronous client have in common."""
+
+import secrets
+from typing import Any
+
+from neap_client.channel import ClientSecurity
+from neap_client.errors import Unavailable
+from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, Metadata, trace_context
+from neap_client.methods import Method
+from neap_client.retry import Attempts, is_unavailable
+
+POLL_S = 0.1
+
+
+class ClientBase:
+    """A client of one target, which may be a worker, a calibrator, or both.
+
+    `target` is HOST:PORT or any other form that gRPC accepts. Calls are shared in turn among all addresses of a name, or of a list
+    such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left out. `timeout_s` is the deadline of every unary
+    call. `num_attempts` includes the first attempt. Unless `waits_when_full`, a generation that a full service refuses is not
+    repeated after the service's retry delay. Without `security` the connection is plain text and has no token. Raises InvalidInput as
+    `open_channel` does.
+
+    Every method raises NeapError as the service raised it (`neap_client.status.from_rpc_error`). On UNAVAILABLE the client repeats
+    only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, generations that have returned no
+    token yet, and watches, which go on where they were.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        security: ClientSecurity | None = None,
+        timeout_s: float = 30.0,
+        num_attempts: int = 4,
+        waits_when_full: bool = True,
+    ) -> None:
+        self.target = target
+        self._security = security or ClientSecurity()
+        self._timeout_s = timeout_s
+        self._num_attempts = num_attempts
+        self._waits_when_full = waits_when_full
+        self._channel: Any = self._open_channel()
+
+    def _open_channel(self) -> Any:
+        raise NotImplementedError
+
+    def _metadata(self, given: Metadata = ()) -> Metadata:
+        """Return the metadata of one call. Raises InvalidInput if the token cannot be read."""
+        token = self._security.read_token()
+        own = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
+        return (*own, *trace_context().items(), *given)
+
+    def _attempts(self, method: Method[Any, Any]) -> Attempts:
+        return Attempts(is_unavailable, num_attempts=self._num_attempts if method.repeatable else 1)
+
+    def _not_ready(self, timeout_s: float) -> Unavailable:
+        return Unavailable(
+            f"{self.target} is not serving after {timeout_s:g} s", reason="NOT_READY"
+        )
+
+    def _stream_options(self, timeout_s: float | None) -> dict[str, Any]:
+        return {
+            "num_attempts": self._num_attempts,
+            "timeout_s": timeout_s,
+            "waits_when_full": self._waits_when_full,
+        }
+
+
+def with_request_id(request_id: str | None, given: Metadata) -> Metadata:
+    """Return metadata with a request id; None makes a new one."""
+    return ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)), *given)

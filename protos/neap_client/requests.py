@@ -1,0 +1,107 @@
+"""Builds requests for generations."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from neap_client.errors import InvalidInput
+from neap_client.inference.v1 import inference_pb2 as pb
+
+Policy = Literal["full", "exact", "relaxed"]
+
+
+def generate_request(
+    model_id: str,
+    prompt: str | Sequence[pb.ChatMessage] | pb.TokenIds,
+    *,
+    system: str = "",
+    raw: bool = False,
+    policy: Policy = "exact",
+    threshold: float | None = None,
+    max_drafts: int = 0,
+    min_layers: int = 0,
+    router: str | int = "",
+    max_tokens: int | None = None,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    seed: int | None = None,
+    logprobs: int | None = None,
+) -> pb.GenerateRequest:
+    """Return a request. The protos describe the arguments; None leaves a field absent.
+
+    A `prompt` of text is the user's message of a chat, after a `system` message if there is one. With `raw` it is continued as it
+    is, without the chat template. `router` is a version or an alias. Raises InvalidInput for arguments that exclude each other.
+    """
+    request = pb.GenerateRequest(
+        model_id=model_id,
+        sampling=pb.Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        ),
+        stopping=pb.Stopping(
+            max_tokens=max_tokens,
+            stop_strings=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+        ),
+        depth=depth_policy(
+            policy, threshold=threshold, max_drafts=max_drafts, min_layers=min_layers
+        ),
+        logprobs=logprobs,
+    )
+    if isinstance(prompt, str):
+        set_prompt(request, prompt, raw=raw, system=system)
+    elif raw or system:
+        raise InvalidInput("raw and system need a prompt of text")
+    elif isinstance(prompt, pb.TokenIds):
+        request.token_ids.CopyFrom(prompt)
+    else:
+        request.chat.messages.extend(prompt)
+    set_router(request, router)
+    return request
+
+
+def depth_policy(
+    policy: str, *, threshold: float | None = None, max_drafts: int = 0, min_layers: int = 0
+) -> pb.DepthPolicy:
+    """Build the DepthPolicy message. Raises InvalidInput for an unknown policy or a setting that the policy does not have."""
+    if threshold is not None and policy != "relaxed":
+        raise InvalidInput(f"threshold applies to the policy relaxed, not to {policy}")
+    if max_drafts and policy != "exact":
+        raise InvalidInput(f"max_drafts applies to the policy exact, not to {policy}")
+    if policy == "full":
+        return pb.DepthPolicy(full=pb.Full(), min_layers=min_layers)
+    if policy == "exact":
+        return pb.DepthPolicy(exact=pb.Exact(max_drafts=max_drafts), min_layers=min_layers)
+    if policy == "relaxed":
+        return pb.DepthPolicy(relaxed=pb.Relaxed(threshold=threshold), min_layers=min_layers)
+    raise InvalidInput(f"policy is {policy!r}; it must be full, exact or relaxed")
+
+
+def set_prompt(request: pb.GenerateRequest, text: str, *, raw: bool, system: str = "") -> None:
+    """Set `text` as plain text (`raw`) or as the user message of a chat. Raises InvalidInput for `raw` with a system message."""
+    if raw and system:
+        raise InvalidInput("a system message needs the chat template; raw text has none")
+    if raw:
+        request.text = text
+        return
+    if system:
+        request.chat.messages.add(role="system", content=system)
+    request.chat.messages.add(role="user", content=text)
+
+
+def set_router(request: pb.GenerateRequest, router: str | int) -> None:
+    """Set the router: a number or digits are a version, other text is an alias, empty text leaves the choice to the worker."""
+    if isinstance(router, int) or router.isdigit():
+        request.router.version = int(router)
+    elif router:
+        request.router.alias = router

@@ -1,0 +1,115 @@
+"""The examples in docs/examples, each against a real worker with a tiny model. tests/protos/test_distribution.py runs those in Python,
+too, in an environment that has the client alone.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor_pb2 import FileOptions
+from neap_client import NeapClient, generate_request
+
+from inference_service.engine.engine import Engine
+from shared.model.load import wrap_model
+from shared.registry.factory import open_registry
+from tests.gateways import gateway_to
+from tests.generation import publish
+from tests.worker import build_model, build_tokenizer, serving
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "docs" / "examples"
+# Debian's packages golang-google-grpc-dev and golang-github-golang-protobuf-1-5-dev put the libraries of Go here. The tools are in
+# golang-go, protoc-gen-go-1-5 and protoc-gen-go-grpc.
+GO_LIBRARIES = Path("/usr/share/gocode")
+GO_TOOLS = ("go", "protoc-gen-go", "protoc-gen-go-grpc")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny")
+    registry = open_registry(str(tmp_path_factory.mktemp("registry")))
+    with Engine(loaded) as engine:
+        publish(registry, engine)
+        with serving(engine, registry) as worker:
+            yield worker.target
+    registry.close()
+
+
+@pytest.fixture(scope="module")
+def answer(target: str) -> str:
+    """What every example prints for the prompt "hello"."""
+    request = generate_request("tiny", "hello", max_tokens=32)
+    with NeapClient(target) as client, client.generate(request) as stream:
+        assert list(stream)
+        return stream.text
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        check=False,
+        capture_output=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    return result.stdout.decode()
+
+
+@pytest.mark.parametrize("name", ["generate.py", "generate_async.py"])
+def test_python(name, target, answer, tmp_path):
+    path = os.pathsep.join([str(ROOT / "protos"), os.environ.get("PYTHONPATH", "")])
+    program = EXAMPLES / "python" / name
+    arguments = (target, "tiny", "hello")
+    assert run(sys.executable, program, *arguments, cwd=tmp_path, PYTHONPATH=path) == f"{answer}\n"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl(target, answer, tmp_path):
+    with gateway_to(target) as gateway:
+        printed = run("bash", EXAMPLES / "curl.sh", gateway.url, "tiny", "hello", cwd=tmp_path)
+    assert printed.startswith("data: {")
+    assert printed.rstrip().endswith("data: [DONE]")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
+def test_node(target, answer, tmp_path):
+    for name in ("package.json", "generate.mjs"):
+        shutil.copy(EXAMPLES / "node" / name, tmp_path / name)
+    run("npm", "install", "--no-audit", "--no-fund", "--silent", cwd=tmp_path)
+    command = ("node", "generate.mjs", target, "tiny", "hello", ROOT / "protos")
+    assert run(*command, cwd=tmp_path) == f"{answer}\n"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    not all(map(shutil.which, GO_TOOLS)) or not (GO_LIBRARIES / "src").is_dir(),
+    reason=f"needs {', '.join(GO_TOOLS)} and Go's libraries of gRPC in {GO_LIBRARIES}",
+)
+def test_go(target, answer, tmp_path):
+    folder = tmp_path / "src" / "neap-example"
+    shutil.copytree(EXAMPLES / "go", folder)
+    buf = shutil.which("buf", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    run(buf, "generate", "--template", ROOT / "buf.gen.yaml", ROOT, cwd=folder)
+    run(
+        *("go", "build", "-o", "example", "."),
+        cwd=folder,
+        GO111MODULE="off",
+        GOPATH=f"{tmp_path}{os.pathsep}{GO_LIBRARIES}",
+        GOCACHE=str(tmp_path / "cache"),
+    )
+    assert run("./example", target, "tiny", "hello", cwd=folder) == f"{answer}\n"
+
+
+def test_files_have_options_for_java():
+    for name in ("calibration", "inference", "router"):
+        file = import_module(f"neap_client.{name}.v1.{name}_pb2").DESCRIPTOR
+        options = FileOptions.FromString(file.GetOptions().SerializeToString())
+        assert (options.java_package, options.java_multiple_files) == (f"neap.{name}.v1", True)
