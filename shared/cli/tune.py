@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,13 +88,17 @@ def tune(
     for value in threshold or DEFAULT_THRESHOLDS:
         command += ["--threshold", str(value)]
     # As variables, because a registry's URL may hold a password, which flags would show in process lists.
-    given = {"NEAP_REGISTRY": registry, "NEAP_DATA_DIR": data_dir and str(data_dir)}
-    variables = {name: value for name, value in given.items() if value is not None}
+    given = {"NEAP_REGISTRY": registry, "NEAP_DATA_DIR": data_dir}
+    variables = {name: str(value) for name, value in given.items() if value is not None}
+    # SIGTERM acts like Ctrl-C: otherwise the measuring process would go on without this one.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         measure(command, variables)
     except KeyboardInterrupt:
         err.print(f"interrupted; the same command continues from {results}", markup=False)
         raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     run, rows = read_results(results, threshold or DEFAULT_THRESHOLDS)
     out.print(sweep_table(run, rows))
     out.print(f"wrote {draw(output, run, rows)}", markup=False)

@@ -35,3 +35,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_the_example_of_the_module(source):
     run(neap_engine.__doc__ or "", "neap_engine", source=source)
+
+
+def test_the_examples_of_the_document(source):
+    text = (ROOT / "docs" / "library.md").read_text()
+    run("".join(EXAMPLE.findall(text)), "docs/library.md", source=source)

@@ -64,7 +64,7 @@ def test_the_wheel_contains_the_library_and_importable_protos(checkout: Path, tm
         [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert result.stdout.startswith(f"x {site}")
-    for name in ("neap/py.typed", "shared/py.typed", "neap/router/v1/router_pb2.pyi"):
+    for name in ("neap/py.typed", "shared/py.typed", "neap/router/v1/router_pb2.pyi", "neap_engine/__init__.py"):  # fmt: skip
         assert (site / name).is_file()
     assert not (site / "shared" / "build_hook.py").exists()
     assert (site / "shared" / "ops" / "_lib" / "libneap_ops.so").is_file()

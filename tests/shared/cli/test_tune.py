@@ -1,6 +1,7 @@
 """`neap tune` shows what its measuring process has written."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -109,6 +110,22 @@ def test_a_process_that_dies_is_an_error(neap, monkeypatch, results):
     result = neap("tune", *ARGUMENTS, "--results", str(results))
     assert result.exit_code == 1
     assert "[MEASURING_ENDED]" in result.stderr
+
+
+def test_sigterm_ends_the_process_too(neap, monkeypatch, results, tmp_path):
+    pid = tmp_path / "pid"
+    script(
+        monkeypatch,
+        "import pathlib, signal, time",
+        f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))",
+        "os.kill(os.getppid(), signal.SIGTERM)",
+        "time.sleep(600)",
+    )
+    result = neap("tune", *ARGUMENTS, "--results", str(results))
+    assert result.exit_code == 130
+    assert f"the same command continues from {results}" in result.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_an_incomplete_file_is_not_shown(neap, monkeypatch, results):
