@@ -24,6 +24,8 @@ from calibrator_service.calibration.text.stream import (
 from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.routers import fit_ladder
+from shared.ladder.artefact import pack_ladder
+from shared.ladder.folder import write_router_folder
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
@@ -36,6 +38,10 @@ class CalibrationResult:
 
     ladder: Ladder
     report: dict[str, Any]
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the router as files, which `shared.ladder.folder.read_ladder` reads and `neap routers import` publishes."""
+        write_router_folder(Path(folder), *pack_ladder(self.ladder, self.report))
 
 
 def calibrate(

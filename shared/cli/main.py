@@ -17,6 +17,7 @@ from shared.cli import (
     routers,
     serve,
     tokens,
+    tune,
 )
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.command("doctor")(doctor.doctor)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
+app.command("tune")(tune.tune)
 app.add_typer(serve.app, name="serve")
 routers.app.command("import")(router_import.import_router)
 routers.app.command("rebuild-index")(router_rebuild.rebuild_index)

@@ -43,6 +43,6 @@ def read_router_folder(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     return manifest, {BLOB: blob.read_bytes()}
 
 
-def read_ladder(folder: Path) -> Ladder:
+def read_ladder(folder: Path | str) -> Ladder:
     """The ladder in `folder`. Raises as `read_router_folder` and `unpack_ladder`."""
-    return unpack_ladder(*read_router_folder(folder))
+    return unpack_ladder(*read_router_folder(Path(folder)))

@@ -52,8 +52,11 @@ def test_the_wheel_contains_the_library(checkout: Path, tmp_path: Path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     # The client has a distribution of its own.
-    assert [path.suffix for path in site.glob("neap*/")] == [".dist-info"]
+    assert {path.name for path in site.glob("neap*/") if path.suffix != ".dist-info"} == {
+        "neap_engine"
+    }
     assert (site / "shared/py.typed").is_file()
+    assert (site / "neap_engine/__init__.py").is_file()
     assert not (site / "shared" / "build_hook.py").exists()
     assert (site / "shared" / "ops" / "_lib" / "libneap_ops.so").is_file()
 

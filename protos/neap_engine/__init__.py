@@ -1,0 +1,72 @@
+"""neap as a library: load a frozen language model, calibrate its early exits, and generate with them. No service and no gRPC.
+
+    >>> import neap_engine
+    >>> model = neap_engine.load(source)
+    >>> text = neap_engine.TextFile("notes.txt")
+    >>> router = neap_engine.calibrate(model, neap_engine.CalibrationSpec(source=text, max_tokens=2_000))
+    >>> router.save("router")
+    >>> with neap_engine.Engine(model, neap_engine.read_router("router")) as engine:
+    ...     answer = engine.generate("Once upon a time", max_tokens=16)
+    >>> answer.stats.num_tokens
+    16
+
+`source` is a Hugging Face folder, a .gguf file, or a name on the Hugging Face Hub. Without a spec, `calibrate` takes 150 seconds, on text
+that the model writes itself. A calibration teaches small exits at a few depths
+of the model which token the full model would choose, and how far to trust them; the model's weights stay as they are. It is
+needed once per model. The engine then drafts with the exits and verifies with the full model, so the answer is that of the full model
+unless a request asks for the policy `relaxed`.
+
+Names:
+    load, wrap          a model from its source; a model that transformers has built already
+    calibrate           trains a ladder of exits; `CalibrationSpec` says on which text and for how long
+    read_router         the ladder that `CalibrationResult.save` has written
+    Engine              generates: `generate` for one answer, `submit` for streams and for many requests at once
+    attach              lets an engine decode for `model.generate(...)` and `pipeline(...)` of transformers
+    DepthPolicy         whether early tokens are drafts (`exact`), final (`relaxed`), or not wanted (`full`)
+    SamplingParams      temperature, top-k, top-p, min-p, repetition penalty, seed
+    NeapError           base of all errors that neap raises; `shared.errors` has the tree
+
+The names of `__all__` are stable: a later version that changes one announces it in CHANGELOG.md. docs/library.md has examples, and
+`neap_engine.tide` takes the calls of TIDE. This module only gathers the names; each is documented where it is defined. neap logs
+through `logging`, to loggers whose names begin with `neap.`, unless the application has configured structlog before the import.
+"""
+
+from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
+from calibrator_service.calibration.spec import (
+    CalibrationSpec,
+    HubDataset,
+    SelfGenerated,
+    TextFile,
+)
+from inference_service.engine.engine import Engine
+from inference_service.engine.request.request import Generation
+from inference_service.hugging_face.attach import attach
+from neap_engine.logs import log_to_logging
+from shared.errors import NeapError
+from shared.ladder.folder import read_ladder as read_router
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import LoadedModel
+from shared.model.load import load_model as load
+from shared.model.load import wrap_model as wrap
+from shared.model.sampling import SamplingParams
+
+__all__ = [
+    "CalibrationResult",
+    "CalibrationSpec",
+    "DepthPolicy",
+    "Engine",
+    "Generation",
+    "HubDataset",
+    "LoadedModel",
+    "NeapError",
+    "SamplingParams",
+    "SelfGenerated",
+    "TextFile",
+    "attach",
+    "calibrate",
+    "load",
+    "read_router",
+    "wrap",
+]
+
+log_to_logging()

@@ -1,0 +1,140 @@
+"""`neap tune`: quality and speed of the depth policies on one's own prompts. The measuring runs in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from shared.cli.console import err, exit_on_error, out, print_line
+from shared.cli.tune_view import draw, read_results, sweep_table
+from shared.errors import NeapError, Unavailable
+
+MODULE = "inference_service.tune"
+DEFAULT_THRESHOLDS = (0.99, 0.97, 0.95, 0.9, 0.85, 0.7)
+
+
+@exit_on_error
+def tune(
+    prompts: Annotated[
+        Path,
+        typer.Argument(
+            help='JSONL file of prompts. A line is {"prompt": "text to continue"} or {"messages": [{"role": .., "content": ..}]}.'
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="ID=SOURCE",
+            help="Id of the model in the registry, and its source, as for `neap serve worker`.",
+        ),
+    ],
+    router: Annotated[
+        str, typer.Option("--router", help="Router to measure: a version number or an alias.")
+    ] = "latest",
+    threshold: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--threshold",
+            help="Threshold of the policy relaxed, above 0 and up to 1. May be given several times. "
+            f"Default: {', '.join(f'{value:g}' for value in DEFAULT_THRESHOLDS)}.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=9, help="Maximum number of new tokens per answer.")
+    ] = 128,
+    registry: Annotated[
+        str | None,
+        typer.Option(
+            "--registry",
+            metavar="URL",
+            help="Registry of the services: a folder or a redis:// URL. "
+            "Default: NEAP_REGISTRY, or a folder under --data-dir.",
+        ),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-dir",
+            help="Data folder of the services. It holds the registry if none is named. "
+            "Default: the user's data folder.",
+        ),
+    ] = None,
+    results: Annotated[
+        Path,
+        typer.Option(
+            "--results",
+            help="JSONL file of all answers. If it exists, the sweep continues from it.",
+        ),
+    ] = Path("neap-tune.jsonl"),
+    output: Annotated[Path, typer.Option("--output", help="PNG file to write.")] = Path(
+        "neap-tune.png"
+    ),
+) -> None:
+    """Answer your own prompts under the policies full, exact and relaxed, and show what each does to answers and to speed.
+
+    Answers are greedy, one at a time, in this process' machine and not on a worker. An interrupted sweep continues if the same command
+    is given again. NEAP_DEVICE, NEAP_DTYPE, NEAP_THREADS and NEAP_CONTEXT_LENGTH are read as a worker reads them.
+    """
+    command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
+    command += ["--prompts", str(prompts), "--results", str(results)]
+    command += ["--max-tokens", str(max_tokens)]
+    for value in threshold or DEFAULT_THRESHOLDS:
+        command += ["--threshold", str(value)]
+    # As variables, because a registry's URL may hold a password, which flags would show in process lists.
+    given = {"NEAP_REGISTRY": registry, "NEAP_DATA_DIR": data_dir}
+    variables = {name: str(value) for name, value in given.items() if value is not None}
+    # SIGTERM acts like Ctrl-C: otherwise the measuring process would go on without this one.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        measure(command, variables)
+    except KeyboardInterrupt:
+        err.print(f"interrupted; the same command continues from {results}", markup=False)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    run, rows = read_results(results, threshold or DEFAULT_THRESHOLDS)
+    out.print(sweep_table(run, rows))
+    out.print(f"wrote {draw(output, run, rows)}", markup=False)
+
+
+def measure(command: list[str], variables: dict[str, str]) -> None:
+    """Runs the measuring process and shows its progress. Raises the error that it reports, `Unavailable` if it dies."""
+    columns = (TextColumn("measuring"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    error: NeapError | None = None
+    with (
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}
+        ) as process,
+        Progress(*columns, console=out, disable=not out.is_terminal) as progress,
+    ):
+        task = progress.add_task("measuring", total=None)
+        said = -1
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                event = json.loads(line)
+                if "error" in event:
+                    error = NeapError(event["error"], reason=event["reason"])
+                    continue
+                measured, total = int(event["measured"]), int(event["total"])
+                progress.update(task, completed=measured, total=total)
+                tenths = 10 * measured // total
+                if not out.is_terminal and tenths > said:
+                    print_line(f"   {measured} of {total} answers")
+                said = tenths
+        except BaseException:
+            process.terminate()
+            raise
+    if error is not None:
+        raise error
+    if process.returncode:
+        raise Unavailable(
+            f"the measuring process ended with code {process.returncode}", reason="MEASURING_ENDED"
+        )

@@ -1,0 +1,42 @@
+"""The examples of the library's documents run as they are written, on a tiny model."""
+
+import doctest
+import re
+from pathlib import Path
+
+import neap_engine
+import pytest
+from neap_engine.logs import log_to_logging
+
+from tests.worker import save_model
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def run(text: str, name: str, **names: object) -> None:
+    """Runs the examples in `text`, in order, and compares what they print."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    test = doctest.DocTestParser().get_doctest(text, names, name, name, 0)
+    assert test.examples
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=flags).run(test, out=report.append)
+    assert not report, "".join(report)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model's folder. What the examples read and write is beside it."""
+    monkeypatch.chdir(tmp_path)
+    log_to_logging()  # the import has done so, but each test ends with structlog's defaults
+    Path("notes.txt").write_text("the hen in the inn says hello to the thin hen " * 250)
+    return str(save_model(tmp_path / "model"))
+
+
+def test_the_example_of_the_module(source):
+    run(neap_engine.__doc__ or "", "neap_engine", source=source)
+
+
+def test_the_examples_of_the_document(source):
+    text = (ROOT / "docs" / "library.md").read_text()
+    run("".join(EXAMPLE.findall(text)), "docs/library.md", source=source)
