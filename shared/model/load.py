@@ -149,9 +149,8 @@ def _load_model(
             readers = safetensors_replacements(checkpoint, lazy=in_float32)
         with replaced(readers):
             model = _build(where, torch.float32 if in_float32 else dtype or "auto")
-            with ThreadPoolExecutor(
-                1
-            ) as pool:  # PyTorch and hashing leave the interpreter to the tokenizer
+            # Hashing does not hold the interpreter lock, so it runs while the tokenizer is built.
+            with ThreadPoolExecutor(1) as pool:
                 hashing = pool.submit(fingerprint, model)
                 tokenizer = AutoTokenizer.from_pretrained(**where)
             identity = hashing.result()
@@ -189,8 +188,16 @@ def _load_model(
 
 
 def _is_widened(model: PreTrainedModel, method: str, model_id: str) -> bool:
-    """Whether the weights of a quantised checkpoint are no longer quantised. Logs how they are served."""
-    widened = widens(model)
+    """Whether the weights of a quantised checkpoint are no longer quantised. Logs how they are served. Raises `UnsupportedModel`."""
+    try:
+        widened = widens(model)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedModel(
+            f"the quantised modules of {model_id} do not run on {model.device}",
+            metadata={"method": method},
+        ) from error
     if widened:
         log.warning(
             "quantised weights were widened, which takes more memory: no module multiplies by them on this device",

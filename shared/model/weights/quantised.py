@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shared.errors import UnsupportedModel
 from shared.model.weights.lazy import LazyWeight
 
 # Transformers calls a .gguf file a quantised checkpoint, too. Those are read by `shared.model.weights.gguf`.
@@ -58,22 +57,16 @@ def widens(model: PreTrainedModel) -> bool:
     """Whether a model that was loaded from a quantised checkpoint keeps its weights in more bytes than the checkpoint does.
 
     Transformers widens the weights of some methods, such as fp8, on devices that their modules do not run on. Some packages, such as
-    compressed-tensors, widen them when the model first runs; so this runs the model. Raises `UnsupportedModel` if it does not run.
+    compressed-tensors, widen them when the model first runs; so this runs the model over one token, and raises what it raises.
     """
     before = _num_bytes(model)
-    try:
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-    except Exception as error:
-        raise UnsupportedModel(
-            f"the quantised modules of {type(model).__name__} do not run on {model.device}"
-        ) from error
+    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     return quantisation(model.config) is None or _num_bytes(model) > before
 
 
 def _num_bytes(model: nn.Module) -> int:
-    tensors = chain(
-        model.parameters(), model.buffers()
-    )  # `state_dict` may rearrange packed weights
+    # `state_dict` may rearrange packed weights, as that of bitsandbytes does.
+    tensors = chain(model.parameters(), model.buffers())
     return sum(part.nbytes for tensor in tensors for part in _plain_parts(tensor))
 
 
