@@ -10,7 +10,10 @@ from transformers import PreTrainedModel
 
 from shared.cpus import usable_cpus
 from shared.model.weights.lazy import lazy
-from shared.model.weights.quantised import quantised_digest
+from shared.model.weights.quantised import is_plain, quantised_digest
+
+# Matrices that are hashed at once. Each takes a few times its bytes, because it is read and rounded.
+MAX_AT_ONCE = 4
 
 # The settings that change what a set of weights computes. Not the whole config, because its defaults differ between versions of
 # transformers, and the fingerprint must not depend on the version that loaded the model.
@@ -33,17 +36,17 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A hash "sha256:<hex>" of architecture and weights.
 
     Weights are hashed as bfloat16, so that a checkpoint has one fingerprint whatever format it is kept in. Those of a `LazyWeight` are
-    read or widened one matrix at a time. A model that another package has quantised is hashed with its quantised numbers, too.
+    read or widened a few matrices at a time. A model that another package has quantised is hashed with its quantised numbers, too.
     """
     config = model.config.get_text_config(decoder=True)
     functional = {key: getattr(config, key, None) for key in FUNCTIONAL_KEYS}
     identity = {"architecture": type(model).__name__, "functional": functional}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
     parameters = sorted(
-        ((name, p) for name, p in model.named_parameters() if p.is_floating_point()),
+        ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and is_plain(p)),
         key=lambda item: item[0],
     )
-    with ThreadPoolExecutor(usable_cpus()) as pool:
+    with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE)) as pool:
         for (name, parameter), part in zip(
             parameters, pool.map(_tensor_digest, (tensor for _, tensor in parameters)), strict=True
         ):

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +29,7 @@ from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import ModelParts, find_parts, refuse_config
 from shared.model.substitution import attention
 from shared.model.weights.lazy import realise
-from shared.model.weights.quantised import missing_package, quantisation
+from shared.model.weights.quantised import missing_package, quantisation, widens
 from shared.model.weights.reading import (
     Checkpoint,
     Replacement,
@@ -145,24 +147,31 @@ def _load_model(
             config = AutoConfig.from_pretrained(**where)
         refuse_config(config)
         method = quantisation(config)
-        if "gguf_file" not in where and device == "cpu" and method is None:
-            readers = safetensors_replacements(checkpoint)
+        on_cpu = device == "cpu"
+        # On a CPU everything but the matrices is float32. Quantised modules compute in the dtype of their checkpoint.
+        in_float32 = on_cpu and method is None
+        if "gguf_file" not in where:
+            readers = safetensors_replacements(checkpoint, lazy=in_float32)
         with replaced(readers):
-            # On a CPU everything but the matrices is float32.
-            model = _build(where, torch.float32 if device == "cpu" else dtype or "auto")
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-        if method is not None:
-            log.info(
-                "the model is served by the quantised modules of its own package",
-                model_id=model_id,
-                method=method,
-            )
-        identity = fingerprint(model)
-        if not accelerate or device != "cpu":
+            model = _build(where, torch.float32 if in_float32 else dtype or "auto")
+            # Hashing does not hold the interpreter lock, so it runs while the tokenizer is built.
+            with ThreadPoolExecutor(1) as pool:
+                hashing = pool.submit(fingerprint, model)
+                tokenizer = AutoTokenizer.from_pretrained(**where)
+            identity = hashing.result()
+        if not accelerate or not on_cpu:
             realise(model)
+        if in_float32 and (dtype or config.dtype) not in (None, torch.float32):
+            checkpoint.widened |= {
+                name: "a parameter of several matrices has no kernel"
+                for name, parameter in model.named_parameters()
+                if parameter.dim() > 2
+            }
         placed: Any = model  # `Any`, because the decorator of `to` upstream hides its type
-        if device != "cpu":
+        if not on_cpu:
             placed = placed.to(device)
+        if method is not None and _is_widened(placed, method, model_id) and on_cpu:
+            nn.Module.float(placed)
         loaded = wrap_model(
             placed,
             tokenizer,
@@ -172,7 +181,6 @@ def _load_model(
             identity=identity,
             kv_dtype=kv_dtype,
         )
-        checkpoint.check_unchanged()
     release_free_memory()
     if checkpoint.widened:
         log.warning(
@@ -182,6 +190,33 @@ def _load_model(
             first=next(iter(checkpoint.widened)),
         )
     return loaded
+
+
+def _is_widened(model: PreTrainedModel, method: str, model_id: str) -> bool:
+    """Whether the weights of a quantised checkpoint are no longer quantised. Logs how they are served. Raises `UnsupportedModel`."""
+    try:
+        widened = widens(model)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedModel(
+            f"the quantised modules of {model_id} do not run on {model.device}",
+            metadata={"method": method},
+        ) from error
+    if widened:
+        log.warning(
+            "quantised weights were widened, which takes more memory: no module multiplies by them on this device",
+            model_id=model_id,
+            method=method,
+        )
+    else:
+        log.info(
+            "the model is served by the quantised modules of its own package",
+            model_id=model_id,
+            method=method,
+            dtype=str(model.dtype),
+        )
+    return widened
 
 
 def _where(source: str | Path) -> dict[str, Any]:
@@ -284,16 +319,7 @@ def wrap_model(
     kv_dtype = kv_dtype or model.dtype
     report = None
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
-        from shared.model.substitution.apply import accelerate as accelerate_model
-
-        report = accelerate_model(model, kv_dtype)
-        log.info("accelerated", model_id=model_id, replaced=str(report))
-        if report.widened:
-            log.warning(
-                "weights of modules without a kernel were widened to float32, which takes more memory",
-                model_id=model_id,
-                weights=dict(report.widened),
-            )
+        _accelerate(model, model_id, kv_dtype)
     if kv_dtype != model.dtype and model.config._attn_implementation != attention.NAME:
         raise UnsupportedModel(
             f"keys and values of {model_id} cannot be kept in {str(kv_dtype).removeprefix('torch.')}: only neap's own attention, on a CPU, reads them in another dtype "
@@ -311,6 +337,26 @@ def wrap_model(
         kv_dtype=kv_dtype,
         acceleration=report,
     )
+
+
+def _accelerate(model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype) -> None:
+    from shared.model.substitution.apply import accelerate
+
+    try:
+        report = accelerate(model, kv_dtype)
+    except UnsupportedModel as error:
+        if quantisation(model.config) is None:
+            raise
+        # Modules that quantise activations turn differences in the last bit into large ones.
+        log.warning("neap's kernels are not used", model_id=model_id, reason=str(error))
+        return
+    log.info("accelerated", model_id=model_id, replaced=str(report))
+    if report.widened:
+        log.warning(
+            "weights of modules without a kernel were widened to float32, which takes more memory",
+            model_id=model_id,
+            weights=dict(report.widened),
+        )
 
 
 def _size_mb(path: Path) -> float | None:

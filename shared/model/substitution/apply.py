@@ -28,6 +28,7 @@ from shared.model.substitution.linear import embedding, gated_mlp, linear, rms_n
 from shared.model.substitution.match import Unsuitable, relative_error
 from shared.model.substitution.reversible import Substitutions
 from shared.model.weights.lazy import lazy
+from shared.model.weights.quantised import quantisation
 
 # Largest relative error of logits. It is larger than that of a module, because tens of layers amplify the errors of the modules.
 MODEL_TOLERANCE = 1e-3
@@ -74,9 +75,8 @@ def accelerate(model: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) ->
         raise ValueError("the model is accelerated already")
     if model.training:
         raise ValueError("accelerate() is for inference: call model.eval() first")
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():  # quantised by another package
-            continue
+    plain = quantisation(model.config) is None  # modules of other packages are left alone
+    for name, parameter in model.named_parameters() if plain else ():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             raise ValueError(
                 f"{name} is {parameter.dtype} on {parameter.device}, want float32 on cpu"

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from shared.model.substitution.match import Substitute, Unsuitable, signature
 from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
+from shared.model.weights.quantised import is_plain
 from shared.model.weights.stored import Packed, Stored
 
 
@@ -44,7 +45,7 @@ class Substitutions:
                     continue
                 if name == "weight":
                     self._users.setdefault(id(parameter), []).append(module)
-                if lazy(parameter) is None:
+                if lazy(parameter) is None and is_plain(parameter):
                     pointer = parameter.untyped_storage().data_ptr()
                     pointers.setdefault(pointer, set()).add(id(parameter))
         # Parameters that are views of the same memory: freeing one of them frees nothing.

@@ -32,8 +32,9 @@ class StableFile:
         """Raises `OSError` if the file cannot be opened."""
         self.path = Path(path)
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._state = self._current_state()
-        self.size = self._state[0]
+        status = os.fstat(self._descriptor)
+        self._state = _state(status)
+        self.size = status.st_size
 
     def read(self, offset: int, count: int) -> Tensor:
         """`count` bytes from `offset` on: uint8 [count]. Raises `Corrupt` if the file has fewer."""
@@ -51,8 +52,15 @@ class StableFile:
         return data
 
     def check_unchanged(self) -> None:
-        """Raises `Unavailable` (reason MODEL_FILE_CHANGED) if the file has been written to since it was opened."""
-        if self._current_state() != self._state:
+        """Raises `Unavailable` (reason MODEL_FILE_CHANGED) if the file has been written to, replaced or removed since it was opened.
+
+        This object still reads a file that was replaced. But the other files of the model may be those of the new version.
+        """
+        try:
+            state = _state(self.path.stat())
+        except OSError as error:
+            raise self._changed() from error
+        if state != self._state:
             raise self._changed()
 
     def close(self) -> None:
@@ -61,13 +69,13 @@ class StableFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _current_state(self) -> tuple[int, int]:
-        status = os.fstat(self._descriptor)
-        return status.st_size, status.st_mtime_ns
-
     def _changed(self) -> Unavailable:
         return Unavailable(
             f"{self.path.name} was changed while the model was loading",
             reason="MODEL_FILE_CHANGED",
             metadata={"file": str(self.path)},
         )
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -116,9 +116,9 @@ class GgufModel:
         """What `load_gguf_checkpoint` returns with `return_tensors`, with lazy weights among the tensors."""
         try:
             return self._load(model_to_load, torch_dtype)
-        except NeapError:
+        except (NeapError, OSError, MemoryError):
             raise
-        except Exception:
+        except Exception:  # from a tensor processor that cannot handle counting numbers
             self._widen(self._movable, "the family's tensor processor needs the numbers")
             return self._load(model_to_load, torch_dtype)
 

@@ -6,11 +6,14 @@ Transformers loads them into modules of those packages, which keep their own for
 import hashlib
 import json
 import re
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shared.model.weights.lazy import LazyWeight
 
 # Transformers calls a .gguf file a quantised checkpoint, too. Those are read by `shared.model.weights.gguf`.
 GGUF = "gguf"
@@ -42,6 +45,29 @@ def quantised_digest(model: nn.Module, config: PreTrainedConfig) -> bytes:
                 data = part.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
                 digest.update(data.numpy().data)
     return method.encode() + digest.digest()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is an ordinary one, and not a subclass in which another package keeps quantised numbers."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, LazyWeight)
+
+
+@torch.no_grad()
+def widens(model: PreTrainedModel) -> bool:
+    """Whether a model that was loaded from a quantised checkpoint keeps its weights in more bytes than the checkpoint does.
+
+    Transformers widens the weights of some methods, such as fp8, on devices that their modules do not run on. Some packages, such as
+    compressed-tensors, widen them when the model first runs; so this runs the model over one token, and raises what it raises.
+    """
+    before = _num_bytes(model)
+    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    return quantisation(model.config) is None or _num_bytes(model) > before
+
+
+def _num_bytes(model: nn.Module) -> int:
+    # `state_dict` may rearrange packed weights, as that of bitsandbytes does.
+    tensors = chain(model.parameters(), model.buffers())
+    return sum(part.nbytes for tensor in tensors for part in _plain_parts(tensor))
 
 
 def missing_package(error: ImportError) -> str:

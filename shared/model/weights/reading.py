@@ -16,10 +16,9 @@ from transformers import modeling_utils
 
 from shared.model.weights.files import StableFile
 from shared.model.weights.lazy import LazyWeight
-from shared.model.weights.safetensors_file import TensorEntry, read_entries
-from shared.model.weights.stored import Plain
+from shared.model.weights.safetensors_file import NAMES, TensorEntry, read_entries
+from shared.model.weights.stored import LAZY_DTYPES, Plain
 
-LAZY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Replacement = tuple[
     Any, str, Any
 ]  # a module, the name of one of its functions, and what takes its place
@@ -30,6 +29,9 @@ _lock = threading.Lock()
 
 class Checkpoint:
     """The files of one model. `dtype`: the one that matrices are rounded to; None: the checkpoint's own.
+
+    As a context manager it closes the files at the end. If one of them has changed, it raises `Unavailable` (reason MODEL_FILE_CHANGED),
+    also in place of an error that the changed file may have caused.
 
     `widened` maps the name of a tensor to the reason why it could not stay in its own format.
     """
@@ -46,17 +48,17 @@ class Checkpoint:
             self._files[path] = StableFile(path)
         return self._files[path]
 
-    def check_unchanged(self) -> None:
-        """Raises `Unavailable` (reason MODEL_FILE_CHANGED) if a file has changed since it was opened."""
-        for file in self._files.values():
-            file.check_unchanged()
-
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None or issubclass(kind, Exception):
+                for file in self._files.values():
+                    file.check_unchanged()
+        finally:
+            for file in self._files.values():
+                file.close()
 
 
 @contextmanager
@@ -69,20 +71,20 @@ def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
         yield
 
 
-def safetensors_replacements(checkpoint: Checkpoint) -> list[Replacement]:
-    """Make transformers open .safetensors files with `SafetensorsReader`."""
+def safetensors_replacements(checkpoint: Checkpoint, *, lazy: bool) -> list[Replacement]:
+    """Make transformers open .safetensors files with `SafetensorsReader`. `lazy`: whether matrices stay in their files."""
 
     def open_file(path: str, *_: Any, **__: Any) -> "SafetensorsReader":
-        return SafetensorsReader(checkpoint, path)
+        return SafetensorsReader(checkpoint, path, lazy=lazy)
 
     return [(modeling_utils, "safe_open", open_file)]
 
 
 class SafetensorsReader:
-    """What transformers uses of `safetensors.safe_open`."""
+    """What transformers uses of `safetensors.safe_open`, which maps the file and gives tensors that are parts of the mapping."""
 
-    def __init__(self, checkpoint: Checkpoint, path: str) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, path: str, *, lazy: bool) -> None:
+        self._checkpoint, self._lazy = checkpoint, lazy
         self._file = checkpoint.open(path)
         self._entries = read_entries(self._file)
 
@@ -103,14 +105,12 @@ class SafetensorsReader:
 
     def get_tensor(self, name: str) -> Tensor:
         entry = self._entries[name]
-        rows_and_columns = entry.shape
-        if len(rows_and_columns) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
+        shape = entry.shape
+        if self._lazy and len(shape) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
             wanted = self._checkpoint.dtype
-            return LazyWeight(
-                Plain(self._file, entry.offset, rows_and_columns, entry.dtype, wanted=wanted)
-            )
+            return LazyWeight(Plain(self._file, entry.offset, shape, entry.dtype, wanted=wanted))
         data = self._file.read(entry.offset, entry.num_bytes)
-        return data.view(entry.dtype).view(entry.shape)
+        return data.view(entry.dtype).view(shape)
 
 
 class _Slice:
@@ -123,7 +123,8 @@ class _Slice:
         return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        return str(self._entry.dtype)
+        """The name that the file uses, such as "BF16"."""
+        return NAMES[self._entry.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
         tensor = self._reader.get_tensor(self._entry.name)

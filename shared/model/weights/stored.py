@@ -20,6 +20,8 @@ PLAIN_KINDS = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
+# The dtypes of the kernels' matrices.
+LAZY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS = slice(None)
 
 
@@ -63,7 +65,7 @@ class Stored(ABC):
         return self.widened_rows()[ids]
 
     def rounded(self) -> Tensor:
-        """The matrix as the model holds it, rounded to bfloat16."""
+        """The checkpoint's matrix as the model holds it, rounded to bfloat16 once, whatever other dtype was wanted."""
         return self.widened().to(torch.bfloat16)
 
 
@@ -90,11 +92,13 @@ class Plain(Stored):
 
     def read(self) -> Tensor:
         """[N, K] of the wanted dtype. Raises `UnsupportedModel` if that cannot hold a number."""
+        return rounded_to(self._read(), self._wanted)
+
+    def _read(self) -> Tensor:
+        """[N, K] of the file's dtype."""
         file, offset, shape, dtype = self._place
         numbers = file.read(offset, shape[0] * shape[1] * dtype.itemsize).view(dtype).view(shape)
-        if self._row_order is not None:
-            numbers = numbers[self._row_order]
-        return rounded_to(numbers, self._wanted)
+        return numbers if self._row_order is None else numbers[self._row_order]
 
     def widened_rows(self) -> Tensor:
         return self.read().float()
@@ -106,7 +110,7 @@ class Plain(Stored):
         return ops.pack_linear(self.read().T[rows]), self.format
 
     def rounded(self) -> Tensor:
-        numbers = self.read().to(torch.bfloat16)
+        numbers = self._read().to(torch.bfloat16)
         return numbers.T.contiguous() if self.transposed else numbers
 
 
@@ -139,12 +143,18 @@ class Blocks(Stored):
     def widened_rows(self) -> Tensor:
         return ops.unpack_linear(self.pack())
 
+    def rounded(self) -> Tensor:
+        numbers = ops.unpack_linear(self._pack()).to(torch.bfloat16)
+        return numbers.T.contiguous() if self.transposed else numbers
+
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        kind = self._place[3]
-        packed = ops.pack_blocks(self.read()[rows], kind.name, self.columns)
+        packed = self._pack(rows)
         if self._wanted is None:
             return packed
         return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._wanted))
+
+    def _pack(self, rows: slice = ALL_ROWS) -> Tensor:
+        return ops.pack_blocks(self.read()[rows], self._place[3].name, self.columns)
 
 
 class Joined(Stored):

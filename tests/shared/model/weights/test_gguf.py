@@ -21,6 +21,17 @@ from tests.gguf_files import write_llama
 
 SMALL = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.F16, Kind.BF16, Kind.F32]
 LARGE = {"attn_q": Kind.Q4_K, "attn_k": Kind.Q5_K, "ffn_up": Kind.Q6_K, "ffn_down": Kind.Q4_K}
+# The types of a common Q4_K_M file, and plain ones.
+MIXED = {
+    "token_embd": Kind.Q6_K,
+    "attn_q": Kind.Q4_K,
+    "attn_k": Kind.Q4_K,
+    "attn_v": Kind.Q6_K,
+    "attn_output": Kind.F16,
+    "ffn_gate": Kind.Q4_K,
+    "ffn_up": Kind.F32,
+    "ffn_down": Kind.Q6_K,
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +79,7 @@ def test_is_parsed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kinds", [*SMALL, LARGE], ids=lambda k: getattr(k, "name", "K"))
+@pytest.mark.parametrize("kinds", [*SMALL, LARGE, MIXED], ids=lambda k: getattr(k, "name", "K"))
 def test_a_model_in_blocks_is_the_widened_model(
     tmp_path: Path, kinds: Kind | dict[str, Kind], tied: bool
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shared.errors import Corrupt, NeapError, Unavailable, UnsupportedModel
+from shared.errors import Corrupt, NeapError, NotFound, Unavailable, UnsupportedModel
 from shared.model.load import LoadedModel, load_model
 from shared.model.substitution.match import Unsuitable
 from shared.model.weights.files import StableFile
@@ -19,7 +19,17 @@ from shared.model.weights.reading import SafetensorsReader
 from tests.families import build_family
 
 # Families without a kernel for everything keep those weights as float32.
-SAVED = ["llama", "llama-tied", "qwen3", "gemma3-sliding", "phi3", "gpt2", "mixtral", "opt"]
+SAVED = [
+    "llama",
+    "llama-tied",
+    "qwen2.5",
+    "qwen3",
+    "gemma3-sliding",
+    "phi3",
+    "gpt2",
+    "mixtral",
+    "opt",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +124,16 @@ def test_what_has_no_kernel_is_widened_and_named(
     assert lazy(loaded.model.lm_head.weight) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_experts_that_are_widened_are_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    save(tmp_path, "mixtral", dtype)
+    with structlog.testing.capture_logs() as lines:
+        load_model(tmp_path)
+    told = [line for line in lines if line["event"].startswith("matrices were widened")]
+    reasons = {"a parameter of several matrices has no kernel": 12}
+    assert [line["reasons"] for line in told] == ([reasons] if dtype == torch.bfloat16 else [])
+
+
 def test_a_checkpoint_without_some_of_its_weights_is_refused(tmp_path: Path) -> None:
     save(tmp_path, "llama", torch.float32)
     path = tmp_path / "model.safetensors"
@@ -202,3 +222,86 @@ def test_an_unknown_family_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(NeapError) as caught:
         load_model(tmp_path)
     assert isinstance(caught.value, UnsupportedModel)
+
+
+def _shards(folder: Path) -> list[Path]:
+    model = build_family("llama").to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    return shards
+
+
+def test_shards_are_one_model(folder: Path, tmp_path: Path) -> None:
+    _shards(tmp_path)
+    whole, sharded = load_model(folder), load_model(tmp_path)
+    assert _formats(sharded) == {"bfloat16"}
+    assert sharded.fingerprint == whole.fingerprint
+    assert torch.equal(_logits(sharded), _logits(whole))
+
+
+def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
+    _shards(tmp_path)[1].unlink()
+    with pytest.raises(NotFound) as caught:
+        load_model(tmp_path)
+    assert caught.value.reason == "MODEL_NOT_FOUND"
+
+
+def test_a_shard_that_is_replaced_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards opened before would be those of another version than the shards opened later."""
+    shard = _shards(tmp_path)[0]
+    opened = SafetensorsReader.__init__
+
+    def replace_and_open(reader: SafetensorsReader, *args: object, **options: object) -> None:
+        opened(reader, *args, **options)
+        new = tmp_path / "new"
+        new.write_bytes(shard.read_bytes())
+        new.replace(shard)
+
+    monkeypatch.setattr(SafetensorsReader, "__init__", replace_and_open)
+    with pytest.raises(Unavailable) as caught:
+        load_model(tmp_path)
+    assert caught.value.reason == "MODEL_FILE_CHANGED"
+
+
+def test_an_error_that_a_changed_file_causes_names_the_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that were compared with the packed ones are not those that were packed."""
+    path = save(tmp_path, "llama", torch.float32) / "model.safetensors"
+
+    def overwrite(model: object) -> None:
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.seek(size // 2)
+            file.write(b"\xff" * (size - size // 2))
+
+    monkeypatch.setattr("shared.model.substitution.apply._substitute_modules", overwrite)
+    with pytest.raises(Unavailable) as caught:
+        load_model(tmp_path)
+    assert caught.value.reason == "MODEL_FILE_CHANGED"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_model_keeps_its_fingerprint_in_another_format(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Rounded to float16 and then to bfloat16, many weights are not what they are if they are rounded once."""
+    save(tmp_path, "llama", torch.float32)
+    assert load_model(tmp_path, dtype=dtype).fingerprint == load_model(tmp_path).fingerprint
+
+
+def test_all_files_are_closed_afterwards(folder: Path, tmp_path: Path) -> None:
+    def open_files() -> set[str]:
+        links = Path("/proc/self/fd").iterdir()
+        return {str(link.readlink()) for link in links if link.is_symlink()}
+
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    load_model(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 1000)
+    with pytest.raises(Corrupt):
+        load_model(tmp_path)
+    assert not [name for name in open_files() if name.startswith(str(tmp_path))]
