@@ -319,7 +319,7 @@ def wrap_model(
     kv_dtype = kv_dtype or model.dtype
     report = None
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
-        _accelerate(model, model_id, kv_dtype)
+        report = _accelerate(model, model_id, kv_dtype)
     if kv_dtype != model.dtype and model.config._attn_implementation != attention.NAME:
         raise UnsupportedModel(
             f"keys and values of {model_id} cannot be kept in {str(kv_dtype).removeprefix('torch.')}: only neap's own attention, on a CPU, reads them in another dtype "
@@ -339,7 +339,10 @@ def wrap_model(
     )
 
 
-def _accelerate(model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype) -> None:
+def _accelerate(
+    model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype
+) -> "AccelerationReport | None":
+    """What was replaced; None if a quantised model keeps its own modules."""
     from shared.model.substitution.apply import accelerate
 
     try:
@@ -349,7 +352,7 @@ def _accelerate(model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype) ->
             raise
         # Modules that quantise activations turn differences in the last bit into large ones.
         log.warning("neap's kernels are not used", model_id=model_id, reason=str(error))
-        return
+        return None
     log.info("accelerated", model_id=model_id, replaced=str(report))
     if report.widened:
         log.warning(
@@ -357,6 +360,7 @@ def _accelerate(model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype) ->
             model_id=model_id,
             weights=dict(report.widened),
         )
+    return report
 
 
 def _size_mb(path: Path) -> float | None:
