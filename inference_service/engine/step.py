@@ -25,9 +25,8 @@ from shared.model.sampling import Trial
 
 logger = logging.getLogger(__name__)
 
-# Prompt tokens per step, so that a long prompt can be cancelled. Fewer if running streams would have to wait for them.
-PREFILL_TOKENS = 256
-PREFILL_TOKENS_BESIDE_DECODING = 64
+# Prompt tokens per step, so that a long prompt can be cancelled. Fewer, but at least the second number, the more streams wait for them.
+MAX_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 256, 64
 FULL = "full"
 
 # A sequence, and the drafter of its ladder.
@@ -54,6 +53,15 @@ class _Part:
         drafts = self.chain.drafts[self.chain.num_final :]
         sequence = self.sequence
         return Trial(sequence.request.sampling, sequence.tokens, [draft.token for draft in drafts])
+
+
+def prefill_budget(num_reading: int, num_decoding: int) -> int:
+    """Prompt tokens of a step: in proportion to the share of requests that wait for their first token.
+
+    Streams that decode wait for prompts in the same step, and prompts for one another.
+    """
+    share = num_reading / max(1, num_reading + num_decoding)
+    return MIN_PREFILL_TOKENS + round((MAX_PREFILL_TOKENS - MIN_PREFILL_TOKENS) * share)
 
 
 class Decoder:
@@ -113,7 +121,7 @@ class Decoder:
         shape = (num_adaptive, len(decoding))
         drafts = num_adaptive == 0 or self._adaptive.choose(shape)
 
-        prefills = self._prefill(reading, running, is_decoding=bool(decoding))
+        prefills = self._prefill(reading, running, len(decoding))
         drafted = self._draft(decoding, drafts=drafts)
         self._plan(drafted, prefills, costs)
         parts = [*self._commit_final(drafted), *prefills]
@@ -130,10 +138,10 @@ class Decoder:
     # Prefill.
 
     def _prefill(
-        self, reading: Rows[Sequence], running: Rows[Sequence], *, is_decoding: bool
+        self, reading: Rows[Sequence], running: Rows[Sequence], num_decoding: int
     ) -> list[_Part]:
         """The next pieces of prompts, first come, first served, within the token budget of a step."""
-        budget = PREFILL_TOKENS_BESIDE_DECODING if is_decoding else PREFILL_TOKENS
+        budget = prefill_budget(len(reading), num_decoding)
         parts: list[_Part] = []
         for sequence in reading:
             if budget:

@@ -104,6 +104,7 @@ def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) ->
     while not sequence.is_finished:
         for chunk in decoder.step([(sequence, drafter)], COSTS)[0]:
             tokens += [token.token_id for token in chunk.tokens]
+        assert sequence.failure is None
     return tokens
 
 
@@ -118,8 +119,8 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 
 def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
-    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS", 12)
-    monkeypatch.setattr(decoder_module, "PREFILL_TOKENS_BESIDE_DECODING", 5)
+    monkeypatch.setattr(decoder_module, "MAX_PREFILL_TOKENS", 12)
+    monkeypatch.setattr(decoder_module, "MIN_PREFILL_TOKENS", 5)
     drafted = shared_passes = shared_exits = cancelled = lent = 0
     alone = Decoder(decoder.runner)
     for schedule in range(SCHEDULES_PER_FAMILY):
@@ -150,6 +151,7 @@ def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
             for index, chunks in zip(turn, results, strict=True):
                 answers[index] += [t.token_id for chunk in chunks for t in chunk.tokens]
                 sequence: Sequence = running[index]
+                assert sequence.failure is None
                 if sequence.is_finished:
                     drafted += sequence.num_drafted
                     lent += sequence.num_cached

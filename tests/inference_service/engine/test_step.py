@@ -12,7 +12,7 @@ from inference_service.engine.request.request import (
     TokenChunk,
 )
 from inference_service.engine.request.sequence import Sequence
-from inference_service.engine.step import Decoder
+from inference_service.engine.step import Decoder, prefill_budget
 from shared.ladder.policy import DepthPolicy
 from shared.model import distribution
 from shared.model.contiguous_runner import ContiguousRunner
@@ -254,3 +254,10 @@ def test_a_step_of_mixed_requests_reads_the_device_once(loaded, monkeypatch):
         assert reads.found == ["tolist"]
         drafted = sum(sequence.num_drafted for sequence, _ in batch)
         assert (drafted > len(batch)) == is_decoding
+
+
+@pytest.mark.parametrize(
+    ("num_reading", "num_decoding", "tokens"), [(1, 0, 256), (8, 0, 256), (4, 4, 160), (1, 7, 88)]
+)
+def test_more_prompt_tokens_the_fewer_streams_wait_for_them(num_reading, num_decoding, tokens):
+    assert prefill_budget(num_reading, num_decoding) == tokens
