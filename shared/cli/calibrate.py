@@ -103,7 +103,7 @@ def calibrate(
         ),
     ] = "",
     head_form: Annotated[
-        Literal["auto", "affine", "gated", "fused"],
+        Literal["auto", "affine", "gated"],
         typer.Option(
             "--head-form",
             help="Form of the exit heads: affine (a tuned lens), gated (a low-rank gated MLP), "
