@@ -136,6 +136,10 @@ def test_extreme_numbers_are_refused_or_returned(start_service):
     assert taken > 5
     every = pb.ListCalibrationsRequest(page_size=1000)
     for what, request in [("all", every), *extremes(pb.ListCalibrationsRequest())]:
+        if request.page_size < 0:
+            error = error_of(lambda own=request: service.calibrations.ListCalibrations(own))
+            assert (type(error), error.reason) == (InvalidInput, "BAD_PAGE_SIZE"), what
+            continue
         listed = service.calibrations.ListCalibrations(request, timeout=60)
         assert not listed.unreadable, what
     listed = service.calibrations.ListCalibrations(every, timeout=60)
