@@ -79,6 +79,8 @@ class Gates:
         # Layers below this number have run already in this pass, as one op, with these arguments.
         self._stacked_until = 0
         self._stacked_with: list[object] = []
+        # Whether layers may run as one op: not if somebody calls the model directly, who could not repeat the pass.
+        self._may_stack = False
         self._hooks = [hooks for x in layers for hooks in (x._forward_hooks, x._forward_pre_hooks)]
         for index, layer in enumerate(layers):
             layer.forward = self._gated(index)
@@ -131,7 +133,8 @@ class Gates:
                 raise _CalledDifferently(index)
             hidden: Tensor = args[0] if args else kwargs["hidden_states"]
             return hidden
-        if self._stack is not None and self._running is self.forwards and not any(self._hooks):
+        may_stack = self._may_stack and self._running is self.forwards and not any(self._hooks)
+        if self._stack is not None and may_stack:
             stops = [depth for depth in self._captured or () if index < depth < self._last]
             end = self._stack.end(index, min([*stops, self._last]))
             if end > index + 1 and (out := self._stack.run(index, end, args, kwargs)) is not None:
@@ -144,6 +147,7 @@ class Gates:
         opened = self._first, self._last, self._entering
         counters = self.counters
         counted = list(counters.per_layer), counters.token_layers
+        self._may_stack = True
         try:
             self._model.base_model(**inputs)
         except _CalledDifferently as different:
@@ -153,6 +157,8 @@ class Gates:
             self._open(*opened)
             # Keys and values that the op has written are written again.
             self._model.base_model(**inputs)
+        finally:
+            self._may_stack = False
 
     def _learn_output_form(self) -> None:
         token = torch.ones(1, 1, dtype=torch.long, device=self._model.device)

@@ -122,3 +122,16 @@ def test_layers_that_are_called_differently_run_one_by_one(spans, monkeypatch):
         states += _run(runner, ids, [0, NUM_LAYERS])
         assert spans == [1] * NUM_LAYERS
     assert all(torch.equal(states[0], other) for other in states[1:])
+
+
+def test_the_model_can_still_be_called_directly(spans):
+    loaded = _loaded()
+    runner = ContiguousRunner(loaded)
+    ids = torch.randint(2, VOCABULARY_SIZE, (1, 6))
+    expected = _run(runner, ids, [0, NUM_LAYERS])[0]
+    for _ in range(2):
+        cache = runner.new_cache(6)
+        cache.begin(0, 6)
+        with torch.inference_mode():
+            states = loaded.model.base_model(input_ids=ids, past_key_values=cache)
+        assert torch.equal(states.last_hidden_state, loaded.parts.final_norm(expected))
