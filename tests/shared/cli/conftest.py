@@ -13,6 +13,7 @@ from neap_client.router.v1 import router_pb2, router_pb2_grpc
 from typer.testing import CliRunner, Result
 
 from calibrator_service.convert import version_to_proto
+from shared.cli.console import out
 from shared.cli.main import app
 from shared.errors import InvalidInput, NeapError, NotFound
 from shared.registry.base import PublishedVersion
@@ -259,6 +260,12 @@ def service() -> Iterator[FakeService]:
 class Neap:
     def __call__(self, *arguments: str, **options: Any) -> Result:
         return CliRunner().invoke(app, list(arguments), **options)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal wide enough for any table. Where tests run side by side, COLUMNS was 80 when the console was made, which keeps it."""
+    monkeypatch.setattr(out, "width", 300)
 
 
 @pytest.fixture

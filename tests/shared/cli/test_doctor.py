@@ -44,13 +44,14 @@ def test_everything_works(doctor, tmp_path):
     assert findings["versions"]["facts"]["transformers"]
 
 
+@pytest.mark.usefixtures("wide")
 def test_the_table_and_the_exit_status_tell_what_is_broken(neap, tmp_path, monkeypatch):
     """All faults are found, not the first one only."""
     monkeypatch.setenv("NEAP_REGISTRI", "x")
     (tmp_path / "file").touch()
     registry = ["--registry", str(tmp_path / "file" / "registry")]
     model = ["--model", f"tiny={tmp_path / 'nothing'}"]
-    result = neap("doctor", *registry, *model, env={"COLUMNS": "300"})
+    result = neap("doctor", *registry, *model)
     assert result.exit_code == 1
     assert "broken: variables, registry, model tiny" in result.stderr
     rows = {row[2].strip(): row for row in map(cells, result.stdout.splitlines()) if len(row) > 3}

@@ -55,12 +55,13 @@ def test_ctrl_c_ends_the_wait_for_a_cancelled_job(service, neap):
     assert "`neap jobs watch job-1" in result.stderr
 
 
+@pytest.mark.usefixtures("wide")
 def test_lists_jobs_of_all_states(service, neap):
     service.calibration.states[1:1] = [
         {"state": pb.STATE_FAILED, "failure": pb.Failure(reason="DISK_FULL", message="no [room]")},
         {"state": pb.STATE_CANCELLED},
     ]
-    result = neap("jobs", "list", "--calibrator", service.address, env={"COLUMNS": "200"})
+    result = neap("jobs", "list", "--calibrator", service.address)
     assert result.exit_code == 0, result.output
     rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if "job-1" in line]
     assert [(row[2].strip(), row[5].strip()) for row in rows] == [
