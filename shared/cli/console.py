@@ -78,6 +78,14 @@ Worker = Annotated[
 Model = Annotated[
     str, typer.Option("--model", help="Id of the model, as configured on the service.")
 ]
+RegistryUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--registry",
+        metavar="URL",
+        help="Registry of the services: a folder or a redis:// URL. Default: NEAP_REGISTRY, or a folder under --data-dir.",
+    ),
+]
 
 
 def default_data_dir() -> Path:

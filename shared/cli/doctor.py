@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from shared.cli.console import err, exit_on_error, fail, out
+from shared.cli.console import RegistryUrl, err, exit_on_error, fail, out
 from shared.config import WorkerSettings, make_settings
 from shared.plain_text import one_line, printable
 
@@ -29,15 +29,7 @@ def doctor(
             help="Model to load, as the services are told. May be given several times. Default: NEAP_MODELS.",
         ),
     ] = None,
-    registry: Annotated[
-        str | None,
-        typer.Option(
-            "--registry",
-            metavar="URL",
-            help="Registry of the services: a folder or a redis:// URL. "
-            "Default: NEAP_REGISTRY, or a folder under --data-dir.",
-        ),
-    ] = None,
+    registry: RegistryUrl = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.cli.console import exit_on_error, out
+from shared.cli.console import RegistryUrl, exit_on_error, out
 from shared.cli.routers import current_user
 from shared.config import ServiceSettings, make_settings
 
@@ -30,15 +30,7 @@ def import_router(
             "Default: none.",
         ),
     ] = None,
-    registry: Annotated[
-        str | None,
-        typer.Option(
-            "--registry",
-            metavar="URL",
-            help="Registry of the services: a folder or a redis:// URL. "
-            "Default: NEAP_REGISTRY, or a folder under --data-dir.",
-        ),
-    ] = None,
+    registry: RegistryUrl = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from shared.cli.console import err, exit_on_error, out, print_line
+from shared.cli.console import RegistryUrl, err, exit_on_error, out, print_line
 from shared.cli.tune_view import draw, read_results, sweep_table
 from shared.errors import NeapError, Unavailable
 
@@ -49,15 +49,7 @@ def tune(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=9, help="Maximum number of new tokens per answer.")
     ] = 128,
-    registry: Annotated[
-        str | None,
-        typer.Option(
-            "--registry",
-            metavar="URL",
-            help="Registry of the services: a folder or a redis:// URL. "
-            "Default: NEAP_REGISTRY, or a folder under --data-dir.",
-        ),
-    ] = None,
+    registry: RegistryUrl = None,
     data_dir: Annotated[
         Path | None,
         typer.Option(

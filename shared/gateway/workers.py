@@ -46,8 +46,14 @@ class Workers:
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def list_models(self, metadata: Metadata) -> list[pb.Model]:
-        reply = await self._unary("ListModels", pb.ListModelsRequest(), metadata)
-        return list(reply.models)
+        models: list[pb.Model] = []
+        request = pb.ListModelsRequest()
+        while True:
+            reply: pb.ListModelsResponse = await self._unary("ListModels", request, metadata)
+            models += reply.models
+            if not reply.next_page_token:
+                return models
+            request = pb.ListModelsRequest(page_token=reply.next_page_token)
 
     async def get_model(self, model_id: str, metadata: Metadata) -> pb.Model:
         request = pb.GetModelRequest(model_id=model_id)
