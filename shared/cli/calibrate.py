@@ -18,6 +18,7 @@ from shared.cli.console import (
     exit_on_error,
     print_line,
 )
+from shared.cli.interruption import interruptible_call
 from shared.cli.job_progress import (
     cancel_and_follow,
     follow,
@@ -197,7 +198,7 @@ def calibrate(
 def start(client: NeapClient, request: pb.CreateCalibrationRequest) -> None:
     """Create a job and print its id."""
     try:
-        job = client.create_calibration(request.spec, request_id=request.request_id)
+        job = create(client, request)
         print_line(job.calibration_id)
         note(f"the service runs the calibration; {how_to_watch(client, job.calibration_id)}")
     except KeyboardInterrupt:
@@ -213,7 +214,7 @@ def run(
     """
     job = None
     try:
-        job = client.create_calibration(request.spec, request_id=request.request_id)
+        job = create(client, request)
         print_line(f"calibration {job.calibration_id}")
         return follow(client, job.calibration_id)
     except KeyboardInterrupt:
@@ -221,6 +222,12 @@ def run(
             leave(afterwards or unanswered(client, request))
         job_id = job.calibration_id
         return cancel_and_follow(client, job_id, afterwards or how_to_watch(client, job_id))
+
+
+def create(client: NeapClient, request: pb.CreateCalibrationRequest) -> pb.Calibration:
+    return interruptible_call(
+        lambda: client.create_calibration(request.spec, request_id=request.request_id)
+    )
 
 
 def unanswered(client: NeapClient, request: pb.CreateCalibrationRequest) -> str:

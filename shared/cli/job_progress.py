@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from shared.cli.connection import equivalent_command
 from shared.cli.console import err, fail, out, print_line
+from shared.cli.interruption import interruptible, interruptible_call
 from shared.errors import NeapError
 from shared.plain_text import one_line
 
@@ -29,7 +30,7 @@ def cancel_and_follow(client: NeapClient, calibration_id: str, afterwards: str) 
     try:
         note(f"cancelling {name}; another Ctrl-C leaves without waiting for its end")
         try:
-            client.cancel_calibration(calibration_id)
+            interruptible_call(lambda: client.cancel_calibration(calibration_id))
         except NeapError as error:
             fail(f"{name} is perhaps not cancelled: {error.message} [{error.reason}]; {afterwards}")
         return follow(client, calibration_id)
@@ -51,7 +52,7 @@ def follow(client: NeapClient, calibration_id: str) -> pb.Calibration:
         task = progress.add_task("queued", total=1.0, figures="")
         last_said = ("", 0)
         job = pb.Calibration()
-        for job in client.watch_calibration(calibration_id):
+        for job in interruptible(client.watch_calibration(calibration_id)):
             phase = phase_name(job)
             progress.update(
                 task,

@@ -18,6 +18,7 @@ from shared.cli.console import (
     print_line,
     table_cell,
 )
+from shared.cli.interruption import interruptible
 from shared.cli.job_progress import (
     ENDED,
     follow,
@@ -114,7 +115,7 @@ def cancel(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
 def print_states(client: NeapClient, calibration_id: str) -> pb.Calibration:
     """Print each state of a job until it ends and return the last one."""
     job = pb.Calibration()
-    for job in client.watch_calibration(calibration_id):
+    for job in interruptible(client.watch_calibration(calibration_id)):
         print_message(job)
     return job if job.state in ENDED else client.get_calibration(calibration_id)
 
