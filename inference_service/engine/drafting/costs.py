@@ -20,7 +20,7 @@ MAX_PASS_TOKENS = 9
 CONTEXT_TOKENS = 128
 REPEATS = 8
 # Measurements of passes stop after this time, but not before MIN_REPEATS repeats. Start-up waits for them.
-MEASURE_S = 0.6
+MEASURE_S = 0.3
 MIN_REPEATS = 3
 # Sizes of the passes that many sequences share.
 WIDE_PASS_TOKENS = (16, 32, 64)

@@ -109,6 +109,11 @@ class Plain(Stored):
     def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
         return ops.pack_linear(self.read().T[rows]), self.format
 
+    def look_up(self, ids: Tensor) -> Tensor:
+        file, offset, (_, columns), dtype = self._place
+        rows = file.read_rows(offset, columns * dtype.itemsize, _in_file(ids, self._row_order))
+        return rounded_to(rows.view(dtype), self._wanted).float().view(*ids.shape, columns)
+
     def rounded(self) -> Tensor:
         numbers = self._read().to(torch.bfloat16)
         return numbers.T.contiguous() if self.transposed else numbers
@@ -142,6 +147,14 @@ class Blocks(Stored):
 
     def widened_rows(self) -> Tensor:
         return ops.unpack_linear(self.pack())
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        file, offset, (_, columns), kind = self._place
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        row_ids = _in_file(ids, self._row_order)
+        blocks = file.read_rows(offset, columns // block * block_bytes, row_ids)
+        rows = ops.unpack_linear(ops.pack_blocks(blocks, kind.name, columns))
+        return rounded_to(rows, self._wanted or rows.dtype).float().view(*ids.shape, columns)
 
     def rounded(self) -> Tensor:
         numbers = ops.unpack_linear(self._pack()).to(torch.bfloat16)
@@ -224,6 +237,12 @@ def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:
             reason="WEIGHTS_OVERFLOW",
         )
     return rounded
+
+
+def _in_file(ids: Tensor, row_order: Tensor | None) -> Sequence[int]:
+    """The rows of a file that hold rows `ids` [*] of a matrix."""
+    rows: list[int] = (ids if row_order is None else row_order[ids]).flatten().tolist()
+    return rows
 
 
 def _name(dtype: torch.dtype) -> str:
