@@ -11,7 +11,8 @@ inline void check_mask(const char* op, const Tensor& mask, int64_t batch, int64_
 }
 
 // Sets the fields of a problem that concern the cache. `k` and `v` [B, Hkv, >= keys, D] of one dtype; the first `keys` slots are attended over.
-inline void attend_over(AttentionArgs* args, const Tensor& k, const Tensor& v, Dtype kv_dtype, int64_t keys, const Tensor* mask, bool causal, double scaling,
+template <class T>
+void attend_over(AttentionArgs* args, const T& k, const T& v, Dtype kv_dtype, int64_t keys, const Tensor* mask, bool causal, double scaling,
                         const std::optional<double>& softcap) {
   args->k = k.const_data_ptr(), args->v = v.const_data_ptr(), args->kv_dtype = kv_dtype, args->keys = keys, args->kv_heads = k.size(1), args->width = k.size(3), args->value_width = v.size(3);
   args->k_batch = k.stride(0), args->k_head = k.stride(1), args->k_row = k.stride(2);

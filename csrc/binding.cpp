@@ -1,6 +1,7 @@
 // The ops on packed weights, norms and rotary positions: argument checks, allocation of outputs, and calls of the CPU kernels. Also
 // the schemas of the ops that run on the CPU only.
 #include "packed.h"
+#include "tensor_table.h"
 
 #include <tuple>
 
@@ -99,9 +100,10 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, "
       "SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
   m.def(
-      "decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor[] norms, Tensor[] packed, Tensor[] biases, Tensor(a!)[] keys, "
+      "decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases, Tensor(a!)[] keys, "
       "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt num_layers, SymInt heads, SymInt intermediate, str activation, "
       "float eps, float weight_offset, float scaling, float? softcap=None) -> Tensor");
+  m.def("tensor_table(Tensor[] tensors) -> Tensor");
   m.def("profile_layers(bool is_on) -> Tensor");
   m.def("cpu_isa() -> str");
   m.def("set_cpu_isa(str name) -> ()");
@@ -124,6 +126,7 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(neap, CompositeExplicitAutograd, m) {
   using namespace neap::binding;
+  m.impl("tensor_table", TORCH_BOX(&tensor_table));
   m.impl("profile_layers", TORCH_BOX(&profile_layers));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));

@@ -28,13 +28,15 @@ using Sizes = std::vector<int64_t>;
 
 inline constexpr int64_t kGrainFlops = 100'000;  // least work per thread: below this, waking a thread costs more than it saves
 
-inline std::string text(const Tensor& t) {
+template <class T>
+std::string text(const T& t) {
   std::string out = "[";
   for (int64_t i = 0; i < t.dim(); ++i) out += (i ? ", " : "") + std::to_string(t.size(i));
   return out + "]";
 }
 
-inline void check_float(const char* op, const char* name, const Tensor& t, int64_t dims) {
+template <class T>
+void check_float(const char* op, const char* name, const T& t, int64_t dims) {
   NEAP_CHECK(t.is_cpu(), op, ": ", name, " must be on the CPU");
   NEAP_CHECK(t.scalar_type() == ScalarType::Float, op, ": ", name, " must be float32, the only dtype on the CPU");
   NEAP_CHECK(dims < 0 ? t.dim() >= 1 : t.dim() == dims, op, ": ", name, " has shape ", text(t), ", want ",
@@ -42,7 +44,8 @@ inline void check_float(const char* op, const char* name, const Tensor& t, int64
 }
 
 // The dtype of stored numbers, which kernels widen.
-inline Dtype dtype_of(const char* op, const char* name, const Tensor& t) {
+template <class T>
+Dtype dtype_of(const char* op, const char* name, const T& t) {
   switch (t.scalar_type()) {
     case ScalarType::Float: return kFloat32;
     case ScalarType::Half: return kFloat16;
@@ -53,15 +56,17 @@ inline Dtype dtype_of(const char* op, const char* name, const Tensor& t) {
 }
 
 // Keys and values [B, H, S, D] on the CPU, of one dtype, which is returned.
-inline Dtype check_kv(const char* op, const Tensor& keys, const Tensor& values) {
-  for (const Tensor* t : {&keys, &values})
+template <class T>
+Dtype check_kv(const char* op, const T& keys, const T& values) {
+  for (const T* t : {&keys, &values})
     NEAP_CHECK(t->is_cpu() && t->dim() == 4, op, ": keys ", text(keys), " and values ", text(values), " must be on the CPU and have 4 dimensions");
   const Dtype dtype = dtype_of(op, "keys", keys);
   NEAP_CHECK(dtype_of(op, "values", values) == dtype, op, ": values are of another dtype than keys");
   return dtype;
 }
 
-inline void check_vector(const char* op, const char* name, const Tensor& t, int64_t size) {
+template <class T>
+void check_vector(const char* op, const char* name, const T& t, int64_t size) {
   check_float(op, name, t, 1);
   NEAP_CHECK(t.size(0) == size && t.is_contiguous(), op, ": ", name, " must be contiguous with shape [", size, "], got ", text(t));
 }
@@ -85,7 +90,8 @@ inline Sizes sizes_of(const Tensor& t) {
   return Sizes(sizes.begin(), sizes.end());
 }
 
-inline const float* floats(const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); }
+template <class T>
+const float* floats(const T& t) { return static_cast<const float*>(t.const_data_ptr()); }
 inline float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
 // Runs f(begin, end) over [0, items) on torch's threads. `flops`: work of all items. Each thread gets at least kGrainFlops of it.
@@ -119,10 +125,9 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
                                    std::optional<double> softcap);
 
 // layer.cpp
-Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms, std::vector<Tensor> packed, std::vector<Tensor> biases,
-                      std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
-                      std::vector<Tensor> masks, int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
-                      double weight_offset, double scaling, std::optional<double> softcap);
+Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases, std::vector<Tensor> keys, std::vector<Tensor> values,
+                      std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks, int64_t num_layers, int64_t heads,
+                      int64_t intermediate, std::string activation, double eps, double weight_offset, double scaling, std::optional<double> softcap);
 Tensor profile_layers(bool is_on);
 
 }  // namespace neap::binding

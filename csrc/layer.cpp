@@ -5,6 +5,7 @@
 #include "attention_problem.h"
 #include "packed.h"
 #include "team.h"
+#include "tensor_table.h"
 
 #include <chrono>
 
@@ -54,9 +55,12 @@ class Arena {
   int64_t used_ = 0;
 };
 
+// So few tokens are normed by every thread for itself: that takes less time than waiting for each other's part.
+constexpr int64_t kTokensNormedAlone = 8;
+
 // The arguments of all steps of one layer, shared by the threads that run it.
 struct Layer {
-  int64_t tokens = 0, ranks = 1, scratch = 0, max_rows = 0;
+  int64_t tokens = 0, ranks = 1, scratch = 0;
   RmsNormArgs input_norm{}, mlp_norm{};
   std::vector<LinearArgs> projections;  // q, k and v, or one for all three
   PlaceArgs place{};
@@ -66,8 +70,9 @@ struct Layer {
   LinearArgs out{}, gated{}, down{};
   std::vector<int64_t> projection_items, projection_ends, problem_ends, block_ends;  // *_ends: running totals, see each_loop
   int64_t out_items = 0, gated_items = 0, down_items = 0;
-  float* scratches = nullptr;
+  float *scratches = nullptr, *normed = nullptr;
 
+  bool norms_alone() const { return tokens <= kTokensNormedAlone; }
   void lay_out(Arena* arena, int64_t width, int64_t intermediate);
   void count(const Kernels& kernels);
   void run(const Team& team) const;
@@ -75,9 +80,8 @@ struct Layer {
 
 // Sets the input and output pointers of every step to pieces of the arena.
 void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
-  float* normed = arena->take(tokens * width);
-  input_norm.out = mlp_norm.out = normed;
-  for (LinearArgs& projection : projections) projection.x = normed, projection.out = arena->take(tokens * projection.out_features);
+  normed = arena->take((norms_alone() ? ranks : 1) * tokens * width);
+  for (LinearArgs& projection : projections) projection.out = arena->take(tokens * projection.out_features);
   const int64_t q_width = place.heads * place.width, k_width = place.kv_heads * place.width;
   const bool apart = projections.size() == 3;
   place.q = projections[0].out, place.q_row = projections[0].out_features;
@@ -95,7 +99,7 @@ void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
   float* hidden = arena->take(tokens * width);
   out.x = attended, out.out = hidden;
   mlp_norm.x = hidden;
-  gated.x = normed, gated.out = arena->take(tokens * intermediate);
+  gated.out = arena->take(tokens * intermediate);
   down.x = gated.out, down.residual = hidden;
   scratches = arena->take(ranks * scratch);
 }
@@ -129,9 +133,22 @@ void Layer::run(const Team& team) const {
     team.share(items, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
     meet(kProducts);
   };
-  const auto norm = [&](const RmsNormArgs& args) {
-    team.share(tokens, [&](int64_t b, int64_t e) { kernels.rms_norm(args, b, e); });
-    meet(kNorms);
+  // Returns the normed rows.
+  const auto norm = [&](RmsNormArgs args) {
+    args.out = normed;
+    if (norms_alone()) {
+      args.out += team.begin * tokens * args.width;
+      kernels.rms_norm(args, 0, tokens);
+      clock.end(kNorms);
+    } else {
+      team.share(tokens, [&](int64_t b, int64_t e) { kernels.rms_norm(args, b, e); });
+      meet(kNorms);
+    }
+    return args.out;
+  };
+  const auto with_x = [](LinearArgs args, const float* x) {
+    args.x = x;
+    return args;
   };
   const auto attend = [&](auto kernel, const std::vector<int64_t>& ends) {
     team.share(ends.back(), [&](int64_t begin, int64_t end) {
@@ -139,9 +156,9 @@ void Layer::run(const Team& team) const {
     });
     meet(kAttention);
   };
-  norm(input_norm);
+  const float* x = norm(input_norm);
   team.share(projection_ends.back(), [&](int64_t begin, int64_t end) {
-    each_loop(projection_ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernels.linear(projections[at], projection_items[at], b, e); });
+    each_loop(projection_ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernels.linear(with_x(projections[at], x), projection_items[at], b, e); });
   });
   meet(kProducts);
   team.share(tokens * (place.heads + 2 * place.kv_heads), [&](int64_t b, int64_t e) { kernels.place(place, b, e); });
@@ -153,13 +170,13 @@ void Layer::run(const Team& team) const {
     attend(kernels.attention, problem_ends);
   }
   linear(out, out_items);
-  norm(mlp_norm);
-  linear(gated, gated_items);
+  x = norm(mlp_norm);
+  linear(with_x(gated, x), gated_items);
   linear(down, down_items);
 }
 
 // The arguments of a product with a packed matrix, or with a gate and `up`. An empty or null bias means none. `lay_out` sets x and out.
-LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* up, const Tensor* bias, int64_t rows, int64_t in_features, int64_t out_features,
+LinearArgs linear_args(const char* name, const TensorInfo& packed, const TensorInfo* up, const TensorInfo* bias, int64_t rows, int64_t in_features, int64_t out_features,
                        Activation activation = kIdentity) {
   const Matrix matrix = packed_of_size(kOp, name, packed, out_features, in_features);
   const Matrix up_matrix = up ? packed_of_size(kOp, "up", *up, out_features, in_features) : Matrix{};
@@ -169,11 +186,11 @@ LinearArgs linear_args(const char* name, const Tensor& packed, const Tensor* up,
 }
 
 // Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, and their attention problem.
-void add_sequence(Layer* layer, const Tensor& keys, const Tensor& values, int64_t base, int64_t count, const Tensor* mask, double scaling,
+void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t count, const Tensor* mask, double scaling,
                   const std::optional<double>& softcap) {
   const Dtype dtype = check_kv(kOp, keys, values);
   const PlaceArgs& place = layer->place;
-  const auto fits = [&](const Tensor& cache, int64_t width) {
+  const auto fits = [&](const TensorInfo& cache, int64_t width) {
     return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 && base >= 0 && count > 0 &&
            base + count <= cache.size(2);
   };
@@ -198,6 +215,7 @@ namespace {
 // What all layers of a call have in common.
 struct Call {
   Tensor x, cos, sin;
+  std::vector<TensorTable> keys, values;  // per sequence
   std::vector<int64_t> bases, counts;
   std::vector<Tensor> masks;
   int64_t heads, intermediate;
@@ -208,31 +226,27 @@ struct Call {
   int64_t tokens() const { return x.size(0) * x.size(1); }
 };
 
-// The tensors of one layer: `count` of each kind. No biases means that there are none.
-struct Part {
-  const Tensor* first;
-  size_t count;
-  const Tensor& operator[](size_t i) const { return first[i]; }
-};
+// The tensors of one layer. No biases means that there are none.
 struct LayerTensors {
-  Part norms, packed, biases, keys, values;
+  TensorTable norms, packed, biases;
 };
 
 // Part `index` of `all`, which holds the same number for each of `layers` layers.
-Part part(const std::vector<Tensor>& all, int64_t index, int64_t layers) {
-  const size_t count = all.size() / layers;
-  return {all.data() + index * count, count};
+TensorTable part(const TensorTable& all, int64_t index, int64_t layers) {
+  const size_t count = all.count / layers;
+  return {all.first + index * count, count};
 }
 
 // A layer that reads from `x` and writes to `result`, both [tokens, D]. They may be the same memory: x is last read in the step before
 // the one that writes the result.
-Layer make_layer(const Call& call, const LayerTensors& t, const float* x, float* result) {
+Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const float* x, float* result) {
   const int64_t width = call.x.size(2);
   Layer layer;
   layer.tokens = call.tokens();
   PlaceArgs& place = layer.place;
-  place.kv_dtype = check_kv(kOp, t.keys[0], t.values[0]);
-  place.heads = call.heads, place.kv_heads = t.keys[0].size(1), place.width = t.keys[0].size(3), place.value_width = t.values[0].size(3);
+  const TensorInfo &keys = call.keys[0][index], &values = call.values[0][index];
+  place.kv_dtype = check_kv(kOp, keys, values);
+  place.heads = call.heads, place.kv_heads = keys.size(1), place.width = keys.size(3), place.value_width = values.size(3);
   NEAP_CHECK(call.heads > 0 && place.kv_heads > 0 && call.heads % place.kv_heads == 0, kOp, ": ", call.heads, " query heads cannot share ", place.kv_heads,
              " key heads");
   place.rotated = call.cos.size(2), place.angles = call.cos.size(0) * call.cos.size(1);
@@ -242,9 +256,9 @@ Layer make_layer(const Call& call, const LayerTensors& t, const float* x, float*
   for (size_t i = 0; i < t.norms.count; ++i) check_vector(kOp, "a norm", t.norms[i], i < 2 ? width : place.width);
   place.cos = floats(call.cos), place.sin = floats(call.sin), place.eps = (float)call.eps, place.weight_offset = (float)call.weight_offset;
   if (t.norms.count == 4) place.q_norm = floats(t.norms[2]), place.k_norm = floats(t.norms[3]);
-  for (size_t s = 0; s < t.keys.count; ++s) {
+  for (size_t s = 0; s < call.keys.size(); ++s) {
     const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
-    add_sequence(&layer, t.keys[s], t.values[s], call.bases[s], call.counts[s], masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
+    add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.counts[s], masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
   }
   place.slots = layer.slots.data();
 
@@ -253,7 +267,7 @@ Layer make_layer(const Call& call, const LayerTensors& t, const float* x, float*
   const int64_t q = call.heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
   const Sizes parts = t.packed.count == 7 ? Sizes{q, k, v} : Sizes{q + k + v};
   const auto bias = [&](size_t i) { return t.biases.count ? &t.biases[i] : nullptr; };
-  const auto product = [&](const char* name, size_t at, const Tensor* up, size_t bias_at, int64_t in_features, int64_t out_features,
+  const auto product = [&](const char* name, size_t at, const TensorInfo* up, size_t bias_at, int64_t in_features, int64_t out_features,
                            Activation activation = kIdentity) {
     return linear_args(name, t.packed[at], up, bias(bias_at), layer.tokens, in_features, out_features, activation);
   };
@@ -276,23 +290,30 @@ int64_t ranks_for(const Layer& layer) {
 
 }  // namespace
 
-Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norms, std::vector<Tensor> packed, std::vector<Tensor> biases,
-                      std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases, std::vector<int64_t> counts,
-                      std::vector<Tensor> masks, int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
-                      double weight_offset, double scaling, std::optional<double> softcap) {
+Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tensor packed_table, Tensor bias_table, std::vector<Tensor> key_tables,
+                      std::vector<Tensor> value_tables, std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks,
+                      int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset, double scaling,
+                      std::optional<double> softcap) {
   check_float(kOp, "x", x, 3);
   check_float(kOp, "cos", cos, 3);
   check_float(kOp, "sin", sin, 3);
   NEAP_CHECK(num_layers > 0, kOp, ": ", num_layers, " layers");
   const size_t layers = num_layers, sequences = bases.size();
-  NEAP_CHECK(sequences > 0 && keys.size() == sequences * layers && values.size() == sequences * layers && counts.size() == sequences, kOp, ": ", keys.size(),
-             " caches of keys, ", values.size(), " of values, ", sequences, " bases and ", counts.size(), " counts, for ", layers, " layers");
+  const TensorTable norms = table_of(kOp, "norms", norm_table), packed = table_of(kOp, "packed", packed_table), biases = table_of(kOp, "biases", bias_table);
+  std::vector<TensorTable> keys, values;
+  for (const Tensor& table : key_tables) keys.push_back(table_of(kOp, "keys", table));
+  for (const Tensor& table : value_tables) values.push_back(table_of(kOp, "values", table));
+  NEAP_CHECK(sequences > 0 && keys.size() == sequences && values.size() == sequences && counts.size() == sequences, kOp, ": ", keys.size(),
+             " caches of keys, ", values.size(), " of values, ", sequences, " bases and ", counts.size(), " counts");
+  for (size_t s = 0; s < sequences; ++s)
+    NEAP_CHECK(keys[s].count == layers && values[s].count == layers, kOp, ": a cache of ", keys[s].count, " layers of keys and ", values[s].count,
+               " of values, for ", layers, " layers");
   NEAP_CHECK(masks.empty() || masks.size() == sequences, kOp, ": ", masks.size(), " masks for ", sequences, " sequences");
-  NEAP_CHECK(norms.size() == 2 * layers || norms.size() == 4 * layers, kOp, ": ", norms.size(), " norms for ", layers,
+  NEAP_CHECK(norms.count == 2 * layers || norms.count == 4 * layers, kOp, ": ", norms.count, " norms for ", layers,
              " layers, want 2 each, or 4 with head norms");
-  const size_t matrices = packed.size() / layers;
-  NEAP_CHECK((matrices == 5 || matrices == 7) && packed.size() == matrices * layers && (biases.empty() || biases.size() == packed.size() - layers), kOp, ": ",
-             packed.size(), " matrices and ", biases.size(), " biases for ", layers,
+  const size_t matrices = packed.count / layers;
+  NEAP_CHECK((matrices == 5 || matrices == 7) && packed.count == matrices * layers && (biases.count == 0 || biases.count == packed.count - layers), kOp, ": ",
+             packed.count, " matrices and ", biases.count, " biases for ", layers,
              " layers, want 7 and 6 each, or 5 and 4 if one matrix makes queries, keys and values; biases may be absent");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
@@ -300,7 +321,7 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norm
 
   for (Tensor* t : {&x, &cos, &sin})
     if (!t->is_contiguous()) *t = torch::stable::contiguous(*t);
-  const Call call{x, cos, sin, bases, counts, masks, heads, intermediate, gate_activation(kOp, activation), eps, weight_offset, scaling, softcap};
+  const Call call{x, cos, sin, keys, values, bases, counts, masks, heads, intermediate, gate_activation(kOp, activation), eps, weight_offset, scaling, softcap};
   Tensor result = empty(sizes_of(x));
   if (x.numel() == 0) return result;
 
@@ -308,9 +329,8 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, std::vector<Tensor> norm
   stack.reserve(layers);
   int64_t ranks = 1, floats_used = 0;
   for (int64_t i = 0; i < num_layers; ++i) {
-    const LayerTensors tensors{part(norms, i, num_layers), part(packed, i, num_layers), part(biases, i, num_layers), part(keys, i, num_layers),
-                               part(values, i, num_layers)};
-    stack.push_back(make_layer(call, tensors, i == 0 ? floats(x) : floats(result), mutable_floats(result)));
+    const LayerTensors tensors{part(norms, i, num_layers), part(packed, i, num_layers), part(biases, i, num_layers)};
+    stack.push_back(make_layer(call, tensors, i, i == 0 ? floats(x) : floats(result), mutable_floats(result)));
     ranks = std::max(ranks, ranks_for(stack.back()));
   }
   int64_t covered = 0;

@@ -12,7 +12,8 @@ struct PackedView {
 };
 
 // Reads the header of a packed matrix, and checks that the tensor holds all its panels.
-inline PackedView packed_view(const char* op, const char* name, const Tensor& packed) {
+template <class T>
+PackedView packed_view(const char* op, const char* name, const T& packed) {
   NEAP_CHECK(packed.is_cpu() && packed.scalar_type() == ScalarType::Byte && packed.dim() == 1 && packed.is_contiguous() && packed.numel() >= kHeaderBytes, op,
              ": ", name, " is not a packed matrix; pack_linear and pack_blocks make them");
   const uint8_t* bytes = static_cast<const uint8_t*>(packed.const_data_ptr());
@@ -31,7 +32,8 @@ inline PackedView packed_view(const char* op, const char* name, const Tensor& pa
 }
 
 // The same for a matrix of known size.
-inline Matrix packed_of_size(const char* op, const char* name, const Tensor& packed, int64_t out_features, int64_t in_features) {
+template <class T>
+Matrix packed_of_size(const char* op, const char* name, const T& packed, int64_t out_features, int64_t in_features) {
   const PackedView view = packed_view(op, name, packed);
   NEAP_CHECK(view.out_features == out_features && view.in_features == in_features, op, ": ", name, " is a matrix [", view.out_features, ", ", view.in_features,
              "], want [", out_features, ", ", in_features, "]");

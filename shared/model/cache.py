@@ -5,6 +5,7 @@ are behind the others get passes that start where they stopped, so running a mod
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from shared.errors import RETRY_AFTER_S, Exhausted, InvalidInput
-from shared.ops.layer import LayerKV
+from shared.ops.layer import LayerKV, TensorTable
+
+# Keys and values, each as one table per row of a cache.
+KVTables = tuple[list[TensorTable], list[TensorTable]]
 
 # PyTorch has no exception class for this failure on a CPU. Its message names the allocator.
 CPU_ALLOCATOR = "DefaultCPUAllocator"
@@ -95,6 +99,7 @@ class ContiguousCache(LengthlessCache, KVCache):
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self._end = 0
+        self._tables: dict[tuple[int, ...], KVTables] = {}
         # The pass per row, in the form that a fused layer takes.
         self._bases: list[int] = []
         self._counts: list[int] = []
@@ -124,21 +129,24 @@ class ContiguousCache(LengthlessCache, KVCache):
             self.values[layer_idx] = self._allocate(value_states)
         return keys, self.values[layer_idx]
 
-    def layer_kv(self, keys: Tensor, values: Tensor, layer_idx: int) -> LayerKV:
-        """A layer's tensors per row, and the positions in them that the pass will write. Does not need the new keys and values.
+    def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
+        """The tensors of layers of one form, per row, and the positions in them that the pass will write.
 
         `keys` and `values` [B, Hkv, any, Dh] show the form of what will be written.
         """
-        all_keys, all_values = self.layer_tensors(keys, values, layer_idx)
         rows = keys.shape[0]
-        if rows == 1:
-            return LayerKV([all_keys], [all_values], self._bases, self._counts)
-        return LayerKV(
-            list(all_keys.split(1)),
-            list(all_values.split(1)),
-            self._bases * rows,
-            self._counts * rows,
-        )
+        return LayerKV(*self.tables(keys, values, layers), self._bases * rows, self._counts * rows)
+
+    def tables(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> KVTables:
+        """Tables of the keys and of the values of `layers`, one per row. `keys` and `values` as in `layers_kv`."""
+        made = self._tables.get(layers)
+        if made is None:
+            both = [self.layer_tensors(keys, values, layer) for layer in layers]
+            made = self._tables[layers] = (
+                _tables_of_rows([own_keys for own_keys, _ in both]),
+                _tables_of_rows([own_values for _, own_values in both]),
+            )
+        return made
 
     @torch.inference_mode()
     def copy(self, other: KVCache, start: int, end: int) -> None:
@@ -175,3 +183,8 @@ class ContiguousCache(LengthlessCache, KVCache):
     def kv_bytes(self) -> int:
         tensors = [*self.keys.values(), *self.values.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _tables_of_rows(layers: Sequence[Tensor]) -> list[TensorTable]:
+    """Per row, the table of its tensors [1, Hkv, S, Dh] in all layers [B, Hkv, S, Dh]."""
+    return [TensorTable(rows) for rows in zip(*(layer.split(1) for layer in layers), strict=True)]

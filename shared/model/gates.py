@@ -78,7 +78,7 @@ class Gates:
         self._stack: LayerStack | None = LayerStack(self.forwards, kinds or [""] * len(layers))
         # Layers below this number have run already in this pass, as one op, with these arguments.
         self._stacked_until = 0
-        self._stacked_with: list[object] = []
+        self._stacked_with: list[tuple[str, object]] = []
         # Whether layers may run as one op: not if somebody calls the model directly, who could not repeat the pass.
         self._may_stack = False
         self._hooks = [hooks for x in layers for hooks in (x._forward_hooks, x._forward_pre_hooks)]
@@ -98,6 +98,8 @@ class Gates:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> LayerOutput:
+        if index < self._stacked_until:
+            return self._stacked_output(index, args, kwargs)
         if not self._first <= index < self._last:
             hidden = args[0] if args else kwargs["hidden_states"]
             if self._last == index == 0:
@@ -119,26 +121,31 @@ class Gates:
         hidden = output[0] if isinstance(output, tuple) else output
         if self._tuple_length is None:
             self._tuple_length = len(output) if isinstance(output, tuple) else 0
-        self.counters.per_layer[index] += 1
-        self.counters.token_layers += hidden.shape[0] * hidden.shape[1]
-        if index == self._last - 1:
+        end = max(index + 1, self._stacked_until)
+        self.counters.add(index, end, hidden.shape[0] * hidden.shape[1])
+        if end == self._last:
             self._leaving = hidden
         return output
 
+    def _stacked_output(
+        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> LayerOutput:
+        """The state as it is, because layer `index` has run with others before it. Raises `_CalledDifferently`."""
+        for name, value in self._stacked_with:
+            if kwargs.get(name) is not value:
+                raise _CalledDifferently(index)
+        hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        return hidden
+
     def _output_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerOutput:
         """The output of layer `index`, or of the last of the layers that run as one op with it."""
-        shared = [kwargs.get(name) for name in _SHARED_ARGUMENTS]
-        if index < self._stacked_until:
-            if any(a is not b for a, b in zip(shared, self._stacked_with, strict=True)):
-                raise _CalledDifferently(index)
-            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-            return hidden
         may_stack = self._may_stack and self._running is self.forwards and not any(self._hooks)
         if self._stack is not None and may_stack:
             stops = [depth for depth in self._captured or () if index < depth < self._last]
             end = self._stack.end(index, min([*stops, self._last]))
             if end > index + 1 and (out := self._stack.run(index, end, args, kwargs)) is not None:
-                self._stacked_until, self._stacked_with = end, shared
+                self._stacked_until = end
+                self._stacked_with = [(name, kwargs.get(name)) for name in _SHARED_ARGUMENTS]
                 return out
         return self._running[index](*args, **kwargs)
 

@@ -51,12 +51,12 @@ class RaggedCache(LengthlessCache):
             RaggedStates(value_states, tuple(values for _, values in tensors), self._spans),
         )
 
-    def layer_kv(self, keys: Tensor, values: Tensor, layer_idx: int) -> LayerKV:
-        """A layer's tensors per sequence, and the positions in them that the pass will write: see `ContiguousCache.layer_kv`."""
-        tensors = [cache.layer_tensors(keys, values, layer_idx) for cache in self._caches]
+    def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
+        """The tensors of layers per sequence, and the positions in them that the pass will write: see `ContiguousCache.layers_kv`."""
+        tables = [cache.tables(keys, values, layers) for cache in self._caches]
         return LayerKV(
-            [keys for keys, _ in tensors],
-            [values for _, values in tensors],
+            [own_keys for [own_keys], _ in tables],
+            [own_values for _, [own_values] in tables],
             self._bases,
             self._counts,
         )

@@ -71,6 +71,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
         Object("pack", "pack.cpp", "-std=c++17"),
         Object("attention", "attention.cpp", binding),
         Object("layer", "layer.cpp", binding),
+        Object("tensor_table", "tensor_table.cpp", binding),
         Object("exits", "exits.cpp", binding),
         Object("choices", "choices.cpp", binding),
         Object("paged", "paged.cpp", binding),

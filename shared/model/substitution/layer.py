@@ -5,7 +5,7 @@ A layer is a candidate for `shared.ops.layer.decoder_layers`, over the same pack
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from shared.model.substitution.match import (
     Unsuitable,
 )
 from shared.model.substitution.ragged import RaggedMask
-from shared.ops.layer import LayerKV, LayerWeights, decoder_layers, stacked
+from shared.ops.layer import LayerWeights, decoder_layers, stacked
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,12 +56,23 @@ _Event = PackedLinear | RmsNorm | GatedMlp | Embedding | _Attention
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The weights of a layer, its number, and the form of its keys and values [*, Hkv, *, Dh] for the cache."""
+    """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the cache."""
 
     weights: LayerWeights
-    layer_idx: int
+    indices: tuple[int, ...]
     keys_like: Tensor
     values_like: Tensor
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What plans must have in common to be stacked."""
+        return self.weights.form, self.keys_like.shape, self.values_like.shape
+
+
+def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
+    """The plans of consecutive layers of the same `form` as one."""
+    indices = tuple(index for plan in plans for index in plan.indices)
+    return replace(plans[0], weights=stacked([plan.weights for plan in plans]), indices=indices)
 
 
 def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -> list[_Event]:
@@ -145,7 +156,7 @@ def plan(layer: nn.Module, events: Sequence[_Event]) -> LayerPlan:
         torch.empty(1, attention.num_kv_heads, 0, width)
         for width in (attention.width, attention.value_width)
     )
-    return LayerPlan(weights, numbers[0], keys, values)
+    return LayerPlan(weights, (numbers[0],), keys, values)
 
 
 def _named(events: Sequence[_Event]) -> str:
@@ -156,7 +167,7 @@ class FusedLayer:
     """A layer's `forward`: one op for passes over contiguous KV caches, and the layer's own forward for all others. The bits are the same."""
 
     def __init__(self, layer: nn.Module, plan: LayerPlan) -> None:
-        self.layer_idx = plan.layer_idx
+        self.layer_idx = plan.indices[0]
         self._own = layer.forward
         self._plan: LayerPlan | None = plan
         inside = [module for module in layer.modules() if module is not layer]
@@ -174,7 +185,8 @@ class FusedLayer:
 
     def fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's output [B, Q, D]. For a call that the op does not support, does nothing and returns None."""
-        return run_layers([self], args, kwargs)
+        plan = self.plan
+        return None if plan is None else run_plan(plan, args, kwargs)
 
     @property
     def plan(self) -> LayerPlan | None:
@@ -182,15 +194,12 @@ class FusedLayer:
         return None if any(self._hooks) else self._plan
 
 
-def run_layers(
-    layers: Sequence[FusedLayer], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor | None:
+def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The output [B, Q, D] of consecutive layers, of which the first is called with these arguments, and the others with the same but the
     state. For a call that the op does not support, does nothing and returns None."""
-    plans = [layer.plan for layer in layers]
-    layer_kv = getattr(kwargs.get("past_key_values"), "layer_kv", None)
+    layers_kv = getattr(kwargs.get("past_key_values"), "layers_kv", None)
     angles = kwargs.get("position_embeddings")
-    if layer_kv is None or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
+    if layers_kv is None or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
         return None
     if not (_KNOWN.issuperset(kwargs) or _only_supported_arguments(kwargs)):
         return None
@@ -198,20 +207,11 @@ def run_layers(
     masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
     if masks is None:
         return None
-    able = [plan for plan in plans if plan is not None]
-    if len(able) < len(plans):
-        return None
-    all_kv = LayerKV([], [], [], [])
-    for plan in able:
-        keys, values = plan.keys_like, plan.values_like
-        if hidden.shape[0] > 1:
-            keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
-        kv = layer_kv(keys, values, plan.layer_idx)
-        all_kv.keys.extend(kv.keys)
-        all_kv.values.extend(kv.values)
-    weights = able[0].weights if len(able) == 1 else stacked([plan.weights for plan in able])
-    all_kv = all_kv._replace(bases=kv.bases, counts=kv.counts)
-    return decoder_layers(hidden, *angles, weights=weights, kv=all_kv, masks=masks)
+    keys, values = plan.keys_like, plan.values_like
+    if hidden.shape[0] > 1:
+        keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
+    kv = layers_kv(keys, values, plan.indices)
+    return decoder_layers(hidden, *angles, weights=plan.weights, kv=kv, masks=masks)
 
 
 class LayerStack:
@@ -225,11 +225,10 @@ class LayerStack:
         owners = [getattr(forward, "__self__", None) for forward in forwards]
         self._layers = [owner if isinstance(owner, FusedLayer) else None for owner in owners]
         forms = [
-            (kind, layer.plan.weights.form)
-            if layer is not None and layer.plan is not None
-            else None
+            (kind, layer.plan.form) if layer is not None and layer.plan is not None else None
             for layer, kind in zip(self._layers, kinds, strict=True)
         ]
+        self._stacked: dict[tuple[int, int], LayerPlan] = {}
         # For each layer, the end of the longest run of layers of its form that begins with it.
         self._ends = list(range(1, len(forms) + 1))
         for index in reversed(range(len(forms) - 1)):
@@ -243,8 +242,16 @@ class LayerStack:
     def run(
         self, first: int, end: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        """Layers [first, end), as `end` has found them: see `run_layers`."""
-        return run_layers([one for one in self._layers[first:end] if one], args, kwargs)
+        """Layers [first, end), as `end` has found them: see `run_plan`. None also if one of them must run its own forward."""
+        plans = [layer.plan for layer in self._layers[first:end] if layer is not None]
+        able = [plan for plan in plans if plan is not None]
+        if len(able) < end - first:
+            self._stacked.clear()  # it would keep the weights of a layer that has been disabled
+            return None
+        plan = self._stacked.get((first, end))
+        if plan is None:
+            plan = self._stacked[first, end] = stacked_plan(able)
+        return run_plan(plan, args, kwargs)
 
 
 def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """The layer op against its reference, against the single ops bit for bit, and token by token."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from shared import ops
 from shared.ops import reference
-from shared.ops.layer import LayerKV, LayerWeights, decoder_layers, stacked
+from shared.ops.layer import LayerKV, LayerWeights, TensorTable, decoder_layers, stacked
 
 DRAWN = settings(
     max_examples=25,
@@ -78,7 +79,7 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
     bases, counts, masked = (list(column) for column in zip(*p["spans"], strict=True))
     tokens, kv = sum(counts), p["kv_heads"]
     sizes = [base + count + 3 for base, count in zip(bases, counts, strict=True)]
-    kv = LayerKV(
+    kv = _kv(
         [torch.randn(1, kv, size, p["head"]).to(p["kv_dtype"]) for size in sizes],
         [torch.randn(1, kv, size, p["value_head"]).to(p["kv_dtype"]) for size in sizes],
         *(bases, counts),
@@ -91,15 +92,30 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
     return torch.randn(1, tokens, p["width"]), cos, sin, kv, masks
 
 
+def _kv(keys: list[Tensor], values: list[Tensor], bases: list[int], counts: list[int]) -> LayerKV:
+    """Of one layer: a tensor per sequence."""
+    return LayerKV(
+        [TensorTable([own]) for own in keys], [TensorTable([own]) for own in values], bases, counts
+    )
+
+
+def _stores(tables: Sequence[TensorTable]) -> list[Tensor]:
+    """Layer after layer, that of each sequence."""
+    return [
+        own for layer in zip(*(table.tensors for table in tables), strict=True) for own in layer
+    ]
+
+
 def _copy(kv: LayerKV) -> LayerKV:
-    keys, values = ([t.clone() for t in stores] for stores in kv[:2])
-    return LayerKV(keys, values, kv.bases, kv.counts)
+    keys, values = ([t.clone() for t in _stores(tables)] for tables in kv[:2])
+    return _kv(keys, values, kv.bases, kv.counts)
 
 
 def _flat(weights: LayerWeights, matrices: list[Tensor], kv: LayerKV, masks: list[Tensor]) -> tuple:
     w = weights
     return (
-        *(w.norms, matrices, w.biases, *kv, masks, w.num_layers, w.num_heads, w.intermediate),
+        *(w.norms, matrices, w.biases, _stores(kv.keys), _stores(kv.values), kv.bases, kv.counts),
+        *(masks, w.num_layers, w.num_heads, w.intermediate),
         *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap),
     )
 
@@ -137,7 +153,7 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
     torch.set_num_threads(1)
     assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, masks))
     for kept, expected in zip(kv[:2], expected_kv[:2], strict=True):
-        assert all(map(torch.equal, kept, expected))
+        assert all(map(torch.equal, _stores(kept), _stores(expected)))
     matrices = [ops.unpack_linear(packed) for packed in weights.packed]
     spec = reference.decoder_layers(x, cos, sin, *_flat(weights, matrices, spec_kv, masks))
     # Sums in another order may round a key or a value of 16 bits to its neighbour.
@@ -153,8 +169,13 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
     parts = [_weights(p) for _ in range(num_layers)]
     x, cos, sin, _, masks = _inputs(p)
     kvs = [_inputs(p)[3] for _ in parts]
-    keys = [t.clone() for kv in kvs for t in kv.keys]
-    values = [t.clone() for kv in kvs for t in kv.values]
+    keys, values = (
+        [
+            TensorTable([table.tensors[0].clone() for table in layers])
+            for layers in zip(*(kv[which] for kv in kvs), strict=True)
+        ]
+        for which in (0, 1)
+    )
     before = x.clone()
     torch.set_num_threads(threads)
     out = decoder_layers(x, cos, sin, stacked(parts), LayerKV(keys, values, *kvs[0][2:]), masks)
@@ -163,8 +184,8 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
     for weights, kv in zip(parts, kvs, strict=True):
         x = decoder_layers(x, cos, sin, weights, kv, masks)
     assert torch.equal(out, x)
-    assert all(map(torch.equal, keys, (t for kv in kvs for t in kv.keys)))
-    assert all(map(torch.equal, values, (t for kv in kvs for t in kv.values)))
+    assert all(map(torch.equal, _stores(keys), (t for kv in kvs for t in _stores(kv.keys))))
+    assert all(map(torch.equal, _stores(values), (t for kv in kvs for t in _stores(kv.values))))
 
 
 def test_layers_of_different_forms_are_not_stacked() -> None:
@@ -214,10 +235,10 @@ def test_rows_of_a_batch_share_positions_or_have_their_own() -> None:
     x, (cos, sin) = torch.randn(2, 3, 12), torch.randn(2, 2, 3, 8).unbind()
     stores = [torch.zeros(1, 2, 7, 8) for _ in range(4)]
     for angles in ((cos, sin), (cos[:1], sin[:1])):
-        out = decoder_layers(x, *angles, weights, LayerKV(stores[:2], stores[2:], [4, 1], [3, 3]))
+        out = decoder_layers(x, *angles, weights, _kv(stores[:2], stores[2:], [4, 1], [3, 3]))
         for row, base in enumerate((4, 1)):
             own = [angle[row : row + 1] if len(angle) > 1 else angle for angle in angles]
-            own_kv = LayerKV(stores[row : row + 1], stores[2 + row : 3 + row], [base], [3])
+            own_kv = _kv(stores[row : row + 1], stores[2 + row : 3 + row], [base], [3])
             assert torch.equal(decoder_layers(x[row : row + 1], *own, weights, own_kv)[0], out[row])
 
 
@@ -244,7 +265,7 @@ def test_no_tokens_are_no_work() -> None:
         ({"kv": {"counts": [1]}}, "counts sum to 1 tokens, but x has 2"),
         ({"kv": {"keys": []}}, "0 caches of keys"),
         ({"num_layers": 0}, "0 layers"),
-        ({"num_layers": 2}, "1 caches of keys"),
+        ({"num_layers": 2}, "a cache of 1 layers of keys and 1 of values, for 2 layers"),
         ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
         ({"masks": [PLAIN, PLAIN]}, "2 masks for 1 sequences"),
@@ -256,3 +277,12 @@ def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     x, masks = change.pop("x", x), change.pop("masks", masks)
     with pytest.raises(RuntimeError, match=message):
         decoder_layers(x, cos, sin, replace(weights, **change), kv, masks)
+
+
+def test_what_is_no_table_is_refused() -> None:
+    weights, (x, cos, sin, kv, _) = _weights(SMALL), _inputs(SMALL)
+    kv.keys[0].table = torch.zeros(64, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="keys is not a table"):
+        decoder_layers(x, cos, sin, weights, kv)
+    with pytest.raises(RuntimeError, match="at most 4 dimensions"):
+        TensorTable([torch.zeros(1, 1, 1, 1, 1)])

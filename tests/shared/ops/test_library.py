@@ -10,6 +10,7 @@ from torch.library import opcheck
 from shared import ops
 from shared.errors import PreconditionFailed
 from shared.ops import build, library
+from shared.ops.layer import TensorTable
 
 OPS = [
     "pack_linear",
@@ -27,6 +28,15 @@ OPS = [
     "choose_sampled",
     "paged_attention",
 ]
+
+
+# A table has the addresses of its tensors.
+_KEPT: list[TensorTable] = []
+
+
+def table(tensors: list[torch.Tensor]) -> torch.Tensor:
+    _KEPT.append(TensorTable(tensors))
+    return _KEPT[-1].table
 
 
 def _calls() -> dict[str, tuple]:
@@ -57,21 +67,25 @@ def _calls() -> dict[str, tuple]:
         "decoder_layers": (
             torch.randn(1, 3, 12),
             *(cos, sin),
-            [torch.randn(12), torch.randn(12), torch.randn(8), torch.randn(8)],
-            [
-                *(ops.pack_linear(torch.randn(rows, 12)) for rows in (32, 16, 16)),
-                ops.pack_linear(torch.randn(12, 32)),
-                *(packed, up),
-                ops.pack_linear(torch.randn(12, 20)),
-            ],
-            [
-                torch.randn(32),
-                *(torch.empty(0) for _ in range(3)),
-                torch.randn(40),
-                torch.randn(12),
-            ],
-            [torch.zeros(1, 2, 7, 8) for _ in range(2)],
-            [torch.zeros(1, 2, 7, 8) for _ in range(2)],
+            table([torch.randn(12), torch.randn(12), torch.randn(8), torch.randn(8)]),
+            table(
+                [
+                    *(ops.pack_linear(torch.randn(rows, 12)) for rows in (32, 16, 16)),
+                    ops.pack_linear(torch.randn(12, 32)),
+                    *(packed, up),
+                    ops.pack_linear(torch.randn(12, 20)),
+                ]
+            ),
+            table(
+                [
+                    torch.randn(32),
+                    *(torch.empty(0) for _ in range(3)),
+                    torch.randn(40),
+                    torch.randn(12),
+                ]
+            ),
+            [table([torch.zeros(1, 2, 7, 8)]) for _ in range(2)],
+            [table([torch.zeros(1, 2, 7, 8)]) for _ in range(2)],
             *([5, 0], [2, 1]),
             [torch.ones(1, 1, 2, 7, dtype=torch.bool), torch.empty(0, dtype=torch.bool)],
             *(1, 4, 20, "silu", 1e-5, 0.0, 0.3, None),

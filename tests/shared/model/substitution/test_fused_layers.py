@@ -88,7 +88,9 @@ def test_layers_are_one_op_over_16_bit_caches_too(kv_dtype, fused_calls):
 
 def test_bits_are_compared_over_caches_of_the_dtype_that_will_be_used(monkeypatch):
     def wrong_in_16_bits(*args: Any, kv: LayerKV, **kwargs: Any) -> Tensor:
-        return decoder_layers(*args, kv=kv, **kwargs) + (kv.keys[0].dtype == torch.bfloat16)
+        return decoder_layers(*args, kv=kv, **kwargs) + (
+            kv.keys[0].tensors[0].dtype == torch.bfloat16
+        )
 
     monkeypatch.setattr(layer_module, "decoder_layers", wrong_in_16_bits)
     assert accelerate(build_family("llama"), torch.float32).layers == NUM_LAYERS
