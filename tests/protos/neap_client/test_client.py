@@ -3,6 +3,8 @@ import threading
 import pytest
 
 from shared import errors
+from tests.shared.rpc.conftest import SERVICE, Scripted, running
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -75,3 +77,17 @@ def test_wait_ready_returns_when_serving(server, client):
     threading.Timer(0.2, lambda: server.run(server.server.set_serving())).start()
     client.wait_ready("neap.inference.v1.InferenceService", timeout_s=60)
     assert client.is_serving("neap.inference.v1.InferenceService")
+
+
+def test_addresses_that_do_not_serve_get_no_calls(scripted, server, make_client):
+    other = Scripted()
+    with running(other) as serving:
+        serving.run(serving.server.set_serving())
+        target = f"ipv4:{server.target},{serving.target}"
+        with make_client(target, health_service=SERVICE, num_attempts=1) as client:
+            client.wait_ready(SERVICE, timeout_s=60)
+            for _ in range(6):
+                client.get_model("m")
+            assert (scripted.num_calls, other.num_calls) == (0, 6)
+            server.run(server.server.set_serving())
+            wait_until(lambda: client.get_model("m") is not None and scripted.num_calls)
