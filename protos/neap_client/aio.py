@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import grpc
 import grpc.aio
@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from neap_client import methods
 from neap_client.aio_generation import AsyncGenerationStream
-from neap_client.base import POLL_S, ClientBase
+from neap_client.base import POLL_S, ChangeOptions, ClientBase
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.channel import open_async_channel
 from neap_client.errors import Unavailable
@@ -150,23 +150,11 @@ class AsyncNeapClient(ClientBase):
         return [alias async for page in pages for alias in page.aliases]
 
     async def set_alias(
-        self,
-        model_id: str,
-        alias: str,
-        version: int,
-        *,
-        expected_version: int | None = None,
-        actor: str = "",
-        reason: str = "",
+        self, model_id: str, alias: str, version: int, **change: Unpack[ChangeOptions]
     ) -> router_pb2.AliasChange:
-        """Point an alias at a version. With `expected_version` this is a compare-and-swap. Never repeated."""
+        """Point an alias at a version. Never repeated."""
         request = router_pb2.SetAliasRequest(
-            model_id=model_id,
-            alias=alias,
-            version=version,
-            expected_version=expected_version,
-            actor=actor,
-            reason=reason,
+            model_id=model_id, alias=alias, version=version, **change
         )
         return (await self._unary(methods.SET_ALIAS, request)).change
 
@@ -181,22 +169,10 @@ class AsyncNeapClient(ClientBase):
         return (await self._unary(methods.PROMOTE_CANARY, request)).change
 
     async def rollback_alias(
-        self,
-        model_id: str,
-        alias: str,
-        *,
-        expected_version: int | None = None,
-        actor: str = "",
-        reason: str = "",
+        self, model_id: str, alias: str, **change: Unpack[ChangeOptions]
     ) -> router_pb2.AliasChange:
         """Undo the last change of an alias. Never repeated."""
-        request = router_pb2.RollbackAliasRequest(
-            model_id=model_id,
-            alias=alias,
-            expected_version=expected_version,
-            actor=actor,
-            reason=reason,
-        )
+        request = router_pb2.RollbackAliasRequest(model_id=model_id, alias=alias, **change)
         return (await self._unary(methods.ROLLBACK_ALIAS, request)).change
 
     async def alias_history(self, model_id: str, alias: str) -> list[router_pb2.AliasChange]:

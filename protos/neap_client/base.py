@@ -1,7 +1,7 @@
 """What the synchronous and the asynchronous client have in common."""
 
 import secrets
-from typing import Any
+from typing import Any, TypedDict
 
 from neap_client import methods
 from neap_client.channel import ClientSecurity, RenewedChannel
@@ -12,6 +12,14 @@ from neap_client.methods import Method
 from neap_client.retry import Attempts, is_unavailable
 
 POLL_S = 0.1
+
+
+class ChangeOptions(TypedDict, total=False):
+    """How to change an alias. With `expected_version` it is a compare-and-swap; None means none. `actor` and `reason` go into the history."""
+
+    expected_version: int | None
+    actor: str
+    reason: str
 
 
 class ClientBase:

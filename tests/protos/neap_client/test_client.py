@@ -1,6 +1,8 @@
+import inspect
 import threading
 
 import pytest
+from neap_client import AsyncNeapClient, NeapClient
 
 from shared import errors
 from tests.shared.rpc.conftest import SERVICE, Scripted, running
@@ -11,6 +13,17 @@ from tests.waiting import wait_until
 def client(server, make_client):
     with make_client(server.target, timeout_s=60, num_attempts=3) as client:
         yield client
+
+
+def test_both_clients_have_the_same_methods():
+    def methods(kind):
+        return {
+            name: [(one.name, one.kind, one.annotation) for one in signature.parameters.values()]
+            for name, method in vars(kind).items()
+            if not name.startswith("_") and (signature := inspect.signature(method))
+        }
+
+    assert methods(NeapClient) == methods(AsyncNeapClient)
 
 
 @pytest.mark.parametrize(
