@@ -97,7 +97,7 @@ def test_addresses_that_do_not_serve_get_no_calls(scripted, server, make_client)
     with running(other) as serving:
         serving.run(serving.server.set_serving())
         target = f"ipv4:{server.target},{serving.target}"
-        with make_client(target, health_service=SERVICE, num_attempts=1) as client:
+        with make_client(target, health_service="", num_attempts=1) as client:
             client.wait_ready(SERVICE, timeout_s=60)
             for _ in range(6):
                 client.get_model("m")
