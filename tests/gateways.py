@@ -13,11 +13,11 @@ from neap_client.inference.v1 import inference_pb2_grpc
 
 from shared.config import make_settings
 from shared.gateway.app import Gateway
-from shared.gateway.channel import SERVICE_NAME
 from shared.gateway.metrics import GatewayMetrics
 from shared.gateway.server import GatewayServer
-from shared.gateway.workers import Workers
+from shared.gateway.workers import SERVICE_NAME, open_client
 from shared.gateway_settings import GatewaySettings
+from shared.rpc.pages import named_page
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
 
@@ -56,7 +56,7 @@ def gateway_to(target: str, **given: Any) -> Iterator[SimpleNamespace]:
     async def make(state: SimpleNamespace) -> None:
         settings = make_settings(GatewaySettings, workers=target, **{**QUICK, **given})
         state.metrics = GatewayMetrics()
-        workers = Workers(settings)
+        workers = open_client(settings)
         state.gateway = Gateway(settings, workers, state.metrics)
         state.server = GatewayServer(settings, state.gateway)
         listening = asyncio.Event()
@@ -79,13 +79,19 @@ def gateway_to(target: str, **given: Any) -> Iterator[SimpleNamespace]:
 
 
 class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
-    """`script(request)` yields events and may raise. `cancelled` is set when a call is cancelled."""
+    """`script(request)` yields events and may raise. `cancelled` is set when a call is cancelled. `models` are the ids it lists."""
 
     def __init__(self, script: Callable[[pb.GenerateRequest], Any]) -> None:
         self.script = script
+        self.models: list[str] = []
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.cancelled = threading.Event()
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> Any:
+        names, token = named_page(request, self.models, str)
+        models = [pb.Model(model_id=name) for name in names]
+        return pb.ListModelsResponse(models=models, next_page_token=token)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> Any:
         self.requests.append(request)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import grpc
 import grpc.aio
@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from neap_client import methods
 from neap_client.aio_generation import AsyncGenerationStream
-from neap_client.base import POLL_S, ClientBase, with_request_id
+from neap_client.base import POLL_S, ChangeOptions, ClientBase
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.channel import open_async_channel
 from neap_client.errors import Unavailable
@@ -29,10 +29,10 @@ class AsyncNeapClient(ClientBase):
     """The client for asyncio; see ClientBase for its arguments and for what is repeated. Belongs to the running event loop."""
 
     def _open_channel(self) -> grpc.aio.Channel:
-        return open_async_channel(self.target, self._security)
+        return open_async_channel(self.target, self._security, self._health_service)
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.latest.close()
 
     async def __aenter__(self) -> "AsyncNeapClient":
         return self
@@ -74,12 +74,7 @@ class AsyncNeapClient(ClientBase):
         The call is repeated only before the first token: see AsyncGenerationStream. A repeated call has the same `request_id`, so it gets
         the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own.
         """
-        own = with_request_id(request_id, metadata)
-        call = methods.GENERATE.stream(self._channel)
-        return AsyncGenerationStream(
-            lambda left_s: call(request, timeout=left_s, metadata=self._metadata(own)),
-            **self._stream_options(timeout_s),
-        )
+        return AsyncGenerationStream(**self._generation(request, timeout_s, request_id, metadata))
 
     async def get_model(self, model_id: str, *, metadata: Metadata = ()) -> inference_pb2.Model:
         request = inference_pb2.GetModelRequest(model_id=model_id)
@@ -155,23 +150,11 @@ class AsyncNeapClient(ClientBase):
         return [alias async for page in pages for alias in page.aliases]
 
     async def set_alias(
-        self,
-        model_id: str,
-        alias: str,
-        version: int,
-        *,
-        expected_version: int | None = None,
-        actor: str = "",
-        reason: str = "",
+        self, model_id: str, alias: str, version: int, **change: Unpack[ChangeOptions]
     ) -> router_pb2.AliasChange:
-        """Point an alias at a version. With `expected_version` this is a compare-and-swap. Never repeated."""
+        """Point an alias at a version. Never repeated."""
         request = router_pb2.SetAliasRequest(
-            model_id=model_id,
-            alias=alias,
-            version=version,
-            expected_version=expected_version,
-            actor=actor,
-            reason=reason,
+            model_id=model_id, alias=alias, version=version, **change
         )
         return (await self._unary(methods.SET_ALIAS, request)).change
 
@@ -186,22 +169,10 @@ class AsyncNeapClient(ClientBase):
         return (await self._unary(methods.PROMOTE_CANARY, request)).change
 
     async def rollback_alias(
-        self,
-        model_id: str,
-        alias: str,
-        *,
-        expected_version: int | None = None,
-        actor: str = "",
-        reason: str = "",
+        self, model_id: str, alias: str, **change: Unpack[ChangeOptions]
     ) -> router_pb2.AliasChange:
         """Undo the last change of an alias. Never repeated."""
-        request = router_pb2.RollbackAliasRequest(
-            model_id=model_id,
-            alias=alias,
-            expected_version=expected_version,
-            actor=actor,
-            reason=reason,
-        )
+        request = router_pb2.RollbackAliasRequest(model_id=model_id, alias=alias, **change)
         return (await self._unary(methods.ROLLBACK_ALIAS, request)).change
 
     async def alias_history(self, model_id: str, alias: str) -> list[router_pb2.AliasChange]:
@@ -235,11 +206,7 @@ class AsyncNeapClient(ClientBase):
         timeout_s: float | None = None,
     ) -> Response:
         """Make one attempt. `timeout_s`: None means the client's."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        call = method.unary(self._channel)
-        reply: Response = await _called(
-            call(request, timeout=timeout_s, metadata=self._metadata(given))
-        )
+        reply: Response = await _called(self._start(method, request, given, timeout_s))
         return reply
 
     async def _pages(
@@ -258,12 +225,11 @@ class AsyncNeapClient(ClientBase):
         self, method: Method[Request, Response], request: Request
     ) -> AsyncIterator[Response]:
         """Yield replies until the service ends the stream. Whenever the connection is lost, call again with `request` as it is then."""
-        start = method.stream(self._channel)
         call: Any = None
 
         async def open_stream() -> Any:
             nonlocal call
-            call = start(request, metadata=self._metadata())
+            call = self._start_stream(method, request)
             return await _called(call.read())
 
         try:

@@ -1,10 +1,12 @@
 """What the synchronous and the asynchronous client have in common."""
 
 import secrets
-from typing import Any
+from typing import Any, TypedDict
 
-from neap_client.channel import ClientSecurity
+from neap_client import methods
+from neap_client.channel import ClientSecurity, RenewedChannel
 from neap_client.errors import Unavailable
+from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, Metadata, trace_context
 from neap_client.methods import Method
 from neap_client.retry import Attempts, is_unavailable
@@ -12,14 +14,23 @@ from neap_client.retry import Attempts, is_unavailable
 POLL_S = 0.1
 
 
+class ChangeOptions(TypedDict, total=False):
+    """How to change an alias. With `expected_version` it is a compare-and-swap; None means none. `actor` and `reason` go into the history."""
+
+    expected_version: int | None
+    actor: str
+    reason: str
+
+
 class ClientBase:
     """A client of one target, which may be a worker, a calibrator, or both.
 
     `target` is HOST:PORT or any other form that gRPC accepts. Calls are shared in turn among all addresses of a name, or of a list
-    such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left out. `timeout_s` is the deadline of every unary
-    call. `num_attempts` includes the first attempt. Unless `waits_when_full`, a generation that a full service refuses is not
-    repeated after the service's retry delay. Without `security` the connection is plain text and has no token. Raises InvalidInput as
-    `open_channel` does.
+    such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left out. With `health_service`, so are those whose
+    health check of this service ("" for the whole server) does not say SERVING, because they load or drain. `timeout_s` is the
+    deadline of every unary call. `num_attempts` includes the first attempt. Unless `waits_when_full`, a generation that a full
+    service refuses is not repeated after the service's retry delay. Without `security` the connection is plain text and has no
+    token. Raises InvalidInput as `open_channel` does.
 
     Every method raises NeapError as the service raised it (`neap_client.status.from_rpc_error`). On UNAVAILABLE the client repeats
     only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, generations that have returned no
@@ -34,18 +45,43 @@ class ClientBase:
         timeout_s: float = 30.0,
         num_attempts: int = 4,
         waits_when_full: bool = True,
+        health_service: str | None = None,
     ) -> None:
         self.target = target
         self._security = security or ClientSecurity()
         self._timeout_s = timeout_s
         self._num_attempts = num_attempts
         self._waits_when_full = waits_when_full
-        self._channel: Any = self._open_channel()
+        self._health_service = health_service
+        self._channel: RenewedChannel[Any] = RenewedChannel(self._security, self._open_channel)
 
     def _open_channel(self) -> Any:
         raise NotImplementedError
 
-    def _metadata(self, given: Metadata = ()) -> Metadata:
+    def _start(
+        self,
+        method: Method[Any, Any],
+        request: Any,
+        given: Metadata = (),
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Call a method with one response. Returns the response, or with asyncio an awaitable of it. `timeout_s`: None means the client's."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = method.unary(self._channel.current())
+        return call(request, timeout=timeout_s, metadata=self._metadata(given))
+
+    def _start_stream(
+        self,
+        method: Method[Any, Any],
+        request: Any,
+        given: Metadata = (),
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Call a method with a stream of responses. `timeout_s`: None means no deadline."""
+        call = method.stream(self._channel.current())
+        return call(request, timeout=timeout_s, metadata=self._metadata(given))
+
+    def _metadata(self, given: Metadata) -> Metadata:
         """Return the metadata of one call. Raises InvalidInput if the token cannot be read."""
         token = self._security.read_token()
         own = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
@@ -59,14 +95,18 @@ class ClientBase:
             f"{self.target} is not serving after {timeout_s:g} s", reason="NOT_READY"
         )
 
-    def _stream_options(self, timeout_s: float | None) -> dict[str, Any]:
+    def _generation(
+        self,
+        request: inference_pb2.GenerateRequest,
+        timeout_s: float | None,
+        request_id: str | None,
+        metadata: Metadata,
+    ) -> dict[str, Any]:
+        """Return the arguments of a generation's stream. All attempts have the same request id; None makes a new one."""
+        own = ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)), *metadata)
         return {
+            "open_call": lambda left_s: self._start_stream(methods.GENERATE, request, own, left_s),
             "num_attempts": self._num_attempts,
             "timeout_s": timeout_s,
             "waits_when_full": self._waits_when_full,
         }
-
-
-def with_request_id(request_id: str | None, given: Metadata) -> Metadata:
-    """Return metadata with a request id; None makes a new one."""
-    return ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)), *given)

@@ -1,8 +1,13 @@
 """Opens a client's channel to a service, with TLS as configured, and reads the token that its calls carry."""
 
+import json
+import logging
+import ssl
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
@@ -16,8 +21,6 @@ from neap_client.files import read_capped
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
-    # A name is resolved by DNS, and calls are shared among all its addresses in turn.
-    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     # A name is resolved again when a connection ends, but no more often than this. gRPC's own value is 30 s, for which a new replica
     # would get no call.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
@@ -36,15 +39,18 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+C = TypeVar("C")
+log = logging.getLogger("neap_client")
+
 
 @dataclass(frozen=True)
 class ClientSecurity:
     """A client's TLS and token settings.
 
-    `ca`, `certificate` and `key` are PEM files, read once per channel. `tls` alone trusts the authorities that this machine trusts.
-    `server_name` is the name that the server's certificate must be valid for, if it differs from the address. `token_file` is read
-    again for every call, so a rotated token is used at once. `allow_plaintext_token` allows sending the token without TLS beyond
-    loopback.
+    `ca`, `certificate` and `key` are PEM files; a certificate needs its key. `tls` alone trusts the authorities that this machine
+    trusts. `server_name` is the name that the server's certificate must be valid for, if it differs from the address. `token_file`
+    has the token. All files are read again for every call, so rotated ones are used at once. `allow_plaintext_token` allows sending
+    the token without TLS beyond loopback. Raises InvalidInput (BAD_CONFIGURATION) for a certificate without a key, or a key alone.
     """
 
     tls: bool = False
@@ -55,6 +61,12 @@ class ClientSecurity:
     token: str = field(default="", repr=False)
     token_file: Path | None = None
     allow_plaintext_token: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidInput(
+                "certificate and key must be given together", reason="BAD_CONFIGURATION"
+            )
 
     @property
     def is_encrypted(self) -> bool:
@@ -76,33 +88,79 @@ class ClientSecurity:
             raise InvalidInput("the token contains invalid characters", reason="BAD_TOKEN")
         return token
 
+    def read_certificates(self) -> tuple[bytes | None, ...]:
+        """Return the contents of `ca`, `key` and `certificate`. Raises InvalidInput (BAD_CONFIGURATION) for a file that cannot be read."""
+        paths = (self.ca, self.key, self.certificate)
+        return tuple(None if path is None else read_capped(path) for path in paths)
 
-def open_channel(target: str, security: ClientSecurity) -> grpc.Channel:
+
+class RenewedChannel(Generic[C]):
+    """A client's channel, opened anew when the files of its certificates have changed. Thread-safe.
+
+    Running calls end on the channel on which they began, which gRPC closes once nothing uses it. Files that cannot be used change
+    nothing and are logged once. The constructor raises InvalidInput as `open_new` does.
+    """
+
+    def __init__(self, security: ClientSecurity, open_new: Callable[[], C]) -> None:
+        self._security = security
+        self._open_new = open_new
+        self._lock = threading.Lock()
+        self._refused = ""
+        self._files = security.read_certificates()
+        self.latest = open_new()
+
+    def current(self) -> C:
+        """Return the channel for the next call. Raises nothing."""
+        with self._lock:
+            try:
+                files = self._security.read_certificates()
+                if files != self._files:
+                    self.latest = self._open_new()
+                    self._files = files
+                    log.info("certificates reloaded")
+                self._refused = ""
+            except InvalidInput as error:
+                if error.message != self._refused:
+                    self._refused = error.message
+                    log.error("certificates not reloaded: %s [%s]", error.message, error.reason)
+            return self.latest
+
+
+def open_channel(
+    target: str, security: ClientSecurity, health_service: str | None = None
+) -> grpc.Channel:
     """Open a channel to `target`: HOST:PORT or any other form that gRPC accepts. The caller adds the token to each call.
 
-    Raises InvalidInput: TOKEN_OVER_PLAIN_TEXT for a token that would leave this machine unencrypted, BAD_TOKEN, and
-    BAD_CONFIGURATION for files that cannot be used.
+    With `health_service`, calls go only to addresses whose health check of this service says SERVING. Raises InvalidInput:
+    TOKEN_OVER_PLAIN_TEXT for a token that would leave this machine unencrypted, BAD_TOKEN, BAD_CERTIFICATE for certificates that
+    cannot be used, and BAD_CONFIGURATION for files that cannot be read.
     """
-    address, credentials, options = _parameters(target, security)
+    address, credentials, options = _parameters(target, security, health_service)
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)
 
 
-def open_async_channel(target: str, security: ClientSecurity) -> grpc.aio.Channel:
+def open_async_channel(
+    target: str, security: ClientSecurity, health_service: str | None = None
+) -> grpc.aio.Channel:
     """Open a channel of the running event loop, as `open_channel` does."""
-    address, credentials, options = _parameters(target, security)
+    address, credentials, options = _parameters(target, security, health_service)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def _parameters(
-    target: str, security: ClientSecurity
+    target: str, security: ClientSecurity, health_service: str | None
 ) -> tuple[str, grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
     """Return address, credentials (None for plain text) and options of a channel."""
     has_token = bool(security.read_token())
-    options = list(CHANNEL_OPTIONS)
+    # Calls are shared among all addresses of a name in turn.
+    service_config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+    if health_service is not None:
+        service_config["healthCheckConfig"] = {"serviceName": health_service}
+    options = [*CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(service_config))]
     if security.is_encrypted:
         if security.server_name:
             options.append(("grpc.ssl_target_name_override", security.server_name))
@@ -121,10 +179,21 @@ def _parameters(
 
 
 def _credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
-    def read(path: Path | None) -> bytes | None:
-        return None if path is None else read_capped(path)
-
-    credentials: grpc.ChannelCredentials = grpc.ssl_channel_credentials(
-        read(security.ca), read(security.key), read(security.certificate)
-    )
+    files = security.read_certificates()
+    # gRPC takes any bytes, and then every call fails without saying why.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if security.ca is not None:
+            context.load_verify_locations(security.ca)
+        if security.certificate is not None:
+            # Never asks for a password: an empty one is refused.
+            context.load_cert_chain(security.certificate, security.key, password=lambda: "")
+    except OSError as error:
+        paths = [str(path) for path in (security.ca, security.certificate, security.key) if path]
+        raise InvalidInput(
+            f"{', '.join(paths)} cannot be used: each must be complete and in PEM form, and the key must belong to the certificate"
+            " and have no password",
+            reason="BAD_CERTIFICATE",
+        ) from error
+    credentials: grpc.ChannelCredentials = grpc.ssl_channel_credentials(*files)
     return credentials

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from neap_client import methods
-from neap_client.base import POLL_S, ClientBase, with_request_id
+from neap_client.base import POLL_S, ChangeOptions, ClientBase
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.channel import open_channel
 from neap_client.errors import Unavailable
@@ -27,10 +27,10 @@ class NeapClient(ClientBase):
     """The synchronous client; see ClientBase for its arguments and for what is repeated. Thread-safe."""
 
     def _open_channel(self) -> grpc.Channel:
-        return open_channel(self.target, self._security)
+        return open_channel(self.target, self._security, self._health_service)
 
     def close(self) -> None:
-        self._channel.close()
+        self._channel.latest.close()
 
     def __enter__(self) -> "NeapClient":
         return self
@@ -72,12 +72,7 @@ class NeapClient(ClientBase):
         The call is repeated only before the first token: see GenerationStream. A repeated call has the same `request_id`, so it gets
         the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own.
         """
-        own = with_request_id(request_id, metadata)
-        call = methods.GENERATE.stream(self._channel)
-        return GenerationStream(
-            lambda left_s: call(request, timeout=left_s, metadata=self._metadata(own)),
-            **self._stream_options(timeout_s),
-        )
+        return GenerationStream(**self._generation(request, timeout_s, request_id, metadata))
 
     def get_model(self, model_id: str, *, metadata: Metadata = ()) -> inference_pb2.Model:
         request = inference_pb2.GetModelRequest(model_id=model_id)
@@ -149,23 +144,11 @@ class NeapClient(ClientBase):
         return [alias for page in pages for alias in page.aliases]
 
     def set_alias(
-        self,
-        model_id: str,
-        alias: str,
-        version: int,
-        *,
-        expected_version: int | None = None,
-        actor: str = "",
-        reason: str = "",
+        self, model_id: str, alias: str, version: int, **change: Unpack[ChangeOptions]
     ) -> router_pb2.AliasChange:
-        """Point an alias at a version. With `expected_version` this is a compare-and-swap. Never repeated."""
+        """Point an alias at a version. Never repeated."""
         request = router_pb2.SetAliasRequest(
-            model_id=model_id,
-            alias=alias,
-            version=version,
-            expected_version=expected_version,
-            actor=actor,
-            reason=reason,
+            model_id=model_id, alias=alias, version=version, **change
         )
         return self._unary(methods.SET_ALIAS, request).change
 
@@ -178,22 +161,10 @@ class NeapClient(ClientBase):
         return self._unary(methods.PROMOTE_CANARY, request).change
 
     def rollback_alias(
-        self,
-        model_id: str,
-        alias: str,
-        *,
-        expected_version: int | None = None,
-        actor: str = "",
-        reason: str = "",
+        self, model_id: str, alias: str, **change: Unpack[ChangeOptions]
     ) -> router_pb2.AliasChange:
         """Undo the last change of an alias. Never repeated."""
-        request = router_pb2.RollbackAliasRequest(
-            model_id=model_id,
-            alias=alias,
-            expected_version=expected_version,
-            actor=actor,
-            reason=reason,
-        )
+        request = router_pb2.RollbackAliasRequest(model_id=model_id, alias=alias, **change)
         return self._unary(methods.ROLLBACK_ALIAS, request).change
 
     def alias_history(self, model_id: str, alias: str) -> list[router_pb2.AliasChange]:
@@ -225,10 +196,7 @@ class NeapClient(ClientBase):
         timeout_s: float | None = None,
     ) -> Response:
         """Make one attempt. `timeout_s`: None means the client's."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        call = method.unary(self._channel)
-        metadata = self._metadata(given)
-        reply: Response = _called(lambda: call(request, timeout=timeout_s, metadata=metadata))
+        reply: Response = _called(lambda: self._start(method, request, given, timeout_s))
         return reply
 
     def _pages(
@@ -245,12 +213,11 @@ class NeapClient(ClientBase):
 
     def _watch(self, method: Method[Request, Response], request: Request) -> Iterator[Response]:
         """Yield replies until the service ends the stream. Whenever the connection is lost, call again with `request` as it is then."""
-        start = method.stream(self._channel)
         call: Any = None
 
         def open_stream() -> Any:
             nonlocal call
-            call = start(request, metadata=self._metadata())
+            call = self._start_stream(method, request)
             return _called(lambda: next(call, None))
 
         try:

@@ -9,7 +9,7 @@ from shared.errors import NeapError
 from shared.gateway.app import Gateway
 from shared.gateway.metrics import GatewayMetrics
 from shared.gateway.server import GatewayServer
-from shared.gateway.workers import Workers
+from shared.gateway.workers import open_client
 from shared.gateway_settings import GatewaySettings
 from shared.metrics_server import serve_metrics
 from shared.rpc.logs import configure_logging
@@ -21,7 +21,7 @@ from shared.rpc.trace_export import export_traces
 async def serve(settings: GatewaySettings) -> int:
     """Serves until SIGTERM. Raises NeapError if it cannot start."""
     metrics = GatewayMetrics()
-    workers = Workers(settings)
+    workers = open_client(settings)
     try:
         server = GatewayServer(settings, Gateway(settings, workers, metrics))
         metrics.registry.register(SecurityCollector(server.security))

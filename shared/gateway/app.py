@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import structlog
+from neap_client import AsyncNeapClient
 from neap_client.metadata import REQUEST_ID_KEY, Metadata
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from shared.errors import RETRY_AFTER_S, Exhausted, NeapError
+from shared.errors import RETRY_AFTER_S, Exhausted, NeapError, Unavailable
 from shared.gateway.answers import Choice, Response, model_object
 from shared.gateway.errors import (
     CLIENT_CLOSED_REQUEST,
@@ -29,9 +30,11 @@ from shared.gateway.exchange import Exchange
 from shared.gateway.merging import merged
 from shared.gateway.metrics import GatewayMetrics
 from shared.gateway.requests import parse_generation
-from shared.gateway.workers import Workers, no_answer
+from shared.gateway.workers import SERVICE_NAME
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.tracing import end_http_span, trace_id_of
+
+HEALTH_TIMEOUT_S = 2.0
 
 Handler = Callable[[Exchange], Awaitable[None]]
 log = structlog.get_logger("neap.gateway")
@@ -41,7 +44,7 @@ class Gateway:
     """Belongs to one event loop. `drain` makes it unready; `ending` ends the requests that run."""
 
     def __init__(
-        self, settings: GatewaySettings, workers: Workers, metrics: GatewayMetrics
+        self, settings: GatewaySettings, workers: AsyncNeapClient, metrics: GatewayMetrics
     ) -> None:
         self.ending = asyncio.Event()
         self.num_running = 0
@@ -87,6 +90,9 @@ class Gateway:
                 await exchange.run(handler, self.ending)
         except NeapError as caught:
             error = caught
+            if error.reason.startswith("GRPC_"):
+                # The client sees only the reason, because the text may contain addresses.
+                log.warning("call to a worker failed", reason=error.reason, why=error.message)
         except Exception as caught:
             error = unexpected(caught)
         finally:
@@ -131,21 +137,23 @@ class Gateway:
             **exchange.log_fields,
         )
 
-    def _metadata(self, exchange: Exchange, suffix: str = "") -> Metadata:
-        """Return the metadata of a call to a worker. `suffix` tells calls of one request apart in the workers' logs."""
-        metadata = exchange.metadata(with_token=not self._settings.drop_tokens)
-        return (*metadata, (REQUEST_ID_KEY, exchange.request_id + suffix))
+    def _token(self, exchange: Exchange) -> Metadata:
+        return () if self._settings.drop_tokens else exchange.token()
+
+    def _metadata(self, exchange: Exchange) -> Metadata:
+        """Return the metadata of a call with one response. A generation has an argument for the request id."""
+        return (*self._token(exchange), (REQUEST_ID_KEY, exchange.request_id))
 
     async def _list_models(self, exchange: Exchange) -> None:
         exchange.expect_no_body()
-        models = await self._workers.list_models(self._metadata(exchange))
+        models = await self._workers.list_models(metadata=self._metadata(exchange))
         data = [model_object(model) for model in models]
         await exchange.respond(200, {"object": "list", "data": data})
 
     async def _get_model(self, exchange: Exchange) -> None:
         exchange.expect_no_body()
         model_id: str = exchange.scope["path_params"]["model_id"]
-        model = await self._workers.get_model(model_id, self._metadata(exchange))
+        model = await self._workers.get_model(model_id, metadata=self._metadata(exchange))
         await exchange.respond(200, model_object(model))
 
     async def _generate(self, exchange: Exchange, *, is_chat: bool) -> None:
@@ -169,10 +177,14 @@ class Gateway:
             is_chat=is_chat,
             includes_usage=generation.includes_usage,
         )
-        deadline_s = started_s + settings.generation_timeout_s
+        # The workers' logs tell the calls of one request apart by these.
         suffixes = [f"-{choice.index}" for choice in choices] if len(choices) > 1 else [""]
+        left_s = max(0.0, started_s + settings.generation_timeout_s - time.monotonic())
+        token = self._token(exchange)
         streams = [
-            self._workers.generate(call, self._metadata(exchange, suffix), deadline_s)
+            self._workers.generate(
+                call, timeout_s=left_s, request_id=exchange.request_id + suffix, metadata=token
+            )
             for call, suffix in zip(generation.calls, suffixes, strict=True)
         ]
         events = merged(streams)
@@ -193,7 +205,7 @@ class Gateway:
             self._metrics.tokens.inc(num_tokens)
             exchange.log_fields["generated_tokens"] = num_tokens
         if any(choice.finished is None for choice in choices):
-            raise no_answer()
+            raise Unavailable("the worker ended the answer early", reason="INCOMPLETE_ANSWER")
         if not generation.is_stream:
             await exchange.respond(200, response.whole(choices))
             return
@@ -206,7 +218,12 @@ class Gateway:
         """200 if requests can be served: the gateway is not draining, and a worker serves."""
         if self._is_draining:
             return JSONResponse({"status": "draining"}, 503)
-        if not await self._workers.is_serving():
+        try:
+            is_serving = await self._workers.is_serving(SERVICE_NAME, timeout_s=HEALTH_TIMEOUT_S)
+        except NeapError as error:
+            log.debug("no worker is ready", reason=error.reason, why=error.message)
+            is_serving = False
+        if not is_serving:
             return JSONResponse({"status": "no worker serves"}, 503)
         return JSONResponse({"status": "ready"})
 

@@ -79,7 +79,10 @@ def validated(kind: type[M], fields: dict[str, Any]) -> M:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+    # A value that fits no member of a union has an error for each. The deepest one is about the member that was meant.
+    of_first_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(of_first_field, key=lambda one: len(one["loc"]))
     if first["type"] == "unsupported_field":
         field = _path((*first["loc"], first["msg"]))
         raise refused(

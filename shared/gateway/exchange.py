@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, trace_context
+from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, Metadata
 from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Scope, Send
 
@@ -51,14 +51,14 @@ class Exchange:
         self._body_read.set()
         return body
 
-    def metadata(self, *, with_token: bool) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of calls to workers, without the request id. Raises Unauthenticated (TOKEN_MALFORMED)."""
-        tokens = self._headers(AUTHORIZATION_KEY) if with_token else []
+    def token(self) -> Metadata:
+        """Return the client's token as metadata of calls to workers, empty if it has none. Raises Unauthenticated (TOKEN_MALFORMED)."""
+        tokens = self._headers(AUTHORIZATION_KEY)
         if len(tokens) > 1 or any(not _PRINTABLE.fullmatch(token) for token in tokens):
             raise Unauthenticated(
                 "authorization must be a single 'Bearer TOKEN'", reason="TOKEN_MALFORMED"
             )
-        return (*trace_context().items(), *((AUTHORIZATION_KEY, token) for token in tokens))
+        return [(AUTHORIZATION_KEY, token) for token in tokens]
 
     async def run(
         self, handler: Callable[["Exchange"], Awaitable[None]], ending: asyncio.Event

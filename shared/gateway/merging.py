@@ -1,39 +1,39 @@
-"""Merges the events of several calls into one stream."""
+"""Merges the events of several generations into one stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import TypeVar
 
-T = TypeVar("T")
+from neap_client import AsyncGenerationStream
+from neap_client.inference.v1.inference_pb2 import GenerateResponse
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield (index of the stream, item) as items come. The first error of a stream ends all. Leaving closes the streams.
+async def merged(
+    streams: Sequence[AsyncGenerationStream],
+) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
+    """Yield (index of the stream, event) as events come. The first error of a stream ends all. Leaving closes the streams.
 
-    A reader that takes no items holds up the streams, which pauses their calls on the workers.
+    A reader that takes no events holds up the streams, which pauses their calls on the workers.
     """
-    if len(streams) == 1:  # without a task and a queue for each token
-        async with aclosing(streams[0]) as stream:
-            async for item in stream:
-                yield 0, item
-        return
     # None: a stream has ended.
-    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(len(streams))
+    queue = asyncio.Queue[tuple[int, GenerateResponse] | Exception | None](len(streams))
 
-    async def forward(index: int, stream: AsyncGenerator[T, None]) -> None:
+    async def forward(index: int, stream: AsyncGenerationStream) -> None:
         try:
-            async with aclosing(stream):
-                async for item in stream:
-                    await queue.put((index, item))
+            async for event in stream:
+                await queue.put((index, event))
         except Exception as error:
             await queue.put(error)
         else:
             await queue.put(None)
 
-    tasks = [asyncio.create_task(forward(*numbered)) for numbered in enumerate(streams)]
-    num_open = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
     try:
+        if len(streams) == 1:  # without a task and a queue for each token
+            async for event in streams[0]:
+                yield 0, event
+            return
+        tasks += [asyncio.create_task(forward(*numbered)) for numbered in enumerate(streams)]
+        num_open = len(tasks)
         while num_open:
             received = await queue.get()
             if isinstance(received, Exception):
@@ -46,3 +46,5 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            stream.close()

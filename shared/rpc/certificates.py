@@ -58,31 +58,22 @@ class ServerCertificate:
         return self.files.value.configuration if self.files.refresh() else None
 
 
-def own_certificate(paths: Sequence[Path], contents: Sequence[bytes]) -> x509.Certificate:
-    """Return the first certificate of `contents[0]`, whose key is `contents[1]`. Raises InvalidInput (BAD_CERTIFICATE).
-
-    The key must match and the certificate must not have expired. `paths` are for the messages.
-    """
-    own = load_certificates(paths[0], contents[0])[0]
+def _checked(paths: Sequence[Path], contents: Sequence[bytes]) -> Certificate:
+    own = _certificates(paths[0], contents[0])[0]
     if _public_bytes(_key(paths[1], contents[1])) != _public_bytes(own):
         raise _bad(f"{paths[1]} is not the key of the first certificate in {paths[0]}")
-    if own.not_valid_after_utc.timestamp() <= time.time():
+    expiry_time_s = own.not_valid_after_utc.timestamp()
+    if expiry_time_s <= time.time():
         raise _bad(f"the certificate in {paths[0]} expired on {own.not_valid_after_utc:%F %T} UTC")
-    return own
-
-
-def _checked(paths: Sequence[Path], contents: Sequence[bytes]) -> Certificate:
-    expiry_time_s = own_certificate(paths, contents).not_valid_after_utc.timestamp()
     roots: bytes | None = None
     if len(contents) > 2:
-        load_certificates(paths[2], contents[2])
+        _certificates(paths[2], contents[2])
         roots = contents[2]
     pairs = [(contents[1], contents[0])]
     return Certificate(grpc.ssl_server_certificate_configuration(pairs, roots), expiry_time_s)
 
 
-def load_certificates(path: Path, data: bytes) -> list[x509.Certificate]:
-    """Parse certificates in PEM form. Raises InvalidInput (BAD_CERTIFICATE)."""
+def _certificates(path: Path, data: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(data)
     except ValueError as error:

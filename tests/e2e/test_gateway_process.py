@@ -139,6 +139,7 @@ def test_a_worker_that_dies_ends_the_stream_with_an_error(tmp_path):
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["type"] == "server_error"
         assert error["neap"]["grpc_code"] == "UNAVAILABLE"
+        assert "was lost" in error["message"]
         wait_until(lambda: httpx.get(f"{url}/readyz", timeout=60).status_code == 503)
 
 

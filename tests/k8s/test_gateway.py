@@ -5,7 +5,7 @@ import pytest
 from shared.config import settings_from_command_line
 from shared.gateway.app import Gateway
 from shared.gateway.metrics import GatewayMetrics
-from shared.gateway.workers import Workers
+from shared.gateway.workers import open_client
 from shared.gateway_settings import GatewaySettings
 from tests.k8s.test_settings import PROBES, ports_of
 from tests.kustomize import COMPOSITIONS, environment, name_of, render, services
@@ -45,7 +45,7 @@ def test_probes_ask_paths_of_the_gateway_with_its_scheme(composition, gateway_in
 
 async def test_the_probed_paths_exist(gateway_in):
     settings, *_ = gateway_in(render("cpu", ("gateway",)))
-    workers = Workers(settings)  # raises if tokens would be sent in plain text
+    workers = open_client(settings)  # raises if tokens would be sent in plain text
     routes = Gateway(settings, workers, GatewayMetrics()).app().routes
     await workers.close()
     assert {"/healthz", "/readyz"} <= {route.path for route in routes}

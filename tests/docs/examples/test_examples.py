@@ -81,11 +81,14 @@ def test_curl(target, answer, tmp_path):
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
 def test_node(target, answer, tmp_path):
-    for name in ("package.json", "generate.mjs"):
+    for name in ("package.json", "generate.mjs", "openai.mjs"):
         shutil.copy(EXAMPLES / "node" / name, tmp_path / name)
     run("npm", "install", "--no-audit", "--no-fund", "--silent", cwd=tmp_path)
     command = ("node", "generate.mjs", target, "tiny", "hello", ROOT / "protos")
     assert run(*command, cwd=tmp_path) == f"{answer}\n"
+    with gateway_to(target) as gateway:
+        printed = run("node", "openai.mjs", gateway.url, "tiny", "hello", cwd=tmp_path)
+    assert printed == f"{answer}\n"
 
 
 @pytest.mark.full

@@ -11,7 +11,11 @@ from transformers.generation.streamers import BaseStreamer
 from inference_service.hugging_face.attach import attach
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.ladder.policy import DepthPolicy
+from shared.model.load import wrap_model
+from tests.fixed_costs import fixed_cost_engine
+from tests.random_ladder import random_ladder
 from tests.waiting import wait_until
+from tests.worker import build_model
 
 TEXTS = ["hello hello hello he", "in the", "thin"]
 
@@ -82,6 +86,22 @@ def test_a_batch_is_padded_as_by_transformers(plain, model, several, eos):
 def test_a_batch_may_be_larger_than_the_engine_runs_at_once(plain, model, tokenizer):
     call = dict(tokenizer(["hello there"[: 3 + n % 8] for n in range(40)], return_tensors="pt", padding=True))  # fmt: skip
     assert same_answers(plain, model, **call, max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.parametrize("policy", ["full", "exact"])
+def test_an_eos_that_the_call_does_not_name_is_a_token_like_any_other(
+    plain, tokenizer, one, policy
+):
+    call = {**one, "max_new_tokens": 12, "do_sample": False, "eos_token_id": 256}
+    expected = plain.generate(**call)
+    own = build_model()
+    own.generation_config.eos_token_id = expected[0, -5].item()
+    loaded = wrap_model(own, tokenizer)
+    with (
+        fixed_cost_engine(loaded, random_ladder(loaded, 0, agreement=0.9)) as engine,
+        attach(engine, policy),
+    ):
+        assert torch.equal(expected, own.generate(**call))
 
 
 def test_the_streamer_gets_what_transformers_gives_it(plain, model, one):

@@ -1,14 +1,29 @@
+import inspect
 import threading
 
 import pytest
+from neap_client import AsyncNeapClient, NeapClient
 
 from shared import errors
+from tests.shared.rpc.conftest import SERVICE, Scripted, running
+from tests.waiting import wait_until
 
 
 @pytest.fixture
 def client(server, make_client):
     with make_client(server.target, timeout_s=60, num_attempts=3) as client:
         yield client
+
+
+def test_both_clients_have_the_same_methods():
+    def methods(kind):
+        return {
+            name: [(one.name, one.kind, one.annotation) for one in signature.parameters.values()]
+            for name, method in vars(kind).items()
+            if not name.startswith("_") and (signature := inspect.signature(method))
+        }
+
+    assert methods(NeapClient) == methods(AsyncNeapClient)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +90,17 @@ def test_wait_ready_returns_when_serving(server, client):
     threading.Timer(0.2, lambda: server.run(server.server.set_serving())).start()
     client.wait_ready("neap.inference.v1.InferenceService", timeout_s=60)
     assert client.is_serving("neap.inference.v1.InferenceService")
+
+
+def test_addresses_that_do_not_serve_get_no_calls(scripted, server, make_client):
+    other = Scripted()
+    with running(other) as serving:
+        serving.run(serving.server.set_serving())
+        target = f"ipv4:{server.target},{serving.target}"
+        with make_client(target, health_service="", num_attempts=1) as client:
+            client.wait_ready(SERVICE, timeout_s=60)
+            for _ in range(6):
+                client.get_model("m")
+            assert (scripted.num_calls, other.num_calls) == (0, 6)
+            server.run(server.server.set_serving())
+            wait_until(lambda: client.get_model("m") is not None and scripted.num_calls)

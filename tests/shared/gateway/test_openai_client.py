@@ -8,6 +8,7 @@ import pytest
 from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 
+from shared.rpc.pages import DEFAULT_PAGE_SIZE
 from tests.gateways import chat_body
 from tests.worker import build_tokenizer
 
@@ -186,6 +187,13 @@ def test_models_are_listed(client):
     assert (model.id, model.object) == ("tiny", "model")
     assert model.model_extra["neap"]["num_layers"] == 4
     assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_all_pages_of_models_are_listed(scripted):
+    worker, gateway = scripted
+    worker.models = [f"model-{number:03}" for number in range(2 * DEFAULT_PAGE_SIZE + 1)]
+    found = gateway.http.get("/v1/models").json()["data"]
+    assert [model["id"] for model in found] == worker.models
 
 
 def test_a_model_that_is_not_served_is_not_found(client):

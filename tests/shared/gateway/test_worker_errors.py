@@ -157,6 +157,15 @@ def test_a_call_that_reaches_no_worker_is_repeated_before_its_first_token():
         worker.worker.requests.clear()
         assert gateway.http.post(CHAT, json=chat_body()).status_code == 503
         assert len(worker.worker.requests) == 1
+        worker.worker.script = failing(errors.Unavailable("m"))
+        worker.worker.requests.clear()
+        assert gateway.http.post(CHAT, json=chat_body()).status_code == 503
+        assert len(worker.worker.requests) == 3
+        # The client is told to wait.
+        worker.worker.script = failing(errors.Exhausted("m", retry_after_s=0.01))
+        worker.worker.requests.clear()
+        assert gateway.http.post(CHAT, json=chat_body()).status_code == 429
+        assert len(worker.worker.requests) == 1
 
 
 def test_the_clients_trace_and_request_id_reach_the_worker(scripted):
