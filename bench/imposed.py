@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shared.ladder.exits import LayerExit
 from shared.ladder.heads import ExitHead, default_rank
-from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.model.load import LoadedModel, wrap_model
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from shared.ladder.exits import LayerExit
 from shared.ladder.heads import ExitHead
-from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.model.load import LoadedModel
 

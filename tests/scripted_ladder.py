@@ -27,6 +27,8 @@ class ScriptedLadder:
         self.exits = exits
         self.depths = tuple(depths)
         self.layout = self.depths
+        self.chained_depths: tuple[int, ...] = ()
+        self.kept_depths: tuple[int, ...] = ()
         self.agreements = (1.0,) * len(self.depths)
         self.fingerprint = fingerprint
         self.seen_states: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []

@@ -161,7 +161,12 @@ class Decoder:
         if self.prefixes.is_being_computed(sequence, others):
             return None
         start, prompt = sequence.num_settled, sequence.request.prompt_ids
-        chain = Chain(start, list(prompt[start : start + budget]), sequence.cache)
+        chain = Chain(
+            start,
+            list(prompt[start : start + budget]),
+            sequence.cache,
+            kept={depth: [] for depth in sequence.kept_depths},
+        )
         is_last = start + len(chain.tokens) == len(prompt)
         return _Part(sequence, chain, int(is_last), is_prefill=True)
 
@@ -217,19 +222,19 @@ class Decoder:
         if not parts:
             return
         try:
-            states, logits = self._deep_pass(parts)
+            logits = self._deep_pass(parts)
         except Exception as error:
             failed = [part.sequence for part in parts]
             fail_all(failed, error, "a pass failed that was shared by")
             return
         answered = [part for part in parts if part.num_logits]
         verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
-        for part, own in zip(parts, states, strict=True):
+        for part in parts:
             if part.sequence.failure is None:
-                attempt(part.sequence, self._commit, part, own, verdicts.get(id(part)))
+                attempt(part.sequence, self._commit, part, verdicts.get(id(part)))
 
-    def _deep_pass(self, parts: Rows[_Part]) -> tuple[Rows[Tensor], Tensor | None]:
-        """States at depth L [T, D] per part, and the logits [N, V] that the parts need, part after part; None if none does."""
+    def _deep_pass(self, parts: Rows[_Part]) -> Tensor | None:
+        """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part; None if none does."""
         states = settle([part.chain for part in parts], self.runner)
         own: Rows[Tensor] = states.split_with_sizes([len(part.chain.tokens) for part in parts])
         wanted = [
@@ -237,7 +242,7 @@ class Decoder:
             for part, rows in zip(parts, own, strict=True)
             if part.num_logits
         ]
-        return own, self.runner.logits(torch.cat(wanted)) if wanted else None
+        return self.runner.logits(torch.cat(wanted)) if wanted else None
 
     def _verify(self, logits: Tensor | None, parts: Rows[_Part]) -> Rows[Verdict | None]:
         """Verifies all parts together, which reads the device once. If that fails, each alone, so that only the culprits fail."""
@@ -258,7 +263,7 @@ class Decoder:
         [verdict] = verify(logits, [part.drafts_to_verify], [part.sequence.request.logprobs])
         return verdict
 
-    def _commit(self, part: _Part, states: Tensor, verdict: Verdict | None) -> None:
+    def _commit(self, part: _Part, verdict: Verdict | None) -> None:
         """Moves the sequence to what has been through every layer, and emits its new tokens. Rejected drafts are overwritten later."""
         sequence, chain = part.sequence, part.chain
         if part.is_prefill:
@@ -275,7 +280,8 @@ class Decoder:
             # Every token but the last one, which the full model has just chosen.
             num_through = 1 + chain.num_final + num_confirmed
         sequence.num_settled = chain.base + num_through
-        sequence.deep_state = states[num_through - 1]
+        kept = [chain.kept[depth][num_through - 1] for depth in sequence.kept_depths]
+        sequence.settled_states = torch.stack(kept)
         if verdict is not None:
             part.chunks += sequence.emit(self._tokens(chain, verdict))
 

@@ -11,20 +11,24 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from shared.errors import Corrupt, PreconditionFailed
+from shared.ladder.exits import LayerExit
 from shared.ladder.forms import HEAD_FORMS
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.heads import ExitHead
-from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
 from shared.ladder.successors import SuccessorTable
 from shared.ladder.table_router import TableRouter
 from shared.model.own_thread import run_in_own_thread
 
-SCHEMA_VERSION = 1
+# 2: exits may have the form `fused`. Without such an exit a manifest says 1, which earlier versions of neap read, too.
+SCHEMA_VERSION, FIRST_VERSION = 2, 1
 BLOB = "ladder.safetensors"
 MAX_BLOB_BYTES = 1 << 30
 # Upper limits of the sizes in a manifest, because memory is allocated by them.
 MAX_HIDDEN_SIZE, MAX_RANK, MAX_ROUTER_WIDTH, MAX_EXITS = 65_536, 8_192, 8_192, 64
+MAX_MLP_WIDTH = 4 * MAX_HIDDEN_SIZE
 MAX_VOCABULARY = 1 << 22
 # First bytes of pickle protocols 2 to 5. Protocols 0 and 1 have no such mark.
 PICKLE_STARTS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -75,7 +79,11 @@ def pack_ladder(
             layer_exit.name,
             layer_exit.depth,
             form=head.form,
-            rank=head.rank,
+            **(
+                {"mlp_width": head.mlp_width}
+                if isinstance(head, FusedHead)
+                else {"rank": head.rank}
+            ),
             head_width=head.head_width,
             router_width=router.hidden.out_features,
         )
@@ -84,8 +92,9 @@ def pack_ladder(
     risk: Mapping[str, Any] = report.get("risk", {})
     published = {"risk": risk} if risk.get("bounds") else {}
     elsewhere = {"rungs", *published}
+    has_fused = any(isinstance(layer_exit.head, FusedHead) for layer_exit in ladder.exits)
     manifest = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": SCHEMA_VERSION if has_fused else FIRST_VERSION,
         "model": _model_json(ladder.model),
         "rungs": rungs,
         "draft_vocabulary": 0 if ladder.draft_vocabulary is None else len(ladder.draft_vocabulary),
@@ -116,7 +125,7 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
             f"the router has format {version}; this version of neap reads formats up to {SCHEMA_VERSION}",
             reason="SCHEMA_TOO_NEW",
         )
-    if version != SCHEMA_VERSION or set(blobs) != {BLOB}:
+    if version not in (FIRST_VERSION, SCHEMA_VERSION) or set(blobs) != {BLOB}:
         raise Corrupt(f"the router has no valid schema_version, or its blobs are not just {BLOB}")
     if len(blobs[BLOB]) > MAX_BLOB_BYTES:
         raise Corrupt("the router's blob is too large")
@@ -199,11 +208,10 @@ class _Unpacker:
                 f"rung {rung['name']!r} has a depth other than its name says, or an unknown form"
             )
         width = _size(rung["head_width"], MAX_HIDDEN_SIZE)
-        rank = _size(rung["rank"], MAX_RANK, least=0)
         router_width = _size(rung["router_width"], MAX_ROUTER_WIDTH)
         # The meta device allocates nothing, so the manifest's sizes cost no memory before they are checked against the tensors.
         with torch.device("meta"):
-            head = ExitHead(rung["form"], model.hidden_size, width, rank)
+            head = _new_head(rung, model.hidden_size, width)
             router = DepthRouter(width, router_width)
         _fill(head, self._take(f"{rung['name']}.head"))
         _fill(router, self._take(f"{rung['name']}.router"))
@@ -229,6 +237,14 @@ class _Unpacker:
         ):
             raise Corrupt("the draft vocabulary is not a set of the model's tokens")
         return vocabulary
+
+
+def _new_head(rung: Mapping[str, Any], hidden_size: int, width: int) -> ExitHead | FusedHead:
+    if rung["form"] != "fused":
+        return ExitHead(rung["form"], hidden_size, width, _size(rung["rank"], MAX_RANK, least=0))
+    if width != hidden_size:
+        raise Corrupt(f"rung {rung['name']!r} is of a form for LM heads that read the hidden size")
+    return FusedHead(hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -2,6 +2,6 @@
 
 from typing import Literal, get_args
 
-HeadForm = Literal["affine", "gated"]
+HeadForm = Literal["affine", "gated", "fused"]
 HEAD_FORMS: tuple[HeadForm, ...] = get_args(HeadForm)
 DEFAULT_ROUTER_WIDTH = 128

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from shared.errors import RouterMismatch
-from shared.ladder.fused_exit import DraftRows, FusedExit, is_supported
-from shared.ladder.head_rows import gather_rows, projection
-from shared.ladder.heads import ExitHead
-from shared.ladder.routers import DepthRouter, scalar_features
-from shared.ladder.rungs import SUCCESSOR, SUFFIX, Draft, exit_name
+from shared.ladder.exits import ChainExit, LayerExit, bind_exits
+from shared.ladder.fused_head import FusedHead
+from shared.ladder.head_rows import gather_rows
+from shared.ladder.rungs import SUCCESSOR, SUFFIX, Draft
 from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
 from shared.ladder.suffix import SuffixIndex, SuffixMatch
 from shared.ladder.table_router import AGREES, DIFFERS, SILENT, Evidence, TableRouter
 from shared.model.load import LoadedModel
-from shared.model.runner import Runner
+from shared.model.runner import Runner, tap_depths
 
 
 @dataclass(frozen=True)
@@ -40,24 +39,6 @@ class ModelIdentity:
             hidden_size=loaded.hidden_size,
             vocabulary_size=loaded.vocabulary_size,
         )
-
-
-@dataclass(frozen=True)
-class LayerExit:
-    """An exit at `depth` (0 <= depth < L): a head that proposes a token, and a router that gives its probability of being right.
-
-    `agreement`: share of held-out tokens on which the exit's token is the full model's greedy choice. The planner uses it to
-    estimate an exit before running it.
-    """
-
-    depth: int
-    head: ExitHead
-    router: DepthRouter
-    agreement: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return exit_name(self.depth)
 
 
 @dataclass(frozen=True)
@@ -114,9 +95,12 @@ class BoundLadder:
         vocabulary = ladder.draft_vocabulary
         self.layout: object = (
             0 if vocabulary is None else len(vocabulary),
-            *((e.depth, e.head.form, e.head.rank, e.head.head_width) for e in ladder.exits),
-            *(e.router.hidden.out_features for e in ladder.exits),
+            *(e.layout for e in ladder.exits),
         )
+        # The exits that draft by `chain_step`; the others draft by `ask`.
+        self.chained_depths = tuple(e.depth for e in ladder.exits if isinstance(e.head, FusedHead))
+        # The depths below L whose settled states chains begin with.
+        self.kept_depths = tap_depths(runner.num_layers) if self.chained_depths else ()
         if ladder.exits:
             assert ladder.draft_vocabulary is not None
             device = runner.loaded.device
@@ -125,12 +109,7 @@ class BoundLadder:
                 layer_exit.head.to(device).requires_grad_(False)
                 layer_exit.router.to(device).requires_grad_(False)
             rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
-            self._fused: list[FusedExit] = []
-            if is_supported(device, len(self._vocabulary)):
-                drafts = DraftRows.of(rows, bias)
-                self._fused = [FusedExit(e.head, e.router, drafts) for e in ladder.exits]
-            else:
-                self._project = projection(rows, bias)
+            self._bound = bind_exits(ladder.exits, rows, bias)
 
     def new_sequence(self, prompt: Sequence[int]) -> "SequenceDrafter":
         return SequenceDrafter(self.ladder, prompt)
@@ -144,28 +123,57 @@ class BoundLadder:
         `states` [N, D]: the tokens' states at the exit's depth. `deep_states` [N, D]: for each token, the state at depth L of the
         last settled token of its sequence. `distances` >= 1: how many positions that token lies back (1: it is the token before).
         """
-        tokens, probabilities = self.exits(index, states, deep_states, distances)
-        layer_exit = self._exits[index]
-        answer = torch.stack([tokens.double(), probabilities.double()]).tolist()
-        return [
-            Draft(int(token), probability, layer_exit.name, layer_exit.depth)
-            for token, probability in zip(*answer, strict=True)
-        ]
+        return self._drafts(index, *self.exits(index, states, deep_states, distances))
 
     @torch.inference_mode()
     def exits(
         self, index: int, states: Tensor, deep_states: Tensor, distances: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """As `ask`, but the results stay on the device: tokens [N] int64, probabilities [N]."""
-        layer_exit = self._exits[index]
+        one = self._bound[index]
+        assert not isinstance(one, ChainExit)
         distance = torch.tensor(distances, device=self._vocabulary.device)
-        if self._fused:
-            places, probabilities = self._fused[index](states, deep_states, distance)
-            return self._vocabulary[places], probabilities
-        adapted = layer_exit.head(states, deep_states, distance)
-        logits = self._project(adapted)
-        probabilities = layer_exit.router(adapted, scalar_features(logits, distance))
-        return self._vocabulary[logits.argmax(-1)], probabilities
+        found, probabilities = one(states, deep_states, distance)
+        return self._vocabulary[found], probabilities
+
+    @torch.inference_mode()
+    def ask_chained(
+        self, index: int, states: Tensor, entering: Tensor, places: Sequence[int]
+    ) -> tuple[list[Draft], Tensor]:
+        """As `chain_step`, with the drafts read back in one device synchronisation: (drafts, outputs [N, D])."""
+        tokens, probabilities, outputs = self.chain_step(index, states, entering, places)
+        return self._drafts(index, tokens, probabilities), outputs
+
+    @torch.inference_mode()
+    def chain_step(
+        self, index: int, states: Tensor, entering: Tensor, places: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One more token for N chains of `exits[index]`, one of the `chained_depths`: tokens [N] int64, probabilities [N], outputs [N, D].
+
+        `states` [N, 3, D]: of the last settled tokens at `kept_depths` and L, or `chained` of the outputs for the tokens before.
+        `entering` [N, D]: the newest tokens' states at the exit's depth. `places` >= 1: the drafted tokens' places in their chains.
+        """
+        places_ = torch.tensor(places, device=self._vocabulary.device)
+        found, probabilities, outputs = self._chain_exit(index).step(states, entering, places_)
+        return self._vocabulary[found], probabilities, outputs
+
+    @torch.inference_mode()
+    def chain_output(self, index: int, states: Tensor, entering: Tensor) -> Tensor:
+        """The outputs [N, D] of `chain_step` alone, for chains whose next token another rung has drafted."""
+        return self._chain_exit(index).output(states, entering)
+
+    def _chain_exit(self, index: int) -> ChainExit:
+        one = self._bound[index]
+        assert isinstance(one, ChainExit)
+        return one
+
+    def _drafts(self, index: int, tokens: Tensor, probabilities: Tensor) -> list[Draft]:
+        layer_exit = self._exits[index]
+        answer = torch.stack([tokens.double(), probabilities.double()]).tolist()
+        return [
+            Draft(int(token), probability, layer_exit.name, layer_exit.depth)
+            for token, probability in zip(*answer, strict=True)
+        ]
 
 
 class SequenceDrafter:

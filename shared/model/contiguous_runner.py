@@ -9,6 +9,7 @@ from shared.model.cache import KVCache, as_contiguous
 from shared.model.gated_model import GatedModel
 from shared.model.load import LoadedModel
 from shared.model.ragged import RaggedCache, RaggedSequence
+from shared.model.runner import Taps
 from shared.model.substitution import attention
 
 # Largest relative difference between the states of a sequence alone and in a ragged batch.
@@ -54,12 +55,14 @@ class ContiguousRunner(GatedModel):
         first: int,
         last: int,
         hidden: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in sequences])
         return self.gates.run(
             first,
             last,
             hidden,
+            taps=self.tapped(first, last, taps),
             input_ids=token_ids,
             position_ids=positions[None].to(token_ids.device),
             past_key_values=RaggedCache(sequences),

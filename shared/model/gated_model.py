@@ -8,6 +8,7 @@ from torch import Tensor
 from shared.model.cache import ContiguousCache, KVCache, as_contiguous
 from shared.model.gates import Gates, LayerCounters
 from shared.model.load import LoadedModel
+from shared.model.runner import Taps, tap_depths
 
 # Largest relative difference at which final norm + head, called directly, count as what the model itself computes from a state.
 HEAD_TOLERANCE = 1e-4
@@ -46,13 +47,27 @@ class GatedModel:
         last: int,
         base: int,
         hidden: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """As `Runner.run`, over a contiguous cache and for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B, Q, D]."""
         own = as_contiguous(cache)
         own.begin(base, token_ids.shape[1])
         return self.gates.run(
-            first, last, hidden, input_ids=token_ids, past_key_values=own, use_cache=True
+            first,
+            last,
+            hidden,
+            taps=self.tapped(first, last, taps),
+            input_ids=token_ids,
+            past_key_values=own,
+            use_cache=True,
         )
+
+    def tapped(self, first: int, last: int, taps: Taps | None) -> Taps | None:
+        """`taps` with a key for each depth that a pass through layers [first, last) is to tap: see `Gates.run`."""
+        if taps is not None:
+            wanted = (depth for depth in tap_depths(self.num_layers) if first < depth < last)
+            taps.update(dict.fromkeys(wanted, torch.empty(0)))
+        return taps
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:

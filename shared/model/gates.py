@@ -185,16 +185,19 @@ class Gates:
         entering: Tensor | None,
         *,
         forwards: tuple[Forward, ...] | None = None,
+        taps: dict[int, Tensor] | None = None,
         **inputs: Any,
     ) -> Tensor:
         """Runs layers [first, last). `entering`: the state at depth `first` [B, Q, D]. Returns the state at depth `last` [B, Q, D].
 
-        [0, 0) runs no layer and returns the state at depth 0. `forwards`: one per layer, run in place of the layers' own.
+        [0, 0) runs no layer and returns the state at depth 0. `forwards`: one per layer, run in place of the layers' own. `taps`: the
+        state at each depth that is a key, in [first, last), becomes its value, [B, Q, D].
         """
         assert (entering is None) == (first == 0)
         assert 0 <= first < last <= self.num_layers or first == last == 0
         self._open(first, last, entering)
         self._running = forwards or self.forwards
+        self._captured = taps
         try:
             self._run_model(**inputs)
             assert self._leaving is not None

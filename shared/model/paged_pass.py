@@ -99,11 +99,12 @@ class PagedForward:
         first: int,
         last: int,
         *,
+        taps: dict[int, Tensor] | None = None,
         checks: bool = False,
     ) -> Tensor:
         """Runs layers [first, last) over T tokens. `entering` [T, D]: their state at depth `first`, or None for depth 0.
 
-        Returns their state at depth `last` [T, D]. With `checks`, masks are verified: see `PagedOffset`. Leaves the counters unchanged.
+        Returns their state at depth `last` [T, D]. `taps` as in `Gates.run`, with B = 1. With `checks`, masks are verified: see `PagedOffset`. Leaves the counters unchanged.
         """
         counters = self._gates.counters
         counted = list(counters.per_layer), counters.token_layers
@@ -115,6 +116,7 @@ class PagedForward:
                     last,
                     None if entering is None else entering[None],
                     forwards=self._layers,
+                    taps=taps,
                     input_ids=tokens.ids[None],
                     # Padding needs a position that is valid for the model.
                     position_ids=tokens.positions.clamp(min=0)[None],

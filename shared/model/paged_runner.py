@@ -30,6 +30,7 @@ from shared.model.paged_kv import (
 from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder, Recorder, Work
+from shared.model.runner import Taps, tap_depths
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +152,13 @@ class PagedRunner:
         last: int,
         base: int,
         hidden: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         assert token_ids.shape[0] == 1
         sequence = RaggedSequence(cache, base, token_ids.shape[1])
-        return self.run_ragged(token_ids, [sequence], first=first, last=last, hidden=hidden)
+        return self.run_ragged(
+            token_ids, [sequence], first=first, last=last, hidden=hidden, taps=taps
+        )
 
     @torch.inference_mode()
     def run_ragged(
@@ -165,6 +169,7 @@ class PagedRunner:
         first: int,
         last: int,
         hidden: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         caches: list[PagedCache] = []
         positions: list[int] = []
@@ -174,7 +179,9 @@ class PagedRunner:
             caches += [cache] * sequence.num_tokens
             positions += range(sequence.base, sequence.base + sequence.num_tokens)
         entering = None if hidden is None else hidden[0]
-        return self._run_in_buckets(token_ids[0], caches, positions, first, last, entering)[None]
+        return self._run_in_buckets(token_ids[0], caches, positions, first, last, entering, taps)[
+            None
+        ]
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
@@ -209,6 +216,7 @@ class PagedRunner:
         first: int,
         last: int,
         entering: Tensor | None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D]. `caches`: each token's; empty if no layer runs.
 
@@ -216,6 +224,9 @@ class PagedRunner:
         before it through its cache.
         """
         pieces = []
+        tapped: dict[int, list[Tensor]] = {
+            depth: [] for depth in self._tapped if taps is not None and first < depth < last
+        }
         for start in range(0, len(positions), BUCKETS[-1]):
             piece = slice(start, start + BUCKETS[-1])
             count = len(positions[piece])
@@ -229,6 +240,10 @@ class PagedRunner:
             replay()
             self.counters.add(first, last, count)
             pieces.append(self._leaving[:count].clone())
+            for depth, found in tapped.items():
+                found.append(self._tapped[depth][:count].clone())
+        if taps is not None:
+            taps.update({depth: _joined(found)[None] for depth, found in tapped.items()})
         return _joined(pieces)
 
     def _recorded_layers(self, first: int, last: int, bucket: int) -> Work:
@@ -243,8 +258,13 @@ class PagedRunner:
     @torch.inference_mode()
     def _run_layers(self, first: int, last: int, bucket: int) -> None:
         entering = self._entering[:bucket] if first else None
-        state = self._forward.run(self._tokens[bucket], entering, first, last, checks=self._checks)
+        taps = self._model.tapped(first, last, {})
+        state = self._forward.run(
+            self._tokens[bucket], entering, first, last, taps=taps, checks=self._checks
+        )
         self._leaving[:bucket].copy_(state)
+        for depth, tapped in (taps or {}).items():
+            self._tapped[depth][:bucket].copy_(tapped[0])
 
     def _recorded_head(self, bucket: int) -> Work:
         """The final norm and the head over one bucket of states. Records them at the first call."""
@@ -310,6 +330,10 @@ class PagedRunner:
         self._tokens = {bucket: TokenBuffer(bucket, device) for bucket in BUCKETS}
         self._entering = torch.zeros(BUCKETS[-1], width, dtype=dtype, device=device)
         self._leaving = torch.zeros_like(self._entering)
+        # Every pass writes its taps, wanted or not: two small copies cost less than recording each pass twice.
+        self._tapped = {
+            depth: torch.zeros_like(self._entering) for depth in tap_depths(self.num_layers)
+        }
         self._to_head = torch.zeros(HEAD_BUCKETS[-1], width, dtype=dtype, device=device)
         self._logits = torch.zeros(HEAD_BUCKETS[-1], self.loaded.vocabulary_size, device=device)
 

@@ -14,6 +14,14 @@ from shared.model.gates import LayerCounters
 from shared.model.load import LoadedModel
 from shared.model.ragged import RaggedSequence
 
+# States on a pass' way: depth -> [1, Q, D]. See `Runner.run`.
+Taps = dict[int, Tensor]
+
+
+def tap_depths(num_layers: int) -> tuple[int, int]:
+    """The depths below L at which passes can be tapped: a third and two thirds of the layers, at least 1."""
+    return max(1, round(num_layers / 3)), max(1, round(2 * num_layers / 3))
+
 
 class Runner(Protocol):
     """Runs layers [first, last) of one model.
@@ -93,12 +101,15 @@ class Runner(Protocol):
         last: int,
         base: int,
         hidden: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Runs layers [first, last) over tokens [1, Q] at positions [base, base + Q).
 
         `hidden` [1, Q, D]: the tokens' state at depth `first`; None if and only if `first` is 0. Returns their state at depth
         `last` [1, Q, D]. Token ids are always needed: some families derive positions or masks from them. A `base` smaller than the
         end of an earlier pass rolls the cache back.
+
+        `taps`: the pass adds the states at those of the `tap_depths` that lie strictly between `first` and `last`.
         """
 
     def run_ragged(
@@ -109,11 +120,12 @@ class Runner(Protocol):
         first: int,
         last: int,
         hidden: Tensor | None = None,
+        taps: Taps | None = None,
     ) -> Tensor:
         """Runs layers [first, last) over a ragged batch: tokens [1, T] of several sequences, one sequence after another, no padding.
 
         `hidden` [1, T, D]: the tokens' state at depth `first`; None if and only if `first` is 0. Returns their state at depth
-        `last` [1, T, D]. To be called only if `supports_ragged`.
+        `last` [1, T, D]. `taps` as in `run`. To be called only if `supports_ragged`.
         """
 
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:

@@ -20,8 +20,9 @@ from calibrator_service.calibration.training.heads import draw_distances, gather
 from calibrator_service.calibration.training.tables import fit_tables
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
+from shared.ladder.exits import LayerExit
 from shared.ladder.heads import ExitHead
-from shared.ladder.ladder import Ladder, LayerExit
+from shared.ladder.ladder import Ladder
 from shared.ladder.routers import NUM_SCALARS, DepthRouter, scalar_features
 
 # Positions per router, which are held in memory as float16.

@@ -9,7 +9,7 @@ from torch import Tensor
 from shared.ladder.rungs import Draft
 from shared.model.cache import KVCache
 from shared.model.ragged import RaggedSequence
-from shared.model.runner import Runner
+from shared.model.runner import Runner, Taps
 
 
 @dataclass
@@ -17,7 +17,8 @@ class Chain:
     """Tokens of one sequence from position `base` on: its last final token and the drafts after it, or a piece of its prompt.
 
     The first `num_final` drafts are final already (policy relaxed). The chain's i-th token has been through `reached[i]` layers;
-    `states[i]` [D] is its state there, None at depth 0. The counts are of the layers that ran for these tokens.
+    `states[i]` [D] is its state there, None at depth 0. `kept[depth]` are the states [D] of the first tokens at a depth that they
+    have reached, for the depths that are its keys. The counts are of the layers that ran for these tokens.
     """
 
     base: int
@@ -29,6 +30,7 @@ class Chain:
     num_final: int = 0
     reached: list[int] = field(default_factory=list)
     states: list[Tensor | None] = field(default_factory=list)
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
     num_layer_executions: int = 0
     num_token_layers: int = 0
 
@@ -47,6 +49,8 @@ class Chain:
         del self.drafts[num_drafts:], self.probabilities[num_drafts:]
         del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
         del self.states[num_drafts + 1 :]
+        for states in self.kept.values():
+            del states[num_drafts + 1 :]
 
     def tokens_below(self, depth: int) -> tuple[slice, int]:
         """(tokens, first): the tokens that have not reached `depth`. All of them have reached depth `first`.
@@ -100,22 +104,37 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tenso
     if first:
         entering = [s for chain, part in parts for s in chain.states[part] if s is not None]
         hidden = torch.stack(entering)[None]
+    kept = {depth for chain, _ in parts for depth in chain.kept}
+    taps: Taps | None = {} if any(first < depth < last for depth in kept) else None
     if len(parts) == 1:
         [(chain, part)] = parts
+        base = chain.base + part.start
         states = runner.run(
-            ids, chain.cache, first=first, last=last, base=chain.base + part.start, hidden=hidden
+            ids, chain.cache, first=first, last=last, base=base, hidden=hidden, taps=taps
         )[0]
     else:
         sequences = [
             RaggedSequence(chain.cache, chain.base + part.start, part.stop - part.start)
             for chain, part in parts
         ]
-        states = runner.run_ragged(ids, sequences, first=first, last=last, hidden=hidden)[0]
-    rows = iter(states.unbind(0))
-    for chain, part in parts:
-        count = part.stop - part.start
+        states = runner.run_ragged(
+            ids, sequences, first=first, last=last, hidden=hidden, taps=taps
+        )[0]
+    counts = [part.stop - part.start for _, part in parts]
+    _keep(parts, counts, {**(taps or {}), last: states[None]})
+    for (chain, part), count, own in zip(
+        parts, counts, states.split_with_sizes(counts), strict=True
+    ):
         chain.reached[part] = [last] * count
-        chain.states[part] = [next(rows) for _ in range(count)]
+        chain.states[part] = own.unbind(0)
         chain.num_layer_executions += last - first
         chain.num_token_layers += count * (last - first)
     return states
+
+
+def _keep(parts: Sequence[_Part], counts: Sequence[int], passed: Taps) -> None:
+    """Adds what a pass has shown to what the chains keep. `passed`: depth -> states [1, T, D] of all parts."""
+    for depth, states in passed.items():
+        for (chain, _), own in zip(parts, states[0].split_with_sizes(list(counts)), strict=True):
+            if depth in chain.kept:
+                chain.kept[depth] += own.unbind(0)

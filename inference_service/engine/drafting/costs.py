@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.drafting.planner import ExitCost, PassCosts
+from shared.ladder.fused_head import NUM_STATES
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.model.cache import KVCache
@@ -131,8 +132,8 @@ def exit_timings(
     num_together = min(EXIT_TOKENS, loaded.context_length - context)
     cache = runner.new_cache(context + num_together)
     tokens = torch.ones(1, num_together, dtype=torch.long, device=loaded.device)
-    deep_states = torch.randn(
-        num_together, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype
+    settled = torch.randn(
+        num_together, NUM_STATES, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype
     )
 
     def ask_exit(index: int, depth: int, count: int) -> list[Draft]:
@@ -141,7 +142,9 @@ def exit_timings(
             states = runner.run(own, cache, first=0, last=depth, base=context)
         else:
             states = runner.embed(own, context)
-        return ladder.ask(index, states[0], deep_states[:count], [1] * count)
+        if depth in ladder.chained_depths:
+            return ladder.ask_chained(index, settled[:count], states[0], [1] * count)[0]
+        return ladder.ask(index, states[0], settled[:count, -1], [1] * count)
 
     one = tokens[:, :1]
     costs: list[ExitCost] = []

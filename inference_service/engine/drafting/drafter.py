@@ -1,5 +1,6 @@
 """The drafting half of a step: drafts the next tokens of all sequences of a batch at once."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from itertools import groupby
@@ -22,6 +23,7 @@ from inference_service.engine.failure import attempt, fail_all
 from inference_service.engine.request.request import GenerationRequest
 from inference_service.engine.request.sequence import Sequence
 from shared.errors import Corrupt
+from shared.ladder.fused_head import chained
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.model.runner import Runner
@@ -41,8 +43,16 @@ class DraftBuilder:
         self, sequence: Sequence, costs: PassCosts, num_sequences: int, *, drafts: bool
     ) -> None:
         policy = sequence.request.policy
+        chained_depths = sequence.ladder.chained_depths if sequence.ladder else ()
         self.sequence = sequence
-        self.chain = Chain(len(sequence.tokens) - 1, [sequence.tokens[-1]], sequence.cache)
+        self.chain = Chain(
+            len(sequence.tokens) - 1,
+            [sequence.tokens[-1]],
+            sequence.cache,
+            kept={depth: [] for depth in (*sequence.kept_depths, *chained_depths)},
+        )
+        # Outputs of each chained exit, by its index, for the first tokens of the chain.
+        self.outputs: defaultdict[int, list[Tensor]] = defaultdict(list)
         self.min_layers = policy.min_layers
         self.survival = 1.0
         self.best: Draft | None = None
@@ -74,12 +84,13 @@ class DraftBuilder:
         tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
         return tokens / (PASS_WEIGHT + passes)
 
-    @property
-    def deep_state(self) -> Tensor:
-        """State at depth L [D] of the last token that has been through every layer."""
-        state = self.sequence.deep_state
-        assert state is not None
-        return state
+    def chain_states(self, index: int) -> Tensor:
+        """What the next step of chained exit `index` begins with [3, D]: its last output, or the settled states."""
+        outputs = self.outputs[index]
+        if outputs:
+            return chained(outputs[-1])
+        assert self.sequence.settled_states is not None
+        return self.sequence.settled_states
 
     def look_up(self) -> None:
         """Begins the next position with the draft of the tables (suffix or successor), if they have one. Runs no layer."""
@@ -144,15 +155,44 @@ class Drafter:
             asked = self._worth_asking(index, depth, builders, num_sequences)
             if not asked:
                 continue
-            states = last_states_at(depth, [one.chain for one in asked], self._runner)
-            deep_states = torch.stack([one.deep_state for one in asked])
-            distances = [len(one.chain.tokens) for one in asked]
-            drafts = ladder.ask(index, states, deep_states, distances)
+            for stop in ladder.chained_depths:
+                if 0 < stop <= depth:  # a chain needs the states of all its tokens there
+                    advance_to(stop, [one.chain for one in asked], self._runner)
+            if depth in ladder.chained_depths:
+                drafts = self._extend_chains(ladder, index, asked)
+            else:
+                states = last_states_at(depth, [one.chain for one in asked], self._runner)
+                deep_states = torch.stack([one.sequence.deep_state for one in asked])
+                distances = [len(one.chain.tokens) for one in asked]
+                drafts = ladder.ask(index, states, deep_states, distances)
             for one, draft in zip(asked, drafts, strict=True):
                 before = one.best_probability
                 probability = attempt(one.sequence, one.consider, draft)
                 if probability is not None:
                     self._gains.record(index, before, probability)
+
+    def _extend_chains(
+        self, ladder: BoundLadder, index: int, asked: Rows[DraftBuilder]
+    ) -> list[Draft]:
+        """The drafts of a chained exit. First it catches up on the chains' tokens that were drafted without asking it."""
+        depth = ladder.depths[index]
+        if depth == 0:
+            keep_embeddings([one.chain for one in asked], self._runner)
+
+        def inputs(ones: Rows[DraftBuilder]) -> tuple[Tensor, Tensor]:
+            newest = [one.chain.kept[depth][len(one.outputs[index])] for one in ones]
+            return torch.stack([one.chain_states(index) for one in ones]), torch.stack(newest)
+
+        def remember(ones: Rows[DraftBuilder], outputs: Tensor) -> None:
+            for one, output in zip(ones, outputs, strict=True):
+                one.outputs[index].append(output)
+
+        while late := [one for one in asked if len(one.outputs[index]) < len(one.chain.drafts)]:
+            remember(late, ladder.chain_output(index, *inputs(late)))
+        places = [len(one.chain.tokens) for one in asked]
+        drafts, outputs = ladder.ask_chained(index, *inputs(asked), places)
+        remember(asked, outputs)
+        return drafts
 
     def _worth_asking(
         self, index: int, depth: int, builders: Rows[DraftBuilder], num_sequences: int
@@ -229,3 +269,13 @@ def last_states_at(depth: int, chains: Rows[Chain], runner: Runner) -> Tensor:
     advance_to(depth, chains, runner)
     states = [chain.states[-1] for chain in chains]
     return torch.stack([state for state in states if state is not None])
+
+
+def keep_embeddings(chains: Rows[Chain], runner: Runner) -> None:
+    """Completes `kept[0]` of the chains: the states at depth 0 of all their tokens."""
+    missing = [(chain, i) for chain in chains for i in range(len(chain.kept[0]), len(chain.tokens))]
+    states = runner.embed_tokens(
+        [chain.tokens[i] for chain, i in missing], [chain.base + i for chain, i in missing]
+    )
+    for (chain, _), state in zip(missing, states, strict=True):
+        chain.kept[0].append(state)

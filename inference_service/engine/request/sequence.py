@@ -25,8 +25,8 @@ from shared.model.load import LoadedModel
 class Sequence:
     """Tokens, KV cache and counts of one request.
 
-    The tokens at positions [0, num_settled) have been through every layer; `deep_state` [D] is the state at depth L of the last
-    of them. Later tokens are final but pending: their keys and values in deeper layers are not computed yet. `num_cached`: prompt
+    The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D] are the states of the last of
+    them at the depths `kept_depths`, of which the last is L. Later tokens are final but pending: their keys and values in deeper layers are not computed yet. `num_cached`: prompt
     tokens whose keys and values were copied from another sequence. `failure`: why the request ends without an answer; a failed
     sequence takes part in no further step.
     """
@@ -47,7 +47,8 @@ class Sequence:
         self.tokens = list(request.prompt_ids)
         self.num_settled = 0
         self.num_cached = 0
-        self.deep_state: Tensor | None = None
+        self.kept_depths = (*(ladder.kept_depths if ladder else ()), loaded.num_layers)
+        self.settled_states: Tensor | None = None
         self.drafter: SequenceDrafter | None = (
             ladder.new_sequence(request.prompt_ids) if ladder else None
         )
@@ -73,6 +74,12 @@ class Sequence:
         """Whether the engine may choose not to draft for this request. The choice changes the speed only, never the output."""
         policy = self.request.policy
         return self.ladder is not None and policy.name == "exact" and not policy.max_drafts
+
+    @property
+    def deep_state(self) -> Tensor:
+        """State at depth L [D] of the last settled token."""
+        assert self.settled_states is not None
+        return self.settled_states[-1]
 
     @property
     def vocabulary_size(self) -> int:

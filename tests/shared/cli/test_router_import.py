@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from shared.ladder.artefact import BLOB, pack_ladder, round_weights, unpack_ladder
+from shared.ladder.exits import LayerExit
 from shared.ladder.folder import MANIFEST, read_ladder, write_router_folder
 from shared.ladder.heads import ExitHead
-from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.table_router import fit_table_router
 from shared.registry.local import LocalRegistry

@@ -11,9 +11,10 @@ from safetensors.torch import load, save
 
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.artefact import BLOB, pack_ladder, round_weights, unpack_ladder
+from shared.ladder.exits import LayerExit
 from shared.ladder.forms import HeadForm
 from shared.ladder.heads import ExitHead
-from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, TableRouter

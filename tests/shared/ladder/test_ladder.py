@@ -8,8 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.errors import RouterMismatch
+from shared.ladder.exits import LayerExit
 from shared.ladder.heads import ExitHead
-from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity, SequenceDrafter
+from shared.ladder.ladder import Ladder, ModelIdentity, SequenceDrafter
 from shared.ladder.routers import DepthRouter, scalar_features
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, Evidence, TableRouter, fit_table_router

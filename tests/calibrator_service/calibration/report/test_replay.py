@@ -10,8 +10,9 @@ from calibrator_service.calibration.report.replay import ROUNDING, Replayer
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from inference_service.engine.drafting.costs import MAX_PASS_TOKENS
+from shared.ladder.exits import LayerExit
 from shared.ladder.heads import ExitHead
-from shared.ladder.ladder import Ladder, LayerExit, ModelIdentity
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import Draft
 from shared.ladder.successor_builder import SuccessorBuilder

@@ -1,0 +1,87 @@
+"""The exit head of the form `fused`: the full model's states at three depths and a token's embedding, through one gated block.
+
+In a chain of drafts the head's own output takes the place of the states, so a chain depends on the settled prefix and on the chain's
+tokens alone. It is trained on such chains (see `calibrator_service.calibration.training.chains`).
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared.ladder.head_rows import Projection
+from shared.ladder.heads import unit
+
+NUM_STATES = 3
+# Initial logits are this much smaller than with the final norm's gain. At full size the first hundreds of steps only shrink them.
+INITIAL_GAIN = 0.3
+
+
+class FusedHead(nn.Module):
+    """States after a third, two thirds and all of the layers of the last settled token, and the state that the newest token enters
+    the exit with: its embedding at depth 0, its state after d layers at depth d.
+
+    With u(x) = `unit(x)`: fused = fuse [D, 4D] @ (u(low), u(middle), u(last), u(entering)); n = u(fused) * norm [D];
+    output = u(fused + down [D, M] @ (silu(gate [M, D] @ n) * (up [M, D] @ n))). The LM head's input is output * gain [D].
+    Only for models whose LM head reads states of width D, because the output stands for states of width D.
+    """
+
+    form = "fused"
+
+    def __init__(self, hidden_size: int, mlp_width: int, gain: Tensor | None = None) -> None:
+        """`gain` [D]: the final norm's gain; ones if it is None or of another shape."""
+        super().__init__()
+        self.hidden_size = self.head_width = hidden_size
+        self.mlp_width = mlp_width
+        if gain is None or gain.shape != (hidden_size,):
+            gain = torch.ones(hidden_size)
+        num_inputs = (NUM_STATES + 1) * hidden_size
+        self.fuse = nn.Parameter(torch.randn(hidden_size, num_inputs) * num_inputs**-0.5)
+        self.norm = nn.Parameter(torch.ones(hidden_size))
+        self.gate = nn.Parameter(torch.randn(mlp_width, hidden_size) * hidden_size**-0.5)
+        self.up = nn.Parameter(torch.randn(mlp_width, hidden_size) * hidden_size**-0.5)
+        self.down = nn.Parameter(torch.randn(hidden_size, mlp_width) * mlp_width**-0.5 * 0.5)
+        self.gain = nn.Parameter(gain.detach().float() * INITIAL_GAIN)
+
+    def forward(self, states: Tensor, entering: Tensor) -> Tensor:
+        """The output [..., D], float32, with a root mean square of 1.
+
+        `states` [..., NUM_STATES, D]: of the last settled token, or `chained` of the output for the token before. `entering` [..., D].
+        """
+        products = (partial(F.linear, weight=weight) for weight in self.matrices)
+        return fused_output(states, entering, self.norm, *products)
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """fuse, gate, up and down."""
+        return self.fuse, self.gate, self.up, self.down
+
+    def adapted(self, output: Tensor) -> Tensor:
+        """The LM head's input [..., D] of an output [..., D]."""
+        return output * self.gain
+
+
+def fused_output(
+    states: Tensor,
+    entering: Tensor,
+    norm: Tensor,
+    fuse: Projection,
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+) -> Tensor:
+    """`FusedHead.forward`, with each product by a matrix as a function."""
+    fused = fuse(torch.cat([unit(states).flatten(-2), unit(entering)], -1))
+    normed = unit(fused) * norm
+    return unit(fused + down(F.silu(gate(normed)) * up(normed)))
+
+
+def chained(output: Tensor) -> Tensor:
+    """The output [..., D] in the place of the states [..., NUM_STATES, D], for the next token of the chain."""
+    return output[..., None, :].expand(*output.shape[:-1], NUM_STATES, output.shape[-1])
+
+
+def default_mlp_width(hidden_size: int) -> int:
+    """Width of the block's MLP: 8/3 of the hidden size, as in most decoder layers."""
+    return max(16, 8 * hidden_size // 3 // 16 * 16)
