@@ -78,7 +78,8 @@ def data_curve(
     for tokens in sorted(set(amounts)):
         run, material = whole if tokens == largest else collect(tokens)
         vocabulary = choose_draft_vocabulary(run, material)
-        ladder = fit_ladder(run, material, vocabulary, fit_heads(run, material, vocabulary))
+        heads = fit_heads(run, runner, material, vocabulary)
+        ladder = fit_ladder(run, material, vocabulary, heads)
         report = held_out_report(run, judge, vocabulary, ladder)
         yield CurvePoint(
             sum(material.num_tokens.values()),

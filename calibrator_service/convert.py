@@ -31,9 +31,10 @@ _LABELS = {
     calibration_pb2.LABEL_COSINE: "cosine",
 }
 _HEAD_FORMS = {
-    calibration_pb2.HEAD_FORM_UNSPECIFIED: None,
+    calibration_pb2.HEAD_FORM_UNSPECIFIED: "",
     calibration_pb2.HEAD_FORM_AFFINE: "affine",
     calibration_pb2.HEAD_FORM_GATED: "gated",
+    calibration_pb2.HEAD_FORM_FUSED: "fused",
 }
 
 log = structlog.get_logger("neap.calibration")
@@ -52,8 +53,6 @@ def spec_from_proto(
             )
     # Absent fields get the defaults of CalibrationSpec.
     chosen: dict[str, Any] = {}
-    if (head_form := _HEAD_FORMS[spec.head_form]) is not None:
-        chosen["head_form"] = head_form
     if spec.HasField("cosine_threshold"):
         chosen["cosine_threshold"] = spec.cosine_threshold
     if spec.router_width:
@@ -70,6 +69,7 @@ def spec_from_proto(
         max_tokens=spec.max_tokens,
         rung_depths=tuple(spec.rung_depths),
         label=_LABELS[spec.label],  # type: ignore[arg-type]
+        head_form=_HEAD_FORMS[spec.head_form],  # type: ignore[arg-type]
         draft_vocabulary_size=spec.draft_vocabulary_size,
         **chosen,
     )
@@ -124,7 +124,7 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
         rung_depths=spec.rung_depths,
         label=f"LABEL_{spec.label.upper()}",
         cosine_threshold=spec.cosine_threshold,
-        head_form=f"HEAD_FORM_{spec.head_form.upper()}",
+        head_form=f"HEAD_FORM_{spec.head_form.upper() or 'UNSPECIFIED'}",
         draft_vocabulary_size=spec.draft_vocabulary_size,
         router_width=spec.router_width,
         seed=spec.seed,

@@ -83,7 +83,7 @@ def run_phases(run: Run) -> CalibrationResult:
 
     with run.phase("training_heads"):
         vocabulary = choose_draft_vocabulary(run, material)
-        heads = fit_heads(run, material, vocabulary)
+        heads = fit_heads(run, runner, material, vocabulary)
 
     with run.phase("training_routers"):
         ladder = fit_ladder(run, material, vocabulary, heads)

@@ -8,12 +8,16 @@ import torch
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.text.splits import SPLIT_PATTERN
 from shared.errors import InvalidInput
+from shared.ladder.forms import HeadForm
+from shared.ladder.fused_head import default_mlp_width
+from shared.ladder.head_rows import head_width
 from shared.ladder.heads import default_rank
 from shared.model.load import LoadedModel
+from shared.model.runner import tap_depths
 
 QUICK_BUDGET_S = 150.0
-# Largest artefact with the default rungs.
-ARTEFACT_BYTES = 8_000_000
+# Largest artefact with the default rungs, and largest head that is made without being asked for.
+ARTEFACT_BYTES, MAX_HEAD_BYTES = 16_000_000, 60_000_000
 DEFAULT_NEW_TOKENS = 128
 # Shares of the time budget at which the phases end.
 COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
@@ -27,6 +31,7 @@ CHUNK_POSITIONS = 8192
 # Heads are trained for at most MAX_EPOCHS epochs, for fewer if these have more than TRAINED_POSITIONS positions, and for at least
 # MIN_EPOCHS.
 MAX_EPOCHS, MIN_EPOCHS, TRAINED_POSITIONS = 6, 2, 120_000_000
+FUSED_LEARNING_RATE = 1e-3
 # On a GPU the time of a training step is the time to launch it, so batches grow as long as this many steps are left.
 MIN_STEPS, MAX_BATCH_SIZE = 3000, 4096
 HEADS_SHARE = SPLIT_PATTERN.count("heads") / len(SPLIT_PATTERN)
@@ -62,19 +67,25 @@ class Plan:
     """A spec with every choice made. `spec` itself has a limit: see `with_time_budget`.
 
     `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
-    successor table. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
+    successor table. `inner_width`: the MLP's width of a fused head, the rank of a gated one. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
     """
 
     spec: CalibrationSpec
     depths: tuple[int, ...]
     draft_vocabulary_size: int
-    rank: int
+    head_form: HeadForm
+    inner_width: int
     max_tokens: float
     max_new_tokens: int
     sizes: PassSizes
     table_bytes: int
     training: HeadTraining
     budget_s: float
+
+    def captured_depths(self, num_layers: int) -> tuple[int, ...]:
+        """The depths below L whose states heads learn from."""
+        kept = tap_depths(num_layers) if self.head_form == "fused" else ()
+        return tuple(sorted({*self.depths, *kept}))
 
     @property
     def rows(self) -> int:
@@ -97,7 +108,8 @@ def with_time_budget(spec: CalibrationSpec) -> CalibrationSpec:
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     """Raises `InvalidInput` for a rung at the last layer or beyond, and for a draft vocabulary larger than the model's."""
     spec = with_time_budget(spec)
-    depths = tuple(sorted(spec.rung_depths)) or default_depths(loaded.num_layers)
+    head_form = spec.head_form or default_head_form(loaded)
+    depths = tuple(sorted(spec.rung_depths)) or default_depths(loaded.num_layers, head_form)
     if depths[-1] >= loaded.num_layers:
         raise InvalidInput(
             f"a rung at depth {depths[-1]} of {loaded.num_layers} layers skips nothing",
@@ -112,12 +124,16 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     vocabulary_size = spec.draft_vocabulary_size or min(
         loaded.vocabulary_size, MAX_DEFAULT_VOCABULARY
     )
-    rank = default_rank(loaded.hidden_size)
-    if spec.head_form == "gated":
-        head_bytes = 2 * 5 * rank * loaded.hidden_size
-    else:
-        head_bytes = 2 * loaded.hidden_size * 2 * loaded.hidden_size
-    exit_bytes = head_bytes + 2 * spec.router_width * loaded.hidden_size
+    if head_form == "fused" and head_width(loaded.parts.head) != loaded.hidden_size:
+        raise InvalidInput(
+            "the form fused is for models whose LM head reads states of the hidden size",
+            reason="HEAD_FORM_NOT_SUPPORTED",
+            metadata={"head_form": head_form},
+        )
+    width = inner_width(head_form, loaded.hidden_size)
+    exit_bytes = (
+        head_bytes(head_form, loaded.hidden_size) + 2 * spec.router_width * loaded.hidden_size
+    )
     other_bytes = 100_000 + len(depths) * exit_bytes + 4 * vocabulary_size
     source = spec.source
     max_new_tokens = source.max_new_tokens if isinstance(source, SelfGenerated) else 0
@@ -125,18 +141,41 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
         spec=spec,
         depths=depths,
         draft_vocabulary_size=vocabulary_size,
-        rank=rank,
+        head_form=head_form,
+        inner_width=width,
         max_tokens=spec.max_tokens or math.inf,
         max_new_tokens=max_new_tokens or DEFAULT_NEW_TOKENS,
         sizes=pass_sizes_for(loaded),
         table_bytes=max(ARTEFACT_BYTES - other_bytes, 1 << 20),
-        training=head_training(spec, loaded.device),
+        training=head_training(spec, loaded.device, head_form),
         budget_s=spec.time_budget_s or math.inf,
     )
 
 
-def default_depths(num_layers: int) -> tuple[int, ...]:
-    """Depth 0, and an eighth of the model if that is another depth."""
+def default_head_form(loaded: LoadedModel) -> HeadForm:
+    """Fused; gated if the LM head reads states of another size than the layers', or a fused head would be too large."""
+    fits = head_width(loaded.parts.head) == loaded.hidden_size
+    is_small = head_bytes("fused", loaded.hidden_size) <= MAX_HEAD_BYTES
+    return "fused" if fits and is_small else "gated"
+
+
+def inner_width(form: HeadForm, hidden_size: int) -> int:
+    if form == "fused":
+        return default_mlp_width(hidden_size)
+    return default_rank(hidden_size) if form == "gated" else 0
+
+
+def head_bytes(form: HeadForm, hidden_size: int) -> int:
+    """Size of a head's matrices in the artefact."""
+    width = inner_width(form, hidden_size)
+    columns = {"affine": 2 * hidden_size, "gated": 5 * width, "fused": 4 * hidden_size + 3 * width}
+    return 2 * hidden_size * columns[form]
+
+
+def default_depths(num_layers: int, form: HeadForm) -> tuple[int, ...]:
+    """Depth 0. Other forms than fused, also an eighth of the model if that is another depth."""
+    if form == "fused":
+        return (0,)
     return tuple(sorted({0, num_layers // 8}))
 
 
@@ -148,13 +187,15 @@ def pass_sizes_for(loaded: LoadedModel) -> PassSizes:
     return PassSizes(rows, pass_tokens=32_768, chunk_positions=65_536, keeps_states=False)
 
 
-def head_training(spec: CalibrationSpec, device: torch.device) -> HeadTraining:
+def head_training(spec: CalibrationSpec, device: torch.device, form: HeadForm) -> HeadTraining:
     """For `spec.max_tokens`; the defaults if only time bounds the text, because then its amount is unknown."""
+    rate = FUSED_LEARNING_RATE if form == "fused" else HeadTraining.learning_rate
+    params = HeadTraining(seed=spec.seed, learning_rate=rate)
     if not spec.max_tokens:
-        return HeadTraining(seed=spec.seed)
+        return params
     positions = HEADS_SHARE * spec.max_tokens
     epochs = max(MIN_EPOCHS, min(MAX_EPOCHS, int(TRAINED_POSITIONS / positions)))
-    params = HeadTraining(seed=spec.seed, epochs=epochs)
+    params = replace(params, epochs=epochs)
     if device.type == "cpu":
         return params
     batch_size = params.batch_size

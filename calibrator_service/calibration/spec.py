@@ -89,7 +89,7 @@ class CalibrationSpec:
     rung_depths: tuple[int, ...] = ()
     label: Label = "agreement"
     cosine_threshold: float = 0.98
-    head_form: HeadForm = "gated"
+    head_form: HeadForm | Literal[""] = ""
     draft_vocabulary_size: int = 0
     router_width: int = DEFAULT_ROUTER_WIDTH
     seed: int = 0
@@ -112,9 +112,10 @@ class CalibrationSpec:
             raise _bad_spec("rung_depths", "a rung's depth must be in [0, 2^32)")
         if self.label not in get_args(Label):
             raise _bad_spec("label", f"label is {self.label!r}; it must be agreement or cosine")
-        if self.head_form not in HEAD_FORMS:
+        if self.head_form and self.head_form not in HEAD_FORMS:
             raise _bad_spec(
-                "head_form", f"head_form is {self.head_form!r}; it must be affine or gated"
+                "head_form",
+                f"head_form is {self.head_form!r}; it must be one of {', '.join(HEAD_FORMS)}",
             )
         if not 0.0 < self.cosine_threshold <= 1.0:
             raise _bad_spec(

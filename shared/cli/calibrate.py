@@ -35,6 +35,7 @@ HEAD_FORMS = {
     "auto": pb.HEAD_FORM_UNSPECIFIED,
     "affine": pb.HEAD_FORM_AFFINE,
     "gated": pb.HEAD_FORM_GATED,
+    "fused": pb.HEAD_FORM_FUSED,
 }
 SERVICE_ENDS = (
     "its service ends with this command, and the next calibration service on the same data folder continues the job, unless it was"
@@ -108,7 +109,7 @@ def calibrate(
         typer.Option(
             "--head-form",
             help="Form of the exit heads: affine (a tuned lens), gated (a low-rank gated MLP), "
-            "or auto (the service chooses).",
+            "fused (states at three depths, trained on its own chains of drafts), or auto (the service chooses).",
         ),
     ] = "auto",
     label: Annotated[

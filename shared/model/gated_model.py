@@ -21,7 +21,7 @@ class GatedModel:
         self.loaded = loaded
         self.num_layers = loaded.num_layers
         self.gates = _gates_of(loaded)
-        self._head_is_direct = self._check_direct_head()
+        self.head_is_direct = self._check_direct_head()
         # Whether a state at depth 0 is the token's row of the embedding and nothing else.
         self.embedding_is_direct = False
         self.embedding_is_direct = self._check_direct_embedding()
@@ -90,7 +90,7 @@ class GatedModel:
     @torch.inference_mode()
     def logits(self, state: Tensor) -> Tensor:
         """See `Runner.logits`."""
-        if self._head_is_direct:
+        if self.head_is_direct:
             logits: Tensor = self.loaded.parts.head(self.normed(state))
             return logits.float()
         flat = state.reshape(1, -1, state.shape[-1])

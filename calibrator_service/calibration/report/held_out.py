@@ -5,8 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
+from calibrator_service.calibration.report.chain_agreement import chain_agreement
 from calibrator_service.calibration.report.metrics import rung_figures
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import Label
@@ -17,6 +19,8 @@ from calibrator_service.calibration.training.draft_vocabulary import DraftVocabu
 from calibrator_service.calibration.training.routers import exit_samples
 from shared.ladder.ladder import Ladder, SequenceDrafter, suffix_evidence
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
+
+log = structlog.get_logger("neap.calibration")
 
 # Simulated limits on the table rungs' drafts per deep pass, and the probability from which on a draft is made.
 DRAFT_LIMITS = (1, 3, 5)
@@ -35,6 +39,10 @@ def held_out_report(
     rungs |= exit_figures(
         ladder, material.chunks["report"], vocabulary, run.spec.label, run.spec.seed
     )
+    along = chain_agreement(ladder, material.chunks["report"], held_out, vocabulary)
+    for name, figures in along.items():
+        log.info("agreement along chains", rung=name, **figures)
+        rungs[name] |= figures
     simulated = tokens_per_pass(ladder, held_out)
     for name, figure in rungs.items():
         for key, value in figure.items():
@@ -136,14 +144,15 @@ def exit_figures(
     figures = {}
     for layer_exit in ladder.exits:
         depth, head = layer_exit.depth, layer_exit.head
-        samples = exit_samples(depth, head, chunks, vocabulary, label, seed=seed)
+        layers = ladder.model.num_layers
+        samples = exit_samples(depth, head, chunks, vocabulary, layers, label, seed=seed)
         parts = zip(samples.adapted.split(PASS_SIZE), samples.scalars.split(PASS_SIZE), strict=True)
         with torch.no_grad():
             probability = torch.cat([layer_exit.router(a.float(), s) for a, s in parts])
         agreed = samples.label.numpy()
         figure = rung_figures(probability.double().numpy(), agreed, len(agreed))
         if label == "cosine":
-            by_token = exit_samples(depth, head, chunks, vocabulary, "agreement", seed=seed)
+            by_token = exit_samples(depth, head, chunks, vocabulary, layers, "agreement", seed=seed)
             figure["agreement"] = float(by_token.label.float().mean())
         figures[layer_exit.name] = figure
     return figures

@@ -18,6 +18,7 @@ from calibrator_service.calibration.states.collect import batches, padded
 from calibrator_service.calibration.states.labels import greedy_choices
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
+from shared.ladder.fused_head import chained
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
 
@@ -33,14 +34,15 @@ class _Replay:
     """The replay of one answer.
 
     states: depth -> [S, D] and deep [S, D], float, on the model's device; reach: settled position -> the highest threshold at which
-    a chain from there gets as long as the current round's chains; highest: the highest threshold at which a wrong draft is final, 0
-    if there is none.
+    a chain from there gets as long as the current round's chains; outputs: (settled position, number of the exit) -> a chained
+    exit's last output [D] in that chain; highest: the highest threshold at which a wrong draft is final, 0 if there is none.
     """
 
     sequence: TokenSequence
     states: dict[int, Tensor]
     deep: Tensor
     reach: dict[int, float] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     highest: float = 0.0
 
     def take(self, settled: int, drafts: Drafts, chained: int) -> float:
@@ -92,7 +94,7 @@ class Replayer:
 
     def _capture(self, sequences: Sequence[TokenSequence]) -> tuple[dict[int, Tensor], Tensor]:
         """(depth -> states [B, S, D], states at depth L [B, S, D]). Rows are padded on the right, where causal attention does not look."""
-        runner, depths = self._runner, self._ladder.depths
+        runner, depths = self._runner, {*self._ladder.depths, *self._ladder.kept_depths}
         tokens = padded(sequences).to(runner.loaded.device)
         captured = runner.capture(tokens, [*depths, runner.num_layers])
         return {depth: captured[depth] for depth in depths}, captured[runner.num_layers]
@@ -139,8 +141,24 @@ class Replayer:
         distances = [chained + 1] * len(places)
         for index, depth in enumerate(self._ladder.depths):
             states = torch.stack([r.states[depth][settled + chained] for r, settled in places])
-            tokens, probabilities = self._ladder.exits(index, states, deep, distances)
+            if depth in self._ladder.chained_depths:
+                before = torch.stack([self._chain_states(index, *place) for place in places])
+                tokens, probabilities, outputs = self._ladder.chain_step(
+                    index, before, states, distances
+                )
+                for (replay, settled), output in zip(places, outputs, strict=True):
+                    replay.outputs[settled, index] = output
+            else:
+                tokens, probabilities = self._ladder.exits(index, states, deep, distances)
             probabilities = probabilities + ROUNDING
             for drafts, *draft in zip(found, tokens.tolist(), probabilities.tolist(), strict=True):
                 drafts.append((draft[0], draft[1]))
         return found
+
+    def _chain_states(self, index: int, replay: _Replay, settled: int) -> Tensor:
+        """What exit `index` continues a chain with [3, D]: its last output, or the states of the last settled token."""
+        output = replay.outputs.get((settled, index))
+        if output is not None:
+            return chained(output)
+        kept = [replay.states[depth][settled - 1] for depth in self._ladder.kept_depths]
+        return torch.stack([*kept, replay.deep[settled - 1]])

@@ -50,7 +50,7 @@ def collect_training_data(
     plan = run.plan
     collector = Collector(
         runner,
-        plan.depths,
+        plan.captured_depths(run.loaded.num_layers),
         run.folder,
         max_state_bytes=MAX_STATE_BYTES,
         cosine_threshold=run.spec.cosine_threshold if run.spec.label == "cosine" else None,

@@ -4,33 +4,42 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import HEADS_END, RISK_TEXT_ENDS, HeadTraining
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.training_data import TrainingData
+from calibrator_service.calibration.training.checkpoint import Checkpoint, Place
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.objectives import (
+    ChainObjective,
+    Objective,
+    OneStepObjective,
+    make_teacher,
+)
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.head_rows import head_width
-from shared.ladder.heads import NUM_OFFSETS, ExitHead
+from shared.ladder.heads import ExitHead
+from shared.model.contiguous_runner import ContiguousRunner
 
-# How often the deep state is 1, 2, 3 and 4 tokens old in training, as it is in chains of drafts.
-OFFSET_WEIGHTS = (0.55, 0.2, 0.15, 0.1)
+Head = ExitHead | FusedHead
 GRADIENT_NORM = 1.0
 # Losses are read from the device and reported this often. Each time the host waits until the device has finished its work.
 REPORT_INTERVAL_S = 0.5
 
 
-def fit_heads(run: Run, material: TrainingData, vocabulary: DraftVocabulary) -> dict[int, ExitHead]:
+def fit_heads(
+    run: Run, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
+) -> dict[int, Head]:
     """Depth -> trained head, rounded as published; read from disk if an earlier run has trained them. Raises `Cancelled`."""
     heads = new_heads(run, vocabulary.device)
     path = run.folder / "heads.safetensors"
@@ -47,6 +56,8 @@ def fit_heads(run: Run, material: TrainingData, vocabulary: DraftVocabulary) -> 
         material.chunks["heads"],
         vocabulary,
         replace(run.plan.training, seconds=run.seconds_until(HEADS_END)),
+        make_objective(heads, runner, vocabulary),
+        checkpoint=run.folder / "training.safetensors",
         should_stop=run.should_stop,
         on_step=on_step,
     )
@@ -58,25 +69,37 @@ def fit_heads(run: Run, material: TrainingData, vocabulary: DraftVocabulary) -> 
     return heads
 
 
-def new_heads(run: Run, device: torch.device) -> dict[int, ExitHead]:
+def new_heads(run: Run, device: torch.device) -> dict[int, Head]:
     """Depth -> untrained head. The initial weights depend on the seed alone."""
-    parts = run.loaded.parts
-    gain = getattr(parts.final_norm, "weight", None)
+    parts, plan = run.loaded.parts, run.plan
+    weight = getattr(parts.final_norm, "weight", None)
+    gain = weight if isinstance(weight, Tensor) and weight.device.type != "meta" else None
+    size = run.loaded.hidden_size
+
+    def new_head() -> Head:
+        if plan.head_form == "fused":
+            return FusedHead(size, plan.inner_width, gain)
+        return ExitHead(plan.head_form, size, head_width(parts.head), plan.inner_width, gain)
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.spec.seed)
-        return {
-            depth: ExitHead(
-                run.spec.head_form,
-                run.loaded.hidden_size,
-                head_width(parts.head),
-                run.plan.rank if run.spec.head_form == "gated" else 0,
-                gain if isinstance(gain, Tensor) and gain.device.type != "meta" else None,
-            ).to(device)
-            for depth in run.plan.depths
-        }
+        return {depth: new_head().to(device) for depth in plan.depths}
 
 
-def _load_heads(heads: dict[int, ExitHead], path: Path) -> None:
+def make_objective(
+    heads: Mapping[int, Head], runner: ContiguousRunner, vocabulary: DraftVocabulary
+) -> Objective:
+    """The objective of the heads' form."""
+    fused = {depth: head for depth, head in heads.items() if isinstance(head, FusedHead)}
+    others = {depth: head for depth, head in heads.items() if isinstance(head, ExitHead)}
+    assert not fused or not others
+    if fused:
+        teacher = make_teacher(runner, vocabulary)
+        return ChainObjective(fused, vocabulary, runner.num_layers, teacher)
+    return OneStepObjective(others, vocabulary)
+
+
+def _load_heads(heads: Mapping[int, Head], path: Path) -> None:
     tensors = load(path.read_bytes())
     for depth, head in heads.items():
         prefix = f"{depth}."
@@ -85,57 +108,27 @@ def _load_heads(heads: dict[int, ExitHead], path: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Batch:
-    """states: depth -> [B, D]; deep [B, D]; distance [B] int64; choices [B] int64, indices in the draft vocabulary or -1."""
-
-    states: dict[int, Tensor]
-    deep: Tensor
-    distance: Tensor
-    choices: Tensor
-
-
-def gather_batch(
-    chunk: StateChunk, index: Tensor, distance: Tensor, lookup: Tensor, device: torch.device
-) -> Batch:
-    """The positions `index` [B] of a chunk, each with the deep state `distance` [B] >= 1 positions back, or the oldest of its sequence.
-
-    `chunk` and `lookup` [V] must be on `device`; `index` and `distance` may be anywhere.
-    """
-    index, distance = index.to(device), distance.to(device)
-    distance = torch.minimum(distance, chunk.num_before[index])
-    rows = chunk.rows[index]
-    return Batch(
-        states={depth: state[rows].float() for depth, state in chunk.states.items()},
-        deep=chunk.deep[rows - distance].float(),
-        distance=distance,
-        choices=lookup[chunk.choices[index]],
-    )
-
-
-def draw_distances(size: int, generator: torch.Generator) -> Tensor:
-    """[size] int64 in [1, NUM_OFFSETS], distributed by OFFSET_WEIGHTS."""
-    weights = torch.tensor(OFFSET_WEIGHTS[:NUM_OFFSETS])
-    return 1 + torch.multinomial(weights, size, replacement=True, generator=generator)
-
-
 def train_heads(
-    heads: Mapping[int, ExitHead],
+    heads: Mapping[int, Head],
     chunks: Sequence[StateChunk],
     vocabulary: DraftVocabulary,
     params: HeadTraining,
+    objective: Objective,
     *,
+    checkpoint: Path | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[float, dict[str, float]], None] | None = None,
 ) -> None:
-    """Trains all heads together, in place, over several epochs of `chunks`.
+    """Trains the heads together on the vocabulary's device, in place.
 
-    On a GPU, products are rounded to TF32. Training ends after `params.seconds`, and the learning rate follows whichever is further,
-    epochs or time. `on_step` gets the share done and a running loss per depth, every REPORT_INTERVAL_S. Raises `Cancelled`.
+    Products are computed in a format that the device multiplies faster: see `_fast_products`. Training ends after `params.seconds`,
+    and the learning rate follows whichever is further, epochs or time. `checkpoint`: the file from which a training that was killed
+    continues; deleted at the end. `on_step` gets the share done and a running loss per depth, every REPORT_INTERVAL_S. Raises
+    `Cancelled`.
     """
     if not chunks:
         return
-    rows, bias, device = vocabulary.rows, vocabulary.bias, vocabulary.device
+    device = vocabulary.device
     weights = [p for head in heads.values() for p in head.parameters()]
     optimiser = torch.optim.AdamW(
         weights,
@@ -144,39 +137,53 @@ def train_heads(
         betas=(0.9, 0.98),
         fused=device.type == "cuda" or None,
     )
+    kept = Checkpoint(checkpoint, nn.ModuleDict({str(d): h for d, h in heads.items()}), optimiser)
+    start = kept.load()
     start_s = time.monotonic()
     reported_s = -math.inf
-    losses = {depth: rows.new_zeros(()) for depth in heads}
-    for share, batch in _epochs(chunks, vocabulary.lookup.to(device), params, device):
-        if should_stop():
-            raise Cancelled("stopped while the exit heads were trained")
-        done = max(share, (time.monotonic() - start_s) / params.seconds)
+    losses = {depth: vocabulary.rows.new_zeros(()) for depth in heads}
+    done = start.done
+    for place, chunk, batches in _epochs(chunks, vocabulary, params, start):
+        for number, (index, generator) in enumerate(batches):
+            if should_stop():
+                raise Cancelled("stopped while the exit heads were trained")
+            share = (
+                place.epoch + (place.chunk + number / len(batches)) / len(chunks)
+            ) / params.epochs
+            by_time = (time.monotonic() - start_s) / params.seconds
+            done = max(share, start.done + (1 - start.done) * by_time)
+            if done >= 1.0:
+                break
+            warm_up = min(1.0, done / params.warm_up_share + 0.02)
+            for group in optimiser.param_groups:
+                group["lr"] = params.learning_rate * warm_up * 0.5 * (1 + math.cos(math.pi * done))
+            with torch.enable_grad():
+                with _fast_products(device):
+                    found = objective.losses(chunk, index, generator)
+                optimiser.zero_grad()
+                torch.stack(list(found.values())).sum().backward()
+            for depth, loss in found.items():
+                losses[depth].lerp_(loss.detach(), 0.02)
+            torch.nn.utils.clip_grad_norm_(weights, GRADIENT_NORM)
+            optimiser.step()
+            if on_step is not None and time.monotonic() - reported_s >= REPORT_INTERVAL_S:
+                reported_s = time.monotonic()
+                on_step(done, {f"depth-{d}.loss": float(value) for d, value in losses.items()})
         if done >= 1.0:
             break
-        warm_up = min(1.0, done / params.warm_up_share + 0.02)
-        for group in optimiser.param_groups:
-            group["lr"] = params.learning_rate * warm_up * 0.5 * (1 + math.cos(math.pi * done))
-        total = rows.new_zeros(())
-        with torch.enable_grad(), _tf32_products():
-            for depth, head in heads.items():
-                adapted = head(batch.states[depth], batch.deep, batch.distance)
-                loss = F.cross_entropy(
-                    F.linear(adapted, rows, bias), batch.choices, ignore_index=-1
-                )
-                losses[depth].lerp_(loss.detach(), 0.02)
-                total = total + loss
-            optimiser.zero_grad()
-            total.backward()
-        torch.nn.utils.clip_grad_norm_(weights, GRADIENT_NORM)
-        optimiser.step()
-        if on_step is not None and time.monotonic() - reported_s >= REPORT_INTERVAL_S:
-            reported_s = time.monotonic()
-            on_step(done, {f"depth-{d}.loss": float(value) for d, value in losses.items()})
+        kept.save(replace(place, chunk=place.chunk + 1, done=done))
+    kept.delete()
 
 
 @contextmanager
-def _tf32_products() -> Iterator[None]:
-    """Scope in which a GPU multiplies float32 matrices in TF32. No effect on a CPU."""
+def _fast_products(device: torch.device) -> Iterator[None]:
+    """Scope in which a GPU multiplies float32 matrices in TF32, and a processor with bfloat16 products in bfloat16, which is
+    several times as fast. Sums, norms, weights and the optimiser stay in float32."""
+    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    if any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16")):
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+        return
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
     try:
@@ -186,21 +193,20 @@ def _tf32_products() -> Iterator[None]:
 
 
 def _epochs(
-    chunks: Sequence[StateChunk], lookup: Tensor, params: HeadTraining, device: torch.device
-) -> Iterator[tuple[float, Batch]]:
-    """Yields (share done, batch) over all epochs, without positions whose choice is outside the draft vocabulary.
+    chunks: Sequence[StateChunk], vocabulary: DraftVocabulary, params: HeadTraining, start: Place
+) -> Iterator[tuple[Place, StateChunk, list[tuple[Tensor, torch.Generator]]]]:
+    """Yields each chunk of all epochs from `start` on, with its batches of positions whose choice is in the draft vocabulary.
 
-    `lookup` [V] must be on `device`. One chunk at a time is in memory.
+    One chunk at a time is in memory. A chunk's batches depend on the seed and its place alone, so training can continue anywhere.
     """
-    for epoch in range(params.epochs):
-        generator = torch.Generator().manual_seed((params.seed * 1009 + epoch) % 2**63)
-        order = torch.randperm(len(chunks), generator=generator).tolist()
-        for place, which in enumerate(order):
-            chunk = chunks[which].to(device)
+    device, lookup = vocabulary.device, vocabulary.lookup.to(vocabulary.device)
+    for epoch in range(start.epoch, params.epochs):
+        seed = (params.seed * 1009 + epoch) % 2**63
+        order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed)).tolist()
+        for number in range(start.chunk if epoch == start.epoch else 0, len(chunks)):
+            chunk = chunks[order[number]].to(device)
+            generator = torch.Generator().manual_seed((seed * 100_003 + number) % 2**63)
             usable = torch.nonzero(lookup[chunk.choices] >= 0)[:, 0].cpu()
             shuffled = usable[torch.randperm(len(usable), generator=generator)]
-            batches = shuffled.split(params.batch_size)
-            for number, index in enumerate(batches):
-                share = (epoch + (place + number / len(batches)) / len(chunks)) / params.epochs
-                distance = draw_distances(len(index), generator)
-                yield share, gather_batch(chunk, index, distance, lookup, device)
+            batches = [(index, generator) for index in shuffled.split(params.batch_size)]
+            yield Place(epoch, number), chunk, batches

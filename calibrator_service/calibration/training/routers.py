@@ -15,13 +15,15 @@ from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.labels import agreement
 from calibrator_service.calibration.states.training_data import TrainingData
+from calibrator_service.calibration.training.batches import draw_distances, gather_batch
+from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.training.heads import draw_distances, gather_batch
+from calibrator_service.calibration.training.heads import Head
 from calibrator_service.calibration.training.tables import fit_tables
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
 from shared.ladder.exits import LayerExit
-from shared.ladder.heads import ExitHead
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder
 from shared.ladder.routers import NUM_SCALARS, DepthRouter, scalar_features
 
@@ -38,7 +40,7 @@ PRIOR_SAMPLES = 10
 
 
 def fit_ladder(
-    run: Run, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, ExitHead]
+    run: Run, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, Head]
 ) -> Ladder:
     """The ladder of all rungs, with routers trained on the routers split. The agreement of its exits is not measured yet.
 
@@ -52,6 +54,7 @@ def fit_ladder(
             head,
             material.chunks["routers"],
             vocabulary,
+            run.loaded.num_layers,
             run.spec.label,
             seed=run.spec.seed,
         )
@@ -83,46 +86,72 @@ class RouterSamples:
 @torch.no_grad()
 def exit_samples(
     depth: int,
-    head: ExitHead,
+    head: Head,
     chunks: Sequence[StateChunk],
     vocabulary: DraftVocabulary,
+    num_layers: int,
     label: Label,
     *,
     seed: int,
 ) -> RouterSamples:
-    """Runs one exit as it will be served, at up to MAX_SAMPLES positions of `chunks`, with distances drawn as in training."""
-    adapted, scalars, labels = [], [], []
+    """Runs one exit as it will be served, at up to MAX_SAMPLES positions of `chunks`.
+
+    A fused head drafts whole chains; other heads get distances drawn as in training.
+    """
+    found: list[RouterSamples] = []
     num_samples = 0
     device = vocabulary.device
     generator = torch.Generator().manual_seed(seed)
     lookup = vocabulary.lookup.to(device)
     for stored in chunks:
         chunk = stored.to(device)
-        distance = draw_distances(max(len(chunk), 1), generator)
-        size = min(len(chunk), MAX_SAMPLES - num_samples)
-        for index in torch.arange(size).split(PASS_SIZE):
-            batch = gather_batch(chunk, index, distance[index], lookup, device)
-            state = head(batch.states[depth], batch.deep, batch.distance)
-            logits = vocabulary.project(state)
-            converged = chunk.converged.get(depth)
-            reached = (
-                torch.zeros(len(index), dtype=torch.bool)
-                if converged is None
-                else converged.cpu()[index]
+        converged = chunk.converged.get(depth)
+
+        def add(
+            adapted: Tensor,
+            logits: Tensor,
+            distance: Tensor,
+            choices: Tensor,
+            positions: Tensor,
+            converged: Tensor | None = converged,
+        ) -> None:
+            reached = torch.zeros_like(choices, dtype=torch.bool)
+            if converged is not None:
+                reached = converged[positions.to(converged.device)]
+            found.append(
+                RouterSamples(
+                    adapted.half().cpu(),
+                    scalar_features(logits, distance).cpu(),
+                    agreement(label, logits.argmax(-1).cpu(), choices.cpu(), reached.cpu()),
+                )
             )
-            adapted.append(state.half().cpu())
-            scalars.append(scalar_features(logits, batch.distance).cpu())
-            labels.append(agreement(label, logits.argmax(-1).cpu(), batch.choices.cpu(), reached))
-        num_samples += size
+
+        for index in torch.arange(len(chunk)).split(PASS_SIZE):
+            if num_samples >= MAX_SAMPLES:
+                break
+            if isinstance(head, FusedHead):
+                for one in chain_outputs(depth, head, chunk, index, vocabulary, num_layers):
+                    add(one.adapted, one.logits, one.places, one.choices, one.positions)
+            else:
+                distance = draw_distances(len(index), generator)
+                batch = gather_batch(chunk, index, distance, lookup, device)
+                adapted = head(batch.states[depth], batch.deep, batch.distance)
+                logits = vocabulary.project(adapted)
+                add(adapted, logits, batch.distance, batch.choices, index)
+            num_samples = sum(len(samples) for samples in found)
         if num_samples >= MAX_SAMPLES:
             break
-    if not labels:
+    if not found:
         return RouterSamples(
             torch.zeros(0, head.head_width),
             torch.zeros(0, NUM_SCALARS),
             torch.zeros(0, dtype=torch.bool),
         )
-    return RouterSamples(torch.cat(adapted), torch.cat(scalars), torch.cat(labels))
+    return RouterSamples(
+        torch.cat([one.adapted for one in found]),
+        torch.cat([one.scalars for one in found]),
+        torch.cat([one.label for one in found]),
+    )
 
 
 def train_router(

@@ -10,7 +10,13 @@ import torch
 from safetensors.torch import load, save
 
 from shared.errors import Corrupt, PreconditionFailed
-from shared.ladder.artefact import BLOB, pack_ladder, round_weights, unpack_ladder
+from shared.ladder.artefact import (
+    BLOB,
+    SCHEMA_VERSION,
+    pack_ladder,
+    round_weights,
+    unpack_ladder,
+)
 from shared.ladder.exits import LayerExit
 from shared.ladder.forms import HeadForm
 from shared.ladder.heads import ExitHead
@@ -98,7 +104,7 @@ def test_a_ladder_without_exits() -> None:
 def test_a_later_format_is_refused_with_its_own_reason() -> None:
     manifest, blobs = packed()
     with pytest.raises(PreconditionFailed) as caught:
-        unpack_ladder({**manifest, "schema_version": 2}, blobs)
+        unpack_ladder({**manifest, "schema_version": SCHEMA_VERSION + 1}, blobs)
     assert caught.value.reason == "SCHEMA_TOO_NEW"
 
 

@@ -10,7 +10,7 @@ from calibrator_service.calibration.states.chunk import read_chunk
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.states.labels import agreement, cosine_converged
 from calibrator_service.calibration.text.shards import TokenSequence
-from calibrator_service.calibration.training.heads import gather_batch
+from calibrator_service.calibration.training.batches import gather_batch
 from shared.errors import Corrupt
 from shared.ladder.heads import NUM_OFFSETS, unit
 from shared.model.contiguous_runner import ContiguousRunner

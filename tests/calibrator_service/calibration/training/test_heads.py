@@ -13,6 +13,7 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training import heads as train_module
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import train_heads
+from calibrator_service.calibration.training.objectives import OneStepObjective
 from shared.ladder.heads import ExitHead
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import HostSyncs
@@ -68,6 +69,7 @@ def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatc
             train_heads(
                 heads, collector.chunks("heads"), vocabulary,
                 HeadTraining(epochs=1, batch_size=batch_size),
+                OneStepObjective(heads, vocabulary),
                 on_step=lambda done, _: told.append(done),
             )  # fmt: skip
         assert len(told) == 1

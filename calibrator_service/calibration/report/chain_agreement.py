@@ -1,0 +1,75 @@
+"""How often exits agree with the full model along chains of drafts: at each place, and where the tables do not help."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from calibrator_service.calibration.states.chunk import StateChunk
+from calibrator_service.calibration.states.collect import LabelledSequence
+from calibrator_service.calibration.training.chain_outputs import NUM_PLACES, chain_outputs
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from shared.ladder.ladder import Ladder, SequenceDrafter
+
+# Chains at a time.
+PASS_SIZE = 1024
+
+
+def chain_agreement(
+    ladder: Ladder,
+    chunks: Sequence[StateChunk],
+    sequences: Sequence[LabelledSequence],
+    vocabulary: DraftVocabulary,
+) -> dict[str, dict[str, float]]:
+    """By exit: "agreement_1" .. "agreement_4", the share of chains whose first .. fourth draft is the full model's choice, and
+    "agreement_1_beside_tables" .., the same where the tables' draft is wrong or missing.
+
+    Every position begins a chain of the sequence's own tokens. `sequences` are those of the chunks, in the same order, or the first of
+    them. Choices outside the draft vocabulary count as missed.
+    """
+    helped = torch.cat([_tables_are_right(ladder, sequence) for sequence in sequences])
+    figures: dict[str, dict[str, float]] = {}
+    for layer_exit in ladder.exits:
+        right = torch.zeros(NUM_PLACES, 2)
+        counts = torch.zeros(NUM_PLACES, 2)
+        start = 0
+        for stored in chunks:
+            chunk = stored.to(vocabulary.device)
+            beside = ~helped[start : start + len(chunk)]
+            start += len(chunk)
+            for index in torch.arange(len(beside)).split(PASS_SIZE):
+                outputs = chain_outputs(
+                    layer_exit.depth, layer_exit.head, chunk, index, vocabulary, ladder.model.num_layers
+                )  # fmt: skip
+                for one in outputs:
+                    positions, agrees = (
+                        one.positions.cpu(),
+                        (one.logits.argmax(-1) == one.choices).cpu(),
+                    )
+                    known = positions < len(beside)
+                    is_beside = beside[positions[known]]
+                    for column, chosen in enumerate((torch.ones_like(is_beside), is_beside)):
+                        right[one.place - 1, column] += agrees[known][chosen].sum()
+                        counts[one.place - 1, column] += chosen.sum()
+        shares = (right / counts.clamp(min=1)).tolist()
+        own = figures.setdefault(layer_exit.name, {})
+        for place, (overall, beside_tables) in enumerate(shares, 1):
+            own[f"agreement_{place}"] = overall
+            own[f"agreement_{place}_beside_tables"] = beside_tables
+    return figures
+
+
+def _tables_are_right(ladder: Ladder, sequence: LabelledSequence) -> Tensor:
+    """Whether the tables' draft is the full model's choice, for the sequence's positions in a chunk [N] bool.
+
+    The first token of given text has no position there: nothing is settled before it.
+    """
+    tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
+    drafter = SequenceDrafter(ladder, tokens[: sequence.first + 1])
+    found = []
+    for position in range(sequence.first, len(tokens)):
+        if position > sequence.first:
+            drafter.append(tokens[position : position + 1])
+        draft = drafter.table_draft()
+        found.append(draft is not None and draft.token == choices[position])
+    return torch.tensor(found[1:] if sequence.first == 0 else found, dtype=torch.bool)

@@ -1,0 +1,97 @@
+"""Batches of positions: what an exit would see there while serving, gathered from a chunk of states."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calibrator_service.calibration.states.chunk import StateChunk
+from shared.ladder.heads import NUM_OFFSETS
+
+# How often the deep state is 1, 2, 3 and 4 tokens old in training, as it is in chains of drafts.
+OFFSET_WEIGHTS = (0.55, 0.2, 0.15, 0.1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """states: depth -> [B, D]; deep [B, D]; distance [B] int64; choices [B] int64, indices in the draft vocabulary or -1."""
+
+    states: dict[int, Tensor]
+    deep: Tensor
+    distance: Tensor
+    choices: Tensor
+
+
+def gather_batch(
+    chunk: StateChunk, index: Tensor, distance: Tensor, lookup: Tensor, device: torch.device
+) -> Batch:
+    """The positions `index` [B] of a chunk, each with the deep state `distance` [B] >= 1 positions back, or the oldest of its sequence.
+
+    `chunk` and `lookup` [V] must be on `device`; `index` and `distance` may be anywhere.
+    """
+    index, distance = index.to(device), distance.to(device)
+    distance = torch.minimum(distance, chunk.num_before[index])
+    rows = chunk.rows[index]
+    return Batch(
+        states={depth: state[rows].float() for depth, state in chunk.states.items()},
+        deep=chunk.deep[rows - distance].float(),
+        distance=distance,
+        choices=lookup[chunk.choices[index]],
+    )
+
+
+def draw_distances(size: int, generator: torch.Generator) -> Tensor:
+    """[size] int64 in [1, NUM_OFFSETS], distributed by OFFSET_WEIGHTS."""
+    weights = torch.tensor(OFFSET_WEIGHTS[:NUM_OFFSETS])
+    return 1 + torch.multinomial(weights, size, replacement=True, generator=generator)
+
+
+@dataclass(frozen=True)
+class ChainBatch:
+    """B chains of K tokens each, all of them the sequence's own. The first token of a chain is the one after its settled prefix.
+
+    states [B, 3, D]: of the last settled token at the kept depths and L; entering: depth -> [K, B, D], the tokens' states there;
+    deep [K, B, D]: their states at depth L, from which the full model chooses; choices [K, B] int64: those choices, as indices in the
+    draft vocabulary, -1 if they are outside it or the sequence has ended; places [K, B] int64: indices of the tokens' positions in
+    the chunk; exists [K, B]: False where the sequence has ended.
+    """
+
+    states: Tensor
+    entering: dict[int, Tensor]
+    deep: Tensor
+    choices: Tensor
+    places: Tensor
+    exists: Tensor
+
+
+def gather_chains(
+    chunk: StateChunk,
+    index: Tensor,
+    num_steps: int,
+    depths: Sequence[int],
+    kept_depths: Sequence[int],
+    lookup: Tensor,
+    device: torch.device,
+) -> ChainBatch:
+    """The chains whose first tokens are at the positions `index` [B] of a chunk, for exits at `depths`.
+
+    `chunk` and `lookup` [V] must be on `device`; `index` may be anywhere.
+    """
+    first = index.to(device)
+    steps = torch.arange(num_steps, device=device)[:, None]
+    places = (first + steps).clamp(max=len(chunk) - 1)
+    # Rows of one sequence follow each other, and no two sequences touch: see `states.collect`.
+    exists = chunk.rows[places] == chunk.rows[first] + steps
+    places = torch.where(exists, places, first)
+    rows, settled = chunk.rows[places], chunk.rows[first] - 1
+    kept = [*(chunk.states[depth][settled] for depth in kept_depths), chunk.deep[settled]]
+    choices = lookup[chunk.choices[places]]
+    return ChainBatch(
+        states=torch.stack(kept, -2).float(),
+        entering={depth: chunk.states[depth][rows].float() for depth in depths},
+        deep=chunk.deep[rows],
+        choices=torch.where(exists, choices, -1),
+        places=places,
+        exists=exists,
+    )

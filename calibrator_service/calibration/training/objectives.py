@@ -1,0 +1,135 @@
+"""What exit heads are trained to do, as losses of a batch of positions."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from calibrator_service.calibration.states.chunk import StateChunk
+from calibrator_service.calibration.training.batches import (
+    draw_distances,
+    gather_batch,
+    gather_chains,
+)
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from shared.ladder.fused_head import FusedHead, chained
+from shared.ladder.heads import ExitHead
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.runner import tap_depths
+
+# Steps of its own chain over which a fused head is trained.
+NUM_STEPS = 2
+# Weight of the full model's greedy choice in the loss. The rest of the weight is on its distribution.
+HARD_SHARE = 0.5
+
+# Deep states [N, D] as chunks hold them -> the full model's logits over the draft vocabulary [N, Vd].
+Teacher = Callable[[Tensor], Tensor]
+
+
+class Objective(Protocol):
+    """`losses`: depth -> loss, of the positions `index` [B] of a chunk on the vocabulary's device."""
+
+    def losses(
+        self, chunk: StateChunk, index: Tensor, generator: torch.Generator
+    ) -> dict[int, Tensor]: ...
+
+
+class OneStepObjective:
+    """Heads of the forms affine and gated: the greedy choice after a position, from a deep state of random age."""
+
+    def __init__(self, heads: Mapping[int, ExitHead], vocabulary: DraftVocabulary) -> None:
+        self._heads, self._vocabulary = heads, vocabulary
+        self._lookup = vocabulary.lookup.to(vocabulary.device)
+
+    def losses(
+        self, chunk: StateChunk, index: Tensor, generator: torch.Generator
+    ) -> dict[int, Tensor]:
+        vocabulary = self._vocabulary
+        distance = draw_distances(len(index), generator)
+        batch = gather_batch(chunk, index, distance, self._lookup, vocabulary.device)
+        found = {}
+        for depth, head in self._heads.items():
+            logits = F.linear(
+                head(batch.states[depth], batch.deep, batch.distance),
+                vocabulary.rows,
+                vocabulary.bias,
+            )
+            found[depth] = F.cross_entropy(logits, batch.choices, ignore_index=-1)
+        return found
+
+
+class ChainObjective:
+    """Fused heads: the full model's distribution and its greedy choice, after each token of a chain that the head continues itself.
+
+    `teacher`: None trains on the greedy choices alone.
+    """
+
+    def __init__(
+        self,
+        heads: Mapping[int, FusedHead],
+        vocabulary: DraftVocabulary,
+        num_layers: int,
+        teacher: Teacher | None,
+        *,
+        hard_share: float = HARD_SHARE,
+        num_steps: int = NUM_STEPS,
+    ) -> None:
+        self._heads, self._vocabulary = heads, vocabulary
+        self._lookup = vocabulary.lookup.to(vocabulary.device)
+        self._kept_depths = tap_depths(num_layers)
+        self._teacher, self._num_steps = teacher, num_steps
+        self._hard_share = hard_share if teacher is not None else 1.0
+
+    def losses(
+        self, chunk: StateChunk, index: Tensor, generator: torch.Generator
+    ) -> dict[int, Tensor]:
+        vocabulary = self._vocabulary
+        batch = gather_chains(
+            chunk, index, self._num_steps, tuple(self._heads), self._kept_depths, self._lookup,
+            vocabulary.device,
+        )  # fmt: skip
+        goals = None
+        if self._teacher is not None and self._hard_share < 1.0:
+            with torch.no_grad():
+                goals = torch.softmax(self._teacher(batch.deep).float(), -1)
+        found = {}
+        for depth, head in self._heads.items():
+            states, losses = batch.states, []
+            for step, entering in enumerate(batch.entering[depth]):
+                output = head(states, entering)
+                logits = F.linear(head.adapted(output), vocabulary.rows, vocabulary.bias).float()
+                choices = batch.choices[step]
+                losses.append(self._loss(logits, choices, None if goals is None else goals[step]))
+                states = chained(output)
+            found[depth] = torch.stack(losses).mean()
+        return found
+
+    def _loss(self, logits: Tensor, choices: Tensor, goals: Tensor | None) -> Tensor:
+        """Mean over the positions whose choice is in the draft vocabulary: the others' distributions are mostly outside it."""
+        found = torch.log_softmax(logits, -1)
+        counts = (choices >= 0).float()
+        loss = -self._hard_share * found.gather(-1, choices.clamp(min=0)[:, None])[:, 0]
+        if goals is not None:
+            loss = loss - (1 - self._hard_share) * (goals * found).sum(-1)
+        return (loss * counts).sum() / counts.sum().clamp(min=1)
+
+
+def make_teacher(runner: ContiguousRunner, vocabulary: DraftVocabulary) -> Teacher | None:
+    """The full model's logits from deep states that have been scaled to a root mean square of 1, as chunks hold them.
+
+    None for a model without a final norm: from scaled states its logits cannot be computed.
+    """
+    loaded = runner.loaded
+    if loaded.parts.final_norm is None:
+        return None
+    dtype, tokens = loaded.model.dtype, vocabulary.tokens.to(vocabulary.device)
+
+    def teacher(deep: Tensor) -> Tensor:
+        if not runner.head_is_direct:
+            return runner.logits(deep.to(dtype))[..., tokens]
+        normed = runner.normed(deep.to(dtype)).to(vocabulary.rows.dtype)
+        return F.linear(normed, vocabulary.rows, vocabulary.bias)
+
+    return teacher
