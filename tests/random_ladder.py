@@ -5,14 +5,25 @@ from collections.abc import Sequence
 import torch
 
 from shared.ladder.exits import LayerExit
+from shared.ladder.forms import HeadForm
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.model.load import LoadedModel
 
 
+def random_head(form: HeadForm, width: int) -> ExitHead | FusedHead:
+    return FusedHead(width, 24) if form == "fused" else ExitHead(form, width, width, 8)
+
+
 def random_ladder(
-    loaded: LoadedModel, seed: int, depths: Sequence[int] = (0, 2), *, agreement: float = 0.0
+    loaded: LoadedModel,
+    seed: int,
+    depths: Sequence[int] = (0, 2),
+    *,
+    agreement: float = 0.0,
+    form: HeadForm = "gated",
 ) -> Ladder:
     """Routers are unsure of this and sure of that; every second token of the vocabulary can be drafted.
 
@@ -21,8 +32,7 @@ def random_ladder(
     torch.manual_seed(seed)
     width = loaded.hidden_size
     exits = [
-        LayerExit(d, ExitHead("gated", width, width, 8), DepthRouter(width, 8), agreement)
-        for d in depths
+        LayerExit(d, random_head(form, width), DepthRouter(width, 8), agreement) for d in depths
     ]
     for layer_exit in exits:
         for parameter in layer_exit.router.parameters():

@@ -18,6 +18,7 @@ from calibrator_service.calibration.text.risk_answers import write_risk_answers
 from calibrator_service.calibration.text.splits import Splitter
 from calibrator_service.calibration.text.stream import (
     CollectingProgress,
+    GivenText,
     plan_text,
     split_sequences,
 )
@@ -75,7 +76,8 @@ def run_phases(run: Run) -> CalibrationResult:
     runner = ContiguousRunner(run.loaded)
 
     with run.phase("collecting"):
-        text, splitter = plan_text(run), Splitter()
+        text = plan_text(run)
+        splitter = Splitter(text.held_out_kinds if isinstance(text, GivenText) else ())
         collecting = CollectingProgress(run, text)
         sequences = split_sequences(run, text, splitter, collecting)  # written as they are read
         material = collect_training_data(run, runner, sequences, collecting)

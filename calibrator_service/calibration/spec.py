@@ -14,6 +14,7 @@ from shared.ladder.forms import DEFAULT_ROUTER_WIDTH, HEAD_FORMS, HeadForm
 Label = Literal["agreement", "cosine"]
 
 MAX_ROUTER_WIDTH = 8192
+ANSWER_FIELD = "answer"
 MAX_NEW_TOKENS = 65_536
 MAX_RUNGS = 64
 # The longest google.protobuf.Duration, about 10,000 years. The service's own limit is a setting and far lower.
@@ -44,10 +45,17 @@ class SelfGenerated:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A .txt file, or a .jsonl file with the text in `field` of each line."""
+    """A .txt file, or a .jsonl file with the text in `field` of each line.
+
+    With the field `answer`, each line of a .jsonl file has a prompt and the model's answer to it: see `text.answers`.
+    """
 
     path: str
     field: str = "text"
+
+    @property
+    def has_answers(self) -> bool:
+        return self.path.endswith(".jsonl") and self.field == ANSWER_FIELD
 
 
 @dataclass(frozen=True)

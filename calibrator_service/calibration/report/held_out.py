@@ -102,8 +102,8 @@ def tokens_per_pass(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> di
         num_tokens = num_passes = 0
         for sequence in sequences:
             tokens = sequence.tokens.tolist()
-            if sequence.first == 0 and not _is_greedy(sequence):
-                continue  # given text: the model would have continued differently
+            if not _is_greedy(sequence):
+                continue  # the model would have continued differently
             drafter = SequenceDrafter(ladder, tokens[: sequence.first + 1])
             settled = sequence.first
             while settled + 1 < len(tokens):
@@ -129,8 +129,9 @@ def tokens_per_pass(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> di
 
 
 def _is_greedy(sequence: LabelledSequence) -> bool:
-    """Whether every token of the sequence is the full model's choice."""
-    return bool((sequence.choices[:-1] == sequence.tokens[1:]).all())
+    """Whether every token that a choice is known for is that choice."""
+    first = sequence.first
+    return bool((sequence.choices[first:-1] == sequence.tokens[first + 1 :]).all())
 
 
 def exit_figures(

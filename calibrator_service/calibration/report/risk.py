@@ -57,9 +57,9 @@ def certified_risk(
 
 
 def _reason_without_bounds(answers: RiskAnswers) -> str:
-    if isinstance(answers.text, GivenText):
-        return GIVEN_TEXT
-    return NO_THRESHOLD if answers.sequences else TOO_FEW_PROMPTS
+    if answers.sequences:
+        return NO_THRESHOLD
+    return GIVEN_TEXT if isinstance(answers.text, GivenText) else TOO_FEW_PROMPTS
 
 
 def _digest(sequences: Sequence[TokenSequence]) -> str:

@@ -110,7 +110,7 @@ class Collector:
         own.waiting, own.num_waiting_positions, own.num_chunks = [], 0, index + 1
         # The disk is bounded, too. Sequences beyond the bound only feed the tables.
         wants_states = bool(self._depths) and own.num_stored_positions < self._max_positions
-        needs_choices = any(s.num_answer_tokens == 0 for s in sequences)
+        needs_choices = any(not s.is_greedy or not s.num_answer_tokens for s in sequences)
         if not self._keeps_states and self._depths:
             path = self._folder / f"tokens-{split}-{index:05d}.safetensors"
             if not path.exists():
@@ -164,8 +164,10 @@ class Collector:
             sequence, part = sequences[i], parts[i]
             first = first_position(sequence)
             deep = captured[runner.num_layers][row, start:end]
-            if first == 0:
-                part["choices"] = greedy_choices(runner, deep).to(torch.int32).cpu()
+            if _needs_choices(sequence):
+                part["choices"] = (
+                    greedy_choices(runner, deep[first - start :]).to(torch.int32).cpu()
+                )
             else:
                 part["choices"] = torch.tensor(sequence.tokens[first + 1 :], dtype=torch.int32)
             part["counts"] = torch.tensor([len(part["choices"])], dtype=torch.int32)
@@ -199,11 +201,16 @@ def first_position(sequence: TokenSequence) -> int:
     return sequence.answer_start - 1 if sequence.num_answer_tokens else 0
 
 
+def _needs_choices(sequence: TokenSequence) -> bool:
+    """Whether the full model's choices are to be computed, because they are not the sequence's own tokens."""
+    return first_position(sequence) == 0 or not sequence.is_greedy
+
+
 def _captured_span(sequence: TokenSequence) -> tuple[int, int]:
     """[start, end) of the positions whose states are kept: those learned from, and NUM_OFFSETS before them for their deep states."""
     first = first_position(sequence)
-    # The choice after an answer's last token is unknown. Given text has one, computed from the logits.
-    return max(0, first - NUM_OFFSETS), len(sequence.tokens) - (0 if first == 0 else 1)
+    # The choice after a greedy answer's last token is unknown. Where choices are computed, there is one.
+    return max(0, first - NUM_OFFSETS), len(sequence.tokens) - (not _needs_choices(sequence))
 
 
 def _labelled(sequence: TokenSequence, choices: Array | None) -> LabelledSequence:

@@ -34,6 +34,15 @@ def json_documents(path: Path, field: str) -> Iterator[Document]:
     Numbers are never converted, so their size does not matter. Raises InvalidInput (NOT_UTF8, NOT_JSON, NOT_UNICODE, FIELD_NOT_FOUND,
     LINE_TOO_LONG, FILE_UNREADABLE).
     """
+    for where, line in json_lines(path):
+        text = _text_of_line(line, field, where)
+        if text.strip():
+            yield pieces(text)
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not blank, each with the words that name it in an error. Raises InvalidInput (LINE_TOO_LONG,
+    FILE_UNREADABLE)."""
     with _opened(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -45,11 +54,8 @@ def json_documents(path: Path, field: str) -> Iterator[Document]:
                 )
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            text = _text_of_line(line, field, where)
-            if text.strip():
-                yield pieces(text)
+            if line.strip():
+                yield where, line
 
 
 def pieces(text: str) -> Iterator[str]:

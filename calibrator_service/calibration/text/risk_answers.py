@@ -15,6 +15,7 @@ import torch
 
 from calibrator_service.calibration.plan import COLLECTING_ENDS, RISK_PROMPTS, RISK_TEXT_ENDS
 from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.spec import TextFile
 from calibrator_service.calibration.text import seed_prompts
 from calibrator_service.calibration.text.batch_decode import DecodeParams, decode_batch
 from calibrator_service.calibration.text.chat import PromptFormat
@@ -69,9 +70,9 @@ def write_risk_answers(run: Run, text: Text, is_used: Callable[[Prompt], bool]) 
     `is_used` tells whether another split has a prompt. Raises `Cancelled`, and `Corrupt` for a file of an earlier run that cannot be
     read.
     """
-    if isinstance(text, GivenText) or (text.config.prompts and not text.risk_prompts):
+    config = _config(run, text)
+    if config is None:
         return RiskAnswers(text)
-    config = replace(text.config, prompts=text.risk_prompts)
     generator = RiskAnswerGenerator(run.loaded, config, run.folder, is_used)
     limits = _risk_limits(run, generator.max_new_tokens)
     planned = max(ANSWERS_PER_PROMPT * generator.max_new_tokens * limits.num_prompts, 1.0)
@@ -256,3 +257,17 @@ class RiskAnswerGenerator:
                 turns = [("user", seed_prompts.passage_task(rng, [passage]))]
             prompts.append(tuple(self._format.encode(turns)))
         return prompts
+
+
+def _config(run: Run, text: Text) -> SelfGenerationConfig | None:
+    """How the split is written. With a file of answers, as for generated text without given prompts. None: it stays empty."""
+    if isinstance(text, GivenText):
+        source = text.source
+        if not isinstance(source, TextFile) or not source.has_answers:
+            return None
+        return SelfGenerationConfig(
+            seed=run.spec.seed, max_new_tokens=run.plan.max_new_tokens, rows=run.plan.rows
+        )
+    if text.config.prompts and not text.risk_prompts:
+        return None
+    return replace(text.config, prompts=text.risk_prompts)

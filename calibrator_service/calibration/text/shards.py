@@ -14,13 +14,16 @@ from shared.errors import Corrupt
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """The `tokens` of one conversation or text. From `answer_start` on, each token is the full model's greedy choice.
+    """The `tokens` of one conversation or text, of which those from `answer_start` on are the model's answer.
 
-    For given text `answer_start` is the length: the model chose none of it.
+    For given text `answer_start` is the length. `is_greedy`: each token of the answer is the full model's greedy choice. `kind`: of the
+    prompt; it decides the split and is not stored.
     """
 
     tokens: tuple[int, ...]
     answer_start: int
+    is_greedy: bool = True
+    kind: str = ""
 
     @property
     def num_answer_tokens(self) -> int:
@@ -37,6 +40,7 @@ def write_shard(path: Path, sequences: Sequence[TokenSequence]) -> None:
         "tokens": torch.tensor([t for s in sequences for t in s.tokens], dtype=torch.int32),
         "lengths": torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int32),
         "answer_starts": torch.tensor([s.answer_start for s in sequences], dtype=torch.int32),
+        "is_greedy": torch.tensor([s.is_greedy for s in sequences], dtype=torch.uint8),
     }
     write_atomically(path, save(tensors))
 
@@ -48,12 +52,16 @@ def read_shard(path: Path) -> list[TokenSequence]:
             flat, lengths, starts = (
                 file.get_tensor(name).tolist() for name in ("tokens", "lengths", "answer_starts")
             )
+            # Shards of earlier versions hold greedy answers only.
+            has_greedy = "is_greedy" in file.keys()  # noqa: SIM118
+            greedy = file.get_tensor("is_greedy").tolist() if has_greedy else [1] * len(starts)
     except (SafetensorError, OSError) as error:
         raise Corrupt(f"{path.name} is not a shard of token sequences") from error
-    if sum(lengths) != len(flat) or len(starts) != len(lengths):
+    if sum(lengths) != len(flat) or not len(starts) == len(greedy) == len(lengths):
         raise Corrupt(f"{path.name} holds {len(flat)} tokens for {sum(lengths)} announced")
     sequences, offset = [], 0
-    for length, start in zip(lengths, starts, strict=True):
-        sequences.append(TokenSequence(tuple(flat[offset : offset + length]), start))
+    for length, start, is_greedy in zip(lengths, starts, greedy, strict=True):
+        tokens = tuple(flat[offset : offset + length])
+        sequences.append(TokenSequence(tokens, start, bool(is_greedy)))
         offset += length
     return sequences

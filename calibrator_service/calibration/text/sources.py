@@ -56,7 +56,8 @@ def _pack(
         yield TokenSequence(tuple(buffer), len(buffer))
 
 
-def _file_documents(source: TextFile) -> Iterator[Document]:
+def checked_path(source: TextFile) -> Path:
+    """The path of the source's file. Raises `NotFound` (FILE_NOT_FOUND) and `InvalidInput` (UNSUPPORTED_FILE_TYPE)."""
     path = Path(source.path)
     if path.suffix not in (".txt", ".jsonl"):
         raise InvalidInput(
@@ -64,6 +65,11 @@ def _file_documents(source: TextFile) -> Iterator[Document]:
         )
     if not path.is_file():
         raise NotFound(f"there is no file {source.path}", reason="FILE_NOT_FOUND")
+    return path
+
+
+def _file_documents(source: TextFile) -> Iterator[Document]:
+    path = checked_path(source)
     if path.suffix == ".txt":
         return text_documents(path)
     return json_documents(path, source.field or "text")

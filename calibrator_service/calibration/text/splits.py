@@ -5,7 +5,8 @@ A router trained on the data of its head would trust the head too much. The four
 """
 
 import hashlib
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -20,27 +21,59 @@ SPLIT_PATTERN: tuple[Split, ...] = (
 )  # fmt: skip
 
 
-class Splitter:
-    """Assigns each sequence to a split, in order of arrival. A prompt is used once: its greedy answer would be the same again."""
+# With fewer kinds of prompts than this none is held out for the report.
+MIN_KINDS = 4
 
-    def __init__(self) -> None:
+
+class Splitter:
+    """Assigns each sequence to a split, in order of arrival. All answers to a prompt are in one split. A greedy answer is used once: it would be the
+    same again.
+
+    `held_out_kinds`: kinds of prompts that the report split has to itself. Without them each split has prompts of all kinds.
+    """
+
+    def __init__(self, held_out_kinds: Collection[str] = ()) -> None:
+        self._held_out_kinds = frozenset(held_out_kinds)
         self._seen: set[bytes] = set()
+        self._split_of: dict[bytes, Split] = {}  # by the prompt: all its answers are in one split
         self._num_assigned = 0
 
     def assign(self, sequence: TokenSequence) -> Split | None:
-        """The sequence's split; None if a sequence with the same prompt has been assigned before."""
-        key = _key(sequence.tokens[: sequence.answer_start])
+        """The sequence's split; None if it has been assigned before, or a greedy answer to its prompt."""
+        prompt = _key(sequence.prompt)
+        key = prompt if sequence.is_greedy else _key(sequence.tokens)
         if key in self._seen:
             return None
         self._seen.add(key)
+        if prompt not in self._split_of:
+            self._split_of[prompt] = self._new_split(sequence.kind)
+        return self._split_of[prompt]
+
+    def _new_split(self, kind: str) -> Split:
+        if kind in self._held_out_kinds:
+            return "report"
         split = SPLIT_PATTERN[self._num_assigned % len(SPLIT_PATTERN)]
         self._num_assigned += 1
-        return split
+        return "heads" if self._held_out_kinds and split == "report" else split
 
     def has_assigned(self, prompt: Sequence[int]) -> bool:
         """Whether a sequence with this prompt is in one of the splits."""
-        return _key(prompt) in self._seen
+        return _key(prompt) in self._split_of
 
 
 def _key(prompt: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
+
+
+def held_out_kinds(counts: Mapping[str, int], seed: int) -> frozenset[str]:
+    """Kinds of prompts for the report split: random ones with about its share of all prompts. None if there are fewer than MIN_KINDS."""
+    if len(counts) < MIN_KINDS:
+        return frozenset()
+    kinds = sorted(counts)
+    random.Random(f"{seed}/kinds").shuffle(kinds)
+    wanted = sum(counts.values()) * SPLIT_PATTERN.count("report") / len(SPLIT_PATTERN)
+    chosen: set[str] = set()
+    for kind in kinds:
+        if not chosen or sum(counts[k] for k in chosen) + counts[kind] <= wanted:
+            chosen.add(kind)
+    return frozenset(chosen)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from calibrator_service.calibration.plan import COLLECTING_ENDS
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import HubDataset, SelfGenerated, TextFile
+from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.sources import text_sequences
-from calibrator_service.calibration.text.splits import Split, Splitter
+from calibrator_service.calibration.text.splits import Split, Splitter, held_out_kinds
 
 # A model that only repeats itself would write for ever. After this many known sequences in a row the text ends.
 MAX_STALE_SEQUENCES = 2000
@@ -27,9 +28,13 @@ HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
 
 @dataclass(frozen=True)
 class GivenText:
-    """A text file or dataset. The model chose none of it, so there is no risk split."""
+    """A text file or dataset. The model chose none of it, so there is no risk split.
+
+    `held_out_kinds`: kinds of prompts, in a file of answers, that only the report split has.
+    """
 
     source: TextFile | HubDataset
+    held_out_kinds: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,10 @@ Text = GivenText | GeneratedText
 
 
 def plan_text(run: Run) -> Text:
-    """What the text of this run is made from."""
+    """What the text of this run is made from. Raises as the source does, if it must be read for that."""
     source = run.spec.source
+    if isinstance(source, TextFile) and source.has_answers:
+        return GivenText(source, held_out_kinds(count_kinds(source), run.spec.seed))
     if not isinstance(source, SelfGenerated):
         return GivenText(source)
     prompts, risk_prompts = hold_out_prompts(source.prompts, run.spec.seed)
@@ -143,7 +150,11 @@ def split_sequences(
 
 def _sequences(run: Run, text: Text, progress: CollectingProgress) -> Iterator[TokenSequence]:
     if isinstance(text, GivenText):
-        yield from text_sequences(run.loaded, text.source)
+        source = text.source
+        if isinstance(source, TextFile) and source.has_answers:
+            yield from answer_sequences(run.loaded, source)
+        else:
+            yield from text_sequences(run.loaded, source)
         return
     generator = SelfGenerator(run.loaded, text.config, run.text_folder)
     shards = generator.shards(
