@@ -68,7 +68,8 @@ def calibrate(
         str,
         typer.Option(
             "--field",
-            help="With --text FILE.jsonl or --dataset: the field that holds the text. Default: text.",
+            help="With --text FILE.jsonl or --dataset: the field that holds the text. Default: text. "
+            "With --text FILE.jsonl --field answer, each line has a prompt, the model's answer to it and, optionally, the prompt's kind.",
         ),
     ] = "",
     prompts: Annotated[

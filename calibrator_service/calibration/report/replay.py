@@ -18,7 +18,7 @@ from calibrator_service.calibration.states.collect import batches, padded
 from calibrator_service.calibration.states.labels import greedy_choices
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
-from shared.ladder.fused_head import chained
+from shared.ladder.fused_head import chained as chained_states
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
 
@@ -159,6 +159,6 @@ class Replayer:
         """What exit `index` continues a chain with [3, D]: its last output, or the states of the last settled token."""
         output = replay.outputs.get((settled, index))
         if output is not None:
-            return chained(output)
+            return chained_states(output)
         kept = [replay.states[depth][settled - 1] for depth in self._ladder.kept_depths]
         return torch.stack([*kept, replay.deep[settled - 1]])

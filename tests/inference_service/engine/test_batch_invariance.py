@@ -61,6 +61,8 @@ class _Ladder:
 
     depths = (DEPTH,)
     agreements = (0.9,)
+    chained_depths: tuple[int, ...] = ()
+    kept_depths: tuple[int, ...] = ()
 
     def __init__(self, right: dict[tuple[int, ...], int], seed: int) -> None:
         self._right, self._seed = right, seed

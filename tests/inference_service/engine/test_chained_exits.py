@@ -144,7 +144,6 @@ def test_chains_while_serving_are_those_of_training(runner, monkeypatch, tmp_pat
                     torch.testing.assert_close(output, expected, rtol=0, atol=0.01)
                     compared[place] += 1
     assert all(compared.values()), "chains of every length were compared"
-    assert len({tuple(rows[0].tolist()) for rows in zip(*trained, strict=True)}) == 1
 
 
 def outputs_in_training(

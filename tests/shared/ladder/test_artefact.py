@@ -18,12 +18,12 @@ from shared.ladder.artefact import (
     unpack_ladder,
 )
 from shared.ladder.exits import LayerExit
-from shared.ladder.forms import HeadForm
-from shared.ladder.heads import ExitHead
+from shared.ladder.forms import HEAD_FORMS, HeadForm
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, TableRouter
+from tests.random_ladder import random_head
 
 MODEL = ModelIdentity("tiny", "sha256:" + "0" * 64, "LlamaForCausalLM", 4, 16, 100)
 
@@ -36,8 +36,9 @@ def ladder(form: HeadForm = "gated") -> Ladder:
     exits = []
     for depth in (0, 2):
         torch.manual_seed(depth)
-        head, depth_router = ExitHead(form, 16, 16, 8), DepthRouter(16, 8)
-        torch.nn.init.normal_(head.offset)
+        head, depth_router = random_head(form, 16), DepthRouter(16, 8)
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter)
         for module in (head, depth_router):
             round_weights(module)
         exits.append(LayerExit(depth, head, depth_router))
@@ -51,7 +52,7 @@ def packed() -> tuple[dict[str, Any], dict[str, bytes]]:
     return pack_ladder(ladder(), report)
 
 
-@pytest.mark.parametrize("form", ["affine", "gated"])
+@pytest.mark.parametrize("form", HEAD_FORMS)
 def test_round_trip(form: HeadForm) -> None:
     original = ladder(form)
     manifest, blobs = pack_ladder(original, {})
@@ -60,10 +61,12 @@ def test_round_trip(form: HeadForm) -> None:
     assert unpacked.rung_names == original.rung_names
     assert unpacked.draft_vocabulary is not None
     assert unpacked.draft_vocabulary.tolist() == [1, 5, 99]
-    state, deep, distance = torch.randn(16), torch.randn(16), torch.tensor(2)
+    assert manifest["schema_version"] == (2 if form == "fused" else 1), "what earlier versions read"
+    states = (torch.randn(3, 16),) if form == "fused" else (torch.randn(16),)
+    inputs = (*states, torch.randn(16), *(() if form == "fused" else (torch.tensor(2),)))
     for before, after in zip(original.exits, unpacked.exits, strict=True):
-        adapted = before.head(state, deep, distance)
-        assert torch.equal(after.head(state, deep, distance), adapted)
+        adapted = before.head(*inputs)
+        assert torch.equal(after.head(*inputs), adapted)
         scalars = torch.randn(3)
         assert torch.equal(after.router(adapted, scalars), before.router(adapted, scalars))
     assert unpacked.suffix_router is not None
@@ -188,3 +191,15 @@ def test_damaged_blobs_are_refused() -> None:
         unpack_ladder(manifest, {})
     with pytest.raises(Corrupt):
         unpack_ladder(manifest, {**blobs, "more": b""})
+
+
+@pytest.mark.parametrize(
+    "layout", [{"mlp_width": 10**9}, {"mlp_width": 23}, {"head_width": 12}, {"form": "gated"}]
+)
+def test_a_fused_exit_with_another_layout_than_its_tensors_is_refused(
+    layout: dict[str, Any],
+) -> None:
+    manifest, blobs = pack_ladder(ladder("fused"), {})
+    manifest["rungs"][-1].update(layout)
+    with pytest.raises(Corrupt):
+        unpack_ladder(manifest, blobs)

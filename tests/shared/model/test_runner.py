@@ -4,7 +4,7 @@ import torch
 from shared.errors import InvalidInput
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, wrap_model
-from shared.model.runner import Runner
+from shared.model.runner import Runner, Taps, tap_depths
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 
 TOLERANCE = 1e-4
@@ -86,6 +86,21 @@ def test_capture_returns_the_state_at_each_depth(runner):
     assert relative_error(runner.embed(ids[:, 4:], base=4), states[0][:, 4:]) < TOLERANCE
     shallow = runner.run(ids, cache, first=0, last=2, base=0)
     assert relative_error(shallow, states[2]) < TOLERANCE
+
+
+def test_taps_are_the_models_own_states(runner):
+    ids = torch.randint(2, VOCABULARY_SIZE, (1, 20))
+    wanted = tap_depths(runner.num_layers)
+    expected = runner.capture(ids, wanted)
+    for first, last in ((0, 6), (0, 3), (1, 6), (2, 4)):
+        cache, entering = runner.new_cache(20), None
+        if first:
+            entering = runner.run(ids, cache, first=0, last=first, base=0)
+        taps: Taps = {}
+        runner.run(ids, cache, first=first, last=last, base=0, hidden=entering, taps=taps)
+        assert set(taps) == {depth for depth in wanted if first < depth < last}
+        for depth, states in taps.items():
+            torch.testing.assert_close(states, expected[depth], rtol=1e-4, atol=1e-4)
 
 
 def test_counters_count_what_the_layers_really_ran(llama):

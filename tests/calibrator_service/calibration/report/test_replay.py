@@ -11,7 +11,7 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from inference_service.engine.drafting.costs import MAX_PASS_TOKENS
 from shared.ladder.exits import LayerExit
-from shared.ladder.heads import ExitHead
+from shared.ladder.forms import HeadForm
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import Draft
@@ -19,6 +19,7 @@ from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
+from tests.random_ladder import random_head
 
 PROMPT = (0, 7, 9)
 NUM_NEW = 14
@@ -114,12 +115,12 @@ def test_a_worker_chains_no_more_drafts_than_the_replay():
     assert MAX_PASS_TOKENS - 1 <= MAX_CHAIN
 
 
-def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
+def random_ladder(loaded: LoadedModel, seed: int, form: HeadForm) -> Ladder:
     """A ladder with untrained exits, tables of part of the text, and routers with high probabilities."""
     torch.manual_seed(seed)
     exits = []
     for depth in (0, 2):
-        head, router = ExitHead("gated", 32, 32, 16), DepthRouter(32, 8)
+        head, router = random_head(form, 32), DepthRouter(32, 8)
         torch.nn.init.constant_(router.output.bias, 2.0)
         exits.append(LayerExit(depth, head.eval(), router.eval().requires_grad_(False)))
     builder = SuccessorBuilder()
@@ -147,13 +148,26 @@ def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) ->
     highest = 0.0
     for settled in range(sequence.answer_start, end - 1):
         drafter, reach = bound.new_sequence(tokens[: settled + 1]), 1.0
+        outputs: dict[int, torch.Tensor] = {}
         for chained in range(min(MAX_CHAIN, end - 1 - settled)):
             at = settled + chained
-            states = runner.capture(torch.tensor([tokens[: at + 1]]), [0, 2, runner.num_layers])
+            states = runner.capture(torch.tensor([tokens[: at + 1]]), [0, 1, 2, 3])
             deep = states[runner.num_layers][0, settled - 1]
             drafts = [drafter.table_draft(tokens[settled + 1 : at + 1])]
             for index, depth in enumerate(bound.depths):
-                drafts += bound.ask(index, states[depth][:, at], deep[None], [chained + 1])
+                entering = states[depth][:, at]
+                if depth not in bound.chained_depths:
+                    drafts += bound.ask(index, entering, deep[None], [chained + 1])
+                    continue
+                if chained == 0:
+                    kept = [states[d][0, settled - 1] for d in (*bound.kept_depths, 3)]
+                    begin = torch.stack(kept)
+                else:
+                    begin = outputs[index].expand(3, -1)
+                found, (outputs[index],) = bound.ask_chained(
+                    index, begin[None], entering, [chained + 1]
+                )
+                drafts += found
             said = [d for d in drafts if d is not None]
             wrong = [d.probability for d in said if d.token != tokens[at + 1]]
             right = [d.probability for d in said if d.token == tokens[at + 1]]
@@ -164,9 +178,10 @@ def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) ->
     return highest
 
 
+@pytest.mark.parametrize("form", ["gated", "fused"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_replay_equals_a_worker_chain_by_chain(counting, seed):
-    ladder = random_ladder(counting, seed)
+def test_the_replay_equals_a_worker_chain_by_chain(counting, seed, form):
+    ladder = random_ladder(counting, seed, form)
     sequences = [greedy(counting, (0, start)) for start in range(6, 12)]
     sequences.append(greedy(counting, tuple(range(5, 24))))
     found = Replayer(ladder, ContiguousRunner(counting)).highest_differing(sequences, LOWEST)

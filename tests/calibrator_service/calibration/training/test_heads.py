@@ -11,13 +11,20 @@ from calibrator_service.calibration.plan import HeadTraining
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training import heads as train_module
+from calibrator_service.calibration.training.batches import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import train_heads
-from calibrator_service.calibration.training.objectives import OneStepObjective
-from shared.ladder.heads import ExitHead
+from calibrator_service.calibration.training.objectives import (
+    ChainObjective,
+    OneStepObjective,
+    make_teacher,
+)
+from shared.ladder.fused_head import FusedHead
+from shared.ladder.heads import ExitHead, unit
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import HostSyncs
 from shared.model.load import LoadedModel
+from shared.model.runner import tap_depths
 
 
 @pytest.fixture
@@ -77,3 +84,84 @@ def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatc
 
     # The same chunk, the same one report: 33 steps wait no more often than two.
     assert sorted(waits(2)) == sorted(waits(33))
+
+
+class Killed(BaseException):
+    """Stands for the death of the process: no handler may catch it."""
+
+
+def test_a_killed_training_continues_to_the_same_weights(counting, tmp_path, monkeypatch):
+    """With the optimiser's state, chunk by chunk."""
+    monkeypatch.setattr("calibrator_service.calibration.training.checkpoint.SAVE_INTERVAL_S", 0.0)
+    runner = ContiguousRunner(counting)
+    collector = Collector(runner, [0, *tap_depths(3)], tmp_path, max_state_bytes=1 << 20, chunk_positions=30)  # fmt: skip
+    for row in torch.randint(5, 29, (9, 20)).tolist():
+        collector.add("heads", TokenSequence(tuple(row), 3))
+    chunks = collector.chunks("heads")
+    assert len(chunks) > 2
+    vocabulary = DraftVocabulary.of(counting, torch.arange(32))
+
+    def trained(dies_at: float = 2.0) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        heads = {0: FusedHead(32, 16)}
+        objective = ChainObjective(heads, vocabulary, 3, make_teacher(runner, vocabulary))
+
+        def on_step(done: float, _: object) -> None:
+            if done >= dies_at:
+                raise Killed
+
+        train_heads(
+            heads, chunks, vocabulary, HeadTraining(epochs=3, batch_size=8), objective,
+            checkpoint=tmp_path / "checkpoint", on_step=on_step,
+        )  # fmt: skip
+        return heads[0].state_dict()
+
+    monkeypatch.setattr(train_module, "REPORT_INTERVAL_S", 0.0)
+    whole = trained()
+    for dies_at in (0.3, 0.7):
+        with pytest.raises(Killed):
+            trained(dies_at)
+        assert (tmp_path / "checkpoint").exists()
+    continued = trained()
+    assert all(torch.equal(whole[name], continued[name]) for name in whole)
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_the_teacher_is_the_full_model(counting, tmp_path):
+    runner = ContiguousRunner(counting)
+    collector = Collector(runner, [0], tmp_path, max_state_bytes=1 << 20)
+    tokens = torch.randint(5, 29, (12,))
+    collector.add("heads", TokenSequence(tuple(tokens.tolist()), 4))
+    collector.finish("heads")
+    [chunk] = collector.chunks("heads")
+    vocabulary = DraftVocabulary.of(counting, torch.arange(0, 32, 3))
+    teacher = make_teacher(runner, vocabulary)
+    assert teacher is not None
+    own = counting.model(tokens[None]).logits[0, 3:-1, ::3]
+    torch.testing.assert_close(teacher(chunk.deep[chunk.rows]), own, rtol=0.01, atol=0.02)
+
+
+def test_a_chain_begins_behind_its_settled_prefix_and_ends_with_the_sequence(counting, tmp_path):
+    runner = ContiguousRunner(counting)
+    low, middle = tap_depths(3)
+    collector = Collector(runner, [0, low, middle], tmp_path, max_state_bytes=1 << 20)
+    rows = torch.randint(5, 29, (2, 12))
+    for row in rows.tolist():
+        collector.add("heads", TokenSequence(tuple(row), 4))
+    collector.finish("heads")
+    [chunk] = collector.chunks("heads")
+    captured = runner.capture(rows, [0, low, middle, 3])
+    index = torch.tensor([0, 6, 8])  # positions 3 and 9 of the first sequence, 3 of the second
+    batch = gather_chains(
+        chunk, index, 3, [0], (low, middle), torch.arange(32), torch.device("cpu")
+    )
+    assert batch.exists.T.tolist() == [[True] * 3, [True, True, False], [True] * 3]
+    assert (batch.choices >= 0).equal(batch.exists)
+    for column, (row, position) in enumerate([(0, 3), (0, 9), (1, 3)]):
+        for place, depth in enumerate((low, middle, 3)):
+            expected = unit(captured[depth][row, position - 1])
+            torch.testing.assert_close(batch.states[column, place], expected, rtol=0, atol=2e-3)
+        for step in range(3 if position == 3 else 2):
+            entering = unit(captured[0][row, position + step])
+            torch.testing.assert_close(batch.entering[0][step, column], entering, rtol=0, atol=2e-3)
+            assert batch.choices[step, column] == rows[row, position + step + 1]

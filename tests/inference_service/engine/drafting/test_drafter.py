@@ -61,8 +61,9 @@ def members(
     return found
 
 
-def test_other_sequences_in_the_batch_change_no_draft(runner):
-    first, second = (random_ladder(runner.loaded, seed) for seed in (1, 2))
+@pytest.mark.parametrize("form", ["gated", "fused"])
+def test_other_sequences_in_the_batch_change_no_draft(runner, form):
+    first, second = (random_ladder(runner.loaded, seed, form=form) for seed in (1, 2))
     exact = DepthPolicy("exact", max_drafts=3)
     policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
     batch = members(runner, [first, second, first, first], policies)
