@@ -23,7 +23,7 @@ DEFAULT_NEW_TOKENS = 128
 COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
 # Prompts of the risk split if there is no time budget: enough to tell a risk of zero from a risk of one in fifty.
 RISK_PROMPTS = 300
-MAX_STATE_BYTES = 4 << 30
+MAX_STATE_BYTES = 12 << 30
 MAX_DEFAULT_VOCABULARY = 8192
 # Tokens of one forward pass, padding included, and positions of one chunk of states, both on a CPU.
 PASS_TOKENS = 2048
