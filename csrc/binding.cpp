@@ -3,8 +3,6 @@
 #include "packed.h"
 #include "tensor_table.h"
 
-#include <tuple>
-
 namespace neap::binding {
 
 namespace {
@@ -105,6 +103,10 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "float eps, float weight_offset, float scaling, float? softcap=None) -> Tensor");
   m.def("tensor_table(Tensor[] tensors) -> Tensor");
   m.def("profile_layers(bool is_on) -> Tensor");
+  m.def(
+      "draft_chains(Tensor states, Tensor outputs, int[] tokens, int[] counts, int[] places, int[] rooms, float[] survivals, float[] factors, "
+      "float[] least, Tensor embedding, Tensor vocabulary, Tensor[] packed, Tensor[] vectors, float shift, float eps, float lowest, float highest, "
+      "int max_drafts) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("cpu_isa() -> str");
   m.def("set_cpu_isa(str name) -> ()");
 }
@@ -122,6 +124,7 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
   m.impl("contiguous_attention", TORCH_BOX(&contiguous_attention));
   m.impl("ragged_contiguous_attention", TORCH_BOX(&ragged_contiguous_attention));
   m.impl("decoder_layers", TORCH_BOX(&decoder_layers));
+  m.impl("draft_chains", TORCH_BOX(&draft_chains));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(neap, CompositeExplicitAutograd, m) {

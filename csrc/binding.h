@@ -13,6 +13,7 @@
 #include <new>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "include/kernels.h"
@@ -117,6 +118,22 @@ inline float* thread_scratch(int64_t count) {
   return memory.get();
 }
 
+// Allocates pieces of one buffer of floats, each starting on a cache line. With a null buffer it only adds up their sizes.
+class Arena {
+ public:
+  explicit Arena(float* base) : base_(base) {}
+  float* take(int64_t count) {
+    float* taken = base_ ? base_ + used_ : nullptr;
+    used_ += (count + 15) / 16 * 16;
+    return taken;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  float* base_;
+  int64_t used_ = 0;
+};
+
 // attention.cpp
 Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling,
                             std::optional<double> softcap);
@@ -129,5 +146,12 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor pac
                       std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks, int64_t num_layers, int64_t heads,
                       int64_t intermediate, std::string activation, double eps, double weight_offset, double scaling, std::optional<double> softcap);
 Tensor profile_layers(bool is_on);
+
+// chain.cpp
+std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor outputs, std::vector<int64_t> tokens, std::vector<int64_t> counts,
+                                                        std::vector<int64_t> places, std::vector<int64_t> rooms, std::vector<double> survivals,
+                                                        std::vector<double> factors, std::vector<double> least, Tensor embedding, Tensor vocabulary,
+                                                        std::vector<Tensor> packed, std::vector<Tensor> vectors, double shift, double eps, double lowest,
+                                                        double highest, int64_t max_drafts);
 
 }  // namespace neap::binding

@@ -39,22 +39,6 @@ class StepClock {
   std::chrono::steady_clock::time_point last_;
 };
 
-// Allocates pieces of one buffer of floats, each starting on a cache line. With a null buffer it only adds up their sizes.
-class Arena {
- public:
-  explicit Arena(float* base) : base_(base) {}
-  float* take(int64_t count) {
-    float* taken = base_ ? base_ + used_ : nullptr;
-    used_ += (count + 15) / 16 * 16;
-    return taken;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  float* base_;
-  int64_t used_ = 0;
-};
-
 // So few tokens are normed by every thread for itself: that takes less time than waiting for each other's part.
 constexpr int64_t kTokensNormedAlone = 8;
 

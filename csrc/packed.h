@@ -41,6 +41,8 @@ Matrix packed_of_size(const char* op, const char* name, const T& packed, int64_t
 }
 
 // weights.cpp
+// Widens a row of the matrix to out [in_features].
+void widen_row(const PackedView& view, int64_t row, float* out);
 Tensor pack_linear(Tensor weight);
 Tensor pack_blocks(Tensor blocks, std::string kind, int64_t in_features);
 Tensor unpack_linear(Tensor packed);

@@ -40,18 +40,33 @@ Tensor packed_matrix(Format format, int64_t out_features, int64_t in_features, c
   return packed;
 }
 
+// Widens `depth` inputs, a depth block, of panel number `panel` from input k on: block [depth, 16].
+void widen_block(const PackedView& view, int64_t panel, int64_t k, int64_t depth, float* block) {
+  const Matrix& matrix = view.matrix;
+  kernels().widen(matrix.format, matrix.panels + panel * matrix.panel_bytes + block_begin(matrix.format, k / kDepthBlock), depth, block);
+}
+
 // Widens panel number `panel` to rows [16, in_features].
 void widen_panel(const PackedView& view, int64_t panel, float* rows) {
   float block[kDepthBlock * kPanel];
   for (int64_t k = 0; k < view.in_features; k += kDepthBlock) {
     const int64_t depth = std::min(kDepthBlock, view.in_features - k);
-    kernels().widen(view.matrix.format, view.matrix.panels + panel * view.matrix.panel_bytes + block_begin(view.matrix.format, k / kDepthBlock), depth, block);
+    widen_block(view, panel, k, depth, block);
     for (int64_t lane = 0; lane < kPanel; ++lane)
       for (int64_t i = 0; i < depth; ++i) rows[lane * view.in_features + k + i] = block[i * kPanel + lane];
   }
 }
 
 }  // namespace
+
+void widen_row(const PackedView& view, int64_t row, float* out) {
+  float block[kDepthBlock * kPanel];
+  for (int64_t k = 0; k < view.in_features; k += kDepthBlock) {
+    const int64_t depth = std::min(kDepthBlock, view.in_features - k);
+    widen_block(view, row / kPanel, k, depth, block);
+    for (int64_t i = 0; i < depth; ++i) out[k + i] = block[i * kPanel + row % kPanel];
+  }
+}
 
 Tensor pack_linear(Tensor weight) {
   NEAP_CHECK(weight.is_cpu() && weight.dim() == 2, "pack_linear: weight has shape ", text(weight), ", want 2 dimensions on the CPU");
@@ -110,11 +125,7 @@ Tensor packed_rows(Tensor packed, Tensor indices) {
   Tensor out = empty(shape);
   float* to = mutable_floats(out);
   parallel(indices.numel(), (double)indices.numel() * (double)(kPanel * width), [&](int64_t begin, int64_t end) {
-    std::vector<float> rows(kPanel * width);
-    for (int64_t i = begin; i < end; ++i) {
-      widen_panel(view, wanted[i] / kPanel, rows.data());
-      std::copy_n(rows.begin() + wanted[i] % kPanel * width, width, to + i * width);
-    }
+    for (int64_t i = begin; i < end; ++i) widen_row(view, wanted[i], to + i * width);
   });
   return out;
 }

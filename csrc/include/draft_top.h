@@ -19,6 +19,20 @@ NEAP_INLINE void keep_nothing(float* values, Index* indices, int k) {
   for (int i = 0; i < k; ++i) values[i] = -__builtin_inff(), indices[i] = 0;
 }
 
+// Writes the k largest of a block's `count` logits, and their mass, to place `at` of the block buffers. `line` has room for a whole block.
+inline void summarise_block(const DraftTopArgs& args, float* line, int64_t first, int64_t count, int64_t at) {
+  for (int64_t i = count; i < kVocabularyBlock; ++i) line[i] = -__builtin_inff();
+  float* values = args.block_values + at * args.k;
+  int32_t* indices = args.block_indices + at * args.k;
+  keep_nothing(values, indices, args.k);
+  for (int64_t i = 0; i < count; ++i) keep_top(line[i], (int32_t)(first + i), values, indices, args.k);
+  // The shift must be finite even if every logit is -infinity: the mass is then 0, not NaN.
+  const float shift = values[0] > -__builtin_inff() ? values[0] : 0.f;
+  Vec mass = {};
+  for (int64_t i = 0; i < kVocabularyBlock; i += kLanes) mass = mass + exp(load(line + i) - splat(shift));
+  args.block_mass[at * 2] = shift, args.block_mass[at * 2 + 1] = sum_lanes(mass);
+}
+
 // Finds the k largest logits and the mass within each vocabulary block. Item: kVocabularyBlock rows, for all tokens.
 inline void draft_blocks(const DraftTopArgs& args, int64_t begin, int64_t end) {
   const int64_t size = args.rows.rows, width = args.rows.columns;
@@ -29,21 +43,23 @@ inline void draft_blocks(const DraftTopArgs& args, int64_t begin, int64_t end) {
       alignas(64) float logits[kTokenGroup][kVocabularyBlock];
       dot_rows(args.rows, args.x + token * width, width, first, last, tokens, logits[0], kVocabularyBlock);
       for (int64_t t = 0; t < tokens; ++t) {
-        float* line = logits[t];
         if (args.bias)
-          for (int64_t i = 0; i < count; ++i) line[i] += args.bias[first + i];
-        for (int64_t i = count; i < kVocabularyBlock; ++i) line[i] = -__builtin_inff();
-        const int64_t at = block * args.tokens + token + t;
-        float* values = args.block_values + at * args.k;
-        int32_t* indices = args.block_indices + at * args.k;
-        keep_nothing(values, indices, args.k);
-        for (int64_t i = 0; i < count; ++i) keep_top(line[i], (int32_t)(first + i), values, indices, args.k);
-        // The shift must be finite even if every logit is -infinity: the mass is then 0, not NaN.
-        const float shift = values[0] > -__builtin_inff() ? values[0] : 0.f;
-        Vec mass = {};
-        for (int64_t i = 0; i < kVocabularyBlock; i += kLanes) mass = mass + exp(load(line + i) - splat(shift));
-        args.block_mass[at * 2] = shift, args.block_mass[at * 2 + 1] = sum_lanes(mass);
+          for (int64_t i = 0; i < count; ++i) logits[t][i] += args.bias[first + i];
+        summarise_block(args, logits[t], first, count, block * args.tokens + token + t);
       }
+    }
+  }
+}
+
+// The same from logits that are known, x [tokens, rows.rows].
+inline void logit_blocks(const DraftTopArgs& args, int64_t begin, int64_t end) {
+  const int64_t size = args.rows.rows;
+  for (int64_t block = begin; block < end; ++block) {
+    const int64_t first = block * kVocabularyBlock, count = min64(size - first, kVocabularyBlock);
+    for (int64_t token = 0; token < args.tokens; ++token) {
+      alignas(64) float line[kVocabularyBlock];
+      for (int64_t i = 0; i < count; ++i) line[i] = args.x[token * size + first + i];
+      summarise_block(args, line, first, count, block * args.tokens + token);
     }
   }
 }

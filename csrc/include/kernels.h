@@ -94,6 +94,7 @@ struct Kernels {
   void (*exit_gate)(const ExitHeadArgs&, int64_t begin, int64_t end);
   void (*exit_finish)(const ExitHeadArgs&, int64_t begin, int64_t end);
   void (*draft_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // item: kVocabularyBlock rows
+  void (*logit_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // the same from x = logits [tokens, rows.rows]
   void (*draft_join)(const DraftTopArgs&, int64_t begin, int64_t end);
   void (*route_finish)(const RouteArgs&, int64_t begin, int64_t end);
   void (*choose)(const ChoiceArgs&, int64_t begin, int64_t end);      // item: a row of scores

@@ -73,6 +73,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
         Object("layer", "layer.cpp", binding),
         Object("tensor_table", "tensor_table.cpp", binding),
         Object("exits", "exits.cpp", binding),
+        Object("chain", "chain.cpp", binding),
         Object("choices", "choices.cpp", binding),
         Object("paged", "paged.cpp", binding),
         *(

@@ -86,6 +86,16 @@ def _route(x: Tensor, hidden: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
+def _draft_chains(
+    states: Tensor, outputs: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    count, drafts = states.shape[0] + outputs.shape[0], others[-1]
+    probabilities = states.new_empty(count, drafts)
+    tokens = probabilities.new_empty(probabilities.shape, dtype=torch.int64)
+    lengths = probabilities.new_empty(count, dtype=torch.int64)
+    return tokens, probabilities, lengths, states.new_empty(count, drafts, outputs.shape[1])
+
+
 def _choose_greedy(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
@@ -118,6 +128,7 @@ def register() -> None:
         "exit_head": _exit_head,
         "draft_top": _draft_top,
         "route": _route,
+        "draft_chains": _draft_chains,
         "choose_greedy": _choose_greedy,
         "choose_sampled": _choose_sampled,
         "paged_attention": _paged_attention,

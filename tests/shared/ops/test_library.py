@@ -24,6 +24,7 @@ OPS = [
     "exit_head",
     "draft_top",
     "route",
+    "draft_chains",
     "choose_greedy",
     "choose_sampled",
     "paged_attention",
@@ -114,6 +115,18 @@ def _calls() -> dict[str, tuple]:
             torch.arange(3),
             *(0.1, 1e-6, 0.0, 1.0),
             torch.zeros(1, dtype=torch.int32),
+        ),
+        "draft_chains": (
+            torch.randn(1, 3, 8),
+            torch.randn(1, 8),
+            *([4, 2, 1], [2, 1], [0, 1], [3, 2], [1.0, 0.5], [1.0, 1.0], [0.1, 0.0]),
+            *(torch.randn(9, 8), torch.arange(4)),
+            [
+                ops.pack_linear(torch.randn(*size))
+                for size in ((8, 32), (8, 16), (12, 8), (12, 8), (8, 12), (4, 8), (5, 8))
+            ],
+            [torch.randn(size) for size in (8, 8, 0, 5, 5, 15, 3)],
+            *(0.1, 1e-6, 0.001, 0.999, 3),
         ),
         "choose_greedy": (torch.randn(3, 9),),
         "choose_sampled": (torch.rand(3, 9), torch.rand(3, dtype=torch.float64)),

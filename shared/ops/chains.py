@@ -1,0 +1,120 @@
+"""Chains of drafts by an exit head as one op on the CPU: all steps of all sequences in one call, without Python between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared.ops import refuse_gradient
+from shared.ops.exits import RouterWeights
+from shared.ops.library import load
+
+
+@dataclass(frozen=True)
+class ChainWeights:
+    """The weights of head, draft vocabulary and router. Letters: D of the states, E of the embedding, W of the head, M of its MLP.
+
+    Packed matrices of any format: `fuse` [W, 3 * D + E], `next` [W, W + E], `gate` and `up` [M, W], `down` [W, M], `rows` [Vd, W] and
+    the router's `hidden` [R, W]. `embedding`: all rows of the model [V, E], packed, or contiguous float32, float16 or bfloat16.
+    `vocabulary` [Vd] int64: the tokens of `rows`, in [0, V). `norm` and `gain` [W] and `bias` [Vd] are float32. `router` gives the
+    rest of the router; its own `hidden` is not read.
+    """
+
+    fuse: Tensor
+    next: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    rows: Tensor
+    hidden: Tensor
+    embedding: Tensor
+    vocabulary: Tensor
+    norm: Tensor
+    gain: Tensor
+    bias: Tensor | None
+    router: RouterWeights
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        return [self.fuse, self.next, self.gate, self.up, self.down, self.rows, self.hidden]
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        router = self.router
+        bias = torch.empty(0) if self.bias is None else self.bias
+        features = router.features.flatten()
+        return [self.norm, self.gain, bias, router.bias, router.output, features, router.skip]
+
+
+class ChainStart(NamedTuple):
+    """Where one sequence's chain begins, and when it ends.
+
+    `tokens`: the tokens that the head has not seen: the sequence's newest one, and drafts that the chain has already. The head is fed
+    them, and makes drafts for what follows. `place`: how many tokens of the chain it has seen, 0 if it begins with the states of the
+    last settled token. `room` >= 1: the most drafts to make.
+
+    `survival`: the probability that the drafts among `tokens` are right. A draft of probability p multiplies it by
+    min(p * `factor`, highest). The chain ends with the first draft after which it is below `least_survival`.
+    """
+
+    tokens: Sequence[int]
+    place: int
+    room: int
+    survival: float
+    factor: float
+    least_survival: float
+
+
+class Chains(NamedTuple):
+    """Of N sequences, up to K drafts each: `tokens` [N, K] int64 and `probabilities` [N, K], as the router gives them; `lengths` [N]
+    int64: how many there are. `outputs` [N, K, W]: the head's output from which each draft was made. Beyond a chain's length a token
+    is -1, and the others are 0."""
+
+    tokens: Tensor
+    probabilities: Tensor
+    lengths: Tensor
+    outputs: Tensor
+
+
+def draft_chains(
+    states: Tensor,
+    outputs: Tensor,
+    starts: Sequence[ChainStart],
+    weights: ChainWeights,
+    lowest: float,
+    highest: float,
+    max_drafts: int,
+) -> Chains:
+    """Drafts whole chains for F + G sequences, whose `starts` are in this order. -> drafts of up to K = `max_drafts` per sequence.
+
+    `states` [F, 3, D]: the three states of each sequence's last settled token. `outputs` [G, W]: for each sequence with a chain that
+    has begun, the head's output for the last token that it has seen. Both float32. Probabilities are in [lowest, highest].
+    `chain_reference.draft_chains` specifies the op. A sequence's chain has the same bits in any company.
+    """
+    load()
+    refuse_gradient(states, outputs)
+    router = weights.router
+    return Chains(
+        *torch.ops.neap.draft_chains.default(
+            states,
+            outputs,
+            [token for start in starts for token in start.tokens],
+            [len(start.tokens) for start in starts],
+            [start.place for start in starts],
+            [start.room for start in starts],
+            [start.survival for start in starts],
+            [start.factor for start in starts],
+            [start.least_survival for start in starts],
+            weights.embedding,
+            weights.vocabulary,
+            weights.matrices,
+            weights.vectors,
+            router.shift,
+            router.eps,
+            lowest,
+            highest,
+            max_drafts,
+        )
+    )
