@@ -28,6 +28,7 @@ class ScriptedLadder:
         self.depths = tuple(depths)
         self.layout = self.depths
         self.chained_depths: tuple[int, ...] = ()
+        self.whole_depth: int | None = None
         self.kept_depths: tuple[int, ...] = ()
         self.agreements = (1.0,) * len(self.depths)
         self.fingerprint = fingerprint

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
 
@@ -9,6 +10,7 @@ from shared.ladder.fused_exit import DraftRows, FusedExit, is_supported
 from shared.ladder.fused_head import FusedHead, fused_output
 from shared.ladder.head_rows import Projection, projection
 from shared.ladder.heads import ExitHead
+from shared.ladder.native_chain import NativeChain
 from shared.ladder.routers import DepthRouter, scalar_features
 from shared.ladder.rungs import exit_name
 
@@ -79,19 +81,32 @@ class PlainExit:
         return logits.argmax(-1), probabilities
 
 
-BoundExit = ChainExit | FusedExit | PlainExit
+BoundExit = NativeChain | ChainExit | FusedExit | PlainExit
 
 
-def bind_exits(exits: Sequence[LayerExit], rows: Tensor, bias: Tensor | None) -> list[BoundExit]:
-    """The exits with the LM head's rows [Vd, W] and biases [Vd] of the draft vocabulary. Head and router must be on their device."""
+def bind_exits(
+    exits: Sequence[LayerExit],
+    rows: Tensor,
+    bias: Tensor | None,
+    vocabulary: Tensor,
+    embedding: Tensor | None,
+) -> list[BoundExit]:
+    """The exits with the LM head's rows [Vd, W] and biases [Vd] of the draft vocabulary [Vd]. Head and router must be on their device.
+
+    `embedding`: see `embedding_rows`.
+    """
     fuses = is_supported(rows.device, len(rows))
-    drafts, project = DraftRows.of(rows, bias) if fuses else None, projection(rows, bias)
+    # Made only if an exit needs them: each is a copy of the rows.
+    drafts = cache(lambda: DraftRows.of(rows, bias))
+    project = cache(lambda: projection(rows, bias))
     bound: list[BoundExit] = []
     for one in exits:
-        if isinstance(one.head, FusedHead):
-            bound.append(ChainExit(one.head, one.router, project))
-        elif drafts is not None:
-            bound.append(FusedExit(one.head, one.router, drafts))
+        if isinstance(one.head, FusedHead) and one.depth == 0 and embedding is not None:
+            bound.append(NativeChain(one.head, one.router, rows, bias, vocabulary, embedding))
+        elif isinstance(one.head, FusedHead):
+            bound.append(ChainExit(one.head, one.router, project()))
+        elif fuses:
+            bound.append(FusedExit(one.head, one.router, drafts()))
         else:
-            bound.append(PlainExit(one.head, one.router, project))
+            bound.append(PlainExit(one.head, one.router, project()))
     return bound

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 
 from shared.errors import RouterMismatch
-from shared.ladder.exits import ChainExit, LayerExit, bind_exits
+from shared.ladder.exits import BoundExit, ChainExit, LayerExit, bind_exits
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.head_rows import gather_rows
+from shared.ladder.native_chain import HeadDraft, NativeChain, embedding_rows
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, Draft
 from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
 from shared.ladder.suffix import SuffixIndex, SuffixMatch
 from shared.ladder.table_router import AGREES, DIFFERS, SILENT, Evidence, TableRouter
 from shared.model.load import LoadedModel
 from shared.model.runner import Runner, tap_depths
+from shared.ops.chains import ChainStart
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,10 @@ class BoundLadder:
             0 if vocabulary is None else len(vocabulary),
             *(e.layout for e in ladder.exits),
         )
-        # The exits that draft by `chain_step`; the others draft by `ask`.
-        self.chained_depths = tuple(e.depth for e in ladder.exits if isinstance(e.head, FusedHead))
         # The depths below L whose settled states chains begin with.
-        self.kept_depths = tap_depths(runner.num_layers) if self.chained_depths else ()
+        is_fused = any(isinstance(e.head, FusedHead) for e in ladder.exits)
+        self.kept_depths = tap_depths(runner.num_layers) if is_fused else ()
+        self._bound: list[BoundExit] = []
         if ladder.exits:
             assert ladder.draft_vocabulary is not None
             device = runner.loaded.device
@@ -109,7 +111,12 @@ class BoundLadder:
                 layer_exit.head.to(device).requires_grad_(False)
                 layer_exit.router.to(device).requires_grad_(False)
             rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
-            self._bound = bind_exits(ladder.exits, rows, bias)
+            embedding = embedding_rows(runner, len(self._vocabulary)) if is_fused else None
+            self._bound = bind_exits(ladder.exits, rows, bias, self._vocabulary, embedding)
+        bound = list(zip(self.depths, self._bound, strict=True))
+        # The exit that drafts by `whole_chains`; those that draft by `chain_step`. The others draft by `ask`.
+        self.whole_depth = next((d for d, one in bound if isinstance(one, NativeChain)), None)
+        self.chained_depths = tuple(d for d, one in bound if isinstance(one, ChainExit))
 
     def new_sequence(self, prompt: Sequence[int]) -> "SequenceDrafter":
         return SequenceDrafter(self.ladder, prompt)
@@ -131,10 +138,18 @@ class BoundLadder:
     ) -> tuple[Tensor, Tensor]:
         """As `ask`, but the results stay on the device: tokens [N] int64, probabilities [N]."""
         one = self._bound[index]
-        assert not isinstance(one, ChainExit)
+        assert not isinstance(one, ChainExit | NativeChain)
         distance = torch.tensor(distances, device=self._vocabulary.device)
         found, probabilities = one(states, deep_states, distance)
         return self._vocabulary[found], probabilities
+
+    @torch.inference_mode()
+    def whole_chains(
+        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
+    ) -> list[list[HeadDraft]]:
+        """The drafts of the exit at `whole_depth`, all of each chain in one call. See `NativeChain.draft`."""
+        [one] = (one for one in self._bound if isinstance(one, NativeChain))
+        return one.draft(begins, starts)
 
     @torch.inference_mode()
     def ask_chained(

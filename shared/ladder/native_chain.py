@@ -1,12 +1,116 @@
-"""A fused head, its draft rows and its router as the native op of whole chains. CPU only."""
+"""A fused head at depth 0, its draft rows and its router as the native op of whole chains. CPU only."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import gguf
 import torch
 from torch import Tensor
 
 from shared import ops
+from shared.ladder.fused_exit import is_supported, kernel_weight, router_weights
+from shared.ladder.fused_head import NUM_STATES, FusedHead
+from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
+from shared.ladder.rungs import Draft, exit_name
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.runner import Runner
+from shared.model.weights.lazy import lazy
+from shared.ops.chains import ChainStart, ChainWeights, draft_chains
 
+FORMAT = "Q8_0"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class HeadDraft(NamedTuple):
+    """A draft, and the head's output [W] from which it was made: a chain may go on from there with any token."""
+
+    draft: Draft
+    output: Tensor
+
+
+class NativeChain:
+    """An exit that drafts whole chains in one call. Holds its matrices in the format that FORMAT names.
+
+    `rows` [Vd, W] and `bias` [Vd] are the LM head's for `vocabulary` [Vd] int64; `embedding` is from `embedding_rows`.
+    """
+
+    def __init__(
+        self,
+        head: FusedHead,
+        router: DepthRouter,
+        rows: Tensor,
+        bias: Tensor | None,
+        vocabulary: Tensor,
+        embedding: Tensor,
+    ) -> None:
+        self._hidden_size = head.hidden_size
+        *states, entering = head.fuse.detach().split(head.hidden_size, 1)
+        # In a chain the output takes the place of all states, so their parts of `fuse` can be added beforehand.
+        summed = torch.stack(states).sum(0)
+        self._weights = ChainWeights(
+            fuse=packed_small(head.fuse),
+            next=packed_small(torch.cat([summed, entering], 1)),
+            gate=packed_small(head.gate),
+            up=packed_small(head.up),
+            down=packed_small(head.down),
+            rows=packed_small(rows),
+            hidden=packed_small(router.hidden.weight),
+            embedding=embedding,
+            vocabulary=vocabulary,
+            norm=head.norm.detach(),
+            gain=head.gain.detach(),
+            bias=bias,
+            router=router_weights(router),
+        )
+
+    def draft(
+        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
+    ) -> list[list[HeadDraft]]:
+        """The drafts of each chain. It begins with the settled states [3, D], or goes on from the head's output [W] for its last token
+        that the head has seen."""
+        order = sorted(range(len(starts)), key=lambda number: begins[number].dim() == 1)
+        states = [begin for begin in begins if begin.dim() == 2]
+        outputs = [begin for begin in begins if begin.dim() == 1]
+        found = draft_chains(
+            torch.stack(states) if states else torch.empty(0, NUM_STATES, self._hidden_size),
+            torch.stack(outputs) if outputs else torch.empty(0, self._hidden_size),
+            [starts[number] for number in order],
+            self._weights,
+            LOWEST,
+            HIGHEST,
+            max(start.room for start in starts),
+        )
+        rows = zip(*(part.tolist() for part in found[:3]), found.outputs, strict=True)
+        drafts = {number: _head_drafts(*row) for number, row in zip(order, rows, strict=True)}
+        return [drafts[number] for number in range(len(starts))]
+
+
+def _head_drafts(
+    tokens: list[int], probabilities: list[float], length: int, outputs: Tensor
+) -> list[HeadDraft]:
+    """The drafts of one sequence from its rows of `Chains`."""
+    rung = exit_name(0)
+    found = zip(tokens[:length], probabilities, outputs, strict=False)
+    return [HeadDraft(Draft(token, p, rung, 0), output) for token, p, output in found]
+
+
+def embedding_rows(runner: Runner, draft_vocabulary_size: int) -> Tensor | None:
+    """The model's embedding as the op takes it. None if the op does not run on this device, or states at depth 0 are not its rows."""
+    if not is_supported(runner.loaded.device, draft_vocabulary_size):
+        return None
+    if not isinstance(runner, ContiguousRunner) or not runner.embedding_is_direct:
+        return None
+    weight = runner.loaded.parts.embedding.get_parameter("weight")
+    stored = lazy(weight)
+    return weight.detach().contiguous() if stored is None else stored.pack()
+
+
+def packed_small(weight: Tensor) -> Tensor:
+    """A matrix in FORMAT; in 16 bits if its inputs do not divide into blocks, or in float32 if 16 bits cannot hold a number."""
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[FORMAT]]
+    if weight.shape[1] % block:
+        return ops.pack_linear(kernel_weight(weight))
+    return packed_as(weight.detach(), FORMAT)
 
 
 def packed_as(weight: Tensor, form: str) -> Tensor:

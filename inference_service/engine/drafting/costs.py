@@ -14,6 +14,7 @@ from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.model.cache import KVCache
 from shared.model.runner import Runner
+from shared.ops.chains import ChainStart
 
 T = TypeVar("T")
 
@@ -137,6 +138,10 @@ def exit_timings(
     )
 
     def ask_exit(index: int, depth: int, count: int) -> list[Draft]:
+        if depth == ladder.whole_depth:
+            starts = [ChainStart([1], 0, 1, 1.0, 1.0, 0.0)] * count
+            chains = ladder.whole_chains(settled[:count].unbind(0), starts)
+            return [chain[0].draft for chain in chains]
         own = tokens[:, :count]
         if depth:
             states = runner.run(own, cache, first=0, last=depth, base=context)

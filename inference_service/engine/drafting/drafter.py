@@ -8,6 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from inference_service.engine.drafting.ahead import Ahead
 from inference_service.engine.drafting.chain import Chain, advance_to
 from inference_service.engine.drafting.planner import (
     MIN_SURVIVAL,
@@ -25,8 +26,9 @@ from inference_service.engine.request.sequence import Sequence
 from shared.errors import Corrupt
 from shared.ladder.fused_head import chained
 from shared.ladder.ladder import BoundLadder
-from shared.ladder.rungs import Draft
+from shared.ladder.rungs import Draft, exit_name
 from shared.model.runner import Runner
+from shared.ops.chains import ChainStart
 
 # Tokens per deep pass that are assumed for a sequence without deep passes, and the weight of this assumption in passes.
 USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
@@ -53,6 +55,7 @@ class DraftBuilder:
         )
         # Outputs of each chained exit, by its index, for the first tokens of the chain.
         self.outputs: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.ahead = Ahead()
         self.min_layers = policy.min_layers
         self.survival = 1.0
         self.best: Draft | None = None
@@ -89,8 +92,25 @@ class DraftBuilder:
         outputs = self.outputs[index]
         if outputs:
             return chained(outputs[-1])
-        assert self.sequence.settled_states is not None
-        return self.sequence.settled_states
+        return self.settled_states
+
+    @property
+    def settled_states(self) -> Tensor:
+        """States of the last settled token at the depths that chains begin with [3, D]."""
+        states = self.sequence.settled_states
+        assert states is not None
+        return states
+
+    def chain_start(self, rung: str, least: float) -> ChainStart:
+        """What the exit of whole chains goes on from, until survival is below `least` or too low for a place in the deep pass."""
+        return ChainStart(
+            tokens=self.chain.tokens[self.ahead.num_seen :],
+            place=self.ahead.num_seen,
+            room=self._room - len(self.chain.drafts),
+            survival=self.survival,
+            factor=self.sequence.reliability.factor(rung),
+            least_survival=max(least, self._least_survival),
+        )
 
     def look_up(self) -> None:
         """Begins the next position with the draft of the tables (suffix or successor), if they have one. Runs no layer."""
@@ -128,6 +148,7 @@ class DraftBuilder:
             chain.num_final += 1
             probability = 1.0
         chain.append(draft, probability)
+        self.ahead.follow(draft.token)
         self.survival *= probability
         return True
 
@@ -152,7 +173,10 @@ class Drafter:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens share a
         pass."""
         for index, depth in enumerate(ladder.depths):
-            asked = self._worth_asking(index, depth, builders, num_sequences)
+            if depth == ladder.whole_depth:
+                self._ask_ahead(ladder, index, builders, num_sequences)
+                continue
+            asked = [one for one, _ in self._worth_asking(index, depth, builders, num_sequences)]
             if not asked:
                 continue
             for stop in ladder.chained_depths:
@@ -166,10 +190,43 @@ class Drafter:
                 distances = [len(one.chain.tokens) for one in asked]
                 drafts = ladder.ask(index, states, deep_states, distances)
             for one, draft in zip(asked, drafts, strict=True):
-                before = one.best_probability
-                probability = attempt(one.sequence, one.consider, draft)
-                if probability is not None:
-                    self._gains.record(index, before, probability)
+                self._consider(index, one, draft)
+
+    def _consider(self, index: int, one: DraftBuilder, draft: Draft) -> None:
+        before = one.best_probability
+        probability = attempt(one.sequence, one.consider, draft)
+        if probability is not None:
+            self._gains.record(index, before, probability)
+
+    def _ask_ahead(
+        self, ladder: BoundLadder, index: int, builders: Rows[DraftBuilder], num_sequences: int
+    ) -> None:
+        """The drafts of the exit of whole chains: first it drafts on the chains for which it has none left and is expected to pay."""
+        without = [one for one in builders if not one.ahead.has_drafts]
+        asked = self._worth_asking(index, ladder.depths[index], without, num_sequences)
+        if asked:
+            self._draft_ahead(ladder, index, asked)
+        for one in builders:
+            draft = one.ahead.take(len(one.chain.tokens))
+            if draft is not None:
+                self._consider(index, one, draft)
+
+    def _draft_ahead(
+        self, ladder: BoundLadder, index: int, asked: Rows[tuple[DraftBuilder, float]]
+    ) -> None:
+        """Drafts the asked chains on in one call, each as long as a draft is expected to save its share of the time: what it saves
+        is proportional to survival."""
+        share_s = self.costs.exits[index].of(len(asked)) / len(asked)
+        begins = [
+            one.settled_states if one.ahead.output is None else one.ahead.output for one, _ in asked
+        ]
+        starts = [
+            one.chain_start(exit_name(ladder.depths[index]), one.survival * share_s / gain_s)
+            for one, gain_s in asked
+        ]
+        chains = ladder.whole_chains(begins, starts)
+        for (one, _), drafts in zip(asked, chains, strict=True):
+            one.ahead.put(drafts)
 
     def _extend_chains(
         self, ladder: BoundLadder, index: int, asked: Rows[DraftBuilder]
@@ -196,8 +253,9 @@ class Drafter:
 
     def _worth_asking(
         self, index: int, depth: int, builders: Rows[DraftBuilder], num_sequences: int
-    ) -> list[DraftBuilder]:
-        """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass."""
+    ) -> list[tuple[DraftBuilder, float]]:
+        """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass, and the seconds that each is expected
+        to save."""
         allowed = [one for one in builders if depth >= one.min_layers]
         gains_s = [
             exit_gain_s(
@@ -209,7 +267,8 @@ class Drafter:
             )
             for one in allowed
         ]
-        return [allowed[place] for place in select_sequences(gains_s, self.costs.exits[index])]
+        chosen = select_sequences(gains_s, self.costs.exits[index])
+        return [(allowed[place], gains_s[place]) for place in chosen]
 
 
 def draft_chains(
