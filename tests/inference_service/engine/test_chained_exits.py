@@ -17,14 +17,17 @@ from inference_service.engine.drafting.drafter import Drafter, draft_chains
 from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassCosts
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from inference_service.engine.step import Decoder
+from shared.ladder import native_chain
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
+from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel, wrap_model
 from shared.model.runner import Runner, tap_depths
 from shared.model.sampling import SamplingParams
+from shared.ops.chains import ChainStart
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.paged import load_family, make_runner
@@ -64,7 +67,7 @@ def decode(
     gains = gains or _Gains()
     text = [*PROMPT, *plain_answer(runner)]
     rounds: list[Round] = []
-    ask = BoundLadder.ask_chained
+    ask, whole_chains = BoundLadder.ask_chained, BoundLadder.whole_chains
 
     def table_draft(self: SequenceDrafter, drafted: Rows[int] = ()) -> Draft | None:
         gains.place = len(drafted) + 1
@@ -81,6 +84,18 @@ def decode(
         # The tables draft: they know what is right, and the exit's own drafts would end every chain.
         return [replace(draft, probability=0.001) for draft in drafts], outputs
 
+    def noted_whole(
+        self: BoundLadder, begins: Rows[Tensor], starts: Rows[ChainStart]
+    ) -> list[list[HeadDraft]]:
+        [start], [[first, *_]] = starts, whole_chains(self, begins, starts)
+        if rounds:
+            place = start.place + len(start.tokens)
+            rounds[-1].outputs.setdefault(0, []).append((place, first.output))
+        return [[first._replace(draft=replace(first.draft, probability=0.001))]]
+
+    # Fewer bits would change the outputs by more than the tolerance.
+    monkeypatch.setattr(native_chain, "FORMAT", "F32")
+    monkeypatch.setattr(BoundLadder, "whole_chains", noted_whole)
     monkeypatch.setattr(SequenceDrafter, "table_draft", table_draft)
     monkeypatch.setattr(BoundLadder, "ask_chained", noted)
     decoder = Decoder(runner)

@@ -1,6 +1,6 @@
 """An exit whose chains are drafted in one native call: it drafts what it drafts step by step, and only what may pay."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 from itertools import pairwise
@@ -90,7 +90,7 @@ def drafted(
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[ChainStart]]]:
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[list[ChainStart]]:
     """The starts of each call that drafts chains."""
     calls: list[list[ChainStart]] = []
     whole_chains = BoundLadder.whole_chains
@@ -100,7 +100,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[ChainStart]]]:
         return whole_chains(self, begins, starts)
 
     monkeypatch.setattr(BoundLadder, "whole_chains", note)
-    yield calls
+    return calls
 
 
 def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., Draft | None]:
