@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from bench.formats import available
+from bench.floor import available
 from bench.stopwatch import ClockStopwatch
 from shared import ops
 from shared.ladder.native_chain import packed_as
