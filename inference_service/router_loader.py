@@ -167,13 +167,14 @@ class RouterLoader:
         ladder.check_model(loaded)
         risk = PublishedRisk.of(published.manifest)
         kv_dtype = str(loaded.kv_dtype).removeprefix("torch.")
-        if risk is not None and not risk.holds_in(kv_dtype):
+        device = loaded.device.type
+        if risk is not None and not risk.holds_in(kv_dtype, device):
             log.warning(
-                "the router's bound is not reported: it was certified with keys and values of another dtype",
+                "the router's bound is not reported: it was certified with keys and values of another dtype, or on another device",
                 model_id=loaded.model_id,
                 version=version,
-                certified=risk.dtype,
-                served=kv_dtype,
+                certified=(risk.dtype, risk.device),
+                served=(kv_dtype, device),
             )
             risk = None
         prepare = self._prepare.get(loaded.model_id)

@@ -1,7 +1,7 @@
 """The exit head of the form `fused`: the full model's states at three depths and a token's embedding, through one gated block.
 
 In a chain of drafts the head's own output takes the place of the states, so a chain depends on the settled prefix and on the chain's
-tokens alone. It is trained on such chains (see `calibrator_service.calibration.training.chains`).
+tokens alone. It is trained on such chains (see `calibrator_service.calibration.training.objectives`).
 """
 
 from functools import partial

@@ -114,7 +114,7 @@ class BoundLadder:
             embedding = embedding_rows(runner, len(self._vocabulary)) if is_fused else None
             self._bound = bind_exits(ladder.exits, rows, bias, self._vocabulary, embedding)
         bound = list(zip(self.depths, self._bound, strict=True))
-        # The exit that drafts by `whole_chains`; those that draft by `chain_step`. The others draft by `ask`.
+        # The exit that drafts by `whole_chains`; those that draft by `ask_chained`. The others draft by `ask`.
         self.whole_depth = next((d for d, one in bound if isinstance(one, NativeChain)), None)
         self.chained_depths = tuple(d for d, one in bound if isinstance(one, ChainExit))
 
@@ -130,18 +130,10 @@ class BoundLadder:
         `states` [N, D]: the tokens' states at the exit's depth. `deep_states` [N, D]: for each token, the state at depth L of the
         last settled token of its sequence. `distances` >= 1: how many positions that token lies back (1: it is the token before).
         """
-        return self._drafts(index, *self.exits(index, states, deep_states, distances))
-
-    @torch.inference_mode()
-    def exits(
-        self, index: int, states: Tensor, deep_states: Tensor, distances: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """As `ask`, but the results stay on the device: tokens [N] int64, probabilities [N]."""
         one = self._bound[index]
         assert not isinstance(one, ChainExit | NativeChain)
         distance = torch.tensor(distances, device=self._vocabulary.device)
-        found, probabilities = one(states, deep_states, distance)
-        return self._vocabulary[found], probabilities
+        return self._drafts(index, *one(states, deep_states, distance))
 
     @torch.inference_mode()
     def whole_chains(
@@ -155,26 +147,19 @@ class BoundLadder:
     def ask_chained(
         self, index: int, states: Tensor, entering: Tensor, places: Sequence[int]
     ) -> tuple[list[Draft], Tensor]:
-        """As `chain_step`, with the drafts read back in one device synchronisation: (drafts, outputs [N, D])."""
-        tokens, probabilities, outputs = self.chain_step(index, states, entering, places)
-        return self._drafts(index, tokens, probabilities), outputs
-
-    @torch.inference_mode()
-    def chain_step(
-        self, index: int, states: Tensor, entering: Tensor, places: Sequence[int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One more token for N chains of `exits[index]`, one of the `chained_depths`: tokens [N] int64, probabilities [N], outputs [N, D].
+        """The next drafts of N chains of `exits[index]`, one of the `chained_depths`, and the outputs [N, D] behind them.
 
         `states` [N, 3, D]: of the last settled tokens at `kept_depths` and L, or `chained` of the outputs for the tokens before.
         `entering` [N, D]: the newest tokens' states at the exit's depth. `places` >= 1: the drafted tokens' places in their chains.
+        The drafts are read back in one device synchronisation.
         """
-        places_ = torch.tensor(places, device=self._vocabulary.device)
-        found, probabilities, outputs = self._chain_exit(index).step(states, entering, places_)
-        return self._vocabulary[found], probabilities, outputs
+        place = torch.tensor(places, device=self._vocabulary.device)
+        found, probabilities, outputs = self._chain_exit(index).step(states, entering, place)
+        return self._drafts(index, found, probabilities), outputs
 
     @torch.inference_mode()
     def chain_output(self, index: int, states: Tensor, entering: Tensor) -> Tensor:
-        """The outputs [N, D] of `chain_step` alone, for chains whose next token another rung has drafted."""
+        """The outputs [N, D] of `ask_chained` alone, for chains whose next token another rung has drafted."""
         return self._chain_exit(index).output(states, entering)
 
     def _chain_exit(self, index: int) -> ChainExit:
@@ -182,8 +167,9 @@ class BoundLadder:
         assert isinstance(one, ChainExit)
         return one
 
-    def _drafts(self, index: int, tokens: Tensor, probabilities: Tensor) -> list[Draft]:
-        layer_exit = self._exits[index]
+    def _drafts(self, index: int, found: Tensor, probabilities: Tensor) -> list[Draft]:
+        """`found` [N]: indices into the draft vocabulary."""
+        layer_exit, tokens = self._exits[index], self._vocabulary[found]
         answer = torch.stack([tokens.double(), probabilities.double()]).tolist()
         return [
             Draft(int(token), probability, layer_exit.name, layer_exit.depth)

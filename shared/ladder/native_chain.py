@@ -72,7 +72,9 @@ class NativeChain:
         states = [begin for begin in begins if begin.dim() == 2]
         outputs = [begin for begin in begins if begin.dim() == 1]
         found = draft_chains(
-            torch.stack(states) if states else torch.empty(0, NUM_STATES, self._hidden_size),
+            torch.stack(states).float()
+            if states
+            else torch.empty(0, NUM_STATES, self._hidden_size),
             torch.stack(outputs) if outputs else torch.empty(0, self._hidden_size),
             [starts[number] for number in order],
             self._weights,
@@ -96,7 +98,8 @@ def _head_drafts(
 
 def embedding_rows(runner: Runner, draft_vocabulary_size: int) -> Tensor | None:
     """The model's embedding as the op takes it. None if the op does not run on this device, or states at depth 0 are not its rows."""
-    if not is_supported(runner.loaded.device, draft_vocabulary_size):
+    device = runner.loaded.device
+    if device.type != "cpu" or not is_supported(device, draft_vocabulary_size):
         return None
     if not isinstance(runner, ContiguousRunner) or not runner.embedding_is_direct:
         return None

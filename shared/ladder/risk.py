@@ -32,12 +32,14 @@ class RiskBound:
 @dataclass(frozen=True)
 class PublishedRisk:
     """`delta`: probability that the certification itself is wrong. `num_tokens`: the tokens of an answer that the bounds cover, or None
-    for all. `dtype`: that in which the certified engine computed and kept keys and values, or None if it is not known."""
+    for all. `dtype`: that in which the certified engine computed and kept keys and values; `device`: the type of its device. None if
+    it is not known."""
 
     delta: float
     bounds: tuple[RiskBound, ...]
     num_tokens: int | None = None
     dtype: str | None = None
+    device: str | None = None
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any]) -> "PublishedRisk | None":
@@ -53,20 +55,25 @@ class PublishedRisk:
             delta = _share(record["delta"])
             is_known = record["loss"] == LOSS
             num_tokens = record.get("max_new_tokens")
-            dtype = record.get("engine", {}).get("dtype")
+            engine = record.get("engine", {})
+            dtype, device = engine.get("dtype"), engine.get("device")
             if num_tokens is not None and (type(num_tokens) is not int or num_tokens < 1):
                 raise ValueError(f"{num_tokens!r} is not a number of tokens")
-            if dtype is not None and not isinstance(dtype, str):
-                raise ValueError(f"{dtype!r} is not the name of a dtype")
+            for name in (dtype, device):
+                if name is not None and not isinstance(name, str):
+                    raise ValueError(f"{name!r} is not the name of a dtype or device")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Corrupt("a field of the router's risk table is missing or not valid") from error
         if not is_known or not 1 <= len(bounds) <= MAX_BOUNDS:
             raise Corrupt("the router's risk table has an unknown loss, or not 1 to 16 bounds")
-        return cls(delta, bounds, num_tokens, dtype)
+        return cls(delta, bounds, num_tokens, dtype, device)
 
-    def holds_in(self, kv_dtype: str) -> bool:
-        """Whether the bounds hold for an engine that keeps keys and values in `kv_dtype`. Rounded otherwise, answers may differ otherwise."""
-        return self.dtype is None or self.dtype == kv_dtype
+    def holds_in(self, kv_dtype: str, device: str) -> bool:
+        """Whether the bounds hold for an engine that keeps keys and values in `kv_dtype`, on this type of device.
+
+        Rounded otherwise, answers may differ otherwise. Exits, too, keep their weights in other formats on other devices.
+        """
+        return self.dtype in (None, kv_dtype) and self.device in (None, device)
 
     def epsilon_at(self, threshold: float) -> float | None:
         """The smallest epsilon that holds at a request's threshold; None if the threshold is lower than every certified one."""

@@ -18,17 +18,18 @@ RISK = {
     "num_prompts": 400,
     "max_new_tokens": 128,
     "bounds": [{"threshold": 0.99, "epsilon": 0.05}, {"threshold": 0.9, "epsilon": 0.2}],
-    "engine": {"dtype": "float32"},
+    "engine": {"dtype": "float32", "device": "cpu"},
 }
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory, loaded):
-    """Of a worker whose router, version 1, publishes RISK; version 2 publishes none, version 3 one of another engine."""
+    """Of a worker whose router, version 1, publishes RISK; version 2 publishes none, versions 3 and 4 those of other engines."""
     registry_folder = tmp_path_factory.mktemp("registry")
     with closing(open_registry(str(registry_folder))) as registry:
-        other = {**RISK, "engine": {"dtype": "bfloat16"}}
-        for number, risk in enumerate((RISK, {"bounds": []}, other), 1):
+        narrow = {**RISK, "engine": {"dtype": "bfloat16", "device": "cpu"}}
+        on_gpu = {**RISK, "engine": {"dtype": "float32", "device": "cuda"}}
+        for number, risk in enumerate((RISK, {"bounds": []}, narrow, on_gpu), 1):
             manifest, blobs = pack_ladder(build_ladder(loaded), {"risk": risk})
             registry.publish("tiny", manifest, blobs, request_id=str(number), aliases=["latest"])
         with (
@@ -63,6 +64,7 @@ def test_the_bound_of_the_requests_threshold(client, threshold: float, bound: fl
         (relaxed(), 1, {}),
         (relaxed(0.99), 2, {}),
         (relaxed(0.99), 3, {}),  # certified with keys and values of another dtype
+        (relaxed(0.99), 4, {}),  # certified on another device
         (relaxed(0.99), 1, {"temperature": 1.0}),
         (relaxed(0.99), 1, {"repetition_penalty": 1.1}),
         (pb.DepthPolicy(exact=pb.Exact()), 1, {}),

@@ -20,7 +20,9 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.ladder.fused_head import chained as chained_states
 from shared.ladder.ladder import Ladder
+from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.ops.chains import ChainStart
 
 # Added to the exits' probabilities, because exits that are served one at a time round differently than in a batch.
 ROUNDING = 1e-4
@@ -141,24 +143,40 @@ class Replayer:
         distances = [chained + 1] * len(places)
         for index, depth in enumerate(self._ladder.depths):
             states = torch.stack([r.states[depth][settled + chained] for r, settled in places])
-            if depth in self._ladder.chained_depths:
-                before = torch.stack([self._chain_states(index, *place) for place in places])
-                tokens, probabilities, outputs = self._ladder.chain_step(
-                    index, before, states, distances
-                )
-                for (replay, settled), output in zip(places, outputs, strict=True):
-                    replay.outputs[settled, index] = output
+            if depth in (*self._ladder.chained_depths, self._ladder.whole_depth):
+                drafts = self._continue_chains(index, places, states, chained)
             else:
-                tokens, probabilities = self._ladder.exits(index, states, deep, distances)
-            probabilities = probabilities + ROUNDING
-            for drafts, *draft in zip(found, tokens.tolist(), probabilities.tolist(), strict=True):
-                drafts.append((draft[0], draft[1]))
+                drafts = self._ladder.ask(index, states, deep, distances)
+            for own, draft in zip(found, drafts, strict=True):
+                own.append((draft.token, draft.probability + ROUNDING))
         return found
 
-    def _chain_states(self, index: int, replay: _Replay, settled: int) -> Tensor:
-        """What exit `index` continues a chain with [3, D]: its last output, or the states of the last settled token."""
-        output = replay.outputs.get((settled, index))
-        if output is not None:
-            return chained_states(output)
+    def _continue_chains(
+        self, index: int, places: Sequence[tuple[_Replay, int]], states: Tensor, chained: int
+    ) -> list[Draft]:
+        """The next drafts of an exit that continues chains on its own output, on the weights that a worker on this device drafts with.
+
+        `states` [N, D]: as in `_exit_drafts`, of the chains' last tokens at the exit's depth.
+        """
+        if chained:
+            begins = torch.stack([replay.outputs[settled, index] for replay, settled in places])
+        else:
+            begins = torch.stack([self._settled_states(*place) for place in places])
+        if self._ladder.depths[index] == self._ladder.whole_depth:
+            tokens = [replay.sequence.tokens[settled + chained] for replay, settled in places]
+            starts = [ChainStart([token], chained, 1, 1.0, 1.0, 0.0) for token in tokens]
+            single = [draft for [draft] in self._ladder.whole_chains(begins.unbind(), starts)]
+            drafts, outputs = [one.draft for one in single], [one.output for one in single]
+        else:
+            before = chained_states(begins) if chained else begins
+            distances = [chained + 1] * len(places)
+            drafts, found = self._ladder.ask_chained(index, before, states, distances)
+            outputs = list(found)
+        for (replay, settled), output in zip(places, outputs, strict=True):
+            replay.outputs[settled, index] = output
+        return drafts
+
+    def _settled_states(self, replay: _Replay, settled: int) -> Tensor:
+        """States of the last settled token at the depths that chains begin with [3, D]."""
         kept = [replay.states[depth][settled - 1] for depth in self._ladder.kept_depths]
         return torch.stack([*kept, replay.deep[settled - 1]])

@@ -26,9 +26,9 @@ class Sequence:
     """Tokens, KV cache and counts of one request.
 
     The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D] are the states of the last of
-    them at the depths `kept_depths`, of which the last is L. Later tokens are final but pending: their keys and values in deeper layers are not computed yet. `num_cached`: prompt
-    tokens whose keys and values were copied from another sequence. `failure`: why the request ends without an answer; a failed
-    sequence takes part in no further step.
+    them at the depths `kept_depths`, of which the last is L. Later tokens are final but pending: their keys and values in deeper
+    layers are not computed yet. `num_cached`: prompt tokens whose keys and values were copied from another sequence. `failure`: why
+    the request ends without an answer; a failed sequence takes part in no further step.
     """
 
     def __init__(

@@ -61,6 +61,7 @@ class _Ladder:
 
     depths = (DEPTH,)
     agreements = (0.9,)
+    whole_depth: int | None = None
     chained_depths: tuple[int, ...] = ()
     kept_depths: tuple[int, ...] = ()
 

@@ -19,6 +19,7 @@ from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import LoadedModel
+from shared.ops.chains import ChainStart
 from tests.random_ladder import random_head
 
 PROMPT = (0, 7, 9)
@@ -156,18 +157,19 @@ def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) ->
             drafts = [drafter.table_draft(tokens[settled + 1 : at + 1])]
             for index, depth in enumerate(bound.depths):
                 entering = states[depth][:, at]
-                if depth not in bound.chained_depths:
-                    drafts += bound.ask(index, entering, deep[None], [chained + 1])
-                    continue
-                if chained == 0:
-                    kept = [states[d][0, settled - 1] for d in (*bound.kept_depths, 3)]
-                    begin = torch.stack(kept)
+                settled_states = [states[d][0, settled - 1] for d in (*bound.kept_depths, 3)]
+                if depth == bound.whole_depth:
+                    start = ChainStart(tokens[settled : at + 1], 0, 1, 1.0, 1.0, 0.0)
+                    [[one]] = bound.whole_chains([torch.stack(settled_states)], [start])
+                    drafts.append(one.draft)
+                elif depth in bound.chained_depths:
+                    begin = outputs[index].expand(3, -1) if chained else torch.stack(settled_states)
+                    found, (outputs[index],) = bound.ask_chained(
+                        index, begin[None], entering, [chained + 1]
+                    )
+                    drafts += found
                 else:
-                    begin = outputs[index].expand(3, -1)
-                found, (outputs[index],) = bound.ask_chained(
-                    index, begin[None], entering, [chained + 1]
-                )
-                drafts += found
+                    drafts += bound.ask(index, entering, deep[None], [chained + 1])
             said = [d for d in drafts if d is not None]
             wrong = [d.probability for d in said if d.token != tokens[at + 1]]
             right = [d.probability for d in said if d.token == tokens[at + 1]]
