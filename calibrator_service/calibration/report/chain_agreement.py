@@ -30,8 +30,8 @@ def chain_agreement(
     helped = torch.cat([_tables_are_right(ladder, sequence) for sequence in sequences])
     figures: dict[str, dict[str, float]] = {}
     for layer_exit in ladder.exits:
-        right = torch.zeros(NUM_PLACES, 2)
-        counts = torch.zeros(NUM_PLACES, 2)
+        # [2, NUM_PLACES]: of all chains, and of those that the tables do not help.
+        right, counts = torch.zeros(2, NUM_PLACES), torch.zeros(2, NUM_PLACES)
         start = 0
         for stored in chunks:
             chunk = stored.to(vocabulary.device)
@@ -41,21 +41,19 @@ def chain_agreement(
                 outputs = chain_outputs(
                     layer_exit.depth, layer_exit.head, chunk, index, vocabulary, ladder.model.num_layers
                 )  # fmt: skip
-                for one in outputs:
-                    positions, agrees = (
-                        one.positions.cpu(),
-                        (one.logits.argmax(-1) == one.choices).cpu(),
-                    )
+                for place, one in enumerate(outputs):
+                    positions = one.positions.cpu()
+                    agrees = (one.logits.argmax(-1) == one.choices).cpu()
                     known = positions < len(beside)
                     is_beside = beside[positions[known]]
-                    for column, chosen in enumerate((torch.ones_like(is_beside), is_beside)):
-                        right[one.place - 1, column] += agrees[known][chosen].sum()
-                        counts[one.place - 1, column] += chosen.sum()
-        shares = (right / counts.clamp(min=1)).tolist()
-        own = figures.setdefault(layer_exit.name, {})
-        for place, (overall, beside_tables) in enumerate(shares, 1):
-            own[f"agreement_{place}"] = overall
-            own[f"agreement_{place}_beside_tables"] = beside_tables
+                    counted = torch.stack([torch.ones_like(is_beside), is_beside])
+                    right[:, place] += (counted & agrees[known]).sum(1)
+                    counts[:, place] += counted.sum(1)
+        overall, beside_tables = (right / counts.clamp(min=1)).tolist()
+        own = figures[layer_exit.name] = {}
+        for place in range(NUM_PLACES):
+            own[f"agreement_{place + 1}"] = overall[place]
+            own[f"agreement_{place + 1}_beside_tables"] = beside_tables[place]
     return figures
 
 

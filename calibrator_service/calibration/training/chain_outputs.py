@@ -18,23 +18,19 @@ NUM_PLACES = NUM_OFFSETS
 
 
 @dataclass(frozen=True)
-class PlaceOutputs:
-    """An exit at one place of N chains: the LM head's input [N, W] and logits [N, Vd] over the draft vocabulary.
+class ExitOutputs:
+    """An exit at N positions: the LM head's input [N, W] and logits [N, Vd] over the draft vocabulary.
 
-    positions [N]: the position in the chunk after which each token is drafted; choices [N]: the full model's choice there, an index
-    in the draft vocabulary or -1. `place` counts from 1. Chains that the sequence's end cuts off are left out.
+    distances [N] int64: of the last settled token, as `ExitHead.forward` takes them; for a chained exit the drafted tokens' places
+    in their chains. positions [N]: the positions in the chunk after which tokens are drafted; choices [N]: the full model's choices
+    there, as indices in the draft vocabulary or -1.
     """
 
-    place: int
     adapted: Tensor
     logits: Tensor
+    distances: Tensor
     positions: Tensor
     choices: Tensor
-
-    @property
-    def places(self) -> Tensor:
-        """`place` for each chain [N] int64."""
-        return torch.full_like(self.positions, self.place)
 
 
 @torch.no_grad()
@@ -45,31 +41,41 @@ def chain_outputs(
     index: Tensor,
     vocabulary: DraftVocabulary,
     num_layers: int,
-) -> Iterator[PlaceOutputs]:
-    """The exit's outputs at places 1 to NUM_PLACES of the chains that begin at the positions `index` of a chunk.
+) -> Iterator[ExitOutputs]:
+    """The exit's outputs at the places 1 to NUM_PLACES of the chains that begin at the positions `index` of a chunk, place by place.
 
-    `chunk` must be on the vocabulary's device.
+    Chains that the sequence's end cuts off are left out. `chunk` must be on the vocabulary's device.
     """
     device, lookup = vocabulary.device, vocabulary.lookup.to(vocabulary.device)
     is_fused = isinstance(head, FusedHead)
-    kept = tap_depths(num_layers) if is_fused else ()
-    depths = (depth,) if is_fused else ()
+    kept, depths = (tap_depths(num_layers), (depth,)) if is_fused else ((), ())
     chains = gather_chains(chunk, index, NUM_PLACES, depths, kept, lookup, device)
     states = chains.states
     for step in range(NUM_PLACES):
-        positions, exists = chains.places[step], chains.exists[step]
+        exists = chains.exists[step]
+        positions = chains.places[step][exists]
+        places = torch.full_like(positions, step + 1)
         if isinstance(head, FusedHead):
             output = head(states, chains.entering[depth][step])
-            states, adapted = chained(output), head.adapted(output)
+            states, adapted = chained(output), head.adapted(output)[exists]
+            choices = chains.choices[step][exists]
+            yield ExitOutputs(adapted, vocabulary.project(adapted), places, positions, choices)
         else:
-            distance = torch.full_like(positions, step + 1)
-            batch = gather_batch(chunk, positions, distance, lookup, device)
-            adapted = head(batch.states[depth], batch.deep, batch.distance)
-        adapted = adapted[exists]
-        yield PlaceOutputs(
-            step + 1,
-            adapted,
-            vocabulary.project(adapted),
-            positions[exists],
-            chains.choices[step][exists],
-        )
+            yield outputs_at(depth, head, chunk, positions, places, vocabulary)
+
+
+@torch.no_grad()
+def outputs_at(
+    depth: int,
+    head: ExitHead,
+    chunk: StateChunk,
+    positions: Tensor,
+    distances: Tensor,
+    vocabulary: DraftVocabulary,
+) -> ExitOutputs:
+    """The outputs of an exit that does not continue chains, with the last settled token `distances` [N] positions back."""
+    device = vocabulary.device
+    batch = gather_batch(chunk, positions, distances, vocabulary.lookup.to(device), device)
+    adapted = head(batch.states[depth], batch.deep, batch.distance)
+    logits = vocabulary.project(adapted)
+    return ExitOutputs(adapted, logits, batch.distance, positions.to(device), batch.choices)

@@ -71,19 +71,19 @@ def fit_heads(
 
 def new_heads(run: Run, device: torch.device) -> dict[int, Head]:
     """Depth -> untrained head. The initial weights depend on the seed alone."""
-    parts, plan = run.loaded.parts, run.plan
+    parts, form, inner_width = run.loaded.parts, run.spec.head_form, run.plan.inner_width
     weight = getattr(parts.final_norm, "weight", None)
     gain = weight if isinstance(weight, Tensor) and weight.device.type != "meta" else None
     size = run.loaded.hidden_size
 
     def new_head() -> Head:
-        if plan.head_form == "fused":
-            return FusedHead(size, plan.inner_width, gain)
-        return ExitHead(plan.head_form, size, head_width(parts.head), plan.inner_width, gain)
+        if form == "fused":
+            return FusedHead(size, inner_width, gain)
+        return ExitHead(form, size, head_width(parts.head), inner_width, gain)
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.spec.seed)
-        return {depth: new_head().to(device) for depth in plan.depths}
+        return {depth: new_head().to(device) for depth in run.plan.depths}
 
 
 def make_objective(

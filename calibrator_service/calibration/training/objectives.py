@@ -55,7 +55,7 @@ class OneStepObjective:
                 head(batch.states[depth], batch.deep, batch.distance),
                 vocabulary.rows,
                 vocabulary.bias,
-            )
+            ).float()
             found[depth] = F.cross_entropy(logits, batch.choices, ignore_index=-1)
         return found
 

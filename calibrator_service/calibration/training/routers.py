@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,12 @@ from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.labels import agreement
 from calibrator_service.calibration.states.training_data import TrainingData
-from calibrator_service.calibration.training.batches import draw_distances, gather_batch
-from calibrator_service.calibration.training.chain_outputs import chain_outputs
+from calibrator_service.calibration.training.batches import draw_distances
+from calibrator_service.calibration.training.chain_outputs import (
+    ExitOutputs,
+    chain_outputs,
+    outputs_at,
+)
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import Head
 from calibrator_service.calibration.training.tables import fit_tables
@@ -100,45 +104,29 @@ def exit_samples(
     """
     found: list[RouterSamples] = []
     num_samples = 0
-    device = vocabulary.device
     generator = torch.Generator().manual_seed(seed)
-    lookup = vocabulary.lookup.to(device)
     for stored in chunks:
-        chunk = stored.to(device)
+        chunk = stored.to(vocabulary.device)
         converged = chunk.converged.get(depth)
-
-        def add(
-            adapted: Tensor,
-            logits: Tensor,
-            distance: Tensor,
-            choices: Tensor,
-            positions: Tensor,
-            converged: Tensor | None = converged,
-        ) -> None:
-            reached = torch.zeros_like(choices, dtype=torch.bool)
-            if converged is not None:
-                reached = converged[positions.to(converged.device)]
-            found.append(
-                RouterSamples(
-                    adapted.half().cpu(),
-                    scalar_features(logits, distance).cpu(),
-                    agreement(label, logits.argmax(-1).cpu(), choices.cpu(), reached.cpu()),
-                )
-            )
-
         for index in torch.arange(len(chunk)).split(PASS_SIZE):
             if num_samples >= MAX_SAMPLES:
                 break
+            outputs: Iterable[ExitOutputs]
             if isinstance(head, FusedHead):
-                for one in chain_outputs(depth, head, chunk, index, vocabulary, num_layers):
-                    add(one.adapted, one.logits, one.places, one.choices, one.positions)
+                outputs = chain_outputs(depth, head, chunk, index, vocabulary, num_layers)
             else:
-                distance = draw_distances(len(index), generator)
-                batch = gather_batch(chunk, index, distance, lookup, device)
-                adapted = head(batch.states[depth], batch.deep, batch.distance)
-                logits = vocabulary.project(adapted)
-                add(adapted, logits, batch.distance, batch.choices, index)
-            num_samples = sum(len(samples) for samples in found)
+                distances = draw_distances(len(index), generator)
+                outputs = [outputs_at(depth, head, chunk, index, distances, vocabulary)]
+            for one in outputs:
+                reached = torch.zeros_like(one.choices, dtype=torch.bool)
+                if converged is not None:
+                    reached = converged[one.positions]
+                labels = agreement(
+                    label, one.logits.argmax(-1).cpu(), one.choices.cpu(), reached.cpu()
+                )
+                scalars = scalar_features(one.logits, one.distances)
+                found.append(RouterSamples(one.adapted.half().cpu(), scalars.cpu(), labels))
+                num_samples += len(labels)
         if num_samples >= MAX_SAMPLES:
             break
     if not found:

@@ -179,10 +179,10 @@ def outputs_in_training(
         assert isinstance(head, FusedHead)
         own: dict[tuple[int, int], Tensor] = {}
         every = torch.arange(len(chunk))
-        for one in chain_outputs(layer_exit.depth, head, chunk, every, vocabulary, NUM_LAYERS):
+        outputs = chain_outputs(layer_exit.depth, head, chunk, every, vocabulary, NUM_LAYERS)
+        for place, one in enumerate(outputs, 1):
             for position, adapted in zip(one.positions.tolist(), one.adapted, strict=True):
-                first = len(PROMPT) - 1 + position - (one.place - 1)
-                own[first, one.place] = adapted / head.gain
+                own[len(PROMPT) + position - place, place] = adapted / head.gain
         found.append(own)
     return found
 
