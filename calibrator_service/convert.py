@@ -10,6 +10,7 @@ from neap_client.calibration.v1 import calibration_pb2
 from neap_client.router.v1 import router_pb2
 
 from calibrator_service.calibration.spec import (
+    AnswerFile,
     CalibrationSpec,
     HubDataset,
     SelfGenerated,
@@ -31,7 +32,7 @@ _LABELS = {
     calibration_pb2.LABEL_COSINE: "cosine",
 }
 _HEAD_FORMS = {
-    calibration_pb2.HEAD_FORM_UNSPECIFIED: "",
+    calibration_pb2.HEAD_FORM_UNSPECIFIED: None,
     calibration_pb2.HEAD_FORM_AFFINE: "affine",
     calibration_pb2.HEAD_FORM_GATED: "gated",
     calibration_pb2.HEAD_FORM_FUSED: "fused",
@@ -53,6 +54,8 @@ def spec_from_proto(
             )
     # Absent fields get the defaults of CalibrationSpec.
     chosen: dict[str, Any] = {}
+    if (head_form := _HEAD_FORMS[spec.head_form]) is not None:
+        chosen["head_form"] = head_form
     if spec.HasField("cosine_threshold"):
         chosen["cosine_threshold"] = spec.cosine_threshold
     if spec.router_width:
@@ -69,7 +72,6 @@ def spec_from_proto(
         max_tokens=spec.max_tokens,
         rung_depths=tuple(spec.rung_depths),
         label=_LABELS[spec.label],  # type: ignore[arg-type]
-        head_form=_HEAD_FORMS[spec.head_form],  # type: ignore[arg-type]
         draft_vocabulary_size=spec.draft_vocabulary_size,
         **chosen,
     )
@@ -87,6 +89,9 @@ def _source(
     if kind == "text_file":
         _check_source("BAD_TEXT_FILE", path=spec.text_file.path, field=spec.text_file.field)
         return TextFile(path=spec.text_file.path, field=spec.text_file.field or "text")
+    if kind == "answer_file":
+        _check_source("BAD_TEXT_FILE", path=spec.answer_file.path)
+        return AnswerFile(path=spec.answer_file.path)
     if kind == "hub_dataset":
         hub = spec.hub_dataset
         _check_source(
@@ -99,7 +104,7 @@ def _source(
             field=hub.field or "text",
         )
     raise InvalidInput(
-        "the spec names no source: self_generated, text_file or hub_dataset",
+        "the spec names no source: self_generated, text_file, answer_file or hub_dataset",
         reason="SOURCE_REQUIRED",
     )
 
@@ -124,7 +129,7 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
         rung_depths=spec.rung_depths,
         label=f"LABEL_{spec.label.upper()}",
         cosine_threshold=spec.cosine_threshold,
-        head_form=f"HEAD_FORM_{spec.head_form.upper() or 'UNSPECIFIED'}",
+        head_form=f"HEAD_FORM_{spec.head_form.upper()}",
         draft_vocabulary_size=spec.draft_vocabulary_size,
         router_width=spec.router_width,
         seed=spec.seed,
@@ -143,6 +148,8 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
         )
     elif isinstance(source, TextFile):
         message.text_file.CopyFrom(calibration_pb2.TextFile(path=source.path, field=source.field))
+    elif isinstance(source, AnswerFile):
+        message.answer_file.CopyFrom(calibration_pb2.AnswerFile(path=source.path))
     else:
         message.hub_dataset.CopyFrom(
             calibration_pb2.HubDataset(

@@ -7,7 +7,7 @@ from typing import Any
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.calibration.v1 import calibration_pb2_grpc
 
-from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, TextFile
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, TextFile
 from calibrator_service.convert import (
     job_to_proto,
     spec_from_proto,
@@ -80,7 +80,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
         aliases = unique_aliases((LATEST, *request.spec.aliases))
         self._check_model(spec)
-        if isinstance(spec.source, TextFile):
+        if isinstance(spec.source, TextFile | AnswerFile):
             find_text_file(spec.source.path, self._text_folders)
         elif isinstance(spec.source, HubDataset):
             check_source(spec.source, self._hub_datasets)

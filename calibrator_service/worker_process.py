@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, TextFile
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, TextFile
 from calibrator_service.finished import load_product, save_product
 from calibrator_service.hub_datasets import check_source, is_public_only
 from calibrator_service.jobs import PUBLISHING, JobStore
@@ -166,7 +166,7 @@ def _resolve_source(spec: CalibrationSpec, config: ProcessConfig) -> Calibration
         check_source(source, config.hub_datasets)
         public_only = is_public_only(source.name, config.hub_datasets)
         return replace(spec, source=replace(source, public_only=public_only))
-    if isinstance(source, TextFile):
+    if isinstance(source, TextFile | AnswerFile):
         path = find_text_file(source.path, [Path(folder) for folder in config.text_folders])
         return replace(spec, source=replace(source, path=str(path)))
     return spec

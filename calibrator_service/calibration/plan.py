@@ -16,8 +16,8 @@ from shared.model.load import LoadedModel
 from shared.model.runner import tap_depths
 
 QUICK_BUDGET_S = 150.0
-# Largest artefact with the default rungs, and largest head that is made without being asked for.
-ARTEFACT_BYTES, MAX_HEAD_BYTES = 16_000_000, 60_000_000
+# Largest artefact with the default rungs. A fused head has more than twice the weights of a gated one.
+ARTEFACT_BYTES, FUSED_ARTEFACT_BYTES = 8_000_000, 16_000_000
 DEFAULT_NEW_TOKENS = 128
 # Shares of the time budget at which the phases end.
 COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
@@ -67,13 +67,13 @@ class Plan:
     """A spec with every choice made. `spec` itself has a limit: see `with_time_budget`.
 
     `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
-    successor table. `inner_width`: the MLP's width of a fused head, the rank of a gated one. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
+    successor table. `inner_width`: the MLP's width of a fused head, the rank of a gated one. `max_tokens` and `budget_s` are infinite if
+    they do not bound the calibration.
     """
 
     spec: CalibrationSpec
     depths: tuple[int, ...]
     draft_vocabulary_size: int
-    head_form: HeadForm
     inner_width: int
     max_tokens: float
     max_new_tokens: int
@@ -84,7 +84,7 @@ class Plan:
 
     def captured_depths(self, num_layers: int) -> tuple[int, ...]:
         """The depths below L whose states heads learn from."""
-        kept = tap_depths(num_layers) if self.head_form == "fused" else ()
+        kept = tap_depths(num_layers) if self.spec.head_form == "fused" else ()
         return tuple(sorted({*self.depths, *kept}))
 
     @property
@@ -106,10 +106,10 @@ def with_time_budget(spec: CalibrationSpec) -> CalibrationSpec:
 
 
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
-    """Raises `InvalidInput` for a rung at the last layer or beyond, and for a draft vocabulary larger than the model's."""
+    """Raises `InvalidInput` for a rung at the last layer or beyond, for a draft vocabulary larger than the model's, and for a form of
+    heads that the model cannot have."""
     spec = with_time_budget(spec)
-    head_form = spec.head_form or default_head_form(loaded)
-    depths = tuple(sorted(spec.rung_depths)) or default_depths(loaded.num_layers, head_form)
+    depths = tuple(sorted(spec.rung_depths)) or default_depths(loaded.num_layers, spec.head_form)
     if depths[-1] >= loaded.num_layers:
         raise InvalidInput(
             f"a rung at depth {depths[-1]} of {loaded.num_layers} layers skips nothing",
@@ -124,39 +124,29 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     vocabulary_size = spec.draft_vocabulary_size or min(
         loaded.vocabulary_size, MAX_DEFAULT_VOCABULARY
     )
-    if head_form == "fused" and head_width(loaded.parts.head) != loaded.hidden_size:
+    if spec.head_form == "fused" and head_width(loaded.parts.head) != loaded.hidden_size:
         raise InvalidInput(
             "the form fused is for models whose LM head reads states of the hidden size",
             reason="HEAD_FORM_NOT_SUPPORTED",
-            metadata={"head_form": head_form},
+            metadata={"head_form": spec.head_form},
         )
-    width = inner_width(head_form, loaded.hidden_size)
-    exit_bytes = (
-        head_bytes(head_form, loaded.hidden_size) + 2 * spec.router_width * loaded.hidden_size
-    )
-    other_bytes = 100_000 + len(depths) * exit_bytes + 4 * vocabulary_size
+    width = inner_width(spec.head_form, loaded.hidden_size)
+    other_bytes = 100_000 + len(depths) * exit_bytes(spec, loaded.hidden_size) + 4 * vocabulary_size
+    largest_bytes = FUSED_ARTEFACT_BYTES if spec.head_form == "fused" else ARTEFACT_BYTES
     source = spec.source
     max_new_tokens = source.max_new_tokens if isinstance(source, SelfGenerated) else 0
     return Plan(
         spec=spec,
         depths=depths,
         draft_vocabulary_size=vocabulary_size,
-        head_form=head_form,
         inner_width=width,
         max_tokens=spec.max_tokens or math.inf,
         max_new_tokens=max_new_tokens or DEFAULT_NEW_TOKENS,
         sizes=pass_sizes_for(loaded),
-        table_bytes=max(ARTEFACT_BYTES - other_bytes, 1 << 20),
-        training=head_training(spec, loaded.device, head_form),
+        table_bytes=max(largest_bytes - other_bytes, 1 << 20),
+        training=head_training(spec, loaded.device),
         budget_s=spec.time_budget_s or math.inf,
     )
-
-
-def default_head_form(loaded: LoadedModel) -> HeadForm:
-    """Fused; gated if the LM head reads states of another size than the layers', or a fused head would be too large."""
-    fits = head_width(loaded.parts.head) == loaded.hidden_size
-    is_small = head_bytes("fused", loaded.hidden_size) <= MAX_HEAD_BYTES
-    return "fused" if fits and is_small else "gated"
 
 
 def inner_width(form: HeadForm, hidden_size: int) -> int:
@@ -165,11 +155,11 @@ def inner_width(form: HeadForm, hidden_size: int) -> int:
     return default_rank(hidden_size) if form == "gated" else 0
 
 
-def head_bytes(form: HeadForm, hidden_size: int) -> int:
-    """Size of a head's matrices in the artefact."""
-    width = inner_width(form, hidden_size)
+def exit_bytes(spec: CalibrationSpec, hidden_size: int) -> int:
+    """Size of the matrices of an exit's head and router in the artefact."""
+    width = inner_width(spec.head_form, hidden_size)
     columns = {"affine": 2 * hidden_size, "gated": 5 * width, "fused": 4 * hidden_size + 3 * width}
-    return 2 * hidden_size * columns[form]
+    return 2 * hidden_size * (columns[spec.head_form] + spec.router_width)
 
 
 def default_depths(num_layers: int, form: HeadForm) -> tuple[int, ...]:
@@ -187,9 +177,9 @@ def pass_sizes_for(loaded: LoadedModel) -> PassSizes:
     return PassSizes(rows, pass_tokens=32_768, chunk_positions=65_536, keeps_states=False)
 
 
-def head_training(spec: CalibrationSpec, device: torch.device, form: HeadForm) -> HeadTraining:
+def head_training(spec: CalibrationSpec, device: torch.device) -> HeadTraining:
     """For `spec.max_tokens`; the defaults if only time bounds the text, because then its amount is unknown."""
-    rate = FUSED_LEARNING_RATE if form == "fused" else HeadTraining.learning_rate
+    rate = FUSED_LEARNING_RATE if spec.head_form == "fused" else HeadTraining.learning_rate
     params = HeadTraining(seed=spec.seed, learning_rate=rate)
     if not spec.max_tokens:
         return params

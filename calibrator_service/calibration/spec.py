@@ -14,7 +14,6 @@ from shared.ladder.forms import DEFAULT_ROUTER_WIDTH, HEAD_FORMS, HeadForm
 Label = Literal["agreement", "cosine"]
 
 MAX_ROUTER_WIDTH = 8192
-ANSWER_FIELD = "answer"
 MAX_NEW_TOKENS = 65_536
 MAX_RUNGS = 64
 # The longest google.protobuf.Duration, about 10,000 years. The service's own limit is a setting and far lower.
@@ -45,17 +44,17 @@ class SelfGenerated:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A .txt file, or a .jsonl file with the text in `field` of each line.
-
-    With the field `answer`, each line of a .jsonl file has a prompt and the model's answer to it: see `text.answers`.
-    """
+    """A .txt file, or a .jsonl file with the text in `field` of each line."""
 
     path: str
     field: str = "text"
 
-    @property
-    def has_answers(self) -> bool:
-        return self.path.endswith(".jsonl") and self.field == ANSWER_FIELD
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """A .jsonl file with a prompt and the model's answer to it on each line: see `text.answers`."""
+
+    path: str
 
 
 @dataclass(frozen=True)
@@ -76,9 +75,9 @@ class HubDataset:
             raise _bad_spec("hub_dataset.name", "the hub dataset has no name")
 
 
-Source = SelfGenerated | TextFile | HubDataset
+Source = SelfGenerated | TextFile | AnswerFile | HubDataset
 _SOURCES: Mapping[str, type[Source]] = {
-    kind.__name__: kind for kind in (SelfGenerated, TextFile, HubDataset)
+    kind.__name__: kind for kind in (SelfGenerated, TextFile, AnswerFile, HubDataset)
 }
 
 
@@ -97,7 +96,7 @@ class CalibrationSpec:
     rung_depths: tuple[int, ...] = ()
     label: Label = "agreement"
     cosine_threshold: float = 0.98
-    head_form: HeadForm | Literal[""] = ""
+    head_form: HeadForm = "gated"
     draft_vocabulary_size: int = 0
     router_width: int = DEFAULT_ROUTER_WIDTH
     seed: int = 0
@@ -120,7 +119,7 @@ class CalibrationSpec:
             raise _bad_spec("rung_depths", "a rung's depth must be in [0, 2^32)")
         if self.label not in get_args(Label):
             raise _bad_spec("label", f"label is {self.label!r}; it must be agreement or cosine")
-        if self.head_form and self.head_form not in HEAD_FORMS:
+        if self.head_form not in HEAD_FORMS:
             raise _bad_spec(
                 "head_form",
                 f"head_form is {self.head_form!r}; it must be one of {', '.join(HEAD_FORMS)}",

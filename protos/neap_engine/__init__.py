@@ -33,6 +33,7 @@ through `logging`, to loggers whose names begin with `neap.`, unless the applica
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.spec import (
+    AnswerFile,
     CalibrationSpec,
     HubDataset,
     SelfGenerated,
@@ -51,6 +52,7 @@ from shared.model.load import wrap_model as wrap
 from shared.model.sampling import SamplingParams
 
 __all__ = [
+    "AnswerFile",
     "CalibrationResult",
     "CalibrationSpec",
     "DepthPolicy",

@@ -68,10 +68,17 @@ def calibrate(
         str,
         typer.Option(
             "--field",
-            help="With --text FILE.jsonl or --dataset: the field that holds the text. Default: text. "
-            "With --text FILE.jsonl --field answer, each line has a prompt, the model's answer to it and, optionally, the prompt's kind.",
+            help="With --text FILE.jsonl or --dataset: the field that holds the text. Default: text.",
         ),
     ] = "",
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            "--answers",
+            help="Calibrate on answers that the model gave before: a .jsonl file with a prompt, its answer and, optionally, the prompt's kind "
+            "on each line.",
+        ),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -106,7 +113,7 @@ def calibrate(
         ),
     ] = "",
     head_form: Annotated[
-        Literal["auto", "affine", "gated"],
+        Literal["auto", "affine", "gated", "fused"],
         typer.Option(
             "--head-form",
             help="Form of the exit heads: affine (a tuned lens), gated (a low-rank gated MLP), "
@@ -177,7 +184,7 @@ def calibrate(
         seed=seed,
         aliases=alias or ["latest"],
     )
-    set_source(spec, text=text, dataset=dataset, field=field, prompts=prompts)
+    set_source(spec, text=text, answers=answers, dataset=dataset, field=field, prompts=prompts)
     if time_budget is not None:
         spec.time_budget.CopyFrom(duration_of(time_budget, "--time-budget"))
     if detach and start_service:
@@ -242,13 +249,21 @@ def unanswered(client: NeapClient, request: pb.CreateCalibrationRequest) -> str:
 
 
 def set_source(
-    spec: pb.CalibrationSpec, *, text: Path | None, dataset: str, field: str, prompts: Path | None
+    spec: pb.CalibrationSpec,
+    *,
+    text: Path | None,
+    answers: Path | None,
+    dataset: str,
+    field: str,
+    prompts: Path | None,
 ) -> None:
     """Set the source of the text in `spec`. Raises InvalidInput if more than one source is given."""
-    if sum((text is not None, bool(dataset), prompts is not None)) > 1:
-        raise InvalidInput("give only one of --text, --dataset and --prompts")
+    if sum((text is not None, answers is not None, bool(dataset), prompts is not None)) > 1:
+        raise InvalidInput("give only one of --text, --answers, --dataset and --prompts")
     if text is not None:
         spec.text_file.CopyFrom(pb.TextFile(path=str(text.absolute()), field=field))
+    elif answers is not None:
+        spec.answer_file.CopyFrom(pb.AnswerFile(path=str(answers.absolute())))
     elif dataset:
         name, config, split, *more = [*dataset.split(":"), "", ""]
         if any(more):

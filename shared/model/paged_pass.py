@@ -104,7 +104,8 @@ class PagedForward:
     ) -> Tensor:
         """Runs layers [first, last) over T tokens. `entering` [T, D]: their state at depth `first`, or None for depth 0.
 
-        Returns their state at depth `last` [T, D]. `taps` as in `Gates.run`, with B = 1. With `checks`, masks are verified: see `PagedOffset`. Leaves the counters unchanged.
+        Returns their state at depth `last` [T, D]. `taps` as in `Gates.run`, with B = 1. With `checks`, masks are
+        verified: see `PagedOffset`. Leaves the counters unchanged.
         """
         counters = self._gates.counters
         counted = list(counters.per_layer), counters.token_layers

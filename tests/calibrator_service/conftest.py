@@ -111,7 +111,7 @@ class Service:
         return found
 
     def create(self, behaviour: str = "", request_id: str = "one", **spec: Any) -> pb.Calibration:
-        if not {"text_file", "hub_dataset", "self_generated"} & spec.keys():
+        if not {"text_file", "answer_file", "hub_dataset", "self_generated"} & spec.keys():
             prompts = [behaviour] if behaviour else []
             spec["self_generated"] = pb.SelfGenerated(prompts=prompts)
         request = pb.CreateCalibrationRequest(

@@ -38,6 +38,11 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         InvalidInput,
         "BAD_TEXT_FILE",
     ),
+    "a line in a path": (
+        {"answer_file": pb.AnswerFile(path="a\u2028.jsonl")},
+        InvalidInput,
+        "BAD_TEXT_FILE",
+    ),
 }
 
 
@@ -114,8 +119,12 @@ def test_datasets_must_be_on_the_hub_and_allowed(start_service, tmp_path):
 
 
 def test_text_files_need_a_folder(service):
-    error = error_of(lambda: service.create(text_file=pb.TextFile(path="/etc/hosts.txt")))
-    assert error.reason == "PATH_NOT_ALLOWED"
+    for source in (
+        {"text_file": pb.TextFile(path="/etc/hosts.txt")},
+        {"answer_file": pb.AnswerFile(path="/etc/hosts.jsonl")},
+    ):
+        error = error_of(lambda source=source: service.create(**source))
+        assert error.reason == "PATH_NOT_ALLOWED"
 
 
 def test_extreme_numbers_are_refused_or_returned(start_service):

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, SelfGenerated, TextFile
+from calibrator_service.calibration.spec import (
+    AnswerFile,
+    CalibrationSpec,
+    HubDataset,
+    SelfGenerated,
+    TextFile,
+)
 from calibrator_service.job import Job, JobState
 from calibrator_service.jobs import MAX_RESUMES, JobStore
 from shared.errors import Cancelled, Conflict, Corrupt
@@ -29,7 +35,9 @@ def started(store: JobStore) -> str:
     return job.calibration_id
 
 
-@pytest.mark.parametrize("source", [SPEC.source, TextFile("a", "b"), HubDataset("a", "b")])
+@pytest.mark.parametrize(
+    "source", [SPEC.source, TextFile("a", "b"), AnswerFile("a"), HubDataset("a", "b")]
+)
 def test_a_stored_spec_is_read_back(store, source):
     spec = CalibrationSpec(
         "tiny", source, time_budget_s=1.5, rung_depths=(1, 2), head_form="affine"

@@ -11,6 +11,7 @@ import torch
 from calibrator_service.calibration.report.certificate import DELTA, THRESHOLDS, certify
 from calibrator_service.calibration.report.replay import Replayer
 from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.text.risk_answers import RiskAnswers
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.stream import GivenText
@@ -57,9 +58,9 @@ def certified_risk(
 
 
 def _reason_without_bounds(answers: RiskAnswers) -> str:
-    if answers.sequences:
-        return NO_THRESHOLD
-    return GIVEN_TEXT if isinstance(answers.text, GivenText) else TOO_FEW_PROMPTS
+    if isinstance(answers.text, GivenText) and not isinstance(answers.text.source, AnswerFile):
+        return GIVEN_TEXT
+    return NO_THRESHOLD if answers.sequences else TOO_FEW_PROMPTS
 
 
 def _digest(sequences: Sequence[TokenSequence]) -> str:

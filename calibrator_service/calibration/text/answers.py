@@ -6,48 +6,43 @@ Texts are encoded as a worker would encode them. An answer may have been sampled
 calibration computes the model's own choices. `kind` is optional: whole kinds of prompts are held out for the report.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from calibrator_service.calibration.spec import TextFile
+from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.text.chat import PromptFormat, encode_rendered
-from calibrator_service.calibration.text.documents import json_lines
+from calibrator_service.calibration.text.documents import checked_text, json_lines, json_object
 from calibrator_service.calibration.text.shards import TokenSequence
-from calibrator_service.calibration.text.sources import checked_path
+from calibrator_service.calibration.text.sources import check_is_file
 from shared.errors import InvalidInput
 from shared.model.load import LoadedModel
 
 
-def answer_sequences(loaded: LoadedModel, source: TextFile) -> Iterator[TokenSequence]:
+def answer_sequences(loaded: LoadedModel, source: AnswerFile) -> Iterator[TokenSequence]:
     """The file's prompts with their answers, cut to the model's context. Empty answers are skipped.
 
-    Raises `NotFound` (FILE_NOT_FOUND), `InvalidInput` (NOT_UTF8, NOT_JSON, BAD_ANSWER, TOKEN_OUT_OF_RANGE, ...).
+    Raises `NotFound` (FILE_NOT_FOUND), `InvalidInput` (BAD_ANSWER, TOKEN_OUT_OF_RANGE, NOT_UNICODE, NOT_JSON, NOT_UTF8, ...).
     """
     reader = _Reader(loaded)
-    for where, record in _records(checked_path(source)):
+    for where, record in _records(source):
         sequence = reader.sequence(record, where)
         if sequence.num_answer_tokens:
             yield sequence
 
 
-def count_kinds(source: TextFile) -> Counter[str]:
+def count_kinds(source: AnswerFile) -> Counter[str]:
     """How many lines have each kind; without those that have none. Raises as `answer_sequences`."""
-    kinds = (record.get("kind") for _, record in _records(checked_path(source)))
+    kinds = (record.get("kind") for _, record in _records(source))
     return Counter(kind for kind in kinds if isinstance(kind, str) and kind)
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(source: AnswerFile) -> Iterator[tuple[str, dict[str, Any]]]:
+    path = Path(source.path)
+    check_is_file(path)
     for where, line in json_lines(path):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"{where} is not JSON", reason="NOT_JSON") from error
-        if not isinstance(record, dict):
-            raise _bad(where, "is not a JSON object")
-        yield where, record
+        yield where, json_object(line, where)
 
 
 class _Reader:
@@ -57,7 +52,8 @@ class _Reader:
     def sequence(self, record: dict[str, Any], where: str) -> TokenSequence:
         prompt, answer = self._prompt(record.get("prompt"), where), record.get("answer")
         if isinstance(answer, str):
-            answer = encode_rendered(self._tokenizer(where), answer)
+            tokenizer = self._tokenizer(where)
+            answer = encode_rendered(tokenizer, checked_text(answer, "answer", where))
         tokens = [*prompt, *self._ids(answer, where)][: self._loaded.context_length]
         kind = record.get("kind")
         return TokenSequence(
@@ -75,6 +71,8 @@ class _Reader:
             if not all(isinstance(part, str) for turn in turns for part in turn):
                 raise _bad(where, "has a message without a role or content")
             self._tokenizer(where)
+            for part in (part for turn in turns for part in turn):
+                checked_text(part, "prompt", where)
             return self._format.encode(turns)
         ids = self._ids(prompt, where)
         if not ids:

@@ -91,28 +91,38 @@ def _text_pieces(path: Path) -> Iterator[str]:
 
 
 def _text_of_line(line: bytes, field: str, where: str) -> str:
+    found = json_object(line, where, parse_int=_skip_number, parse_float=_skip_number).get(field)
+    if not isinstance(found, str):
+        raise InvalidInput(f"{where} has no text in the field {field!r}", reason="FIELD_NOT_FOUND")
+    return checked_text(found, field, where)
+
+
+def json_object(line: bytes, where: str, **options: Any) -> dict[str, Any]:
+    """The object of a line. `options`: of `json.loads`. Raises InvalidInput (NOT_UTF8, NOT_JSON, FIELD_NOT_FOUND)."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _not_utf8(where) from error
     try:
-        record: Any = json.loads(text, parse_int=_skip_number, parse_float=_skip_number)
-    except json.JSONDecodeError as error:
+        record: Any = json.loads(text, **options)
+    except ValueError as error:  # also a number with too many digits
         raise InvalidInput(f"{where} is not JSON", reason="NOT_JSON") from error
     except RecursionError as error:
         raise InvalidInput(f"{where} is nested too deeply", reason="NOT_JSON") from error
     if not isinstance(record, dict):
         raise InvalidInput(f"{where} is not a JSON object", reason="FIELD_NOT_FOUND")
-    found = record.get(field)
-    if not isinstance(found, str):
-        raise InvalidInput(f"{where} has no text in the field {field!r}", reason="FIELD_NOT_FOUND")
+    return record
+
+
+def checked_text(text: str, field: str, where: str) -> str:
+    """The text itself. Raises InvalidInput (NOT_UNICODE)."""
     try:
-        found.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise InvalidInput(
             f"{where} has half of a surrogate pair in the field {field!r}", reason="NOT_UNICODE"
         ) from error
-    return found
+    return text
 
 
 def _skip_number(_: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from calibrator_service.calibration.plan import COLLECTING_ENDS, RISK_PROMPTS, RISK_TEXT_ENDS
 from calibrator_service.calibration.run import Run
-from calibrator_service.calibration.spec import TextFile
+from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.text import seed_prompts
 from calibrator_service.calibration.text.batch_decode import DecodeParams, decode_batch
 from calibrator_service.calibration.text.chat import PromptFormat
@@ -260,10 +260,9 @@ class RiskAnswerGenerator:
 
 
 def _config(run: Run, text: Text) -> SelfGenerationConfig | None:
-    """How the split is written. With a file of answers, as for generated text without given prompts. None: it stays empty."""
+    """How the split is written: with a file of answers as for generated text without given prompts. None: it stays empty."""
     if isinstance(text, GivenText):
-        source = text.source
-        if not isinstance(source, TextFile) or not source.has_answers:
+        if not isinstance(text.source, AnswerFile):
             return None
         return SelfGenerationConfig(
             seed=run.spec.seed, max_new_tokens=run.plan.max_new_tokens, rows=run.plan.rows

@@ -56,20 +56,19 @@ def _pack(
         yield TokenSequence(tuple(buffer), len(buffer))
 
 
-def checked_path(source: TextFile) -> Path:
-    """The path of the source's file. Raises `NotFound` (FILE_NOT_FOUND) and `InvalidInput` (UNSUPPORTED_FILE_TYPE)."""
+def _file_documents(source: TextFile) -> Iterator[Document]:
     path = Path(source.path)
     if path.suffix not in (".txt", ".jsonl"):
         raise InvalidInput(
             f"{path.name} is neither .txt nor .jsonl", reason="UNSUPPORTED_FILE_TYPE"
         )
-    if not path.is_file():
-        raise NotFound(f"there is no file {source.path}", reason="FILE_NOT_FOUND")
-    return path
-
-
-def _file_documents(source: TextFile) -> Iterator[Document]:
-    path = checked_path(source)
+    check_is_file(path)
     if path.suffix == ".txt":
         return text_documents(path)
     return json_documents(path, source.field or "text")
+
+
+def check_is_file(path: Path) -> None:
+    """Raises `NotFound` (FILE_NOT_FOUND)."""
+    if not path.is_file():
+        raise NotFound(f"there is no file {path}", reason="FILE_NOT_FOUND")

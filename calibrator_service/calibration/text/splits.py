@@ -26,8 +26,8 @@ MIN_KINDS = 4
 
 
 class Splitter:
-    """Assigns each sequence to a split, in order of arrival. All answers to a prompt are in one split. A greedy answer is used once: it would be the
-    same again.
+    """Assigns each sequence to a split, in order of arrival. All answers to a prompt are in one split. A greedy answer is used once: it
+    would be the same again.
 
     `held_out_kinds`: kinds of prompts that the report split has to itself. Without them each split has prompts of all kinds.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from calibrator_service.calibration.plan import COLLECTING_ENDS
 from calibrator_service.calibration.run import Run
-from calibrator_service.calibration.spec import HubDataset, SelfGenerated, TextFile
+from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
@@ -28,12 +28,12 @@ HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
 
 @dataclass(frozen=True)
 class GivenText:
-    """A text file or dataset. The model chose none of it, so there is no risk split.
+    """A text file or dataset. Without answers the model chose none of it, and there is no risk split.
 
     `held_out_kinds`: kinds of prompts, in a file of answers, that only the report split has.
     """
 
-    source: TextFile | HubDataset
+    source: TextFile | AnswerFile | HubDataset
     held_out_kinds: frozenset[str] = frozenset()
 
 
@@ -51,7 +51,7 @@ Text = GivenText | GeneratedText
 def plan_text(run: Run) -> Text:
     """What the text of this run is made from. Raises as the source does, if it must be read for that."""
     source = run.spec.source
-    if isinstance(source, TextFile) and source.has_answers:
+    if isinstance(source, AnswerFile):
         return GivenText(source, held_out_kinds(count_kinds(source), run.spec.seed))
     if not isinstance(source, SelfGenerated):
         return GivenText(source)
@@ -150,11 +150,10 @@ def split_sequences(
 
 def _sequences(run: Run, text: Text, progress: CollectingProgress) -> Iterator[TokenSequence]:
     if isinstance(text, GivenText):
-        source = text.source
-        if isinstance(source, TextFile) and source.has_answers:
-            yield from answer_sequences(run.loaded, source)
+        if isinstance(text.source, AnswerFile):
+            yield from answer_sequences(run.loaded, text.source)
         else:
-            yield from text_sequences(run.loaded, source)
+            yield from text_sequences(run.loaded, text.source)
         return
     generator = SelfGenerator(run.loaded, text.config, run.text_folder)
     shards = generator.shards(

@@ -1,5 +1,6 @@
 """Calibration from end to end, on a model that counts."""
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from calibrator_service.calibration.plan import (
     resolve,
 )
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated, TextFile
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated, TextFile
 from calibrator_service.calibration.text import stream
 from calibrator_service.calibration.training import heads
 from shared.errors import Cancelled, InvalidInput
@@ -193,6 +194,32 @@ def test_given_text_and_the_cosine_label(base_model, tmp_path):
     assert result.ladder.exits[0].head.form == "affine"
     assert result.report["rungs"]["depth-2"]["agreement"] > 0.3
     assert 4000 <= result.report["tokens"]["total"] < 4600
+
+
+def test_fused_heads_learn_chains_from_answers_that_were_given_before(
+    base_model, tmp_path, finished, monkeypatch
+):
+    """The risk of `relaxed` is replayed, too: with prompts of the product's own."""
+    monkeypatch.setattr("calibrator_service.calibration.plan.MAX_EPOCHS", 30)
+    monkeypatch.setattr("calibrator_service.calibration.text.risk_answers.RISK_PROMPTS", 10)
+    path = tmp_path / "answers.jsonl"
+    with path.open("w") as file:
+        for number in range(300):
+            tokens = [5 + number % 24, 5 + number // 24]
+            while len(tokens) < 24:
+                tokens.append((tokens[-1] - 3 - tokens[-2] % 2) % 24 + 5)
+            kind = f"kind-{number % 8}"
+            print(json.dumps({"prompt": tokens[:2], "answer": tokens[2:], "kind": kind}), file=file)
+    spec = replace(SPEC, source=AnswerFile(str(path)), rung_depths=(), head_form="fused")
+    result = calibrate(base_model, spec)
+    [layer_exit] = result.ladder.exits
+    assert (layer_exit.depth, layer_exit.head.form) == (0, "fused")
+    figures = result.report["rungs"]["depth-0"]
+    gated = finished[0].report["rungs"]["depth-0"]
+    # The state of the last settled token and the newest token decide everything, and so does a chain's own output.
+    for place in (1, 2, 3):
+        assert figures[f"agreement_{place}"] > 0.8 > gated[f"agreement_{place}"]
+    assert result.report["risk"]["num_prompts"] > 0
 
 
 def test_a_model_that_repeats_itself_ends(counting, monkeypatch):

@@ -23,6 +23,13 @@ def test_follows_the_job_to_its_version(service, neap):
     assert spec.WhichOneof("source") == "self_generated"
 
 
+def test_every_form_of_heads_has_a_name(service, neap):
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    for form in ("affine", "gated", "fused"):
+        assert neap(*base, "--head-form", form).exit_code == 0
+        assert service.calibration.spec.head_form == pb.HeadForm.Value(f"HEAD_FORM_{form.upper()}")
+
+
 def test_limits_are_left_to_the_service_unless_given(service, neap):
     """The service knows the default budget. A request with --max-tokens carries no budget."""
     base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
@@ -68,9 +75,11 @@ def test_sources(service, neap, tmp_path):
     )
     assert neap(*base, "--text", "some.txt").exit_code == 0
     assert service.calibration.spec.text_file.path.startswith("/")
+    assert neap(*base, "--answers", "some.jsonl").exit_code == 0
+    assert service.calibration.spec.answer_file.path.endswith("/some.jsonl")
     result = neap(*base, "--text", "some.txt", "--dataset", "x")
     assert result.exit_code == 1
-    assert "only one of --text, --dataset and --prompts" in result.stderr
+    assert "only one of --text, --answers, --dataset and --prompts" in result.stderr
     result = neap(*base, "--dataset", "a:b:c:d")
     assert result.exit_code == 1
     assert "NAME[:CONFIG[:SPLIT]]" in result.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.ladder.artefact import BLOB, pack_ladder, round_weights, unpack_ladder
+from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, round_weights, unpack_ladder
 from shared.ladder.exits import LayerExit
 from shared.ladder.folder import MANIFEST, read_ladder, write_router_folder
 from shared.ladder.heads import ExitHead
@@ -97,7 +97,7 @@ DAMAGES = {
     "another file": (lambda f: (f / BLOB).write_bytes(b"GIF89a"), "not safetensors [CORRUPT]"),
     "fewer rungs": (lambda f: edit(f, rungs=[]), "[CORRUPT]"),
     "another width": (lambda f: edit(f, model={"id": "tiny"}), "[CORRUPT]"),
-    "a later format": (lambda f: edit(f, schema_version=2), "[SCHEMA_TOO_NEW]"),
+    "a later format": (lambda f: edit(f, schema_version=SCHEMA_VERSION + 1), "[SCHEMA_TOO_NEW]"),
     "the registry's key": (lambda f: edit(f, blobs={}), "[BAD_MANIFEST]"),
 }
 

@@ -9,7 +9,7 @@ from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.report.certificate import THRESHOLDS
 from calibrator_service.calibration.report.replay import Replayer
 from calibrator_service.calibration.report.risk import certified_risk
-from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated, TextFile
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated, TextFile
 from calibrator_service.calibration.text.risk_answers import (
     Limits,
     RiskAnswerGenerator,
@@ -115,6 +115,15 @@ def test_without_answers_nothing_is_certified(base_model, result, text, reason):
     manifest, _ = pack_ladder(result.ladder, {**result.report, "risk": record})
     assert PublishedRisk.of(manifest) is None
     assert manifest["calibration"]["risk"]["reason"] == reason
+
+
+def test_answers_that_were_given_before_leave_too_few_prompts_but_are_no_given_text(
+    base_model, result
+):
+    runner = run_in_own_thread(ContiguousRunner, base_model)
+    answers = RiskAnswers(GivenText(AnswerFile("a.jsonl")))
+    record = certified_risk(some_run(base_model), runner, result.ladder, answers)
+    assert record["reason"] == "TOO_FEW_PROMPTS"
 
 
 def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from calibrator_service.calibration.spec import TextFile
+from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
@@ -17,10 +17,12 @@ from shared.errors import InvalidInput
 from shared.model.contiguous_runner import ContiguousRunner
 
 
-def answers(folder: Path, *records: Any) -> TextFile:
+def answers(folder: Path, *records: Any) -> AnswerFile:
+    """A file with a line for each record. A string is a line as it is."""
     path = folder / "answers.jsonl"
-    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
-    return TextFile(str(path), "answer")
+    lines = (one if isinstance(one, str) else json.dumps(one) for one in records)
+    path.write_text("\n".join(lines) + "\n")
+    return AnswerFile(str(path))
 
 
 def test_texts_messages_and_ids_give_the_same_sequence(counting, tmp_path):
@@ -41,11 +43,14 @@ def test_texts_messages_and_ids_give_the_same_sequence(counting, tmp_path):
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ([1], "BAD_ANSWER"),
+        ([1], "FIELD_NOT_FOUND"),
         ({"prompt": "w1"}, "BAD_ANSWER"),
         ({"prompt": [], "answer": [3]}, "BAD_ANSWER"),
         ({"prompt": [3], "answer": [True]}, "BAD_ANSWER"),
         ({"prompt": [{"role": "user"}], "answer": [3]}, "BAD_ANSWER"),
+        ({"prompt": "w1", "answer": "w\ud800"}, "NOT_UNICODE"),
+        ({"prompt": "w\ud800", "answer": "w1"}, "NOT_UNICODE"),
+        ('{"prompt": [3], "answer": [%s]}' % ("1" * 5000), "NOT_JSON"),
         ({"prompt": [3], "answer": [-1]}, "TOKEN_OUT_OF_RANGE"),
         ({"prompt": [32], "answer": [3]}, "TOKEN_OUT_OF_RANGE"),
     ],
