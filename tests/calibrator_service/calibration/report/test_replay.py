@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibrator_service.calibration.report.replay import ROUNDING, Replayer
+from calibrator_service.calibration.report.replay import ROUNDING, Drafts, Replayer, _Replay
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from inference_service.engine.drafting.costs import MAX_PASS_TOKENS
@@ -116,6 +116,10 @@ def test_a_worker_chains_no_more_drafts_than_the_replay():
     assert MAX_PASS_TOKENS - 1 <= MAX_CHAIN
 
 
+# (settled position, place in the chain) -> the drafts of all rungs there.
+DraftsByPlace = dict[tuple[int, int], Drafts]
+
+
 def random_ladder(loaded: LoadedModel, seed: int, form: HeadForm) -> Ladder:
     """A ladder with untrained exits, tables of part of the text, and routers with high probabilities."""
     torch.manual_seed(seed)
@@ -141,12 +145,14 @@ def random_ladder(loaded: LoadedModel, seed: int, form: HeadForm) -> Ladder:
     )
 
 
-def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) -> float:
-    """The same result from the worker's drafter, one chain and one exit at a time."""
+def by_the_book(
+    loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence
+) -> tuple[float, DraftsByPlace]:
+    """The same result from the worker's drafter, one chain and one exit at a time, and all drafts."""
     runner = ContiguousRunner(loaded)
     bound = ladder.bind(runner)
     tokens, end = sequence.tokens, len(sequence.tokens)
-    highest = 0.0
+    highest, drafted = 0.0, DraftsByPlace()
     for settled in range(sequence.answer_start, end - 1):
         drafter, reach = bound.new_sequence(tokens[: settled + 1]), 1.0
         outputs: dict[int, torch.Tensor] = {}
@@ -171,22 +177,37 @@ def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) ->
                 else:
                     drafts += bound.ask(index, entering, deep[None], [chained + 1])
             said = [d for d in drafts if d is not None]
+            drafted[settled, chained] = [(d.token, d.probability) for d in said]
             wrong = [d.probability for d in said if d.token != tokens[at + 1]]
             right = [d.probability for d in said if d.token == tokens[at + 1]]
             highest = max(highest, min(reach, max(wrong, default=0.0)))
             reach = min(reach, max(right, default=0.0))
             if reach < LOWEST:
                 break
-    return highest
+    return highest, drafted
 
 
 @pytest.mark.parametrize("form", ["gated", "fused"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_replay_equals_a_worker_chain_by_chain(counting, seed, form):
+def test_the_replay_equals_a_worker_chain_by_chain(counting, monkeypatch, seed, form):
     ladder = random_ladder(counting, seed, form)
     sequences = [greedy(counting, (0, start)) for start in range(6, 12)]
     sequences.append(greedy(counting, tuple(range(5, 24))))
+    replayed: dict[TokenSequence, DraftsByPlace] = {sequence: {} for sequence in sequences}
+    take = _Replay.take
+
+    def noted(self: _Replay, settled: int, drafts: Drafts, chained: int) -> float:
+        replayed[self.sequence][settled, chained] = drafts
+        return take(self, settled, drafts, chained)
+
+    monkeypatch.setattr(_Replay, "take", noted)
     found = Replayer(ladder, ContiguousRunner(counting)).highest_differing(sequences, LOWEST)
-    expected = [by_the_book(counting, ladder, sequence) for sequence in sequences]
-    assert found == pytest.approx(expected, abs=1.01 * ROUNDING)
     assert len({round(value, 3) for value in found}) > 2
+    for sequence, highest in zip(sequences, found, strict=True):
+        expected, drafted = by_the_book(counting, ladder, sequence)
+        assert highest == pytest.approx(expected, abs=1.01 * ROUNDING)
+        # The highest threshold depends on few drafts, so all are compared, too.
+        assert replayed[sequence].keys() == drafted.keys()
+        for place, drafts in drafted.items():
+            for ours, theirs in zip(replayed[sequence][place], drafts, strict=True):
+                assert ours == (theirs[0], pytest.approx(theirs[1], abs=1.01 * ROUNDING))
