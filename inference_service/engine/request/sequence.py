@@ -18,6 +18,7 @@ from inference_service.engine.request.text import Detokenizer, StopStrings
 from inference_service.engine.statistics import Progress
 from shared.errors import NeapError
 from shared.ladder.ladder import BoundLadder, SequenceDrafter
+from shared.ladder.learned_successors import ClientSuccessors
 from shared.model.cache import KVCache
 from shared.model.load import LoadedModel
 
@@ -39,6 +40,7 @@ class Sequence:
         cache: KVCache,
         max_tokens: int,
         served: Reliability,
+        learned: ClientSuccessors | None = None,
     ) -> None:
         self.request = request
         self.ladder = ladder
@@ -49,7 +51,7 @@ class Sequence:
         self.num_cached = 0
         self.deep_state: Tensor | None = None
         self.drafter: SequenceDrafter | None = (
-            ladder.new_sequence(request.prompt_ids) if ladder else None
+            ladder.new_sequence(request.prompt_ids, learned) if ladder else None
         )
         self.reliability = Reliability(REQUEST_WEIGHT, parent=served)
         self.submitted_s = time.monotonic()
