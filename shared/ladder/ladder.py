@@ -174,8 +174,7 @@ class BoundLadder:
 class SequenceDrafter:
     """The suffix and successor rungs of one sequence. Only final tokens are appended; drafts are passed to `table_draft`.
 
-    `learned` drafts too, with the probabilities of the successor rung's router, and learns from the tokens that are appended. All
-    of them must be the full model's choices.
+    `learned` drafts too, with the probabilities of the successor rung's router.
     """
 
     def __init__(
@@ -190,9 +189,6 @@ class SequenceDrafter:
 
     def append(self, tokens: Sequence[int]) -> None:
         """Appends final tokens to the sequence."""
-        if self._learned is not None:
-            for index, token in enumerate(tokens):
-                self._learned.record((*self._tail, *tokens[:index])[-MAX_ORDER:], token)
         self._tail = (*self._tail, *tokens)[-MAX_ORDER:]
         if self._index is not None:
             for token in tokens:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from secrets import token_bytes
 
-from shared.ladder.successors import MAX_COUNT, SuccessorMatch, context_states
+from shared.ladder.successors import MAX_COUNT, MAX_ORDER, SuccessorMatch, context_states
 
 # Entries of which one is replaced by a new context: the one that occurred least.
 SET_ENTRIES = 4
@@ -108,6 +108,8 @@ class ClientSuccessors:
         """See `LearnedSuccessors.matches`."""
         return self.table.matches(self.salt, context_tail)
 
-    def record(self, context_tail: Sequence[int], token: int) -> None:
-        """See `LearnedSuccessors.record`."""
-        self.table.record(self.salt, context_tail, token)
+    def learn(self, tokens: Sequence[int], first: int) -> None:
+        """Counts each of `tokens[first:]` after the tokens before it. All of these must be the full model's choices."""
+        for place in range(first, len(tokens)):
+            context_tail = tokens[max(place - MAX_ORDER, 0) : place]
+            self.table.record(self.salt, context_tail, tokens[place])

@@ -53,6 +53,7 @@ class Sequence:
         self.drafter: SequenceDrafter | None = (
             ladder.new_sequence(request.prompt_ids, learned) if ladder else None
         )
+        self._learned = learned
         self.reliability = Reliability(REQUEST_WEIGHT, parent=served)
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None
@@ -134,6 +135,8 @@ class Sequence:
     def finished(self) -> Finished:
         """The last event of the request. Call it once, after `is_finished` has become true."""
         assert self._finish is not None
+        if self._learned is not None:  # only now: within an answer, the suffix rung knows the same
+            self._learned.learn(self.tokens, self.num_prompt_tokens)
         reason, match = self._finish
         text = ""
         if reason is not FinishReason.STOP_STRING:

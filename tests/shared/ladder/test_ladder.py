@@ -112,14 +112,9 @@ def test_drafts_chain_without_becoming_context() -> None:
     assert again.token == 5
 
 
-def test_a_learned_table_drafts_what_was_appended_elsewhere() -> None:
+def test_a_learned_table_drafts_with_the_successor_router() -> None:
     mine, learned = ladder(model()), LearnedSuccessors(1 << 16).of("ann")
-    first = SequenceDrafter(mine, [1, 2, 3], learned)
-    first.table_draft([4])
-    first.append([5, 6])
-    # Neither the prompt nor the draft taught anything.
-    assert SequenceDrafter(mine, [1], learned).table_draft() is None
-    assert SequenceDrafter(mine, [3, 4], learned).table_draft() is None
+    learned.learn([1, 2, 3, 5, 6], 3)
     later = SequenceDrafter(mine, [30, 2, 3], learned)
     drafts = [later.table_draft(), later.table_draft([5])]
     assert [(d.token, d.rung, d.probability) for d in drafts if d] == [
@@ -127,6 +122,8 @@ def test_a_learned_table_drafts_what_was_appended_elsewhere() -> None:
         (6, "learned", pytest.approx(0.6)),
     ]
     assert SequenceDrafter(mine, [30, 2, 3]).table_draft() is None
+    later.append([30, 1])
+    assert later.table_draft() is None
 
 
 def test_each_routers_probability_depends_on_the_other_rung() -> None:
