@@ -178,6 +178,7 @@ def _load_engine(
         max_ladders=settings.max_routers,
         kv_budget_bytes=budget,
         prefix_cache_bytes=kept,
+        learned_bytes=settings.learned_table_mb << 20,
         shadow_share=settings.shadow_share,
         on_failure=on_failure,
         runner_of=partial(

@@ -36,6 +36,7 @@ def to_generation_request(
     loaded: LoadedModel,
     *,
     request_id: str,
+    client: str = "",
     deadline_s: float = math.inf,
 ) -> GenerationRequest:
     """Validates and tokenises a request. Blocks while it tokenises. If the seed is absent, a random one is chosen.
@@ -53,6 +54,7 @@ def to_generation_request(
         policy=policy,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         request_id=request_id,
+        client=client,
         deadline_s=deadline_s,
     )
 

@@ -40,12 +40,14 @@ class ObservedEngine(Protocol):
     def num_waiting(self) -> int: ...
     @property
     def kv_usage_ratio(self) -> float: ...
+    @property
+    def num_learned_contexts(self) -> int: ...
 
 
 class WorkerMetrics:
     """One registry with the metrics of calls, engines and this process.
 
-    Labels have few values: models that this worker serves ("" for any other), rungs (at most one per layer and three more), router
+    Labels have few values: models that this worker serves ("" for any other), rungs (at most one per layer and four more), router
     versions that are loaded, and reasons that are constants in the source.
     """
 
@@ -151,6 +153,7 @@ def _families() -> dict[str, Metric]:
         "kv_cache_usage_ratio",
         "Share of the KV budget reserved for running requests: their prompts and longest possible answers.",
     )
+    gauge("learned_contexts", "Contexts in the table that learns from answers.")
     counter("prompt_tokens", "Tokens of the prompts whose prefill is complete.")
     counter(
         "prompt_tokens_cached",
@@ -198,6 +201,7 @@ def _read(engine: ObservedEngine, families: Mapping[str, Metric]) -> None:
     put("num_requests_running", engine.num_running)
     put("num_requests_waiting", engine.num_waiting)
     put("kv_cache_usage_ratio", engine.kv_usage_ratio)
+    put("learned_contexts", engine.num_learned_contexts)
     put("prompt_tokens", statistics.num_prompt_tokens)
     put("prompt_tokens_cached", statistics.num_cached_prompt_tokens)
     put("generation_tokens", statistics.num_generated_tokens)

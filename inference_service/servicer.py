@@ -134,6 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request,
             engine.loaded,
             request_id=current_request_id(),
+            client=client_key(context),
             deadline_s=deadline_s,
         )
         router: LoadedRouter | None = None

@@ -191,6 +191,12 @@ class WorkerSettings(ServiceSettings):
         description="MiB of the KV budget kept for reuse by later requests with the same prefix. 0 switches all sharing of prefixes off. "
         "Unset: a quarter of the KV budget.",
     )
+    learned_table_mb: int = Field(
+        default=0,
+        ge=0,
+        description="MiB for a table that learns from the answers of policy exact and drafts later ones, per model. A caller's answers draft "
+        "for the same caller only; callers are told apart as for max_active_per_client. 0: nothing is learned from answers.",
+    )
     record_passes: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Replay passes as CUDA graphs. auto: on a GPU, if the recording works. on: the worker does not start if it fails.",

@@ -37,6 +37,7 @@ def busy_engine() -> SimpleNamespace:
         num_running=1,
         num_waiting=2,
         kv_usage_ratio=0.5,
+        num_learned_contexts=7,
     )
 
 

@@ -43,7 +43,7 @@ class ScriptedLadder:
     def bind(self, runner: Runner) -> "ScriptedLadder":
         return self
 
-    def new_sequence(self, prompt: Sequence[int]) -> "ScriptedLadder":
+    def new_sequence(self, prompt: Sequence[int], learned: object = None) -> "ScriptedLadder":
         self.context = list(prompt)
         return self
 

@@ -27,6 +27,7 @@ from inference_service.engine.scheduler import Scheduler, SchedulerLimits
 from inference_service.engine.step import Decoder
 from shared.errors import Unavailable
 from shared.ladder.ladder import Ladder
+from shared.ladder.learned_successors import LearnedSuccessors
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel
 from shared.model.own_thread import run_in_own_thread
@@ -55,6 +56,8 @@ class Engine:
         kv_budget_bytes: bytes of keys and values that all running requests share. None: half of the free memory.
         prefix_cache_bytes: the part of this budget that may hold the KV caches of ended requests for reuse by later requests with
             the same prefix, while running requests do not need it. None: a quarter. 0: no prefix is shared.
+        learned_bytes: bytes of a table that learns from the answers of policy exact and drafts later ones, for each client (see
+            `GenerationRequest`) apart. 0: nothing is learned.
         shadow_share: share of the answers of policy relaxed, in [0, 1], that are checked while the engine is idle: see `Shadow`.
         on_failure: called by the engine's thread if an error ends it. Later requests are refused with `Unavailable` (reason
             ENGINE_FAILED).
@@ -79,6 +82,7 @@ class Engine:
         max_ladders: int = MAX_BOUND_LADDERS,
         kv_budget_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
+        learned_bytes: int = 0,
         shadow_share: float = 0.0,
         on_failure: Callable[[], object] = lambda: None,
         runner_of: Callable[[LoadedModel, int], Runner] = make_runner,
@@ -100,7 +104,8 @@ class Engine:
         self._admission = Admission(
             loaded, token_bytes, kv_budget_bytes, runner.block_tokens, clock=clock
         )
-        self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes))
+        learned = LearnedSuccessors(learned_bytes) if learned_bytes else None
+        self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes), learned)
         self.statistics = self._decoder.statistics
         self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
         self._ladders = LadderCache(runner, max_ladders, cost_meter)
@@ -140,6 +145,11 @@ class Engine:
     def num_cached_tokens(self) -> int:
         """Tokens of the KV budget that are taken by caches of ended requests, which are kept for reuse."""
         return self._decoder.prefixes.num_tokens
+
+    @property
+    def num_learned_contexts(self) -> int:
+        """Contexts in the table that learns from answers. 0 without one."""
+        return self._decoder.learned.num_entries if self._decoder.learned else 0
 
     @property
     def num_bound_ladders(self) -> int:

@@ -20,6 +20,7 @@ from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.statistics import EngineStatistics
 from inference_service.engine.verification import Verdict, verify
 from shared.ladder.ladder import BoundLadder
+from shared.ladder.learned_successors import LearnedSuccessors
 from shared.model.runner import Runner
 from shared.model.sampling import Trial
 
@@ -65,11 +66,18 @@ def prefill_budget(num_reading: int, num_decoding: int) -> int:
 
 
 class Decoder:
-    """Steps the sequences of one model. Used by one thread. `prefixes` keeps the KV caches of ended sequences for reuse."""
+    """Steps the sequences of one model. Used by one thread. `prefixes` keeps the KV caches of ended sequences for reuse; `learned`
+    learns from answers to draft later ones."""
 
-    def __init__(self, runner: Runner, prefixes: Prefixes | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        prefixes: Prefixes | None = None,
+        learned: LearnedSuccessors | None = None,
+    ) -> None:
         self.runner = runner
         self.prefixes = prefixes or Prefixes(0)
+        self.learned = learned
         self.statistics = EngineStatistics(runner.num_layers)
         self._adaptive = AdaptiveDrafting()
 
@@ -85,7 +93,12 @@ class Decoder:
         capacity = max_num_tokens(request, loaded.context_length)
         cache = self.runner.new_cache(capacity)
         self.runner.reserve(cache)
-        return Sequence(request, loaded, ladder, cache, capacity - len(request.prompt_ids), served)
+        learned = None
+        # Under relaxed, drafts may be final. The published bounds know none of this table, and it may learn the full model's choices only.
+        if self.learned is not None and request.policy.name == "exact":
+            learned = self.learned.of(request.client)
+        max_tokens = capacity - len(request.prompt_ids)
+        return Sequence(request, loaded, ladder, cache, max_tokens, served, learned)
 
     def step(self, batch: Rows[Member], costs: PassCosts) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.

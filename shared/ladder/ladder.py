@@ -10,8 +10,9 @@ from shared.errors import RouterMismatch
 from shared.ladder.exits import BoundExit, ChainExit, LayerExit, bind_exits
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.head_rows import gather_rows
+from shared.ladder.learned_successors import ClientSuccessors
 from shared.ladder.native_chain import HeadDraft, NativeChain, embedding_rows
-from shared.ladder.rungs import SUCCESSOR, SUFFIX, Draft
+from shared.ladder.rungs import LEARNED, SUCCESSOR, SUFFIX, Draft
 from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
 from shared.ladder.suffix import SuffixIndex, SuffixMatch
 from shared.ladder.table_router import AGREES, DIFFERS, SILENT, Evidence, TableRouter
@@ -118,8 +119,10 @@ class BoundLadder:
         self.whole_depth = next((d for d, one in bound if isinstance(one, NativeChain)), None)
         self.chained_depths = tuple(d for d, one in bound if isinstance(one, ChainExit))
 
-    def new_sequence(self, prompt: Sequence[int]) -> "SequenceDrafter":
-        return SequenceDrafter(self.ladder, prompt)
+    def new_sequence(
+        self, prompt: Sequence[int], learned: ClientSuccessors | None = None
+    ) -> "SequenceDrafter":
+        return SequenceDrafter(self.ladder, prompt, learned)
 
     @torch.inference_mode()
     def ask(
@@ -178,13 +181,19 @@ class BoundLadder:
 
 
 class SequenceDrafter:
-    """The suffix and successor rungs of one sequence. Only final tokens are appended; drafts are passed to `table_draft`."""
+    """The suffix and successor rungs of one sequence. Only final tokens are appended; drafts are passed to `table_draft`.
 
-    def __init__(self, ladder: Ladder, prompt: Sequence[int]) -> None:
+    `learned` drafts too, with the probabilities of the successor rung's router.
+    """
+
+    def __init__(
+        self, ladder: Ladder, prompt: Sequence[int], learned: ClientSuccessors | None = None
+    ) -> None:
         self._suffix_router = ladder.suffix_router
         self._successor_router = ladder.successor_router
         self._successors = ladder.successors if ladder.successor_router else None
         self._index = SuffixIndex(prompt) if self._suffix_router else None
+        self._learned = learned if ladder.successor_router else None
         self._tail = tuple(prompt[-MAX_ORDER:])
 
     def append(self, tokens: Sequence[int]) -> None:
@@ -195,8 +204,8 @@ class SequenceDrafter:
                 self._index.append(token)
 
     def table_draft(self, drafted: Sequence[int] = ()) -> Draft | None:
-        """The draft for the token after the sequence + `drafted`, from suffix lookup or successor table, whichever gives the higher
-        probability. None if neither knows the context. No layer runs."""
+        """The draft for the token after the sequence + `drafted`, from suffix lookup, successor table or learned table, whichever
+        gives the highest probability. None if none knows the context. No layer runs."""
         suffix, successors = self.table_matches(drafted)
         best: Draft | None = None
         chained = len(drafted)
@@ -204,11 +213,15 @@ class SequenceDrafter:
             evidence = suffix_evidence(suffix, successors, chained)
             best = Draft(suffix.token, self._suffix_router.probability(evidence), SUFFIX, 0)
         if self._successor_router is not None:
-            for match in successors:
-                evidence = successor_evidence(match, suffix, chained)
-                probability = self._successor_router.probability(evidence)
-                if best is None or probability > best.probability:
-                    best = Draft(match.token, probability, SUCCESSOR, 0)
+            learned = (
+                self._learned.matches(self._tail_with(drafted)) if self._learned is not None else []
+            )
+            for rung, matches in ((SUCCESSOR, successors), (LEARNED, learned)):
+                for match in matches:
+                    evidence = successor_evidence(match, suffix, chained)
+                    probability = self._successor_router.probability(evidence)
+                    if best is None or probability > best.probability:
+                        best = Draft(match.token, probability, rung, 0)
         return best
 
     def table_matches(
@@ -218,8 +231,10 @@ class SequenceDrafter:
         suffix = self._index.propose(drafted) if self._index is not None else None
         if self._successors is None:
             return suffix, []
-        tail = (*self._tail, *drafted)[-MAX_ORDER:] if drafted else self._tail
-        return suffix, self._successors.matches(tail)
+        return suffix, self._successors.matches(self._tail_with(drafted))
+
+    def _tail_with(self, drafted: Sequence[int]) -> tuple[int, ...]:
+        return (*self._tail, *drafted)[-MAX_ORDER:] if drafted else self._tail
 
 
 def suffix_evidence(match: SuffixMatch, others: Sequence[SuccessorMatch], chained: int) -> Evidence:

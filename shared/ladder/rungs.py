@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 SUFFIX = "suffix"
 SUCCESSOR = "successor"
+# Not part of a router: the worker's own table, which learns from answers.
+LEARNED = "learned"
 
 
 def exit_name(depth: int) -> str:

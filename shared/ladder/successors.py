@@ -6,8 +6,9 @@ Under `exact` such a collision costs a rejected draft, never a wrong token.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,16 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return (state ^ (state >> np.uint64(29))) * np.uint64(MIXER)
 
 
+def context_states(context_tail: Sequence[int], salt: int = 0) -> Iterator[int]:
+    """64-bit hashes of the contexts of 1, 2, .. MAX_ORDER tokens that end `context_tail`. Without a salt, their upper halves are
+    `context_keys`."""
+    state = salt
+    for token in islice(reversed(context_tail), MAX_ORDER):
+        state = ((state + token + 1) * MULTIPLIER) & MASK
+        state = ((state ^ (state >> 29)) * MIXER) & MASK
+        yield state
+
+
 class SuccessorTable:
     """Immutable. Per order 1..MAX_ORDER: sorted context keys, and for each key a token, its count and its share (in 255ths)."""
 
@@ -70,17 +81,13 @@ class SuccessorTable:
     def matches(self, context_tail: Sequence[int]) -> list[SuccessorMatch]:
         """One match per order whose context is in the table, the longest context first. Takes a few microseconds."""
         found: list[SuccessorMatch] = []
-        state, last = 0, len(context_tail) - 1
-        for back, (keys, tokens, counts, shares) in enumerate(self._orders):
-            if back > last:
-                break
-            state = ((state + context_tail[last - back] + 1) * MULTIPLIER) & MASK
-            state = ((state ^ (state >> 29)) * MIXER) & MASK
+        states = zip(context_states(context_tail), self._orders, strict=False)
+        for order, (state, (keys, tokens, counts, shares)) in enumerate(states, 1):
             key = state >> 32
             entry = bisect_left(keys, key)
             if entry < len(keys) and keys[entry] == key:
                 found.append(
-                    SuccessorMatch(tokens[entry], back + 1, counts[entry], shares[entry] / 255)
+                    SuccessorMatch(tokens[entry], order, counts[entry], shares[entry] / 255)
                 )
         found.reverse()
         return found

@@ -70,6 +70,20 @@ def test_each_caller_has_places_of_its_own_at_one_address(worker):
         assert sum(len(event.chunk.tokens) for event in bob.generate(request_of(3))) == 3
 
 
+def test_the_engine_is_told_who_asks(worker, monkeypatch):
+    asked, submit = [], worker.engine.submit
+
+    def spied(request, *arguments, **options):
+        asked.append(request.client)
+        return submit(request, *arguments, **options)
+
+    monkeypatch.setattr(worker.engine, "submit", spied)
+    for name in ("ann", "bob"):
+        with _client(worker, worker.tokens[name]) as client:
+            list(client.generate(request_of(1)))
+    assert asked == ["ann", "bob"]
+
+
 def test_what_is_refused_is_counted_and_what_is_off_is_not_exported(worker):
     with _client(worker, worker.tokens["ops"]) as ops, pytest.raises(PermissionDenied):
         list(ops.generate(request_of(3)))

@@ -41,7 +41,8 @@ class StoppingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds.
+    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds. `client`: who asks; a table that learns from answers
+    drafts for the same client only.
 
     Statistics count it under `router_version` (0: no router). `risk_bound`: the share of prompts, in (0, 1), on which its router may
     differ from the full model under policy relaxed; None: there is no bound. `risk_bound_tokens`: the bound holds for so many
@@ -54,6 +55,7 @@ class GenerationRequest:
     policy: DepthPolicy = field(default_factory=DepthPolicy)
     logprobs: int | None = None
     request_id: str = ""
+    client: str = ""
     deadline_s: float = math.inf
     router_version: int = 0
     risk_bound: float | None = None

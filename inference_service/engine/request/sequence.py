@@ -18,6 +18,7 @@ from inference_service.engine.request.text import Detokenizer, StopStrings
 from inference_service.engine.statistics import Progress
 from shared.errors import NeapError
 from shared.ladder.ladder import BoundLadder, SequenceDrafter
+from shared.ladder.learned_successors import ClientSuccessors
 from shared.model.cache import KVCache
 from shared.model.load import LoadedModel
 
@@ -39,6 +40,7 @@ class Sequence:
         cache: KVCache,
         max_tokens: int,
         served: Reliability,
+        learned: ClientSuccessors | None = None,
     ) -> None:
         self.request = request
         self.ladder = ladder
@@ -50,8 +52,9 @@ class Sequence:
         self.kept_depths = (*(ladder.kept_depths if ladder else ()), loaded.num_layers)
         self.settled_states: Tensor | None = None
         self.drafter: SequenceDrafter | None = (
-            ladder.new_sequence(request.prompt_ids) if ladder else None
+            ladder.new_sequence(request.prompt_ids, learned) if ladder else None
         )
+        self._learned = learned
         self.reliability = Reliability(REQUEST_WEIGHT, parent=served)
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None
@@ -139,6 +142,8 @@ class Sequence:
     def finished(self) -> Finished:
         """The last event of the request. Call it once, after `is_finished` has become true."""
         assert self._finish is not None
+        if self._learned is not None:  # only now: within an answer, the suffix rung knows the same
+            self._learned.learn(self.tokens, self.num_prompt_tokens)
         reason, match = self._finish
         text = ""
         if reason is not FinishReason.STOP_STRING:

@@ -69,7 +69,7 @@ class _Ladder:
         self._right, self._seed = right, seed
         self.num_shared = 0
 
-    def new_sequence(self, prompt: Rows[int]) -> _Drafts:
+    def new_sequence(self, prompt: Rows[int], learned: object = None) -> _Drafts:
         return _Drafts(self._right, prompt, self._seed)
 
     def ask(

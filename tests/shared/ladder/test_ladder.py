@@ -11,6 +11,7 @@ from shared.errors import RouterMismatch
 from shared.ladder.exits import LayerExit
 from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, ModelIdentity, SequenceDrafter
+from shared.ladder.learned_successors import LearnedSuccessors
 from shared.ladder.routers import DepthRouter, scalar_features
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, Evidence, TableRouter, fit_table_router
@@ -110,6 +111,20 @@ def test_drafts_chain_without_becoming_context() -> None:
     again = drafter.table_draft()
     assert again is not None
     assert again.token == 5
+
+
+def test_a_learned_table_drafts_with_the_successor_router() -> None:
+    mine, learned = ladder(model()), LearnedSuccessors(1 << 16).of("ann")
+    learned.learn([1, 2, 3, 5, 6], 3)
+    later = SequenceDrafter(mine, [30, 2, 3], learned)
+    drafts = [later.table_draft(), later.table_draft([5])]
+    assert [(d.token, d.rung, d.probability) for d in drafts if d] == [
+        (5, "learned", pytest.approx(0.6)),
+        (6, "learned", pytest.approx(0.6)),
+    ]
+    assert SequenceDrafter(mine, [30, 2, 3]).table_draft() is None
+    later.append([30, 1])
+    assert later.table_draft() is None
 
 
 def test_each_routers_probability_depends_on_the_other_rung() -> None:
