@@ -45,7 +45,7 @@ def scripted(
     """The replay's result if the table drafts are those of `script`: (settled position, earlier drafts) -> (is right, probability)."""
 
     class Scripted:
-        def __init__(self, _: Any, prompt: Sequence[int]) -> None:
+        def __init__(self, _: Any, prompt: Sequence[int], *_others: Any) -> None:
             self.tokens = list(prompt)
 
         def append(self, tokens: Sequence[int]) -> None:
