@@ -5,7 +5,8 @@ are behind the others get passes that start where they stopped, so running a mod
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -96,13 +97,22 @@ class ContiguousCache(LengthlessCache, KVCache):
         LengthlessCache.__init__(self)
         KVCache.__init__(self, capacity)
         self.dtype = dtype
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
         self._end = 0
         self._tables: dict[tuple[int, ...], KVTables] = {}
         # The pass per row, in the form that a fused layer takes.
         self._bases: list[int] = []
         self._counts: list[int] = []
+
+    @property
+    def keys(self) -> Mapping[int, Tensor]:
+        """By layer. Read-only, because tables have the tensors' addresses."""
+        return MappingProxyType(self._keys)
+
+    @property
+    def values(self) -> Mapping[int, Tensor]:
+        return MappingProxyType(self._values)
 
     def begin(self, base: int, num_tokens: int) -> None:
         super().begin(base, num_tokens)
@@ -122,12 +132,12 @@ class ContiguousCache(LengthlessCache, KVCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int
     ) -> tuple[Tensor, Tensor]:
         """A layer's whole tensors [B, Hkv, capacity, Dh]. The first call allocates them for states of this form."""
-        keys = self.keys.get(layer_idx)
+        keys = self._keys.get(layer_idx)
         if keys is None:
             # Zeros, because attention would spread a NaN from an unused position even if the mask hides that position.
-            keys = self.keys[layer_idx] = self._allocate(key_states)
-            self.values[layer_idx] = self._allocate(value_states)
-        return keys, self.values[layer_idx]
+            keys = self._keys[layer_idx] = self._allocate(key_states)
+            self._values[layer_idx] = self._allocate(value_states)
+        return keys, self._values[layer_idx]
 
     def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
         """The tensors of layers of one form, per row, and the positions in them that the pass will write.
@@ -148,14 +158,21 @@ class ContiguousCache(LengthlessCache, KVCache):
             )
         return made
 
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drops all rows but `rows` [N] int64, in this order."""
+        for store in (self._keys, self._values):
+            for layer in store:
+                store[layer] = store[layer][rows]
+        self._tables.clear()
+
     @torch.inference_mode()
     def copy(self, other: KVCache, start: int, end: int) -> None:
         source = as_contiguous(other)
         assert 0 <= start <= end <= min(self.capacity, source.capacity)
-        for layer_idx, theirs in source.keys.items():
-            keys, values = self.layer_tensors(theirs, source.values[layer_idx], layer_idx)
+        for layer_idx, theirs in source._keys.items():
+            keys, values = self.layer_tensors(theirs, source._values[layer_idx], layer_idx)
             keys[:, :, start:end] = theirs[:, :, start:end]
-            values[:, :, start:end] = source.values[layer_idx][:, :, start:end]
+            values[:, :, start:end] = source._values[layer_idx][:, :, start:end]
 
     def reserve(self, like: "ContiguousCache") -> None:
         """Allocates all layers now, in the form that `like` has them.
@@ -163,8 +180,8 @@ class ContiguousCache(LengthlessCache, KVCache):
         Raises `Exhausted` (reason OUT_OF_MEMORY) if there is not enough memory.
         """
         try:
-            for layer_idx, keys in like.keys.items():
-                self.layer_tensors(keys, like.values[layer_idx], layer_idx)
+            for layer_idx, keys in like._keys.items():
+                self.layer_tensors(keys, like._values[layer_idx], layer_idx)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -181,7 +198,7 @@ class ContiguousCache(LengthlessCache, KVCache):
 
     @property
     def kv_bytes(self) -> int:
-        tensors = [*self.keys.values(), *self.values.values()]
+        tensors = [*self._keys.values(), *self._values.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

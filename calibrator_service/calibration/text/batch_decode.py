@@ -96,9 +96,7 @@ def decode_batch(
         if len(alive) <= (1 - DROP_SHARE) * len(rows):
             kept = torch.tensor(alive, device=device)
             tokens, positions, mask = tokens[kept], positions[kept], mask[kept]
-            for store in (cache.keys, cache.values):
-                for layer in store:
-                    store[layer] = store[layer][kept]
+            cache.keep_rows(kept)
             rows = [rows[index] for index in alive]
     return outputs
 
