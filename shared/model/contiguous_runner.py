@@ -1,4 +1,4 @@
-"""The runner over contiguous KV caches: the model's own forward, on any device."""
+"""The runner over contiguous KV caches: direct passes where they give the same bits, else the model's own forward, on any device."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,13 +25,18 @@ class ContiguousRunner(GatedModel):
     records = False
     compiles = False
     block_tokens = 1
-    description = "by the model's own forward"
 
     def __init__(self, loaded: LoadedModel, why: str = "") -> None:
         super().__init__(loaded)
         self.why_not_recorded = self.why_not_compiled = why
         self.supports_ragged = self._check_ragged()
         self.counters.reset()
+
+    @property
+    def description(self) -> str:
+        if self.direct is None:
+            return f"by the model's own forward: {self.why_not_direct}"
+        return "as the embedding and one op for all layers"
 
     def usable_bytes(self, wanted: int) -> int:
         return wanted
@@ -57,15 +62,21 @@ class ContiguousRunner(GatedModel):
         hidden: Tensor | None = None,
         taps: Taps | None = None,
     ) -> Tensor:
+        taps = self.tapped(first, last, taps)
+        cache = RaggedCache(sequences)
+        if self.direct is not None:
+            out = self.direct.run(first, last, hidden, token_ids, cache, cache.spans, taps)
+            if out is not None:
+                return out
         positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in sequences])
         return self.gates.run(
             first,
             last,
             hidden,
-            taps=self.tapped(first, last, taps),
+            taps=taps,
             input_ids=token_ids,
             position_ids=positions[None].to(token_ids.device),
-            past_key_values=RaggedCache(sequences),
+            past_key_values=cache,
             use_cache=True,
         )
 

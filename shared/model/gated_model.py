@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from shared.model.cache import ContiguousCache, KVCache, as_contiguous
+from shared.model.direct_pass import DirectPass
 from shared.model.gates import Gates, LayerCounters
 from shared.model.load import LoadedModel
 from shared.model.runner import Taps, tap_depths
+from shared.model.substitution.match import Unsuitable
+from shared.model.substitution.ragged import Span
 
 # Largest relative difference at which final norm + head, called directly, count as what the model itself computes from a state.
 HEAD_TOLERANCE = 1e-4
@@ -25,6 +28,9 @@ class GatedModel:
         # Whether a state at depth 0 is the token's row of the embedding and nothing else.
         self.embedding_is_direct = False
         self.embedding_is_direct = self._check_direct_embedding()
+        # Runs passes without the model's own forward, or None if `why_not_direct`.
+        self.direct: DirectPass | None = None
+        self.direct, self.why_not_direct = self._check_direct_pass()
         # The model's own keys and values of one token. They show what each layer puts into a cache.
         self.one_token_cache = self._run_one_token()
         self.counters.reset()
@@ -52,11 +58,17 @@ class GatedModel:
         """As `Runner.run`, over a contiguous cache and for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B, Q, D]."""
         own = as_contiguous(cache)
         own.begin(base, token_ids.shape[1])
+        taps = self.tapped(first, last, taps)
+        if self.direct is not None and last:
+            span = Span(base, token_ids.shape[1])
+            out = self.direct.run(first, last, hidden, token_ids, own, [span], taps)
+            if out is not None:
+                return out
         return self.gates.run(
             first,
             last,
             hidden,
-            taps=self.tapped(first, last, taps),
+            taps=taps,
             input_ids=token_ids,
             past_key_values=own,
             use_cache=True,
@@ -133,6 +145,34 @@ class GatedModel:
         rows = self.loaded.parts.embedding(tokens)
         entering = self.embed(tokens, base=1)
         return rows.shape == entering.shape and torch.equal(rows, entering)
+
+    @torch.inference_mode()
+    def _check_direct_pass(self) -> tuple[DirectPass | None, str]:
+        """A direct pass that gives the bits of the model's own forward, in passes of two, one and one token. Or why there is none."""
+        if not self.embedding_is_direct:
+            return None, "the model does more than look up rows of its embedding"
+        if not self.gates.all_fused:
+            return None, "not all layers are one op"
+        try:
+            direct = DirectPass(self.loaded, self.gates)
+        except Unsuitable as reason:
+            return None, str(reason)
+        counts = (2, 1, 1)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.loaded.vocabulary_size, (1, sum(counts)), generator=generator)
+        own, twin = (self.new_cache(sum(counts)) for _ in range(2))
+        base = 0
+        for part in ids.split(counts, 1):
+            if base + part.shape[1] > min(self.loaded.context_length, direct.causal_until):
+                break
+            expected = self.run(part, own, first=0, last=self.num_layers, base=base)
+            twin.begin(base, part.shape[1])
+            span = Span(base, part.shape[1])
+            out = direct.run(0, self.num_layers, None, part, twin, [span], None)
+            if out is None or not torch.equal(out, expected):
+                return None, "it would give other bits"
+            base += part.shape[1]
+        return (direct, "") if base else (None, "its masks are never causal")
 
     def _run_one_token(self) -> ContiguousCache:
         cache = self.new_cache(1)

@@ -205,6 +205,37 @@ class Gates:
         finally:
             self._reset()
 
+    @property
+    def all_fused(self) -> bool:
+        """Whether no layer needs its own forward, unless hooks are added later."""
+        return self._stack is not None and self._stack.all_fused
+
+    def run_stacked(
+        self, first: int, last: int, state: Tensor, taps: dict[int, Tensor] | None, **shared: Any
+    ) -> Tensor | None:
+        """As `run`, but only the fused layers, without the model's forward around them. None if a layer must run its own forward.
+
+        `shared`: what the model would pass to each of the layers beside the state. Layers before such a layer may have run.
+        """
+        if self._stack is None or any(self._hooks):
+            return None
+        tapped = {}
+        num_tokens = state.shape[0] * state.shape[1]
+        stops = [*sorted(depth for depth in taps or () if first <= depth < last), last]
+        depth = first
+        for stop in stops:
+            while depth < stop:
+                end = self._stack.end(depth, stop)
+                out = self._stack.run(depth, end, (state,), shared)
+                if out is None:
+                    return None
+                state, depth = out, end
+            tapped[stop] = state
+        if taps:
+            taps.update((depth, tapped[depth]) for depth in stops[:-1])
+        self.counters.add(first, last, num_tokens)
+        return state
+
     def head(self, state: Tensor, **inputs: Any) -> Tensor:
         """Runs only the final norm and the head, through the model's own forward: state at depth L [B, Q, D] -> logits [B, Q, V]."""
         self._open(self.num_layers, self.num_layers, state)

@@ -31,13 +31,13 @@ class RaggedCache(LengthlessCache):
 
     def __init__(self, sequences: Sequence[RaggedSequence]) -> None:
         """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
-        self._spans = tuple(Span(sequence.base, sequence.num_tokens) for sequence in sequences)
-        super().__init__(RaggedOffset(self._spans))
+        self.spans = tuple(Span(sequence.base, sequence.num_tokens) for sequence in sequences)
+        super().__init__(RaggedOffset(self.spans))
         self._caches = tuple(as_contiguous(sequence.cache) for sequence in sequences)
         for cache, sequence in zip(self._caches, sequences, strict=True):
             cache.begin(sequence.base, sequence.num_tokens)
-        self._bases = [span.base for span in self._spans]
-        self._counts = [span.num_tokens for span in self._spans]
+        self._bases = [span.base for span in self.spans]
+        self._counts = [span.num_tokens for span in self.spans]
 
     def update(  # type: ignore[override]  # transformers passes the result to our attention without looking inside
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -47,8 +47,8 @@ class RaggedCache(LengthlessCache):
             cache.layer_tensors(key_states, value_states, layer_idx) for cache in self._caches
         ]
         return (
-            RaggedStates(key_states, tuple(keys for keys, _ in tensors), self._spans),
-            RaggedStates(value_states, tuple(values for _, values in tensors), self._spans),
+            RaggedStates(key_states, tuple(keys for keys, _ in tensors), self.spans),
+            RaggedStates(value_states, tuple(values for _, values in tensors), self.spans),
         )
 
     def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:

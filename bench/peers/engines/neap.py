@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from inference_service.engine.request.request import (
 from shared import ops
 from shared.errors import NeapError, RouterMismatch
 from shared.ladder.folder import read_ladder
-from shared.ladder.ladder import Ladder
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import LoadedModel, load_model
 
@@ -62,7 +63,7 @@ class Neap:
         self._ladder: Ladder | None = None
         self._router = "none was given"
         if settings.router:
-            self._take(read_ladder(Path(settings.router)))
+            self._take(read_ladder(Path(settings.router)), loaded)
         self.answer([[1] * 8], 2, "full")
 
     def stats(self) -> dict[str, str]:
@@ -89,13 +90,20 @@ class Neap:
                 raise delivery.error
         return [delivery.answer for delivery in deliveries]
 
-    def _take(self, ladder: Ladder) -> None:
+    def _take(self, ladder: Ladder, loaded: LoadedModel) -> None:
+        """Serves with the ladder, also if it was taught with other weights: `exact` verifies its drafts with the model that is loaded."""
+        identity = ModelIdentity.of(loaded)
+        self._router = "taught with these weights"
+        named = replace(ladder.model, model_id=identity.model_id)
+        if named != identity and replace(named, fingerprint=identity.fingerprint) == identity:
+            self._router = "taught with other weights of this model's shape"
+            ladder = replace(ladder, model=identity)
         try:
             self._engine.prepare(ladder)
         except RouterMismatch as error:
             self._router = error.message
             return
-        self._ladder, self._router = ladder, "fits"
+        self._ladder = ladder
         self.answer([[1] * 8], 2, EXACT)
 
 

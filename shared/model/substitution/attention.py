@@ -189,6 +189,21 @@ def observed(see: Callable[..., None]) -> Iterator[None]:
         AttentionInterface.register(NAME, attention)
 
 
+@contextmanager
+def observed_masks(see: Callable[..., None]) -> Iterator[None]:
+    """Within it, each call of our mask function first calls `see` with the same arguments."""
+
+    def observing(*args: Any, **kwargs: Any) -> Tensor | RaggedMask | None:
+        see(*args, **kwargs)
+        return attention_mask(*args, **kwargs)
+
+    AttentionMaskInterface.register(NAME, observing)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register(NAME, attention_mask)
+
+
 def register() -> None:
     """Registers "neap" with transformers. Changes no model by itself."""
     AttentionInterface.register(NAME, attention)

@@ -235,6 +235,10 @@ class LayerStack:
             if forms[index] is not None and forms[index] == forms[index + 1]:
                 self._ends[index] = self._ends[index + 1]
 
+    @property
+    def all_fused(self) -> bool:
+        return all(layer is not None for layer in self._layers)
+
     def end(self, first: int, last: int) -> int:
         """The largest end <= `last` so that layers [first, end) can run as one op; first + 1 if the layer must run alone."""
         return min(self._ends[first], last)

@@ -1,0 +1,172 @@
+"""Passes through fused layers without the model's own forward around them.
+
+Where all layers are one op, what the model's forward does around it (its decorators, the mask, the angles, the loop over the layers, a
+final norm that nobody reads) takes a tenth of a pass. A direct pass is the embedding, angles from a table, and the op.
+
+No model family is named here. An ordinary pass is watched: which module makes the angles, and up to which length the model's masks are
+causal. The direct pass is used only if the angles of a position never change and the same tokens give the same bits. Everything else,
+such as a pass beyond a sliding window or a model with hooks, goes through the model's own forward, as before.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared.model.cache import ContiguousCache
+from shared.model.gates import Gates
+from shared.model.load import LoadedModel
+from shared.model.ragged import RaggedCache
+from shared.model.substitution.attention import observed_masks
+from shared.model.substitution.match import Unsuitable
+from shared.model.substitution.ragged import Span
+
+Angles = tuple[Tensor, Tensor]
+
+_FIRST_ROWS = 256  # positions in a new table of angles
+_PROBED = 8  # positions whose angles are compared with those of the module, each alone
+
+
+class AngleTable:
+    """The cosines and sines [1, P, R] that a rotary module gives positions 0 to P - 1. It grows when a later position is asked for."""
+
+    def __init__(self, module: nn.Module, like: Tensor, context_length: int) -> None:
+        """`like` [1, Q, D]: a state that the module has been called with.
+
+        Raises `Unsuitable` if the angles of a position depend on the other positions of the pass.
+        """
+        self._module = module
+        self._like = like[:, :1].clone()
+        self._cos, self._sin = self._of(range(min(_FIRST_ROWS, context_length)))
+        far = [*range(min(_PROBED, context_length)), context_length // 2, context_length - 1]
+        together = self._of(far)
+        for index, position in enumerate(far):
+            alone = self._of([position])
+            rows = [part[:, index : index + 1] for part in together]
+            if position < self._cos.shape[1]:
+                rows += [part[:, position : position + 1] for part in (self._cos, self._sin)]
+            if not all(map(torch.equal, rows, alone * (len(rows) // 2))):
+                raise Unsuitable("the angles of a position depend on the rest of the pass")
+
+    def _of(self, positions: Sequence[int]) -> Angles:
+        angles = self._module(self._like, position_ids=torch.tensor([list(positions)]))
+        cos, sin = angles
+        return cos, sin
+
+    def of(self, spans: Sequence[Span]) -> Angles:
+        """The angles [1, T, R] of the positions of all spans, one span after another."""
+        longest = max(span.base + span.num_tokens for span in spans)
+        if longest > self._cos.shape[1]:
+            self._grow(longest)
+        parts = [slice(span.base, span.base + span.num_tokens) for span in spans]
+        if len(parts) == 1:
+            return self._cos[:, parts[0]], self._sin[:, parts[0]]
+        return (
+            torch.cat([self._cos[:, part] for part in parts], 1),
+            torch.cat([self._sin[:, part] for part in parts], 1),
+        )
+
+    def _grow(self, length: int) -> None:
+        known = self._cos.shape[1]
+        cos, sin = self._of(range(known, max(length, 2 * known)))
+        self._cos, self._sin = torch.cat([self._cos, cos], 1), torch.cat([self._sin, sin], 1)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What an ordinary pass has shown: the module that makes the angles, a state that it got, and the longest causal sequence."""
+
+    rotary: nn.Module
+    state: Tensor
+    causal_until: float
+
+
+class DirectPass:
+    """Runs layers [first, last) of one model. Not thread-safe: it uses the model's gates."""
+
+    def __init__(self, loaded: LoadedModel, gates: Gates) -> None:
+        """To be called only if the model's layer 0 gets rows of the embedding. Raises `Unsuitable` with the reason why the model's own forward is needed."""
+        self._embedding = loaded.parts.embedding
+        self._gates = gates
+        watched = _watch(loaded)
+        # The length of the longest sequence whose masks are causal; inf without a window.
+        self.causal_until = watched.causal_until
+        self._angles = AngleTable(watched.rotary, watched.state, loaded.context_length)
+        inside = set(loaded.parts.layers.modules())
+        around = [module for module in loaded.model.base_model.modules() if module not in inside]
+        # The hooks of what a direct pass does not call. If there are any, it is not used.
+        self._hooks = [m._forward_hooks for m in around] + [m._forward_pre_hooks for m in around]
+
+    def run(
+        self,
+        first: int,
+        last: int,
+        hidden: Tensor | None,
+        token_ids: Tensor,
+        cache: ContiguousCache | RaggedCache,
+        spans: Sequence[Span],
+        taps: dict[int, Tensor] | None,
+    ) -> Tensor | None:
+        """As `Gates.run`, for tokens [B, T] at the positions of `spans`. None, if the model's own forward has to run this pass.
+
+        Keys and values may have been written in that case. The other pass writes them again.
+        """
+        if any(self._hooks) or max(s.base + s.num_tokens for s in spans) > self.causal_until:
+            return None
+        state = self._embedding(token_ids) if hidden is None else hidden
+        return self._gates.run_stacked(
+            first,
+            last,
+            state,
+            taps,
+            position_embeddings=self._angles.of(spans),
+            past_key_values=cache,
+        )
+
+
+def _watch(loaded: LoadedModel) -> _Watched:
+    """Runs three tokens through the model's own forward. Raises `Unsuitable` if its layers are not called as a direct pass would do."""
+    made: list[tuple[object, nn.Module, Tensor]] = []
+    angles: list[object] = []
+    limits: list[float] = []
+
+    def note_output(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
+        if type(out) is tuple and args and isinstance(args[0], Tensor):
+            made.append((out, module, args[0]))
+
+    def note_call(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        angles.append(kwargs.get("position_embeddings"))
+
+    def note_mask(
+        *, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any
+    ) -> None:
+        limit = math.inf if local_size is None else local_size - 1
+        limits.append(limit if allow_is_causal_skip else 0)
+
+    layers = list(loaded.parts.layers)
+    around = [m for m in loaded.model.base_model.modules() if m not in layers]
+    hooks = [module.register_forward_hook(note_output) for module in around]
+    hooks += [layer.register_forward_pre_hook(note_call, with_kwargs=True) for layer in layers]
+    count = min(3, loaded.context_length)
+    cache = ContiguousCache(count, loaded.kv_dtype)
+    cache.begin(0, count)
+    try:
+        with observed_masks(note_mask):
+            loaded.model.base_model(
+                input_ids=torch.zeros(1, count, dtype=torch.long),
+                past_key_values=cache,
+                use_cache=True,
+            )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sources = [(module, state) for out, module, state in made if out is angles[0]]
+    if len(sources) != 1 or any(each is not angles[0] for each in angles):
+        raise Unsuitable("its layers do not share angles that one module has made")
+    if not limits:
+        raise Unsuitable("it makes its masks itself")
+    rotary, state = sources[0]
+    return _Watched(rotary, state, min(limits))
