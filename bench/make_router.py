@@ -1,9 +1,11 @@
-"""Calibrates the router in bench/router on text that the model writes itself: about twenty minutes on two cores.
+"""Calibrates the router in bench/router on text that the model writes itself, or has written: about twenty minutes on two cores.
 
     python -m bench.make_router --model DIR [--tokens 52_000] [--out bench/router] [--work-dir DIR] [--curve 5_000 15_000]
+    python -m bench.make_router --model DIR --answers FILE.jsonl --tokens 300_000 --head-form fused
     python -m bench.make_router --model DIR --device cuda --tokens 30_000_000 --work-dir DIR --out DIR
 
-`--curve`: also measures how often each rung agrees with the full model after training on the first N tokens, for these N and for all
+`--answers`: prompts and answers of the model, as `neap calibrate --answers` takes them; there is no other text then. `--curve`: also
+measures how often each rung agrees with the full model after training on the first N tokens, for these N and for all
 tokens (`bench.data_curve`). By default there is no curve on a CPU; on a GPU N is 1/100, 1/30, 1/10 and 1/3 of all tokens. A killed run
 continues if it is started with the same --work-dir: complete shards of text and exits that are fully trained are reused.
 """
@@ -24,9 +26,10 @@ from bench.options import add_device, make_parser, parsed
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_router_folder
+from shared.ladder.forms import HEAD_FORMS
 from shared.model.load import LoadedModel, load_model
 from shared.model.own_thread import run_in_own_thread
 
@@ -62,6 +65,8 @@ def main() -> None:
         help="of the model; default: float32 on a CPU, the checkpoint's own on a GPU",
     )  # fmt: skip
     parser.add_argument("--tokens", "--max-tokens", type=int, default=DEFAULT_TOKENS)
+    parser.add_argument("--answers", type=Path, help="JSONL file; default: the model writes text")
+    parser.add_argument("--head-form", choices=HEAD_FORMS, default=HEAD_FORMS[0])
     parser.add_argument(
         "--curve", type=int, nargs="*", help="amounts of tokens; if empty, no curve"
     )
@@ -81,7 +86,12 @@ def main() -> None:
     loaded = load_model(
         options.model, model_id=options.model_id, dtype=dtype, device=options.device
     )
-    spec = CalibrationSpec(model_id=options.model_id, max_tokens=options.tokens)
+    spec = CalibrationSpec(
+        model_id=options.model_id,
+        source=AnswerFile(str(options.answers)) if options.answers else SelfGenerated(),
+        max_tokens=options.tokens,
+        head_form=options.head_form,
+    )
     plan = resolve(spec, loaded)
     print(
         f"{loaded.model.dtype}, {plan.rows} rows decoded together, {plan.training.epochs} of at most {MAX_EPOCHS} epochs "
