@@ -55,7 +55,7 @@ demo: $(LIBRARY)
 	@$(BIN)/neap demo --data-dir .neap $(DEMO_FLAGS)
 
 test: $(LIBRARY)
-	@$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal -m "not full" $(TESTS)
+	@$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal --durations 15 -m "not full" $(TESTS)
 
 # One at a time: soaks and floods take the whole machine.
 test-full: $(LIBRARY)
