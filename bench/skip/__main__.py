@@ -1,9 +1,10 @@
 """Quality against layers per token, for tokens that leave early for good and for layers left out of all tokens.
 
-    python -m bench.skip --model DIR --text FOLDER [--tokens 6_000] [--depths 20 24 27] [--prompts 24] [--new-tokens 48]
+    python -m bench.skip --model DIR --answers FILE.jsonl [--tokens 6_000] [--depths 20 24 27] [--prompts 24] [--new-tokens 48]
+        [--tables exits recorded written substitutes]
 
-`--text`: shards of the model's own answers (*.safetensors), which `bench.make_router --work-dir` leaves behind; the maps are learnt from
-them. Judged on greedy answers to short first turns of Spec-Bench. Tables: how often exits agree with the full model; both kinds of
+`--answers`: prompts and answers of the model, as `neap calibrate --answers` takes them; the maps are learnt from their states.
+Judged on greedy answers to short first turns of Spec-Bench. Tables: how often exits agree with the full model; both kinds of
 skipping on the full model's answers (`recorded`) and on answers of their own (`written`); what keys and values cost that are
 substituted for those of tokens that left.
 """
@@ -28,12 +29,15 @@ from bench.skip.maps import Pair, StateMap
 from bench.skip.passes import Policy, Skip, Substitute, Uniform
 from bench.skip.scores import recorded, written
 from bench.skip.text import full, recorded_batches
-from calibrator_service.calibration.text.shards import TokenSequence, read_shard
+from calibrator_service.calibration.spec import AnswerFile
+from calibrator_service.calibration.text.answers import answer_sequences
+from calibrator_service.calibration.text.shards import TokenSequence
 from shared.ladder.head_rows import gather_rows, projection
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import load_model
+from shared.model.load import LoadedModel, load_model
 from shared.model.own_thread import run_in_own_thread
 
+TABLES = ("exits", "recorded", "written", "substitutes")
 MAX_PROMPT_TOKENS = 120
 THRESHOLDS = (0.5, 0.8, 0.95)
 WRITTEN_THRESHOLDS = (0.8, 0.95)
@@ -124,8 +128,15 @@ def show_recorded(sides: Sides, answers: Sequence[TokenSequence]) -> None:
 
     def show(name: str, policy: Policy) -> None:
         found = recorded(sides.runner, policy, answers)
-        cells = (found.agreement, found.share, found.left, found.deep)
-        print_row(name, f"{found.layers:.2f}", *(f"{cell:.3f}" for cell in cells))
+        left = f"{found.left:.3f}" if found.share else ""
+        print_row(
+            name,
+            f"{found.layers:.2f}",
+            f"{found.agreement:.3f}",
+            f"{found.share:.3f}",
+            left,
+            f"{found.deep:.3f}",
+        )
 
     for depth in sides.learnt.depths:
         for threshold in THRESHOLDS:
@@ -188,16 +199,17 @@ def print_row(*cells: object) -> None:
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def text_of(folder: Path) -> list[TokenSequence]:
-    """The greedy answers in all shards of `folder`, in random order."""
-    found = [one for path in sorted(folder.glob("*.safetensors")) for one in read_shard(path)]
+def text_of(loaded: LoadedModel, path: Path) -> list[TokenSequence]:
+    """The answers in a file, in random order."""
+    found = [one for one in answer_sequences(loaded, AnswerFile(str(path))) if one.answer_start]
     random.Random(0).shuffle(found)
-    return [one for one in found if one.is_greedy and 0 < one.answer_start < len(one.tokens)]
+    return found
 
 
 def measure(options: argparse.Namespace) -> None:
     runner = ContiguousRunner(load_model(options.model))
-    learnt = Learnt.of(runner, text_of(options.text), options.depths, options.tokens)
+    text = text_of(runner.loaded, options.answers)
+    learnt = Learnt.of(runner, text, options.depths, options.tokens)
     sides = Sides(runner, learnt)
     turns = first_turns(runner.loaded, DEFAULT_FILE, 0)
     prompts = [turn for turn in turns if len(turn) <= MAX_PROMPT_TOKENS][: options.prompts]
@@ -208,19 +220,24 @@ def measure(options: argparse.Namespace) -> None:
         f"judged on {len(prompts)} prompts, {num_tokens} tokens",
         flush=True,
     )
-    show_exits(sides, answers)
-    show_recorded(sides, answers)
-    show_written(sides, answers, options.new_tokens)
-    show_substitutes(sides, answers)
+    tables: dict[str, Callable[[], None]] = {
+        "exits": lambda: show_exits(sides, answers),
+        "recorded": lambda: show_recorded(sides, answers),
+        "written": lambda: show_written(sides, answers, options.new_tokens),
+        "substitutes": lambda: show_substitutes(sides, answers),
+    }
+    for name in options.tables:
+        tables[name]()
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--answers", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=6_000, help="of answers, to learn from")
     parser.add_argument("--depths", type=int, nargs="+", default=[20, 24, 27])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
     options = parsed(parser)
     print(described("cpu"), flush=True)
     run_in_own_thread(measure, options)
