@@ -16,7 +16,6 @@ from pathlib import Path
 from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import first_turns
-from bench.sides import neap
 from inference_service.engine.drafting.costs import measure_deep, measure_wide
 from inference_service.engine.drafting.planner import (
     MIN_SURVIVAL,
@@ -27,6 +26,7 @@ from inference_service.engine.drafting.planner import (
     best_lengths,
 )
 from inference_service.engine.engine import Engine
+from inference_service.evaluate.sides import neap
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy

@@ -76,7 +76,7 @@ def main() -> None:
     risk = PublishedRisk.of(manifest)
     if risk is None:
         parser.error("the router publishes no bound")
-    thresholds = options.thresholds or [bound.threshold for bound in risk.bounds]
+    thresholds = options.thresholds or [bound.value for bound in risk.bounds]
     num_tokens = risk.num_tokens or 128
     loaded = load_model(options.model)
     sources: dict[str, list[Ids]] = {}

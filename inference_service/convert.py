@@ -121,11 +121,15 @@ def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:
     if kind == "full":
         return DepthPolicy("full", min_layers=depth.min_layers)
     if kind == "relaxed":
-        if not depth.relaxed.HasField("threshold"):
-            return DepthPolicy("relaxed", min_layers=depth.min_layers)
-        return DepthPolicy(
-            "relaxed", threshold=depth.relaxed.threshold, min_layers=depth.min_layers
-        )
+        relaxed = depth.relaxed
+        given = {
+            name: getattr(relaxed, name)
+            for name in ("threshold", "margin")
+            if relaxed.HasField(name)
+        }
+        if len(given) > 1:
+            raise InvalidInput("relaxed has a threshold or a margin, not both")
+        return DepthPolicy("relaxed", min_layers=depth.min_layers, **given)
     return DepthPolicy("exact", min_layers=depth.min_layers, max_drafts=depth.exact.max_drafts)
 
 
@@ -196,6 +200,7 @@ def _statistics(depth: DepthStatistics) -> inference_pb2.DepthStatistics:
         mean_layers_per_token=depth.mean_layers_per_token,
         num_deep_passes=depth.num_deep_passes,
         num_token_layers=depth.num_token_layers,
+        num_relaxed=depth.num_relaxed,
     )
 
 

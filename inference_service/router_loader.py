@@ -5,7 +5,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -15,7 +15,7 @@ from inference_service.pools import Pools
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
 from shared.ladder.ladder import Ladder
-from shared.ladder.risk import PublishedRisk
+from shared.ladder.risk import RISK_KEYS, PublishedRisk, Setting
 from shared.model.load import LoadedModel
 from shared.registry.base import PublishedVersion, Registry
 
@@ -36,14 +36,14 @@ log = structlog.get_logger("neap.routers")
 
 @dataclass(frozen=True)
 class LoadedRouter:
-    """A published ladder in memory, checked against its model. `risk` None: it has no published bound for policy relaxed."""
+    """A published ladder in memory, checked against its model. `risks`: the published bounds of policy relaxed that hold here."""
 
     model_id: str
     version: int
     digest: str
     rungs: tuple[str, ...]
     ladder: Ladder
-    risk: PublishedRisk | None = None
+    risks: Mapping[Setting, PublishedRisk] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,18 +165,7 @@ class RouterLoader:
     ) -> LoadedRouter:
         ladder = self._unpack(published.manifest, blobs)
         ladder.check_model(loaded)
-        risk = PublishedRisk.of(published.manifest)
-        kv_dtype = str(loaded.kv_dtype).removeprefix("torch.")
-        device = loaded.device.type
-        if risk is not None and not risk.holds_in(kv_dtype, device):
-            log.warning(
-                "the router's bound is not reported: it was certified with keys and values of another dtype, or on another device",
-                model_id=loaded.model_id,
-                version=version,
-                certified=(risk.dtype, risk.device),
-                served=(kv_dtype, device),
-            )
-            risk = None
+        risks = _risks_that_hold(published, loaded)
         prepare = self._prepare.get(loaded.model_id)
         if prepare is not None:
             prepare(ladder)
@@ -187,7 +176,7 @@ class RouterLoader:
             digest=published.manifest_digest,
             rungs=ladder.rung_names,
             ladder=ladder,
-            risk=risk,
+            risks=risks,
         )
 
     def _settle(self, key: tuple[str, int], task: asyncio.Task[LoadedRouter]) -> None:
@@ -232,3 +221,24 @@ class RouterLoader:
             num_not_logged=self._num_unlogged,
         )
         self._num_unlogged = 0
+
+
+def _risks_that_hold(
+    published: PublishedVersion, loaded: LoadedModel
+) -> dict[Setting, PublishedRisk]:
+    kv_dtype, device = str(loaded.kv_dtype).removeprefix("torch."), loaded.device.type
+    holding: dict[Setting, PublishedRisk] = {}
+    for setting in RISK_KEYS:
+        risk = PublishedRisk.of(published.manifest, setting)
+        if risk is not None and risk.holds_in(kv_dtype, device):
+            holding[setting] = risk
+        elif risk is not None:
+            log.warning(
+                "the router's bound does not hold here: it was certified with keys and values of another dtype, or on another device",
+                model_id=loaded.model_id,
+                version=published.version,
+                bound_of=setting,
+                certified=(risk.dtype, risk.device),
+                served=(kv_dtype, device),
+            )
+    return holding

@@ -5,8 +5,8 @@ from dataclasses import replace
 from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.request import GenerationRequest
 from inference_service.router_loader import LoadedRouter
+from shared.errors import PreconditionFailed
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.risk import PublishedRisk
 
 
 def with_router(
@@ -17,8 +17,9 @@ def with_router(
 ) -> GenerationRequest:
     """The request with its router's version and, for policy relaxed, with the bound that shadow checks hold the router to.
 
-    The bound is the published one for the request's threshold, None if the published ones do not cover the request, and
-    `default_bound` if the router publishes none. If `shadow` has suspended the version, relaxed becomes exact.
+    The bound is the published one for the request's threshold or margin, and `default_bound` if the router publishes none. A
+    threshold that the published bounds do not cover has no bound. A margin that they do not cover has `default_bound`. If `shadow` has
+    suspended the version, relaxed becomes exact. Raises `PreconditionFailed` (reason MARGIN_NOT_CERTIFIED) for a margin without a bound.
     """
     policy = request.policy
     bound: float | None = None
@@ -27,10 +28,11 @@ def with_router(
         shadow.count_served_exact(router.version)
         policy = DepthPolicy("exact", min_layers=policy.min_layers)
     elif policy.name == "relaxed":
-        bound = default_bound
-        if router.risk is not None:
-            bound = published_bound(request, router.risk)
-            num_tokens = router.risk.num_tokens
+        bound, num_tokens = published_bound(request, router)
+        if bound is None and (policy.margin is not None or policy.setting not in router.risks):
+            bound, num_tokens = default_bound, None
+        if bound is None and policy.margin is not None:
+            raise _not_certified(policy.margin, router)
     return replace(
         request,
         policy=policy,
@@ -40,12 +42,28 @@ def with_router(
     )
 
 
-def published_bound(request: GenerationRequest, risk: PublishedRisk | None) -> float | None:
-    """The published bound for this request. None if it is not relaxed, its threshold is below all published ones, it samples, or it has
-    a repetition penalty."""
-    sampling = request.sampling
-    if risk is None or request.policy.name != "relaxed":
-        return None
-    if not sampling.is_greedy or sampling.repetition_penalty != 1.0:
-        return None
-    return risk.epsilon_at(request.policy.threshold)
+def published_bound(
+    request: GenerationRequest, router: LoadedRouter
+) -> tuple[float | None, int | None]:
+    """(published bound for this request, number of tokens for which it holds). The bound is None if the request is not relaxed, its
+    threshold or margin is bolder than all published ones, it samples, or it has a repetition penalty."""
+    policy = request.policy
+    risk = router.risks.get(policy.setting)
+    if risk is None or policy.name != "relaxed":
+        return None, None
+    if not request.sampling.is_plain_greedy:
+        return None, risk.num_tokens
+    value = policy.threshold if policy.margin is None else policy.margin
+    return risk.epsilon_at(value), risk.num_tokens
+
+
+def _not_certified(margin: float, router: LoadedRouter) -> PreconditionFailed:
+    risk = router.risks.get("margin")
+    certified = (
+        f"up to {max(bound.value for bound in risk.bounds):g}" if risk is not None else "for none"
+    )
+    return PreconditionFailed(
+        f"router version {router.version} has no bound for the margin {margin:g}; it has bounds {certified} here",
+        reason="MARGIN_NOT_CERTIFIED",
+        metadata={"router_version": str(router.version)},
+    )

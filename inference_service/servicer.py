@@ -219,8 +219,7 @@ def _submit(
 def _started(
     request: GenerationRequest, engine: Engine, router: LoadedRouter | None
 ) -> inference_pb2.GenerateResponse:
-    risk = router.risk if router is not None else None
-    bound = published_bound(request, risk)
+    bound, num_tokens = (None, None) if router is None else published_bound(request, router)
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
             request_id=request.request_id,
@@ -231,7 +230,7 @@ def _started(
             num_prompt_tokens=len(request.prompt_ids),
             policy=request.policy.name,
             risk_bound=bound,
-            risk_bound_tokens=risk.num_tokens if risk is not None and bound is not None else None,
+            risk_bound_tokens=num_tokens if bound is not None else None,
         )
     )
 

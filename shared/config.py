@@ -244,8 +244,8 @@ class WorkerSettings(ServiceSettings):
         gt=0,
         lt=1,
         allow_inf_nan=False,
-        description="Largest share, between 0 and 1, of compared answers that may differ, for routers that publish no bound. A version that breaks "
-        "its bound is served as exact. Unset: no bound.",
+        description="Largest share, between 0 and 1, of compared answers that may differ, for routers that publish no bound, and for margins that "
+        "exceed the published ones. Without it, such margins are refused. A version that breaks its bound is served as exact. Unset: no bound.",
         json_schema_extra={"metavar": "SHARE"},
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 from calibrator_service.calibration.plan import quick_spec, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
-from calibrator_service.calibration.report.risk import certified_risk
+from calibrator_service.calibration.report.risk import certified_risks
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.calibration.states.training_data import collect_training_data
@@ -92,7 +92,7 @@ def run_phases(run: Run) -> CalibrationResult:
 
     with run.phase("evaluating"):
         report = held_out_report(run, material, vocabulary, ladder)
-        report["risk"] = certified_risk(run, runner, ladder, risk_answers)
+        report |= certified_risks(run, runner, ladder, risk_answers)
         ladder = with_measured_agreement(ladder, report)
 
     report["seconds"] = {**run.seconds, "total": run.elapsed_s()}

@@ -53,7 +53,13 @@ class _Part:
         """Only after drafts that are final already (policy relaxed) have been committed."""
         drafts = self.chain.drafts[self.chain.num_final :]
         sequence = self.sequence
-        return Trial(sequence.request.sampling, sequence.tokens, [draft.token for draft in drafts])
+        request = sequence.request
+        return Trial(
+            request.sampling,
+            sequence.tokens,
+            [draft.token for draft in drafts],
+            request.policy.margin,
+        )
 
 
 def prefill_budget(num_reading: int, num_decoding: int) -> int:
@@ -288,6 +294,7 @@ class Decoder:
             sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
             sequence.num_deep_passes += 1
             sequence.num_accepted += num_confirmed
+            sequence.num_relaxed += verdict.num_relaxed
             sequence.reliability.record(tested, num_confirmed)
             self.statistics.record_drafts(tested, num_confirmed, sequence.request.router_version)
             # Every token but the last one, which the full model has just chosen.

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 from inference_service.engine.request.logprobs import Logprobs, logprobs, logprobs_from_row
-from shared.model.choosing import choose, num_confirmed
+from shared.model.choosing import choose, num_confirmed, within_margins
 from shared.model.distribution import reads_without_sync
 from shared.model.sampling import Trial
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`tokens`: the confirmed drafts and the token that the full model chooses after them. `logprobs`: of these tokens, if asked for."""
+    """`tokens`: the confirmed drafts and the token that the full model chooses after them. `logprobs`: of these tokens, if asked for.
+    `num_relaxed`: how many of the drafts were confirmed by the request's margin alone, where the full model chose another token.
+    """
 
     tokens: list[int]
     logprobs: list[Logprobs] | None = None
+    num_relaxed: int = 0
 
 
 def verify(
@@ -30,39 +33,46 @@ def verify(
     for the device once.
     """
     wanted = num_alternatives or [None] * len(trials)
-    choices, scores = compute_choices(logits, trials, wanted)
-    parts = [part.flatten() for part in (*choices, *scores)]
+    choices, scores, relaxed = compute_choices(logits, trials, wanted)
+    parts = [part.flatten() for part in (*choices, *relaxed, *scores)]
     numbers = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist())
     chosen = [[int(number) for number in islice(numbers, len(own))] for own in choices]
+    replaced = [list(islice(numbers, len(own))) for own in relaxed] or [[]] * len(trials)
     found = [[logprobs_from_row(list(islice(numbers, len(row)))) for row in own] for own in scores]
     verdicts = []
     for index, (trial, tokens) in enumerate(zip(trials, chosen, strict=True)):
         num_tokens = 1 + num_confirmed(tokens, trial.drafts)
         own = None if wanted[index] is None else found[index][:num_tokens]
-        verdicts.append(Verdict(tokens[:num_tokens], own))
+        num_relaxed = int(sum(replaced[index][:num_tokens]))
+        verdicts.append(Verdict(tokens[:num_tokens], own, num_relaxed))
     return verdicts
 
 
 def compute_choices(
     logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Per trial its choices [n] int64, and its log-probabilities [n, 1 + 2 * alternatives], [0, 1] if it asks for none. The second list
-    is empty if no trial asks for any.
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Per trial its choices [n] int64, its log-probabilities [n, 1 + 2 * alternatives], [0, 1] if it asks for none, and which
+    choices are drafts within the margin [n] bool. The second list is empty if no trial asks for any, the third if none has a margin.
 
     The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on devices that
     are read without a synchronisation.
     """
-    choices = choose(logits, trials)
+    own_choices = choose(logits, trials)
+    choices = within_margins(logits, trials, own_choices)
     if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count
         choices = [
             tokens[: 1 + num_confirmed(tokens.tolist(), trial.drafts)]
             for tokens, trial in zip(choices, trials, strict=True)
         ]
+    relaxed = []
+    if any(trial.margin is not None for trial in trials):
+        pairs = zip(choices, own_choices, strict=True)
+        relaxed = [taken != own[: len(taken)] for taken, own in pairs]
     if all(count is None for count in num_alternatives):
-        return choices, []
+        return choices, [], relaxed
     rows = logits.split_with_sizes([trial.num_rows for trial in trials])
     scores = [
         tokens.new_empty(0, 1) if count is None else logprobs(own[: len(tokens)], tokens, count)
         for own, tokens, count in zip(rows, choices, num_alternatives, strict=True)
     ]
-    return choices, scores
+    return choices, scores, relaxed

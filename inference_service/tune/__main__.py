@@ -19,17 +19,14 @@ from pathlib import Path
 import torch
 
 from inference_service.engine.engine import Engine
+from inference_service.measuring import describe_machine, published_router, say
 from inference_service.tune.prompts import read_prompts
 from inference_service.tune.results import ResultsFile
 from inference_service.tune.sweep import WARM_UP_TOKENS, Sweep, policies
 from shared.config import ModelSource, ServiceSettings, make_settings
 from shared.errors import InvalidInput, NeapError
-from shared.ladder.artefact import unpack_ladder
-from shared.ladder.ladder import Ladder
 from shared.ladder.risk import PublishedRisk
-from shared.model.load import LoadedModel, load_model
-from shared.registry.base import PublishedVersion
-from shared.registry.factory import open_registry
+from shared.model.load import load_model
 from shared.rpc.logs import configure_logging
 
 
@@ -100,30 +97,6 @@ def run(options: argparse.Namespace) -> None:
         for measurement in sweep.measurements(results.measured):
             results.add(measurement)
             say(measured=len(results.measured), total=sweep.num_measurements)
-
-
-def published_router(registry: str, model_id: str, router: str) -> tuple[PublishedVersion, Ladder]:
-    """A router by version number or alias. Raises as `open_registry`, `Registry.get`, `Registry.resolve` and `unpack_ladder`."""
-    opened = open_registry(registry)
-    try:
-        by_number = router.isdecimal()
-        published = (
-            opened.get(model_id, int(router)) if by_number else opened.resolve(model_id, router)
-        )
-        blobs = {name: opened.read_blob(published, name) for name in published.manifest["blobs"]}
-    finally:
-        opened.close()
-    return published, unpack_ladder(published.manifest, blobs)
-
-
-def describe_machine(loaded: LoadedModel) -> str:
-    """What speeds depend on: those of two machines must not be compared."""
-    return f"{loaded.device.type}, {loaded.model.dtype}, {torch.get_num_threads()} threads"
-
-
-def say(**event: object) -> None:
-    sys.stdout.write(json.dumps(event) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ def generate_request(
     raw: bool = False,
     policy: Policy = "exact",
     threshold: float | None = None,
+    margin: float | None = None,
     max_drafts: int = 0,
     min_layers: int = 0,
     router: str | int = "",
@@ -54,7 +55,11 @@ def generate_request(
             ignore_eos=ignore_eos,
         ),
         depth=depth_policy(
-            policy, threshold=threshold, max_drafts=max_drafts, min_layers=min_layers
+            policy,
+            threshold=threshold,
+            margin=margin,
+            max_drafts=max_drafts,
+            min_layers=min_layers,
         ),
         logprobs=logprobs,
     )
@@ -71,11 +76,17 @@ def generate_request(
 
 
 def depth_policy(
-    policy: str, *, threshold: float | None = None, max_drafts: int = 0, min_layers: int = 0
+    policy: str,
+    *,
+    threshold: float | None = None,
+    margin: float | None = None,
+    max_drafts: int = 0,
+    min_layers: int = 0,
 ) -> pb.DepthPolicy:
     """Build the DepthPolicy message. Raises InvalidInput for an unknown policy or a setting that the policy does not have."""
-    if threshold is not None and policy != "relaxed":
-        raise InvalidInput(f"threshold applies to the policy relaxed, not to {policy}")
+    for name, value in (("threshold", threshold), ("margin", margin)):
+        if value is not None and policy != "relaxed":
+            raise InvalidInput(f"{name} applies to the policy relaxed, not to {policy}")
     if max_drafts and policy != "exact":
         raise InvalidInput(f"max_drafts applies to the policy exact, not to {policy}")
     if policy == "full":
@@ -83,7 +94,10 @@ def depth_policy(
     if policy == "exact":
         return pb.DepthPolicy(exact=pb.Exact(max_drafts=max_drafts), min_layers=min_layers)
     if policy == "relaxed":
-        return pb.DepthPolicy(relaxed=pb.Relaxed(threshold=threshold), min_layers=min_layers)
+        if threshold is not None and margin is not None:
+            raise InvalidInput("relaxed has a threshold or a margin, not both")
+        relaxed = pb.Relaxed(threshold=threshold, margin=margin)
+        return pb.DepthPolicy(relaxed=relaxed, min_layers=min_layers)
     raise InvalidInput(f"policy is {policy!r}; it must be full, exact or relaxed")
 
 

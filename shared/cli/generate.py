@@ -44,7 +44,8 @@ def generate(
         typer.Option(
             "--policy",
             help="Depth policy. full: no early exits. exact: early tokens are drafts that the full model verifies, "
-            "so the output is that of full. relaxed: early tokens are final where the router is confident.",
+            "so the output is that of full. relaxed: with --margin, drafts are also accepted that the full model ranks close to its own "
+            "choice; without it, early tokens are final where the router is confident.",
         ),
     ] = "exact",
     threshold: Annotated[
@@ -52,7 +53,15 @@ def generate(
         typer.Option(
             "--threshold",
             help="With --policy relaxed: router probability, in (0, 1], from which an early token is final. "
-            "Default: 0.85.",
+            "A wrong token may then be any token; a margin loses less for the same speed. Default: 0.85, if there is no --margin.",
+        ),
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            "--margin",
+            help="With --policy relaxed: accept a draft if the full model prefers its own choice by at most this difference of "
+            "natural log-probabilities.",
         ),
     ] = None,
     max_drafts: Annotated[
@@ -171,6 +180,7 @@ def generate(
             raw=raw,
             policy=policy,
             threshold=threshold,
+            margin=margin,
             max_drafts=max_drafts,
             min_layers=min_layers,
             router=router,

@@ -7,6 +7,7 @@ from shared.cli import (
     connection,
     demo,
     doctor,
+    evaluate,
     generate,
     jobs,
     models,
@@ -33,6 +34,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.command("tune")(tune.tune)
+app.command("evaluate")(evaluate.evaluate)
 app.add_typer(serve.app, name="serve")
 routers.app.command("import")(router_import.import_router)
 routers.app.command("rebuild-index")(router_rebuild.rebuild_index)

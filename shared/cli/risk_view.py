@@ -8,25 +8,34 @@ from rich.table import Table
 
 from shared.cli.console import out, print_line, table_cell
 
+# The manifest's key, the setting that its bounds are about, and which settings are safer.
+TABLES = (("risk", "threshold", ">="), ("margin_risk", "margin", "<="))
+
 
 def print_risk(manifest: Mapping[str, Any]) -> None:
-    """Print the published bounds as a table. If there are none, print why."""
-    risk: Mapping[str, Any] = manifest.get("risk", {})
-    if not risk.get("bounds"):
-        reason = manifest.get("calibration", {}).get("risk", {}).get("reason", "")
-        print_line(f"  relaxed   no certified bound{reason and f' ({reason})'}")
-        return
+    """Print the published bounds as tables, for thresholds and for margins. Where there are none, print why."""
+    for key, setting, safer in TABLES:
+        risk: Mapping[str, Any] = manifest.get(key, {})
+        if risk.get("bounds"):
+            _print_bounds(risk, setting, safer)
+        else:
+            reason = manifest.get("calibration", {}).get(key, {}).get("reason", "")
+            name = f"relaxed with {setting}"
+            print_line(f"  {name:<24}no certified bound{reason and f' ({reason})'}")
+
+
+def _print_bounds(risk: Mapping[str, Any], setting: str, safer: str) -> None:
     num_tokens, num_prompts = risk.get("max_new_tokens"), risk.get("num_prompts", "unknown")
     tokens = f"the first {num_tokens} tokens" if num_tokens else "whole answers"
     table = Table(
-        "relaxed with threshold",
+        f"relaxed with {setting}",
         "differs from full on at most",
         caption=table_cell(
             f"{tokens}, greedy, confidence {1 - risk['delta']:g}, {num_prompts} prompts"
         ),
     )
     for bound in risk["bounds"]:
-        table.add_row(f">= {bound['threshold']:g}", f"{bound['epsilon']:.1%} of prompts")
+        table.add_row(f"{safer} {bound[setting]:g}", f"{bound['epsilon']:.1%} of prompts")
     out.print(table)
 
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -18,26 +18,38 @@ from shared.errors import NeapError, Unavailable
 MODULE = "inference_service.tune"
 DEFAULT_THRESHOLDS = (0.99, 0.97, 0.95, 0.9, 0.85, 0.7)
 
+Prompts = Annotated[
+    Path,
+    typer.Argument(
+        help='JSONL file of prompts. A line is {"prompt": "text to continue"} or {"messages": [{"role": .., "content": ..}]}.'
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="ID=SOURCE",
+        help="Id of the model in the registry, and its source, as for `neap serve worker`.",
+    ),
+]
+Router = Annotated[
+    str, typer.Option("--router", help="Router to measure: a version number or an alias.")
+]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        help="Data folder of the services. It holds the registry if none is named. "
+        "Default: the user's data folder.",
+    ),
+]
+
 
 @exit_on_error
 def tune(
-    prompts: Annotated[
-        Path,
-        typer.Argument(
-            help='JSONL file of prompts. A line is {"prompt": "text to continue"} or {"messages": [{"role": .., "content": ..}]}.'
-        ),
-    ],
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="ID=SOURCE",
-            help="Id of the model in the registry, and its source, as for `neap serve worker`.",
-        ),
-    ],
-    router: Annotated[
-        str, typer.Option("--router", help="Router to measure: a version number or an alias.")
-    ] = "latest",
+    prompts: Prompts,
+    model: Model,
+    router: Router = "latest",
     threshold: Annotated[
         list[float] | None,
         typer.Option(
@@ -50,14 +62,7 @@ def tune(
         int, typer.Option("--max-tokens", min=9, help="Maximum number of new tokens per answer.")
     ] = 128,
     registry: RegistryUrl = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--data-dir",
-            help="Data folder of the services. It holds the registry if none is named. "
-            "Default: the user's data folder.",
-        ),
-    ] = None,
+    data_dir: DataDir = None,
     results: Annotated[
         Path,
         typer.Option(
@@ -79,27 +84,36 @@ def tune(
     command += ["--max-tokens", str(max_tokens)]
     for value in threshold or DEFAULT_THRESHOLDS:
         command += ["--threshold", str(value)]
-    # As variables, because a registry's URL may hold a password, which flags would show in process lists.
-    given = {"NEAP_REGISTRY": registry, "NEAP_DATA_DIR": data_dir}
-    variables = {name: str(value) for name, value in given.items() if value is not None}
-    # SIGTERM acts like Ctrl-C: otherwise the measuring process would go on without this one.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        measure(command, variables)
+        measure(command, variables(registry, data_dir))
     except KeyboardInterrupt:
         err.print(f"interrupted; the same command continues from {results}", markup=False)
         raise typer.Exit(130) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
     run, rows = read_results(results, threshold or DEFAULT_THRESHOLDS)
     out.print(sweep_table(run, rows))
     out.print(f"wrote {draw(output, run, rows)}", markup=False)
 
 
-def measure(command: list[str], variables: dict[str, str]) -> None:
-    """Runs the measuring process and shows its progress. Raises the error that it reports, `Unavailable` if it dies."""
+def variables(registry: str | None, data_dir: Path | None) -> dict[str, str]:
+    """The measuring process' registry, as variables: a URL may hold a password, which flags would show in process lists."""
+    given = {"NEAP_REGISTRY": registry, "NEAP_DATA_DIR": data_dir}
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def measure(command: list[str], variables: dict[str, str]) -> dict[str, Any] | None:
+    """Runs the measuring process and shows its progress. Returns its report, if it gives one. Raises the error that it reports, and
+    `Unavailable` if it dies. SIGTERM acts like Ctrl-C meanwhile: otherwise the process would go on without this one."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _measured(command, variables)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _measured(command: list[str], variables: dict[str, str]) -> dict[str, Any] | None:
     columns = (TextColumn("measuring"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     error: NeapError | None = None
+    report: dict[str, Any] | None = None
     with (
         subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}
@@ -114,6 +128,9 @@ def measure(command: list[str], variables: dict[str, str]) -> None:
                 event = json.loads(line)
                 if "error" in event:
                     error = NeapError(event["error"], reason=event["reason"])
+                    continue
+                if "report" in event:
+                    report = event["report"]
                     continue
                 measured, total = int(event["measured"]), int(event["total"])
                 progress.update(task, completed=measured, total=total)
@@ -130,3 +147,4 @@ def measure(command: list[str], variables: dict[str, str]) -> None:
         raise Unavailable(
             f"the measuring process ended with code {process.returncode}", reason="MEASURING_ENDED"
         )
+    return report

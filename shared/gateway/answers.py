@@ -198,6 +198,7 @@ def depth_figures(finished: Sequence[pb.Finished]) -> dict[str, Any]:
         "deep_passes": sum(one.depth.num_deep_passes for one in finished),
         "drafted_tokens": sum(one.depth.num_drafted for one in finished),
         "accepted_tokens": sum(one.depth.num_accepted for one in finished),
+        "relaxed_tokens": sum(one.depth.num_relaxed for one in finished),
         "exits": exits,
     }
 

@@ -152,15 +152,18 @@ def _stopping(request: ChatRequest | CompletionRequest) -> pb.Stopping:
 
 def _depth(options: DepthOptions) -> pb.DepthPolicy:
     policy = options.policy or "exact"
-    if options.threshold is not None and policy != "relaxed":
-        raise refused("threshold needs the policy relaxed", "neap.threshold")
+    for name in ("threshold", "margin"):
+        if getattr(options, name) is not None and policy != "relaxed":
+            raise refused(f"{name} needs the policy relaxed", f"neap.{name}")
+    if options.threshold is not None and options.margin is not None:
+        raise refused("threshold and margin exclude each other", "neap.margin")
     if options.max_drafts is not None and policy != "exact":
         raise refused("max_drafts needs the policy exact", "neap.max_drafts")
     depth = pb.DepthPolicy(min_layers=options.min_layers or 0)
     if policy == "full":
         depth.full.SetInParent()
     elif policy == "relaxed":
-        depth.relaxed.CopyFrom(pb.Relaxed(threshold=options.threshold))
+        depth.relaxed.CopyFrom(pb.Relaxed(threshold=options.threshold, margin=options.margin))
     else:
         depth.exact.max_drafts = options.max_drafts or 0
         depth.exact.SetInParent()

@@ -81,6 +81,7 @@ class DepthOptions(Strict):
 
     policy: Literal["full", "exact", "relaxed"] | None = None
     threshold: float | None = Field(default=None, gt=0, le=1)
+    margin: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     max_drafts: int | None = Field(default=None, ge=0, le=UINT32)
     min_layers: int | None = Field(default=None, ge=0, le=UINT32)
     router_version: int | None = Field(default=None, ge=1, le=2**63 - 1)

@@ -16,6 +16,7 @@ from shared.ladder.forms import HEAD_FORMS
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, ModelIdentity
+from shared.ladder.risk import RISK_KEYS
 from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
 from shared.ladder.successors import SuccessorTable
@@ -48,8 +49,8 @@ def pack_ladder(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(manifest, blobs) of a ladder.
 
-    `report` is what `calibrate` returned. Its "rungs" figures go to the manifest's rungs. Its "risk", if it has bounds, becomes the
-    manifest's (see `shared.ladder.risk`). The rest becomes the manifest's "calibration".
+    `report` is what `calibrate` returned. Its "rungs" figures go to the manifest's rungs. Its "risk" and "margin_risk", if they have
+    bounds, become the manifest's (see `shared.ladder.risk`). The rest becomes the manifest's "calibration".
 
     The weights are stored as float16 and must have been rounded before (`round_weights`).
     """
@@ -89,8 +90,9 @@ def pack_ladder(
         )
     if ladder.draft_vocabulary is not None:
         tensors["draft_vocabulary"] = ladder.draft_vocabulary.to(torch.int32).cpu()
-    risk: Mapping[str, Any] = report.get("risk", {})
-    published = {"risk": risk} if risk.get("bounds") else {}
+    published = {
+        key: report[key] for key in RISK_KEYS.values() if report.get(key, {}).get("bounds")
+    }
     elsewhere = {"rungs", *published}
     has_fused = any(isinstance(layer_exit.head, FusedHead) for layer_exit in ladder.exits)
     manifest = {

@@ -1,17 +1,21 @@
 """The depth policy: whether tokens may leave early, and what makes such a token final."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import InvalidInput
+from shared.ladder.risk import Setting
 
 PolicyName = Literal["full", "exact", "relaxed"]
 
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """`full`: no exits. `exact`: tokens that leave early are drafts, which a deep pass verifies. `relaxed`: a token that leaves early
-    is final if its router probability is at least `threshold`.
+    """`full`: no exits. `exact`: tokens that leave early are drafts, which a deep pass verifies.
+
+    `relaxed` with a `margin`: the deep pass also accepts a draft if the log-probability of its own choice exceeds the draft's by at
+    most `margin`. Without one: a token that leaves early is final, unverified, if its router probability is at least `threshold`.
 
     `min_layers`: a token may leave only after this many layers. `max_drafts`: upper limit of pending tokens per deep pass, or 0 if
     the planner chooses. Raises `InvalidInput`.
@@ -19,6 +23,7 @@ class DepthPolicy:
 
     name: PolicyName = "exact"
     threshold: float = 0.85
+    margin: float | None = None
     min_layers: int = 0
     max_drafts: int = 0
 
@@ -27,7 +32,22 @@ class DepthPolicy:
             raise InvalidInput(f"depth policy is {self.name!r}; it must be full, exact or relaxed")
         if not 0.0 < self.threshold <= 1.0:
             raise InvalidInput(f"threshold is {self.threshold}; it must be in (0, 1]")
+        if self.margin is not None:
+            if self.name != "relaxed":
+                raise InvalidInput(f"a margin needs the policy relaxed, not {self.name}")
+            if not 0.0 <= self.margin < math.inf:
+                raise InvalidInput(f"margin is {self.margin}; it must be finite and not negative")
         if self.min_layers < 0:
             raise InvalidInput(f"min_layers is {self.min_layers}; it must not be negative")
         if not 0 <= self.max_drafts <= 64:
             raise InvalidInput(f"max_drafts is {self.max_drafts}; it must be in [0, 64]")
+
+    @property
+    def setting(self) -> Setting:
+        """What makes tokens final under policy relaxed."""
+        return "threshold" if self.margin is None else "margin"
+
+    def commits(self, probability: float) -> bool:
+        """Whether a draft of this router probability is final without verification."""
+        is_unverified = self.name == "relaxed" and self.margin is None
+        return is_unverified and probability >= self.threshold

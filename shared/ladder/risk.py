@@ -5,27 +5,30 @@ It stands in the manifest. Learn-then-Test certifies it over whole greedy genera
     "risk": {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "max_new_tokens": 128,
              "bounds": [{"threshold": 0.97, "epsilon": 0.05}, ..], "engine": {"dtype": "float32", ..}, ..}
 
-Each bound holds for its router threshold and all higher ones. All bounds hold together with confidence 1 - delta. They apply to
-prompts like those that the calibration drew, and to greedy answers without a repetition penalty. They cover an answer's first
-max_new_tokens tokens, up to the first end-of-sequence token, or the whole answer if that field is absent.
+"margin_risk" is of the same form, with "margin" in place of "threshold". Each bound holds for its threshold and all higher ones, or for
+its margin and all lower ones. All bounds of one table hold together with confidence 1 - delta. They apply to prompts like those that the calibration drew, and to greedy answers without a repetition penalty. They cover an answer's first max_new_tokens
+tokens, up to the first end-of-sequence token, or the whole answer if that field is absent.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shared.errors import Corrupt
 
 LOSS = "generation_differs"
+# What a bound is about -> the manifest's key.
+Setting = Literal["threshold", "margin"]
+RISK_KEYS: Mapping[Setting, str] = {"threshold": "risk", "margin": "margin_risk"}
 MAX_BOUNDS = 16
 
 
 @dataclass(frozen=True)
 class RiskBound:
-    """The output differs on at most a share `epsilon` of prompts if tokens are final from router probability `threshold` on."""
+    """The output differs on at most a share `epsilon` of prompts at this threshold or margin and at all safer ones."""
 
-    threshold: float
+    value: float
     epsilon: float
 
 
@@ -40,16 +43,19 @@ class PublishedRisk:
     num_tokens: int | None = None
     dtype: str | None = None
     device: str | None = None
+    setting: Setting = "threshold"
 
     @classmethod
-    def of(cls, manifest: Mapping[str, Any]) -> "PublishedRisk | None":
+    def of(
+        cls, manifest: Mapping[str, Any], setting: Setting = "threshold"
+    ) -> "PublishedRisk | None":
         """The risk in a manifest, or None if it has none. Raises `Corrupt` if it is not of the form in this module's docstring."""
-        record = manifest.get("risk")
+        record = manifest.get(RISK_KEYS[setting])
         if record is None:
             return None
         try:
             bounds = tuple(
-                RiskBound(_share(row["threshold"]), _share(row["epsilon"]))
+                RiskBound(_value(row[setting], setting), _share(row["epsilon"]))
                 for row in record["bounds"]
             )
             delta = _share(record["delta"])
@@ -66,7 +72,7 @@ class PublishedRisk:
             raise Corrupt("a field of the router's risk table is missing or not valid") from error
         if not is_known or not 1 <= len(bounds) <= MAX_BOUNDS:
             raise Corrupt("the router's risk table has an unknown loss, or not 1 to 16 bounds")
-        return cls(delta, bounds, num_tokens, dtype, device)
+        return cls(delta, bounds, num_tokens, dtype, device, setting)
 
     def holds_in(self, kv_dtype: str, device: str) -> bool:
         """Whether the bounds hold for an engine that keeps keys and values in `kv_dtype`, on this type of device.
@@ -75,10 +81,20 @@ class PublishedRisk:
         """
         return self.dtype in (None, kv_dtype) and self.device in (None, device)
 
-    def epsilon_at(self, threshold: float) -> float | None:
-        """The smallest epsilon that holds at a request's threshold; None if the threshold is lower than every certified one."""
-        holding = [bound.epsilon for bound in self.bounds if bound.threshold <= threshold]
+    def epsilon_at(self, value: float) -> float | None:
+        """The smallest epsilon that holds at a request's threshold or margin; None if it is bolder than every certified one."""
+        sign = 1 if self.setting == "threshold" else -1
+        holding = [bound.epsilon for bound in self.bounds if sign * value >= sign * bound.value]
         return min(holding, default=None)
+
+
+def _value(value: Any, setting: Setting) -> float:
+    if setting == "threshold":
+        return _share(value)
+    number = float(value)
+    if isinstance(value, bool) or not 0.0 < number < math.inf:
+        raise ValueError(f"{value!r} is no margin")
+    return number
 
 
 def _share(value: Any) -> float:

@@ -40,6 +40,29 @@ def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
     return [chosen[index] for index in range(len(trials))]
 
 
+def within_margins(logits: Tensor, trials: Sequence[Trial], choices: list[Tensor]) -> list[Tensor]:
+    """`choices`, with each draft in place of a choice that leads it by at most its trial's margin.
+
+    logits and choices as of `choose`. Nothing waits for the device.
+    """
+    if all(trial.margin is None for trial in trials):
+        return choices
+    rows = logits.split_with_sizes([trial.num_rows for trial in trials])
+    return [
+        chosen if trial.margin is None else _within_margin(own, trial.drafts, trial.margin, chosen)
+        for own, trial, chosen in zip(rows, trials, choices, strict=True)
+    ]
+
+
+def _within_margin(logits: Tensor, drafts: Sequence[int], margin: float, choices: Tensor) -> Tensor:
+    """Row i of logits [n + 1, V] judges draft i of n; the last row judges none. Logits differ as log-probabilities do."""
+    drafted = torch.tensor(drafts, dtype=torch.int64).to(logits.device, non_blocking=True)
+    chosen, last = choices.split([len(drafted), 1])
+    scores = logits[:-1].gather(1, torch.stack([chosen, drafted], 1))
+    is_near = scores[:, 0] - scores[:, 1] <= margin
+    return torch.cat([torch.where(is_near, drafted, chosen), last])
+
+
 def num_confirmed(chosen: Sequence[int], drafts: Sequence[int]) -> int:
     """The number of drafts before the first one that was not chosen."""
     return next((i for i, draft in enumerate(drafts) if chosen[i] != draft), len(drafts))

@@ -52,6 +52,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Greedy, and the choice is the most probable token of the model itself."""
+        return self.is_greedy and self.repetition_penalty == 1.0
+
 
 def uniform_at(seed: int, position: int) -> float:
     """The uniform number in [0, 1) of one position of a sequence, from the counter-based generator Philox."""
@@ -63,11 +68,15 @@ class Trial:
     """The rows of logits of one sequence: one per draft and one more. Row i predicts the token after `context` and drafts [0, i).
 
     Row i counts only if all drafts before it are accepted. In that case it is the row that plain decoding would compute.
+
+    `margin`: a draft is accepted, too, if the log-probability of the choice exceeds its own by at most this. None: it is not. Only
+    greedy trials without a repetition penalty have one.
     """
 
     sampling: SamplingParams
     context: Sequence[int]
     drafts: Sequence[int] = ()
+    margin: float | None = None
 
     @property
     def num_rows(self) -> int:

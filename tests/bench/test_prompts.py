@@ -6,9 +6,9 @@ import json
 from bench.decode_figures import EXACT, FULL, measure, summarise
 from bench.load import chat
 from bench.prompts import BenchPrompt, encode_turns, read_prompts
-from bench.sides import neap
 from bench.streams import FINISHED, Stream, StreamClient
 from inference_service.engine.engine import Engine
+from inference_service.evaluate.sides import neap
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import wrap_model
 from shared.registry.local import LocalRegistry

@@ -99,6 +99,10 @@ def test_bad_stopping_is_refused(field):
             pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.5), min_layers=1),
             DepthPolicy("relaxed", threshold=0.5, min_layers=1),
         ),
+        (
+            pb.DepthPolicy(relaxed=pb.Relaxed(margin=0.0), min_layers=1),
+            DepthPolicy("relaxed", margin=0.0, min_layers=1),
+        ),
     ],
 )
 def test_depth_policies(message, policy):
@@ -110,6 +114,10 @@ def test_depth_policies(message, policy):
     [
         pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.0)),
         pb.DepthPolicy(relaxed=pb.Relaxed(threshold=math.nan)),
+        pb.DepthPolicy(relaxed=pb.Relaxed(margin=-0.1)),
+        pb.DepthPolicy(relaxed=pb.Relaxed(margin=math.nan)),
+        pb.DepthPolicy(relaxed=pb.Relaxed(margin=math.inf)),
+        pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9, margin=0.1)),
         pb.DepthPolicy(exact=pb.Exact(max_drafts=1000)),
     ],
 )
@@ -185,7 +193,7 @@ def test_chunks_become_messages():
 
 @pytest.mark.parametrize("reason", list(FinishReason))
 def test_finished_becomes_a_message(reason):
-    depth = DepthStatistics({"full": (4, 6), "suffix": (0, 2)}, 5, 2, 24, 40, 6, 8)
+    depth = DepthStatistics({"full": (4, 6), "suffix": (0, 2)}, 5, 2, 24, 40, 6, 8, 1)
     event = Finished(reason, "stop", "tail", 11, 7, 8, 0.25, 1.5, 2.000000001, depth)
     finished = from_event(event, str).finished
     assert pb.FinishReason.Name(finished.reason) == f"FINISH_REASON_{reason.name}"
@@ -207,4 +215,5 @@ def test_finished_becomes_a_message(reason):
         mean_layers_per_token=3.0,
         num_deep_passes=6,
         num_token_layers=40,
+        num_relaxed=1,
     )

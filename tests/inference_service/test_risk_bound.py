@@ -7,6 +7,7 @@ from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.engine.engine import Engine
+from shared.errors import InvalidInput, PreconditionFailed
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
 from tests.generation import request_of
@@ -22,15 +23,20 @@ RISK = {
 }
 
 
+MARGIN_BOUNDS = [{"margin": 0.1, "epsilon": 0.3}]
+
+
 @pytest.fixture(scope="module")
 def client(tmp_path_factory, loaded):
-    """Of a worker whose router, version 1, publishes RISK; version 2 publishes none, versions 3 and 4 those of other engines."""
+    """Of a worker whose router, version 1, publishes RISK and MARGIN_BOUNDS; version 2 publishes none, versions 3 and 4 those of other engines."""
     registry_folder = tmp_path_factory.mktemp("registry")
     with closing(open_registry(str(registry_folder))) as registry:
         narrow = {**RISK, "engine": {"dtype": "bfloat16", "device": "cpu"}}
         on_gpu = {**RISK, "engine": {"dtype": "float32", "device": "cuda"}}
         for number, risk in enumerate((RISK, {"bounds": []}, narrow, on_gpu), 1):
-            manifest, blobs = pack_ladder(build_ladder(loaded), {"risk": risk})
+            margin_risk = {**risk, "bounds": risk["bounds"] and MARGIN_BOUNDS}
+            report = {"risk": risk, "margin_risk": margin_risk}
+            manifest, blobs = pack_ladder(build_ladder(loaded), report)
             registry.publish("tiny", manifest, blobs, request_id=str(number), aliases=["latest"])
         with (
             Engine(loaded) as engine,
@@ -49,6 +55,33 @@ def started(client, depth: pb.DepthPolicy, version: int = 1, **sampling: float) 
 
 def relaxed(threshold: float | None = None) -> pb.DepthPolicy:
     return pb.DepthPolicy(relaxed=pb.Relaxed(threshold=threshold))
+
+
+def within(margin: float) -> pb.DepthPolicy:
+    return pb.DepthPolicy(relaxed=pb.Relaxed(margin=margin))
+
+
+def test_the_bound_of_the_requests_margin(client) -> None:
+    said = started(client, within(0.05))
+    assert (said.policy, said.risk_bound, said.risk_bound_tokens) == ("relaxed", 0.3, 128)
+
+
+@pytest.mark.parametrize(
+    ("margin", "version", "sampling", "error", "reason"),
+    [
+        (0.2, 1, {}, PreconditionFailed, "MARGIN_NOT_CERTIFIED"),
+        (0.05, 2, {}, PreconditionFailed, "MARGIN_NOT_CERTIFIED"),
+        (0.05, 3, {}, PreconditionFailed, "MARGIN_NOT_CERTIFIED"),
+        (0.05, 4, {}, PreconditionFailed, "MARGIN_NOT_CERTIFIED"),
+        (0.05, 1, {"temperature": 1.0}, InvalidInput, "MARGIN_NEEDS_GREEDY"),
+    ],
+)
+def test_a_margin_is_refused_where_none_is_certified(
+    client, margin, version, sampling, error, reason
+) -> None:
+    with pytest.raises(error) as refused:
+        started(client, within(margin), version, **sampling)
+    assert refused.value.reason == reason
 
 
 @pytest.mark.parametrize(("threshold", "bound"), [(0.995, 0.05), (0.99, 0.05), (0.95, 0.2)])

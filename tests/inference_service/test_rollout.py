@@ -11,6 +11,7 @@ from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.request import GenerationRequest
 from inference_service.metrics import WorkerMetrics
 from inference_service.served_request import with_router
+from shared.errors import PreconditionFailed
 from shared.ladder.ladder import ModelIdentity
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk, RiskBound
@@ -122,8 +123,39 @@ def test_relaxed_is_served_as_exact_once_it_broke_its_bound(rollout):
     ],
 )
 def test_the_bound_a_request_is_held_to(policy, risk, default, bound):
-    published = PublishedRisk(0.05, (RiskBound(0.9, 0.05),)) if risk else None
-    router = SimpleNamespace(version=3, risk=published)
+    published = {"threshold": PublishedRisk(0.05, (RiskBound(0.9, 0.05),))} if risk else {}
+    router = SimpleNamespace(version=3, risks=published)
     request = GenerationRequest(prompt_ids=(1,), policy=policy)
     served = with_router(request, router, Shadow(None, None), default)
     assert (served.router_version, served.risk_bound, served.policy) == (3, bound, policy)
+
+
+MARGIN_RISK = PublishedRisk(0.05, (RiskBound(0.1, 0.05),), num_tokens=128, setting="margin")
+
+
+@pytest.mark.parametrize(
+    ("margin", "published", "default", "bound"),
+    [
+        (0.1, True, None, (0.05, 128)),
+        (0.1, True, 0.5, (0.05, 128)),
+        (0.2, True, 0.5, (0.5, None)),  # the operator's
+        (0.2, True, None, None),
+        (0.01, False, 0.5, (0.5, None)),
+        (0.01, False, None, None),
+    ],
+)
+def test_a_margin_without_a_bound_is_refused(margin, published, default, bound):
+    """Whatever is certified for thresholds."""
+    risks = {"threshold": PublishedRisk(0.05, (RiskBound(0.9, 0.01),))}
+    router = SimpleNamespace(
+        version=3, risks=risks | ({"margin": MARGIN_RISK} if published else {})
+    )
+    policy = DepthPolicy("relaxed", margin=margin)
+    request = GenerationRequest(prompt_ids=(1,), policy=policy)
+    if bound is None:
+        with pytest.raises(PreconditionFailed) as refused:
+            with_router(request, router, Shadow(None, None), default)
+        assert refused.value.reason == "MARGIN_NOT_CERTIFIED"
+    else:
+        served = with_router(request, router, Shadow(None, None), default)
+        assert (served.risk_bound, served.risk_bound_tokens, served.policy) == (*bound, policy)

@@ -1,4 +1,4 @@
-"""Certifies on how many prompts `relaxed` may differ, per threshold: Learn-then-Test (Angelopoulos et al., 2110.01052).
+"""Certifies on how many prompts `relaxed` may differ, per threshold or margin: Learn-then-Test (Angelopoulos et al., 2110.01052).
 
 For a share epsilon, thresholds are tested from the safest to the boldest: p = P[Bin(n, epsilon) <= prompts seen to differ]. The
 thresholds before the first p > level pass. With level delta that holds for a single epsilon.
@@ -9,6 +9,8 @@ t is P[T >= t]. Write {T >= t} = {U <= risk at t} with a uniform U. Then a share
 #{U <= epsilon} is at most the critical count of epsilon, whatever the thresholds and the router are. The probability that this
 happens for any epsilon of the grid is computed exactly (the recursion is that of Noe 1972; the binomial bands of Berk and Jones 1979
 are the same with all epsilons). The level is the largest one that keeps this probability at delta.
+
+The same holds for margins, of which the safest is the smallest, with the lowest margin at which a prompt differs for T.
 """
 
 import math
@@ -24,6 +26,7 @@ from shared.ladder.risk import RiskBound
 DELTA = 0.05
 # Fixed before any data is seen, safest first. A router's probability is at most 0.999.
 THRESHOLDS = (0.999, 0.998, 0.995, 0.99, 0.98, 0.97, 0.95, 0.93, 0.9, 0.87, 0.85, 0.8, 0.75, 0.7)
+MARGINS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0)
 EPSILONS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 _BISECTIONS = 40
 
@@ -32,10 +35,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Certificate:
-    """`bounds`: safest threshold first, each bolder and looser than the one before; () if nothing can be certified.
+    """`bounds`: safest setting first, each bolder and looser than the one before; () if nothing can be certified.
 
     `level`: level of each test, so that all bounds hold together with probability 1 - DELTA. `num_differing`: prompts that differ,
-    per threshold of THRESHOLDS.
+    per setting, safest first.
     """
 
     bounds: tuple[RiskBound, ...]
@@ -43,19 +46,29 @@ class Certificate:
     num_differing: tuple[int, ...]
 
 
-def certify(highest: Sequence[float]) -> Certificate:
+def certify_thresholds(highest: Sequence[float]) -> Certificate:
     """`highest[i]`: the highest threshold at which prompt i differs, 0 if it never does. Prompts must be drawn independently."""
-    num_prompts = len(highest)
-    counts = tuple(sum(value >= threshold for value in highest) for threshold in THRESHOLDS)
+    counts = [sum(value >= threshold for value in highest) for threshold in THRESHOLDS]
+    return _certify(THRESHOLDS, counts, len(highest))
+
+
+def certify_margins(lowest: Sequence[float]) -> Certificate:
+    """`lowest[i]`: the lowest margin at which prompt i differs, inf if it never does. Prompts must be drawn independently."""
+    counts = [sum(value <= margin for value in lowest) for margin in MARGINS]
+    return _certify(MARGINS, counts, len(lowest))
+
+
+def _certify(settings: Sequence[float], counts: Sequence[int], num_prompts: int) -> Certificate:
+    """`counts[i]`: prompts that differ at `settings[i]`, safest first."""
     if not num_prompts:
-        return Certificate((), 0.0, counts)
+        return Certificate((), 0.0, tuple(counts))
     level = joint_level(num_prompts, DELTA)
-    bounds: list[RiskBound] = []
+    bounds: dict[float, RiskBound] = {}
     for epsilon in EPSILONS:
-        passed = last_passing(num_prompts, counts, epsilon, level)
-        if passed and (not bounds or THRESHOLDS[passed - 1] < bounds[-1].threshold):
-            bounds.append(RiskBound(THRESHOLDS[passed - 1], epsilon))
-    return Certificate(tuple(bounds), level, counts)
+        if passed := last_passing(num_prompts, counts, epsilon, level):
+            setting = settings[passed - 1]
+            bounds.setdefault(setting, RiskBound(setting, epsilon))
+    return Certificate(tuple(bounds.values()), level, tuple(counts))
 
 
 def last_passing(num_prompts: int, counts: Sequence[int], epsilon: float, level: float) -> int:

@@ -1,13 +1,16 @@
-"""Replays recorded greedy answers: up to which threshold would `relaxed` have differed from the answer, whatever the timing?
+"""Replays recorded greedy answers: at which thresholds and margins would `relaxed` have differed from the answer, whatever the timing?
 
 Which positions `relaxed` drafts, with which rung and how many in a row depends on costs that the worker measures and on its recent
-requests. So the replay follows every chain of drafts that a worker could build. A chain begins at a settled position. Its drafts are
-final one after the other, as long as some rung's draft has at least the threshold's probability. While each is the full model's
-choice, the text is the recorded one, and so is the input of all later drafts: table lookups see the final tokens and the chain so
-far, exits see the true state of the last token and the deep state of the last settled one. The first wrong draft that is final makes
-the generation differ. A worker builds some of these chains, so the result is an upper bound of what happens there.
+requests. So the replay follows every chain of drafts that a worker could build. A chain begins at a settled position. While each of
+its drafts is the full model's choice, the text is the recorded one, and so is the input of all later drafts: table lookups see the
+final tokens and the chain so far, exits see the true state of the last token and the deep state of the last settled one. The first
+wrong draft that is accepted makes the generation differ, so what a worker would write after it does not matter. With a threshold, it is
+accepted if it and all drafts before it have at least the threshold's probability. With a margin, it is accepted if the full model's
+log-probability of its own choice exceeds the draft's by at most the margin. A worker builds some of these chains, so the result is
+an upper bound of what happens there.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,11 +27,19 @@ from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.ops.chains import ChainStart
 
-# Added to the exits' probabilities, because exits that are served one at a time round differently than in a batch.
+# Added to the exits' probabilities and taken from margins: what is served one at a time may round differently than in a batch.
 ROUNDING = 1e-4
 
 # (token, probability) of each rung's draft.
 Drafts = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Differing:
+    """From which settings on `relaxed` may differ from one answer: up to `threshold` (0: at none), from `margin` on (inf: at none)."""
+
+    threshold: float
+    margin: float
 
 
 @dataclass
@@ -37,7 +48,8 @@ class _Replay:
 
     states: depth -> [S, D] and deep [S, D], float, on the model's device; reach: settled position -> the highest threshold at which
     a chain from there gets as long as the current round's chains; outputs: (settled position, number of the exit) -> a chained
-    exit's last output [D] in that chain; highest: the highest threshold at which a wrong draft is final, 0 if there is none.
+    exit's last output [D] in that chain; highest: the highest threshold at which a wrong draft is final, 0 if there is none;
+    wrong: (position, token) of all wrong drafts.
     """
 
     sequence: TokenSequence
@@ -46,13 +58,16 @@ class _Replay:
     reach: dict[int, float] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     highest: float = 0.0
+    wrong: set[tuple[int, int]] = field(default_factory=set)
 
     def take(self, settled: int, drafts: Drafts, chained: int) -> float:
         """Takes all rungs' drafts after `chained` earlier ones. Returns the reach of the chain with one more draft."""
-        reach, choice = self.reach[settled], self.sequence.tokens[settled + chained + 1]
+        position = settled + chained + 1
+        reach, choice = self.reach[settled], self.sequence.tokens[position]
         wrong = [probability for token, probability in drafts if token != choice]
         right = [probability for token, probability in drafts if token == choice]
         self.highest = max(self.highest, min(reach, max(wrong, default=0.0)))
+        self.wrong |= {(position, token) for token, _ in drafts if token != choice}
         return min(reach, max(right, default=0.0))
 
 
@@ -63,19 +78,18 @@ class Replayer:
         self._ladder, self._runner = ladder.bind(runner), runner
 
     @torch.inference_mode()
-    def highest_differing(
+    def differing(
         self,
         sequences: Sequence[TokenSequence],
-        lowest: float,
         *,
         on_batch: Callable[[], object] = lambda: None,
-    ) -> list[float]:
-        """Per sequence the highest threshold at which `relaxed` may differ from the answer. Values below `lowest` are not exact.
+    ) -> list[Differing]:
+        """Per sequence the thresholds and margins at which `relaxed` may differ from the answer.
 
-        It is 1 for an answer that differs from the greedy choices of the runner's own passes: then the answer of a worker's full
-        model is unknown.
+        These are all, for an answer that differs from the greedy choices of the runner's own passes: then the answer of a worker's
+        full model is unknown.
         """
-        highest = [0.0] * len(sequences)
+        found = [Differing(1.0, 0.0)] * len(sequences)
         lengths = [len(sequence.tokens) for sequence in sequences]
         for batch in batches(sorted(range(len(sequences)), key=lengths.__getitem__), lengths):
             on_batch()
@@ -84,15 +98,27 @@ class Replayer:
                 _Replay(sequences[i], {depth: states[depth][row] for depth in states}, deep[row])
                 for row, i in enumerate(batch)
             ]
-            for replay in replays:
-                tokens, start = replay.sequence.tokens, replay.sequence.answer_start
-                deep = replay.deep[start - 1 : len(tokens) - 1]
-                if tuple(greedy_choices(self._runner, deep).tolist()) != tokens[start:]:
-                    replay.highest = 1.0
-            self._follow_chains([replay for replay in replays if replay.highest < 1.0], lowest)
-            for i, replay in zip(batch, replays, strict=True):
-                highest[i] = replay.highest
-        return highest
+            known = {i: one for i, one in zip(batch, replays, strict=True) if self._is_known(one)}
+            self._follow_chains(list(known.values()))
+            for i, replay in known.items():
+                found[i] = Differing(replay.highest, self._least_margin(replay))
+        return found
+
+    def _is_known(self, replay: _Replay) -> bool:
+        """Whether the answer is what the runner's own passes choose."""
+        tokens, start = replay.sequence.tokens, replay.sequence.answer_start
+        deep = replay.deep[start - 1 : len(tokens) - 1]
+        return tuple(greedy_choices(self._runner, deep).tolist()) == tokens[start:]
+
+    def _least_margin(self, replay: _Replay) -> float:
+        """The smallest margin at which the full model accepts one of the wrong drafts."""
+        if not replay.wrong:
+            return math.inf
+        positions, tokens = torch.tensor(sorted(replay.wrong)).to(replay.deep.device).unbind(1)
+        scored, rows = positions.unique(return_inverse=True)
+        logits = self._runner.logits(replay.deep[scored - 1])  # which chose the tokens at `scored`
+        gaps = logits.amax(-1)[rows] - logits[rows, tokens]
+        return max(float(gaps.min()) - ROUNDING, 0.0)
 
     def _capture(self, sequences: Sequence[TokenSequence]) -> tuple[dict[int, Tensor], Tensor]:
         """(depth -> states [B, S, D], states at depth L [B, S, D]). Rows are padded on the right, where causal attention does not look."""
@@ -101,7 +127,7 @@ class Replayer:
         captured = runner.capture(tokens, [*depths, runner.num_layers])
         return {depth: captured[depth] for depth in depths}, captured[runner.num_layers]
 
-    def _follow_chains(self, replays: Sequence[_Replay], lowest: float) -> None:
+    def _follow_chains(self, replays: Sequence[_Replay]) -> None:
         """One round per length of a chain; all chains of all replays in each round."""
         for replay in replays:
             # The prompt's deep pass chooses the first token, so the earliest chain begins there.
@@ -120,7 +146,7 @@ class Replayer:
             for replay in replays:
                 replay.reach = {}
             for replay, settled, reach in reaches:
-                if reach >= lowest and settled + chained + 2 < len(replay.sequence.tokens):
+                if reach > 0.0 and settled + chained + 2 < len(replay.sequence.tokens):
                     replay.reach[settled] = reach
 
     def _table_drafts(self, replay: _Replay, chained: int) -> list[Drafts]:

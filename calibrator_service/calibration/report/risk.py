@@ -2,13 +2,19 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
 
-from calibrator_service.calibration.report.certificate import DELTA, THRESHOLDS, certify
+from calibrator_service.calibration.report.certificate import (
+    DELTA,
+    MARGINS,
+    THRESHOLDS,
+    Certificate,
+    certify_margins,
+    certify_thresholds,
+)
 from calibrator_service.calibration.report.replay import Replayer
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import AnswerFile
@@ -17,21 +23,41 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.stream import GivenText
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.ladder.ladder import Ladder
-from shared.ladder.risk import LOSS
+from shared.ladder.risk import LOSS, RISK_KEYS, Setting
 from shared.model.contiguous_runner import ContiguousRunner
 
 # Reasons why nothing is certified.
-GIVEN_TEXT, TOO_FEW_PROMPTS, NO_THRESHOLD = "GIVEN_TEXT", "TOO_FEW_PROMPTS", "NO_THRESHOLD_PASSED"
+GIVEN_TEXT, TOO_FEW_PROMPTS = "GIVEN_TEXT", "TOO_FEW_PROMPTS"
+NONE_PASSED: dict[Setting, str] = {
+    "threshold": "NO_THRESHOLD_PASSED",
+    "margin": "NO_MARGIN_PASSED",
+}
 
 
-def certified_risk(
+def certified_risks(
     run: Run, runner: ContiguousRunner, ladder: Ladder, answers: RiskAnswers
 ) -> dict[str, Any]:
-    """The manifest's "risk" (see `shared.ladder.risk`). Without bounds it has a "reason". Raises `Cancelled`."""
-    highest = Replayer(ladder, runner).highest_differing(
-        answers.sequences, THRESHOLDS[-1], on_batch=lambda: run.report("evaluating", 0.99)
+    """The manifest's "risk" and "margin_risk" (see `shared.ladder.risk`). Without bounds they have a "reason". Raises `Cancelled`."""
+    found = Replayer(ladder, runner).differing(
+        answers.sequences, on_batch=lambda: run.report("evaluating", 0.99)
     )
-    certificate = certify(highest)
+    certified: dict[Setting, tuple[Sequence[float], Certificate]] = {
+        "threshold": (THRESHOLDS, certify_thresholds([one.threshold for one in found])),
+        "margin": (MARGINS, certify_margins([one.margin for one in found])),
+    }
+    return {
+        RISK_KEYS[setting]: _record(run, answers, setting, values, certificate)
+        for setting, (values, certificate) in certified.items()
+    }
+
+
+def _record(
+    run: Run,
+    answers: RiskAnswers,
+    setting: Setting,
+    values: Sequence[float],
+    certificate: Certificate,
+) -> dict[str, Any]:
     record = {
         "loss": LOSS,
         "delta": DELTA,
@@ -39,10 +65,10 @@ def certified_risk(
         "max_new_tokens": answers.max_new_tokens,
         "max_drafts": MAX_CHAIN,
         "level": certificate.level,
-        "bounds": [asdict(bound) for bound in certificate.bounds],
+        "bounds": [{setting: one.value, "epsilon": one.epsilon} for one in certificate.bounds],
         "differing": [
-            {"threshold": threshold, "num_prompts": count}
-            for threshold, count in zip(THRESHOLDS, certificate.num_differing, strict=True)
+            {setting: value, "num_prompts": count}
+            for value, count in zip(values, certificate.num_differing, strict=True)
         ],
         "data_digest": _digest(answers.sequences),
         "engine": {
@@ -53,14 +79,14 @@ def certified_risk(
         },
     }
     if not certificate.bounds:
-        record["reason"] = _reason_without_bounds(answers)
+        record["reason"] = _reason_without_bounds(answers, setting)
     return record
 
 
-def _reason_without_bounds(answers: RiskAnswers) -> str:
+def _reason_without_bounds(answers: RiskAnswers, setting: Setting) -> str:
     if isinstance(answers.text, GivenText) and not isinstance(answers.text.source, AnswerFile):
         return GIVEN_TEXT
-    return NO_THRESHOLD if answers.sequences else TOO_FEW_PROMPTS
+    return NONE_PASSED[setting] if answers.sequences else TOO_FEW_PROMPTS
 
 
 def _digest(sequences: Sequence[TokenSequence]) -> str:

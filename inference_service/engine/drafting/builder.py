@@ -127,7 +127,7 @@ class DraftBuilder:
             return False
         probability = self.best_probability
         all_final = chain.num_final == len(chain.drafts)
-        if policy.name == "relaxed" and all_final and draft.probability >= policy.threshold:
+        if policy.commits(draft.probability) and all_final:
             chain.num_final += 1
             probability = 1.0
         chain.append(draft, probability)

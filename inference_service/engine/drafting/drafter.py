@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from itertools import groupby
+from itertools import groupby, product
 
 import torch
 from torch import Tensor
@@ -32,12 +32,14 @@ class Drafter:
         self.costs = costs
         self._runner = runner
         self._gains = gains
-        # Sampled tokens agree with drafts less often than greedy ones, so the two kinds of requests are recorded separately.
-        self._served = {is_greedy: Reliability(SERVED_WEIGHT) for is_greedy in (True, False)}
+        # Sampled tokens agree with drafts less often than greedy ones, and a margin accepts more drafts: each kind has its own record.
+        self._served = {
+            kind: Reliability(SERVED_WEIGHT) for kind in product((True, False), repeat=2)
+        }
 
     def served(self, request: GenerationRequest) -> Reliability:
-        """How reliable the ladder's drafts were in earlier requests of this kind (greedy or sampled)."""
-        return self._served[request.sampling.is_greedy]
+        """How reliable the ladder's drafts were in earlier requests of this kind (greedy or sampled, with a margin or without)."""
+        return self._served[request.sampling.is_greedy, request.policy.margin is not None]
 
     def ask_exits(
         self, ladder: BoundLadder, builders: Rows[DraftBuilder], num_sequences: int

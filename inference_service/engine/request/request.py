@@ -78,8 +78,13 @@ class GenerationRequest:
                 raise InvalidInput(
                     f"logprobs is {self.logprobs}; it must be in [0, {MAX_LOGPROBS}]"
                 )
-            if self.policy.name == "relaxed":
-                raise InvalidInput("logprobs need policy full or exact")
+            if self.policy.name == "relaxed" and self.policy.margin is None:
+                raise InvalidInput("logprobs need policy full or exact, or relaxed with a margin")
+        if self.policy.margin is not None and not self.sampling.is_plain_greedy:
+            raise InvalidInput(
+                "a margin needs greedy decoding without a repetition penalty",
+                reason="MARGIN_NEEDS_GREEDY",
+            )
 
 
 class FinishReason(Enum):
@@ -113,7 +118,8 @@ class DepthStatistics:
     """Counts of one request's decoding. The prompt's passes are not counted.
 
     A layer execution is one call of one decoder layer with any number of tokens; `num_token_layers` is the sum of their tokens.
-    `exits` maps a rung's name to (depth, tokens).
+    `exits` maps a rung's name to (depth, tokens). `num_relaxed`: accepted drafts where the full model chose another token, within the
+    margin of policy relaxed.
     """
 
     exits: dict[str, tuple[int, int]]
@@ -123,6 +129,7 @@ class DepthStatistics:
     num_token_layers: int
     num_deep_passes: int
     num_tokens: int
+    num_relaxed: int = 0
 
     @property
     def mean_layers_per_token(self) -> float:

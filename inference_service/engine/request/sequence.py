@@ -61,6 +61,7 @@ class Sequence:
         self.first_token_s: float | None = None
         self.num_drafted = 0
         self.num_accepted = 0
+        self.num_relaxed = 0
         self.num_deep_passes = 0
         self.num_layer_executions = 0
         self.num_token_layers = 0
@@ -174,6 +175,7 @@ class Sequence:
             exits={rung: (depth, count) for (rung, depth), count in self._exits.items()},
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
+            num_relaxed=self.num_relaxed,
             num_layer_executions=self.num_layer_executions,
             num_token_layers=self.num_token_layers,
             num_deep_passes=self.num_deep_passes,

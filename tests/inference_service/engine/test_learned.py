@@ -56,7 +56,14 @@ def test_answers_draft_for_no_other_client(engine, answer):
     assert engine.statistics.drafted["learned"] == 0
 
 
-@pytest.mark.parametrize("policy", [DepthPolicy("relaxed", threshold=0.5), DepthPolicy("full")])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        DepthPolicy("relaxed", threshold=0.5),
+        DepthPolicy("relaxed", margin=0.5),
+        DepthPolicy("full"),
+    ],
+)
 def test_only_exact_answers_teach_and_are_drafted(engine, answer, policy):
     """A draft that is final under relaxed was in no replay that certified the router's bounds."""
     assert answered(engine, client="ann", policy=policy) == (answer, 0)

@@ -13,6 +13,7 @@ from inference_service.engine.request.request import (
 )
 from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.step import Decoder, prefill_budget
+from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model import distribution
 from shared.model.contiguous_runner import ContiguousRunner
@@ -134,6 +135,46 @@ def test_relaxed_makes_sure_exits_final_and_completes_their_cache(loaded, answer
     for index, token in enumerate(tokens):
         if relaxed.tokens[index].rung == "full":
             assert token == int(logits[len(PROMPT) + index - 1].argmax())
+
+
+def test_a_margin_accepts_near_choices_and_keeps_keys_and_values_exact(loaded, answer):
+    """Every second token is drafted as the model's second choice."""
+
+    @torch.no_grad()
+    def scores(tokens: list[int]) -> torch.Tensor:
+        return loaded.model(torch.tensor([tokens])).logits[0].double()
+
+    def second(context: list[int]) -> tuple[int, float] | None:
+        order = scores(context)[-1].argsort(descending=True)
+        return int(order[len(context) % 2]), 0.9
+
+    rows = scores([*PROMPT, *answer])[len(PROMPT) - 1 :].topk(2).values
+    margin = float((rows[:, 0] - rows[:, 1]).median())
+    with fixed_cost_engine(loaded, ScriptedLadder(second)) as engine:
+        policy = DepthPolicy("relaxed", margin=margin, max_drafts=4)
+        relaxed = engine.generate(PROMPT, policy=policy, max_tokens=NUM_NEW, ignore_eos=True)
+        exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW, ignore_eos=True)
+    assert list(exact.token_ids) == answer
+    assert exact.stats.num_relaxed == 0
+    # One pass over the served text: what the full model says after exactly these tokens.
+    logits = scores([*PROMPT, *relaxed.token_ids])[len(PROMPT) - 1 : -1]
+    gaps = logits.amax(-1) - logits.gather(1, torch.tensor(relaxed.token_ids)[:, None])[:, 0]
+    assert float(gaps.max()) <= margin + 1e-4
+    assert relaxed.stats.num_relaxed == int((gaps > 1e-4).sum()) > 0
+    assert relaxed.stats.num_accepted < relaxed.stats.num_drafted, "no draft was beyond the margin"
+    chosen = [gap for gap, token in zip(gaps, relaxed.tokens, strict=True) if token.rung == "full"]
+    assert max(chosen) < 1e-4
+
+
+def test_a_margin_is_refused_where_it_has_no_meaning(loaded):
+    policy = DepthPolicy("relaxed", margin=0.1)
+    for sampling in (SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=1.1)):
+        with pytest.raises(InvalidInput) as refused:
+            GenerationRequest(PROMPT, sampling=sampling, policy=policy)
+        assert refused.value.reason == "MARGIN_NEEDS_GREEDY"
+    for name in ("full", "exact"):
+        with pytest.raises(InvalidInput):
+            DepthPolicy(name, margin=0.1)
 
 
 def test_layers_of_exits_count_where_no_deep_pass_follows(loaded, answer):

@@ -27,6 +27,13 @@ def test_control_characters_in_generated_text_are_escaped(service, neap):
     assert "".join(texts) == "Héllo" + service.inference.text
 
 
+def test_a_margin_is_carried(service, neap):
+    flags = ["--policy", "relaxed", "--margin", "0.2"]
+    assert neap("generate", "hi", "--worker", service.address, *flags).exit_code == 0
+    relaxed = service.inference.requests[0].depth.relaxed
+    assert (relaxed.margin, relaxed.HasField("threshold")) == (0.2, False)
+
+
 def test_the_request_carries_every_flag(service, neap):
     flags = ["--model", "tiny", "--policy", "relaxed", "--threshold", "0.9", "--min-layers", "4"]
     flags += ["--temperature", "0", "--top-k", "5", "--seed", "0", "--stop", "a", "--stop", "b"]

@@ -54,6 +54,11 @@ def test_show_prints_the_certified_bounds(service, neap):
     shown = neap(*show).stdout
     for part in (">= 0.99", "5.0%", ">= 0.9", "20.0%", "first 128 tokens", "400 prompts", "0.95"):
         assert part in shown, part
+    margins = {**risk, "bounds": [{"margin": 0.02, "epsilon": 0.3}]}
+    service.routers.manifest = {"rungs": [], "margin_risk": margins}
+    shown = neap(*show).stdout
+    for part in ("relaxed with threshold  no certified bound", "<= 0.02", "30.0%", "whole answers"):
+        assert part in shown, part
 
 
 def test_promote_rollback_history(service, neap):

@@ -21,6 +21,25 @@ def test_the_smallest_epsilon_that_holds_at_a_threshold() -> None:
     assert [risk.epsilon_at(threshold) for threshold in asked] == [None, 0.2, 0.2, 0.05, 0.05]
 
 
+def test_the_smallest_epsilon_that_holds_at_a_margin() -> None:
+    bounds = [{"margin": 0.1, "epsilon": 0.05}, {"margin": 1.5, "epsilon": 0.2}]
+    manifest = {"risk": TABLE, "margin_risk": {**TABLE, "bounds": bounds}}
+    risk = PublishedRisk.of(manifest, "margin")
+    assert risk is not None
+    assert [risk.epsilon_at(margin) for margin in (0.0, 0.1, 0.11, 1.5, 1.6)] == [
+        0.05,
+        0.05,
+        0.2,
+        0.2,
+        None,
+    ]
+    assert PublishedRisk.of({"risk": TABLE}, "margin") is None
+    for damaged in (0, -1.0, float("inf"), float("nan"), True):
+        bad = {"margin_risk": {**TABLE, "bounds": [{"margin": damaged, "epsilon": 0.1}]}}
+        with pytest.raises(Corrupt):
+            PublishedRisk.of(bad, "margin")
+
+
 def test_a_manifest_without_a_risk() -> None:
     assert PublishedRisk.of({"rungs": []}) is None
 

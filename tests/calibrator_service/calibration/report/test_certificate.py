@@ -8,9 +8,11 @@ import pytest
 from calibrator_service.calibration.report.certificate import (
     DELTA,
     EPSILONS,
+    MARGINS,
     THRESHOLDS,
     binomial_cdf,
-    certify,
+    certify_margins,
+    certify_thresholds,
     joint_failure,
     joint_level,
     last_passing,
@@ -38,10 +40,10 @@ def test_thresholds_pass_up_to_the_first_failure():
 
 def test_bounds_are_those_of_the_last_passing_thresholds():
     """Of 200 prompts, 2 differ at thresholds up to 0.98 and 60 at thresholds up to 0.8."""
-    certificate = certify([0.0] * 140 + [0.8] * 58 + [0.98] * 2)
+    certificate = certify_thresholds([0.0] * 140 + [0.8] * 58 + [0.98] * 2)
     counts = dict(zip(THRESHOLDS, certificate.num_differing, strict=True))
     assert [counts[t] for t in (0.99, 0.98, 0.85, 0.8, 0.7)] == [0, 2, 2, 60, 60]
-    boldest = {bound.epsilon: bound.threshold for bound in certificate.bounds}
+    boldest = {bound.epsilon: bound.value for bound in certificate.bounds}
     level = certificate.level
     for epsilon, threshold in boldest.items():
         bolder = [t for t in THRESHOLDS if t < threshold]
@@ -52,10 +54,18 @@ def test_bounds_are_those_of_the_last_passing_thresholds():
     assert len(EPSILONS) <= MAX_BOUNDS
 
 
+def test_margins_are_certified_from_the_smallest_on():
+    certificate = certify_margins([math.inf] * 140 + [0.3] * 58 + [0.02] * 2)
+    counts = dict(zip(MARGINS, certificate.num_differing, strict=True))
+    assert [counts[m] for m in (0.01, 0.02, 0.2, 0.3, 1.0)] == [0, 2, 2, 60, 60]
+    assert [bound.value for bound in certificate.bounds] == [0.01, 0.2, 1.0]
+    assert certificate.bounds[1].epsilon < 0.1 < 0.3 < certificate.bounds[2].epsilon
+
+
 @pytest.mark.parametrize("highest", [[], [0.0] * 3, [1.0] * 300])
 def test_no_bound_without_enough_evidence(highest):
     """No prompts, too few prompts, and a router that is wrong on every prompt."""
-    assert certify(highest).bounds == ()
+    assert certify_thresholds(highest).bounds == ()
 
 
 @pytest.mark.parametrize("num_prompts", [30, 150])
@@ -79,8 +89,8 @@ def test_all_bounds_together_are_wrong_no_more_often_than_promised():
         place = np.searchsorted(risks, rng.random(120))
         highest = [THRESHOLDS[at] if at < len(THRESHOLDS) else 0.0 for at in place]
         num_wrong += any(
-            risks[THRESHOLDS.index(bound.threshold)] > bound.epsilon
-            for bound in certify(highest).bounds
+            risks[THRESHOLDS.index(bound.value)] > bound.epsilon
+            for bound in certify_thresholds(highest).bounds
         )
     # Three standard deviations; testing every epsilon at delta itself would be wrong in 14 % of runs.
     assert 0 < num_wrong <= (DELTA + 3 * math.sqrt(DELTA * (1 - DELTA) / num_runs)) * num_runs

@@ -1,12 +1,19 @@
 """The replay follows every chain that a worker could build, and only those."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from calibrator_service.calibration.report.replay import ROUNDING, Drafts, Replayer, _Replay
+from calibrator_service.calibration.report.replay import (
+    ROUNDING,
+    Differing,
+    Drafts,
+    Replayer,
+    _Replay,
+)
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from inference_service.engine.drafting.costs import MAX_PASS_TOKENS
@@ -25,7 +32,6 @@ from tests.random_ladder import random_head
 PROMPT = (0, 7, 9)
 NUM_NEW = 14
 FIRST = len(PROMPT)  # the position of the first token that the prompt's pass chooses
-LOWEST = 0.7
 
 Script = Callable[[int, int], tuple[bool, float] | None]
 
@@ -41,7 +47,7 @@ def greedy(loaded: LoadedModel, prompt: Sequence[int] = PROMPT) -> TokenSequence
 
 def scripted(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, sequence: TokenSequence, script: Script
-) -> float:
+) -> Differing:
     """The replay's result if the table drafts are those of `script`: (settled position, earlier drafts) -> (is right, probability)."""
 
     class Scripted:
@@ -63,7 +69,7 @@ def scripted(
 
     monkeypatch.setattr("shared.ladder.ladder.SequenceDrafter", Scripted)
     replayer = Replayer(Ladder(ModelIdentity.of(loaded)), ContiguousRunner(loaded))
-    (found,) = replayer.highest_differing([sequence], LOWEST)
+    (found,) = replayer.differing([sequence])
     return found
 
 
@@ -81,12 +87,12 @@ def test_a_wrong_draft_at_a_chained_position_is_found(monkeypatch, counting):
         return script
 
     def found(script: Script) -> float:
-        return scripted(monkeypatch, counting, sequence, script)
+        return scripted(monkeypatch, counting, sequence, script).threshold
 
     assert found(planted(0.95, 0.9)) == 0.9
     # No threshold above what the drafts before have lets the chain come so far.
     assert found(planted(0.8, 0.9)) == 0.8
-    assert found(planted(0.6, 0.9)) == 0.0
+    assert found(planted(0.6, 0.9)) == 0.6
     assert found(planted(0.95, 0.9, chained=0)) == 0.9
     assert found(planted(0.95, 0.9, chained=MAX_CHAIN - 1)) == 0.9
     assert found(planted(0.95, 0.9, chained=MAX_CHAIN)) == 0.0
@@ -101,15 +107,51 @@ def test_every_position_after_the_first_token_counts_and_no_other(monkeypatch, c
         def script(settled: int, place: int, at: int = wrong_after) -> tuple[bool, float] | None:
             return (False, 0.9) if (settled, place) == (at, 0) else None
 
-        assert scripted(monkeypatch, counting, sequence, script) == expected
+        assert scripted(monkeypatch, counting, sequence, script).threshold == expected
+
+
+def wrong_gaps(loaded: LoadedModel, sequence: TokenSequence) -> list[float]:
+    """By position, how far the model's own choice leads the wrong token of `scripted`, as a difference of log-probabilities."""
+    logits = loaded.model(torch.tensor([sequence.tokens])).logits[0].double().log_softmax(-1)
+    gaps = [math.inf] * FIRST
+    for position in range(FIRST, len(sequence.tokens)):
+        row, choice = logits[position - 1], sequence.tokens[position]
+        gaps.append(float(row[choice] - row[choice + 1]))
+    return gaps
+
+
+@torch.inference_mode()
+def test_a_margin_differs_from_the_nearest_wrong_draft_on(monkeypatch, counting):
+    """However unlikely the router finds the draft and those before it: a worker may verify any."""
+    sequence = greedy(counting)
+    gaps = wrong_gaps(counting, sequence)
+
+    def found(*places: tuple[int, int]) -> float:
+        """The least margin if drafts are wrong at these (settled position, earlier drafts) only."""
+
+        def script(settled: int, place: int) -> tuple[bool, float]:
+            return (settled, place) not in places, 0.01
+
+        return scripted(monkeypatch, counting, sequence, script).margin
+
+    def near(*positions: int) -> object:
+        return pytest.approx(min(gaps[one] for one in positions), abs=2 * ROUNDING)
+
+    assert found() == math.inf
+    for place in range(MAX_CHAIN):
+        assert found((FIRST + 1, place)) == near(FIRST + 2 + place)
+    assert found((FIRST + 1, MAX_CHAIN)) == math.inf
+    assert found((FIRST, 0), (FIRST + 3, 1)) == near(FIRST + 1, FIRST + 5)
+    # No chain gets past a draft that is wrong, unless that one was accepted.
+    assert found((FIRST, 0), (FIRST, 1)) == near(FIRST + 1)
 
 
 def test_an_answer_that_is_not_the_models_differs_at_every_threshold(counting):
     sequence = greedy(counting)
     other = (*sequence.tokens[:-1], sequence.tokens[-1] + 1)
     replayer = Replayer(Ladder(ModelIdentity.of(counting)), ContiguousRunner(counting))
-    found = replayer.highest_differing([sequence, TokenSequence(other, FIRST)], LOWEST)
-    assert found == [0.0, 1.0]
+    found = replayer.differing([sequence, TokenSequence(other, FIRST)])
+    assert found == [Differing(0.0, math.inf), Differing(1.0, 0.0)]
 
 
 def test_a_worker_chains_no_more_drafts_than_the_replay():
@@ -182,7 +224,7 @@ def by_the_book(
             right = [d.probability for d in said if d.token == tokens[at + 1]]
             highest = max(highest, min(reach, max(wrong, default=0.0)))
             reach = min(reach, max(right, default=0.0))
-            if reach < LOWEST:
+            if reach == 0.0:
                 break
     return highest, drafted
 
@@ -201,11 +243,11 @@ def test_the_replay_equals_a_worker_chain_by_chain(counting, monkeypatch, seed, 
         return take(self, settled, drafts, chained)
 
     monkeypatch.setattr(_Replay, "take", noted)
-    found = Replayer(ladder, ContiguousRunner(counting)).highest_differing(sequences, LOWEST)
-    assert len({round(value, 3) for value in found}) > 2
-    for sequence, highest in zip(sequences, found, strict=True):
+    found = Replayer(ladder, ContiguousRunner(counting)).differing(sequences)
+    assert len({round(one.threshold, 3) for one in found}) > 2
+    for sequence, one in zip(sequences, found, strict=True):
         expected, drafted = by_the_book(counting, ladder, sequence)
-        assert highest == pytest.approx(expected, abs=1.01 * ROUNDING)
+        assert one.threshold == pytest.approx(expected, abs=1.01 * ROUNDING)
         # The highest threshold depends on few drafts, so all are compared, too.
         assert replayed[sequence].keys() == drafted.keys()
         for place, drafts in drafted.items():

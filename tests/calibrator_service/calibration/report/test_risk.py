@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
-from calibrator_service.calibration.report.certificate import THRESHOLDS
-from calibrator_service.calibration.report.replay import Replayer
-from calibrator_service.calibration.report.risk import certified_risk
+from calibrator_service.calibration.report.certificate import MARGINS, THRESHOLDS
+from calibrator_service.calibration.report.replay import Differing, Replayer
+from calibrator_service.calibration.report.risk import certified_risks
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated, TextFile
 from calibrator_service.calibration.text.risk_answers import (
     Limits,
@@ -32,6 +32,10 @@ from shared.model.own_thread import run_in_own_thread
 
 NUM_NEW = 24
 PROMPTS = tuple(f"w{first} w{second}" for first in range(24) for second in range(24))
+POLICIES = [
+    *(DepthPolicy("relaxed", threshold=threshold) for threshold in (0.35, 0.6, 0.9)),
+    *(DepthPolicy("relaxed", margin=margin) for margin in (0.01, 0.1, 1.0)),
+]
 SPEC = CalibrationSpec(
     source=SelfGenerated(PROMPTS, max_new_tokens=NUM_NEW),
     max_tokens=3000,
@@ -64,35 +68,49 @@ def test_the_report_states_the_certified_risk_and_its_data(result):
     assert (published.delta, published.num_tokens) == (0.05, NUM_NEW)
     safest, boldest = published.bounds[0], published.bounds[-1]
     assert published.epsilon_at(0.9995) == published.epsilon_at(THRESHOLDS[0]) == safest.epsilon
-    assert published.epsilon_at(boldest.threshold - 0.01) is None
+    assert published.epsilon_at(boldest.value - 0.01) is None
     # The share seen to differ is below what is promised.
     for bound in published.bounds:
-        seen = counts[THRESHOLDS.index(bound.threshold)] / risk["num_prompts"]
+        seen = counts[THRESHOLDS.index(bound.value)] / risk["num_prompts"]
         assert seen < bound.epsilon
 
 
+def test_the_report_states_the_risk_of_margins_too(result):
+    risk = result.report["margin_risk"]
+    counts = [row["num_prompts"] for row in risk["differing"]]
+    assert [row["margin"] for row in risk["differing"]] == list(MARGINS)
+    assert counts == sorted(counts)
+    assert counts[-1] > 0
+    assert risk["data_digest"] == result.report["risk"]["data_digest"]
+    manifest, _ = pack_ladder(result.ladder, result.report)
+    published = PublishedRisk.of(manifest, "margin")
+    assert (published is None) == (not risk["bounds"])
+
+
 def test_every_difference_of_the_engine_is_found_by_the_replay(result, base_model, tmp_path):
-    """The engine runs `relaxed` on new prompts, at thresholds so low that it makes errors."""
+    """The engine runs `relaxed` on new prompts, with thresholds so low and margins so wide that answers differ."""
     config = SelfGenerationConfig(seed=99, max_new_tokens=NUM_NEW)
 
     def written() -> Any:
         generator = RiskAnswerGenerator(base_model, config, tmp_path, lambda _: False)
         answers = generator.answers(Limits(40, 40, 60.0), lambda: False)
         replayer = Replayer(result.ladder, ContiguousRunner(base_model))
-        return answers, replayer.highest_differing(answers, 0.3)
+        return answers, replayer.differing(answers)
 
-    answers, highest = run_in_own_thread(written)
-    num_differing = 0
+    answers, replayed = run_in_own_thread(written)
+    num_differing = {"threshold": 0, "margin": 0}
     with Engine(base_model, result.ladder) as engine:
-        for threshold in (0.35, 0.6, 0.9):
-            for answer, most in zip(answers, highest, strict=True):
+        for policy in POLICIES:
+            for answer, found in zip(answers, replayed, strict=True):
                 prompt = answer.tokens[: answer.answer_start]
-                policy = DepthPolicy("relaxed", threshold=threshold)
                 said = engine.generate(prompt, policy=policy, max_tokens=NUM_NEW).token_ids
                 if said != answer.tokens[answer.answer_start :]:
-                    num_differing += 1
-                    assert most >= threshold
-    assert num_differing > 3, "nothing was tried"
+                    num_differing[policy.setting] += 1
+                    if policy.margin is None:
+                        assert found.threshold >= policy.threshold
+                    else:
+                        assert found.margin <= policy.margin
+    assert min(num_differing.values()) > 3, "nothing was tried"
 
 
 def some_run(loaded: LoadedModel) -> Any:
@@ -110,7 +128,7 @@ def test_without_answers_nothing_is_certified(base_model, result, text, reason):
     run = some_run(base_model)
     answers = write_risk_answers(run, text, lambda _: False)
     runner = run_in_own_thread(ContiguousRunner, base_model)
-    record = certified_risk(run, runner, result.ladder, answers)
+    record = certified_risks(run, runner, result.ladder, answers)["risk"]
     assert (record["num_prompts"], record["bounds"], record["reason"]) == (0, [], reason)
     manifest, _ = pack_ladder(result.ladder, {**result.report, "risk": record})
     assert PublishedRisk.of(manifest) is None
@@ -122,16 +140,18 @@ def test_answers_that_were_given_before_leave_too_few_prompts_but_are_no_given_t
 ):
     runner = run_in_own_thread(ContiguousRunner, base_model)
     answers = RiskAnswers(GivenText(AnswerFile("a.jsonl")))
-    record = certified_risk(some_run(base_model), runner, result.ladder, answers)
+    record = certified_risks(some_run(base_model), runner, result.ladder, answers)["risk"]
     assert record["reason"] == "TOO_FEW_PROMPTS"
 
 
 def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(
     base_model, result, monkeypatch
 ):
-    monkeypatch.setattr(Replayer, "highest_differing", lambda *_, **__: [1.0] * 100)
+    monkeypatch.setattr(Replayer, "differing", lambda *_, **__: [Differing(1.0, 0.0)] * 100)
     sequences = (TokenSequence((0, 5, 6), 2),) * 100
     answers = RiskAnswers(GeneratedText(SelfGenerationConfig(), ()), sequences, NUM_NEW)
     runner = run_in_own_thread(ContiguousRunner, base_model)
-    record = certified_risk(some_run(base_model), runner, result.ladder, answers)
+    records = certified_risks(some_run(base_model), runner, result.ladder, answers)
+    record = records["risk"]
     assert (record["bounds"], record["reason"]) == ([], "NO_THRESHOLD_PASSED")
+    assert records["margin_risk"]["reason"] == "NO_MARGIN_PASSED"

@@ -52,6 +52,16 @@ def test_a_generation_differs_where_one_token_does(loaded, answer, wrong_at):
         assert checked(engine, 1) == ShadowCounts(1, int(wrong_at is not None), 0)
 
 
+def test_an_answer_within_a_margin_is_judged_without_it(loaded, answer):
+    with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
+        wide = DepthPolicy("relaxed", margin=1e6)
+        tokens = run(engine, ScriptedLadder(script(answer, wrong_at=12)), policy=wide)
+        assert tokens != answer
+        assert checked(engine, 1).num_differing == 1
+        run(engine, ScriptedLadder(script(answer)), policy=wide)
+        assert checked(engine, 2).num_differing == 1
+
+
 def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer):
     sampling = SamplingParams(repetition_penalty=1.5)
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:

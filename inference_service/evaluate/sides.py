@@ -1,4 +1,4 @@
-"""The contenders of a benchmark that answers prompts, and the processes that some of them run in."""
+"""Ways to answer prompts that are to be compared, and the processes that some of them run in."""
 
 import multiprocessing
 import time
@@ -12,11 +12,13 @@ from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
+from shared.rpc.logs import configure_logging
 
 
 @dataclass(frozen=True)
 class Run:
-    """One answer. `decode_s`: seconds from the first token to the last, for `len(token_ids) - 1` tokens. `total_s`: with prefill."""
+    """One answer. `decode_s`: seconds after the first step to the last token, for all tokens but the `num_first` of the first step.
+    `total_s`: with prefill. `layer_executions`: of decoding."""
 
     token_ids: tuple[int, ...]
     decode_s: float
@@ -25,13 +27,19 @@ class Run:
     drafted: int = 0
     accepted: int = 0
     deep_passes: int = 0
+    relaxed: int = 0
+    num_first: int = 1
+
+    @property
+    def num_decoded(self) -> int:
+        return max(len(self.token_ids) - self.num_first, 0)
 
     @property
     def per_token_s(self) -> float:
-        return self.decode_s / max(len(self.token_ids) - 1, 1)
+        return self.decode_s / max(self.num_decoded, 1)
 
 
-# One of the contenders of a benchmark: answers a prompt of token ids.
+# Answers a prompt of token ids.
 Side = Callable[[list[int]], Run]
 
 
@@ -57,6 +65,7 @@ def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens:
                     depth.num_drafted,
                     depth.num_accepted,
                     depth.num_deep_passes,
+                    depth.num_relaxed,
                 )
         raise AssertionError("the generation ended without a result")
 
@@ -90,6 +99,7 @@ def in_process(
 def _serve(
     make: Callable[..., Callable[[Any], Any]], arguments: tuple[object, ...], pipe: Connection
 ) -> None:
+    configure_logging("warning")  # to standard error: standard output is the parent's
     work = make(*arguments)
     while (task := pipe.recv()) is not None:
         pipe.send(work(task))

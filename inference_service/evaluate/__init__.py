@@ -1,0 +1,1 @@
+"""Answers prompts in several ways, neap's and others', and compares quality and speed: the measuring process of `neap evaluate`."""
