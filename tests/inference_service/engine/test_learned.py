@@ -16,7 +16,8 @@ from shared.model.sampling import SamplingParams
 from tests.fixed_costs import fixed_cost_engine
 from tests.known_answer import NUM_NEW, request
 
-EXACT = DepthPolicy("exact")
+# With a limit of drafts the engine does not choose from its own speed whether to draft.
+EXACT = DepthPolicy("exact", max_drafts=8)
 
 
 @pytest.fixture
