@@ -1,6 +1,7 @@
 """Shows an evaluation: a table, a CSV file, and a picture of quality against speed."""
 
 import csv
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def draw(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Path:
-    """Writes a PNG, perplexity against speed, and returns its absolute path. Raises OSError."""
+    """Writes a PNG, the share of tokens that the full model would choose against speed. Returns its absolute path. Raises OSError."""
     # Imported here because it takes a second, which other commands need not spend. The Agg backend needs no display.
     import matplotlib
 
@@ -87,19 +88,16 @@ def draw(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Path:
 
     figure, axes = pyplot.subplots(figsize=SIZE_INCHES)
     try:
-        for row in rows:
-            if row["num_answers"]:
-                place = (row["tokens_per_s"], row["perplexity"])
-                axes.scatter(*place, color="#2a9d8f" if row["side"] == "exact" else "#e76f51")
-                axes.annotate(
-                    row["side"], place, xytext=(5, 4), textcoords="offset points", fontsize=8
-                )
+        measured = [row for row in rows if row["num_answers"]]
+        for row, marker in zip(measured, itertools.cycle("osD^v<>PX*")):
+            place = row["tokens_per_s"], 100 * row["chosen_share"]
+            axes.scatter(*place, marker=marker, s=60, alpha=0.8, label=row["side"])
         axes.set_title(title(run), fontsize=9)
         axes.set_xlabel("tokens per second")
-        axes.set_ylabel("perplexity of the answers under the full model")
-        axes.set_yscale("log")
+        axes.set_ylabel("tokens that the full model would choose, %")
         axes.set_xlim(left=0)
-        axes.margins(x=0.15)
+        axes.set_ylim(-2, 103)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
         figure.tight_layout()
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DOTS_PER_INCH)
