@@ -124,6 +124,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error():
         assert worker.worker.cancelled.wait(60)
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_ends_the_stream_with_an_error(tmp_path):
     model, registry = save_model(tmp_path / "model"), tmp_path / "registry"
     with worker_process(model, registry) as (worker, target), gateway_process(target) as (_, url):

@@ -204,7 +204,7 @@ def test_an_exit_that_was_not_asked_catches_up(accelerated, monkeypatch):
     assert compared > len(DEPTHS)
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("kind", ["contiguous", pytest.param("paged", marks=pytest.mark.full)])
 def test_exact_answers_are_those_of_full(kind, accelerated):
     """In company, with shared prefixes, greedy and sampled. The exits' drafts are mostly wrong, so most chains are rolled back."""
     loaded = accelerated if kind == "contiguous" else load_family("llama")

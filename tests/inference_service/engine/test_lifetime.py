@@ -99,6 +99,7 @@ def ends() -> dict[str, tuple[int, str]]:
     return json.loads(ended.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_program_ends_as_it_would_without_an_engine(ends, ending: str) -> None:
     _, status, last_line = ENDINGS[ending]

@@ -106,6 +106,7 @@ def test_a_client_that_does_not_read_the_end_of_an_answer_is_cut_off(scripted):
     assert received.count(b"x") < 3_000_000
 
 
+@pytest.mark.full
 def test_a_client_that_reads_slowly_gets_the_whole_of_a_large_answer(scripted):
     worker, gateway = scripted
     worker.script = lambda request: [started(), chunk("x" * 3_000_000), finished()]

@@ -114,6 +114,7 @@ def test_without_the_extra_the_setting_is_an_error_that_names_it():
     assert _run(program) == "False"
 
 
+@pytest.mark.full
 def test_an_unreachable_collector_does_not_delay_the_end():
     assert _run(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1") == "True"
 

@@ -144,7 +144,7 @@ def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch):
 def test_bound_ladders_stay_few_on_an_idle_engine(loaded):
     alive: weakref.WeakSet[ScriptedLadder] = weakref.WeakSet()
     with fixed_cost_engine(loaded, max_ladders=2) as engine:
-        for _ in range(12):
+        for _ in range(5):
             ladder = exits()
             alive.add(ladder)
             engine.prepare(ladder)
