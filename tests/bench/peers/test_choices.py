@@ -61,6 +61,7 @@ def test_an_environment_is_made_once(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
+@pytest.mark.full
 def test_a_failed_step_is_done_again_and_says_where_its_log_is(tmp_path: Path) -> None:
     environment = Environment(tmp_path / "peer", Requirements(packages=("no such package",)))
     said: list[str] = []

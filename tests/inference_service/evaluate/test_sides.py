@@ -113,6 +113,7 @@ def test_early_exit_is_refused_where_the_models_forward_cannot_stop(sides, monke
     assert list(sides.refusals()) == [EARLY_EXIT]
 
 
+@pytest.mark.full
 def test_a_process_of_its_own_leaves_standard_output_to_its_parent(source, capfd):
     """The parent's lines there are read by `neap evaluate`."""
     with in_process(transformers_sides, str(source), {}, NUM_NEW) as run:
