@@ -2,14 +2,67 @@
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from shared.config import ModelSource, ServiceSettings, make_settings
+from shared.cpus import usable_cpus
+from shared.errors import InvalidInput, NeapError
 from shared.ladder.artefact import unpack_ladder
 from shared.ladder.ladder import Ladder
-from shared.model.load import LoadedModel
+from shared.model.load import LoadedModel, load_model
 from shared.registry.base import PublishedVersion
 from shared.registry.factory import open_registry
+from shared.rpc.logs import configure_logging
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model as a worker would load it, and a published router for it. `source` and `load_options`: to load the model again."""
+
+    source: str
+    load_options: dict[str, Any]
+    loaded: LoadedModel
+    published: PublishedVersion
+    ladder: Ladder
+
+
+def run_process(measure: Callable[[], None]) -> int:
+    """Runs `measure` and says its error. Returns the process' exit status: 0, 1 for a `NeapError`, 130 if it was interrupted."""
+    configure_logging("warning")
+    try:
+        measure()
+    except NeapError as error:
+        say(error=error.message, reason=error.reason)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def load_subject(model: str, router: str) -> Subject:
+    """`model`: ID=SOURCE; `router`: a version number or an alias. Everything else is a setting of the worker, read from the environment.
+
+    Sets the number of threads. Raises `NeapError`.
+    """
+    settings = make_settings(ServiceSettings)
+    try:
+        source = ModelSource.parse(model)
+    except ValueError as error:
+        raise InvalidInput(str(error), reason="BAD_CONFIGURATION") from error
+    torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cpus()))
+    published, ladder = published_router(settings.registry, source.model_id, router)
+    options: dict[str, Any] = {
+        "dtype": None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        "device": settings.device,
+        "context_length": settings.context_length,
+    }
+    loaded = load_model(source.source, model_id=source.model_id, **options)
+    ladder.check_model(loaded)
+    return Subject(source.source, options, loaded, published, ladder)
 
 
 def published_router(registry: str, model_id: str, router: str) -> tuple[PublishedVersion, Ladder]:

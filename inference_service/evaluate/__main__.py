@@ -4,7 +4,7 @@ Registry, data folder, device, dtype, threads and context length are settings of
 gets one JSON object per line: {"measured", "total"} after each answer, then {"report": {"run", "rows"}}, or {"error", "reason"}.
 """
 
-from shared.cpus import size_thread_pools, usable_cpus
+from shared.cpus import size_thread_pools
 
 if __name__ == "__main__":  # before anything below imports torch
     size_thread_pools()
@@ -16,8 +16,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from inference_service.engine.engine import Engine
 from inference_service.evaluate.figures import Answer, Row, expected_answers, is_right, row
@@ -31,14 +29,12 @@ from inference_service.evaluate.transformers_sides import (
     Score,
     transformers_sides,
 )
-from inference_service.measuring import describe_machine, published_router, say
+from inference_service.measuring import describe_machine, load_subject, run_process, say
 from inference_service.tune.prompts import read_prompts
-from shared.config import ModelSource, ServiceSettings, make_settings
-from shared.errors import InvalidInput, NeapError
+from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
-from shared.model.load import LoadedModel, load_model
-from shared.rpc.logs import configure_logging
+from shared.model.load import LoadedModel
 
 FULL: Final = "full"
 EXACT: Final = "exact"
@@ -48,16 +44,9 @@ OTHERS = (GENERATE, LOOKUP, EARLY_EXIT, TIDE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the process' exit status: 0, 1 for an error, 130 if it was interrupted."""
-    configure_logging("warning")
-    try:
-        run(parse(argv))
-    except NeapError as error:
-        say(error=error.message, reason=error.reason)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    """Returns the process' exit status."""
+    options = parse(argv)
+    return run_process(lambda: run(options))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -68,45 +57,38 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--router", default="latest", help="a version number or an alias")
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--margin", type=float, action="append", default=[])
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--max-tokens", type=int, default=128)
     return parser.parse_args(argv)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures, and says the report. Raises `NeapError`."""
-    settings = make_settings(ServiceSettings)
-    try:
-        source = ModelSource.parse(options.model)
-    except ValueError as error:
-        raise InvalidInput(str(error), reason="BAD_CONFIGURATION") from error
-    torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cpus()))
-    published, ladder = published_router(settings.registry, source.model_id, options.router)
-    load: dict[str, Any] = {
-        "dtype": None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        "device": settings.device,
-        "context_length": settings.context_length,
-    }
-    loaded = load_model(source.source, model_id=source.model_id, **load)
-    ladder.check_model(loaded)
+    policies = engine_policies(options.margin)
+    subject = load_subject(options.model, options.router)
+    loaded, ladder, published = subject.loaded, subject.ladder, subject.published
+    if options.layers is not None and not 2 <= options.layers < loaded.num_layers:
+        raise InvalidInput(
+            f"--layers must be between 2 and {loaded.num_layers - 1}, because the model has {loaded.num_layers}"
+        )
     prompts = read_prompts(options.prompts, loaded)
     if max(map(len, prompts)) + options.max_tokens > loaded.context_length:
         raise InvalidInput("a prompt and its answer do not fit into the context")
-    policies = engine_policies(options.margin)
     notes = certified(PublishedRisk.of(published.manifest, "margin"), policies)
     with ExitStack() as stack:
         engine = stack.enter_context(Engine(loaded, ladder, prefix_cache_bytes=0))
         engine.warm_up()
         others = stack.enter_context(
-            in_process(transformers_sides, source.source, load, options.max_tokens)
+            in_process(transformers_sides, subject.source, subject.load_options, options.max_tokens)
         )
         sides: dict[str, Side] = {
             name: neap(engine, policy, ladder, options.max_tokens)
             for name, policy in policies.items()
         }
-        num_kept = kept_at_speed(loaded, speed_up(sides, prompts[:PILOT_PROMPTS]))
+        num_kept = options.layers or kept_at_speed(loaded, speed_up(sides, prompts[:PILOT_PROMPTS]))
         kept = evenly_kept(loaded.num_layers, num_kept)
         sides[f"{len(kept)} of {loaded.num_layers} layers"] = stack.enter_context(
-            in_process(thinned_side, source.source, load, kept, options.max_tokens)
+            in_process(thinned_side, subject.source, subject.load_options, kept, options.max_tokens)
         )
         refused = others("refusals")
         sides |= {name: asking(others, name) for name in OTHERS if name not in refused}
@@ -116,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     rows = [row(name, own, answers[FULL], notes.get(name, "")) for name, own in answers.items()]
     rows += [Row(name, f"not measured: {why}") for name, why in refused.items()]
     description = {
-        "model_id": source.model_id,
+        "model_id": loaded.model_id,
         "router_version": published.version,
         "num_prompts": len(prompts),
         "max_tokens": options.max_tokens,
@@ -127,7 +109,9 @@ def run(options: argparse.Namespace) -> None:
 
 def engine_policies(margins: Sequence[float]) -> dict[str, DepthPolicy]:
     """The depth policies to compare, by name. Raises `InvalidInput`."""
-    relaxed = {f"relaxed {m:g}": DepthPolicy("relaxed", margin=m) for m in sorted(set(margins))}
+    relaxed = {
+        f"relaxed, margin {m:g}": DepthPolicy("relaxed", margin=m) for m in sorted(set(margins))
+    }
     return {FULL: DepthPolicy(FULL), EXACT: DepthPolicy(EXACT), **relaxed}
 
 

@@ -11,23 +11,28 @@ from typing import Any
 
 from shared.errors import Corrupt, PreconditionFailed
 
+# Prompt, policy, threshold and margin of a `Measurement`.
+Key = tuple[int, str, float | None, float | None]
+
 
 @dataclass(frozen=True)
 class Measurement:
-    """One greedy answer. `threshold` is None unless `policy` is relaxed, and `bound` unless one is certified for that threshold: the
-    largest share of prompts whose answer differs. `decode_s`: seconds from the first token to the last, in `num_deep_passes` passes."""
+    """One greedy answer. Under the policy relaxed either `threshold` or `margin` is a number; otherwise both are None. `bound`: the largest
+    share of prompts whose answer differs, None unless one is certified. `decode_s`: seconds from the first token to the last, in
+    `num_deep_passes` passes."""
 
     prompt: int
     policy: str
     threshold: float | None
+    margin: float | None
     bound: float | None
     token_ids: tuple[int, ...]
     decode_s: float
     num_deep_passes: int
 
     @property
-    def key(self) -> tuple[int, str, float | None]:
-        return self.prompt, self.policy, self.threshold
+    def key(self) -> Key:
+        return self.prompt, self.policy, self.threshold, self.margin
 
 
 class ResultsFile:
@@ -39,7 +44,7 @@ class ResultsFile:
 
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
         self._path = path
-        self.measured: set[tuple[int, str, float | None]] = set()
+        self.measured: set[Key] = set()
         text = path.read_bytes() if path.exists() else b""
         whole = text[: text.rfind(b"\n") + 1]
         if whole:

@@ -1,24 +1,38 @@
 """Measures what each depth policy does to answers and to speed, on prompts of one's own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from inference_service.engine.engine import Engine
-from inference_service.tune.results import Measurement
+from inference_service.tune.results import Key, Measurement
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.risk import PublishedRisk
+from shared.ladder.risk import RISK_KEYS, PublishedRisk, Setting
 
 # Tokens of the answers that are generated before measuring begins, one per policy.
 WARM_UP_TOKENS = 8
 
 
-def policies(thresholds: Sequence[float]) -> list[DepthPolicy]:
-    """full, exact, and relaxed at each threshold, the highest first. Raises `InvalidInput`."""
+def policies(thresholds: Sequence[float], margins: Sequence[float] = ()) -> list[DepthPolicy]:
+    """full, exact, and relaxed at each threshold and at each margin, the safest first. Raises `InvalidInput`."""
     relaxed = [DepthPolicy("relaxed", threshold=t) for t in sorted(set(thresholds), reverse=True)]
+    relaxed += [DepthPolicy("relaxed", margin=m) for m in sorted(set(margins))]
     return [DepthPolicy("full"), DepthPolicy("exact"), *relaxed]
 
 
+def published_bounds(manifest: Mapping[str, Any]) -> dict[Setting, PublishedRisk]:
+    """The bounds that a router publishes, on thresholds, on margins or on both. Raises `Corrupt`."""
+    found = {setting: PublishedRisk.of(manifest, setting) for setting in RISK_KEYS}
+    return {setting: risk for setting, risk in found.items() if risk is not None}
+
+
+def covered_tokens(bounds: Mapping[Setting, PublishedRisk]) -> int | None:
+    """The number of first tokens of an answer that all bounds cover; None if they cover whole answers."""
+    limits = [risk.num_tokens for risk in bounds.values() if risk.num_tokens is not None]
+    return min(limits, default=None)
+
+
 class Sweep:
-    """Greedy answers of at most `max_tokens` tokens, one request at a time. `risk`: the bounds that the router publishes, if any."""
+    """Greedy answers of at most `max_tokens` tokens, one request at a time. `bounds`: those that the router publishes."""
 
     def __init__(
         self,
@@ -27,22 +41,22 @@ class Sweep:
         settings: Sequence[DepthPolicy],
         *,
         max_tokens: int,
-        risk: PublishedRisk | None,
+        bounds: Mapping[Setting, PublishedRisk],
     ) -> None:
         self._engine, self._prompts, self._settings = engine, prompts, settings
-        self._max_tokens, self._risk = max_tokens, risk
+        self._max_tokens, self._bounds = max_tokens, bounds
 
     @property
     def num_measurements(self) -> int:
         return len(self._prompts) * len(self._settings)
 
-    def measurements(self, done: set[tuple[int, str, float | None]]) -> Iterator[Measurement]:
+    def measurements(self, done: set[Key]) -> Iterator[Measurement]:
         """Measures what is not in `done`. All policies take turns on a prompt, so that what disturbs the machine meets all of them."""
         left = [
             (number, policy)
             for number in range(len(self._prompts))
             for policy in self._settings
-            if (number, policy.name, threshold_of(policy)) not in done
+            if (number, policy.name, *values_of(policy)) not in done
         ]
         for policy in self._settings if left else ():
             self._engine.generate(self._prompts[0], policy=policy, max_tokens=WARM_UP_TOKENS)
@@ -55,18 +69,27 @@ class Sweep:
         answer = self._engine.generate(
             prompt, policy=policy, max_tokens=min(self._max_tokens, room)
         )
-        threshold = threshold_of(policy)
+        threshold, margin = values_of(policy)
         return Measurement(
             number,
             policy.name,
             threshold,
-            self._risk.epsilon_at(threshold) if self._risk and threshold else None,
+            margin,
+            self._bound(policy),
             answer.token_ids,
             answer.finished.decode_s,
             answer.stats.num_deep_passes,
         )
 
+    def _bound(self, policy: DepthPolicy) -> float | None:
+        threshold, margin = values_of(policy)
+        value = threshold if margin is None else margin
+        risk = self._bounds.get(policy.setting)
+        return risk.epsilon_at(value) if risk is not None and value is not None else None
 
-def threshold_of(policy: DepthPolicy) -> float | None:
-    """The threshold of a relaxed policy; the others have none."""
-    return policy.threshold if policy.name == "relaxed" else None
+
+def values_of(policy: DepthPolicy) -> tuple[float | None, float | None]:
+    """The threshold and the margin of a policy. Relaxed has one of them, other policies have neither."""
+    if policy.name != "relaxed":
+        return None, None
+    return (policy.threshold, None) if policy.margin is None else (None, policy.margin)

@@ -16,7 +16,9 @@ from shared.cli.tune_view import draw, read_results, sweep_table
 from shared.errors import NeapError, Unavailable
 
 MODULE = "inference_service.tune"
+# Measured if neither thresholds nor margins are given.
 DEFAULT_THRESHOLDS = (0.99, 0.97, 0.95, 0.9, 0.85, 0.7)
+DEFAULT_MARGINS = (0.1, 0.3, 1.0)
 
 Prompts = Annotated[
     Path,
@@ -55,7 +57,15 @@ def tune(
         typer.Option(
             "--threshold",
             help="Threshold of the policy relaxed, above 0 and up to 1. May be given several times. "
-            f"Default: {', '.join(f'{value:g}' for value in DEFAULT_THRESHOLDS)}.",
+            f"Without --margin, too: {', '.join(f'{value:g}' for value in DEFAULT_THRESHOLDS)}.",
+        ),
+    ] = None,
+    margin: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--margin",
+            help="Margin of the policy relaxed, 0 or more. May be given several times. "
+            f"Without --threshold, too: {', '.join(f'{value:g}' for value in DEFAULT_MARGINS)}.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -82,14 +92,19 @@ def tune(
     command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
     command += ["--prompts", str(prompts), "--results", str(results)]
     command += ["--max-tokens", str(max_tokens)]
-    for value in threshold or DEFAULT_THRESHOLDS:
+    thresholds, margins = threshold or [], margin or []
+    if not thresholds and not margins:
+        thresholds, margins = [*DEFAULT_THRESHOLDS], [*DEFAULT_MARGINS]
+    for value in thresholds:
         command += ["--threshold", str(value)]
+    for value in margins:
+        command += ["--margin", str(value)]
     try:
         measure(command, variables(registry, data_dir))
     except KeyboardInterrupt:
         err.print(f"interrupted; the same command continues from {results}", markup=False)
         raise typer.Exit(130) from None
-    run, rows = read_results(results, threshold or DEFAULT_THRESHOLDS)
+    run, rows = read_results(results, thresholds, margins)
     out.print(sweep_table(run, rows))
     out.print(f"wrote {draw(output, run, rows)}", markup=False)
 

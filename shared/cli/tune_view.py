@@ -14,6 +14,9 @@ from shared.errors import Corrupt
 SIZE_INCHES = (8.0, 5.0)
 DOTS_PER_INCH = 110
 
+# Name, threshold and margin.
+Policy = tuple[str, float | None, float | None]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -24,6 +27,7 @@ class Row:
 
     policy: str
     threshold: float | None
+    margin: float | None
     bound: float | None
     num_answers: int
     num_differing: int
@@ -33,6 +37,8 @@ class Row:
 
     @property
     def name(self) -> str:
+        if self.margin is not None:
+            return f"{self.policy}, margin {self.margin:g}"
         return self.policy if self.threshold is None else f"{self.policy} {self.threshold:g}"
 
     @property
@@ -48,31 +54,34 @@ class Row:
         return self.num_tokens / max(self.num_deep_passes, 1)
 
 
-def read_results(path: Path, thresholds: Sequence[float]) -> tuple[dict[str, Any], list[Row]]:
-    """The description of the run, and a row for full, for exact, and for relaxed at each of `thresholds`, in this order."""
-    wanted: list[tuple[str, float | None]] = [("full", None), ("exact", None)]
-    wanted += [("relaxed", value) for value in sorted(set(thresholds), reverse=True)]
+def read_results(
+    path: Path, thresholds: Sequence[float], margins: Sequence[float]
+) -> tuple[dict[str, Any], list[Row]]:
+    """The description of the run, and a row for full, for exact, and for relaxed at each threshold and margin, in this order."""
+    wanted: list[Policy] = [("full", None, None), ("exact", None, None)]
+    wanted += [("relaxed", value, None) for value in sorted(set(thresholds), reverse=True)]
+    wanted += [("relaxed", None, value) for value in sorted(set(margins))]
     try:
         run, *records = [json.loads(line) for line in path.read_text().splitlines()]
-        answers: dict[tuple[str, float | None], dict[int, Mapping[str, Any]]] = {}
+        answers: dict[Policy, dict[int, Mapping[str, Any]]] = {}
         for record in records:
-            answers.setdefault((record["policy"], record["threshold"]), {})[record["prompt"]] = (
-                record
-            )
-        full = {number: record["token_ids"] for number, record in answers["full", None].items()}
+            policy = record["policy"], record["threshold"], record["margin"]
+            answers.setdefault(policy, {})[record["prompt"]] = record
+        full = {number: record["token_ids"] for number, record in answers[wanted[0]].items()}
         return run, [_row(key, answers[key], full) for key in wanted]
     except (ValueError, KeyError, TypeError) as error:
         raise Corrupt(f"{path} is not the file of a complete sweep") from error
 
 
 def _row(
-    key: tuple[str, float | None],
+    key: Policy,
     records: Mapping[int, Mapping[str, Any]],
     full: Mapping[int, Sequence[int]],
 ) -> Row:
     return Row(
         policy=key[0],
         threshold=key[1],
+        margin=key[2],
         bound=next(iter(records.values()))["bound"],
         num_answers=len(records),
         num_differing=sum(record["token_ids"] != full[n] for n, record in records.items()),
@@ -99,7 +108,7 @@ def bound_note(run: Mapping[str, Any]) -> str:
 def sweep_table(run: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     """The first row, full, is the baseline of answers and of speed."""
     has_bounds = any(row.bound is not None for row in rows)
-    note = bound_note(run) if has_bounds else "the router certifies no bound at these thresholds"
+    note = bound_note(run) if has_bounds else "the router certifies no bound at these settings"
     table = Table(
         "policy",
         "answers that differ",

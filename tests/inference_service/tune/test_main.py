@@ -20,6 +20,7 @@ RISK = {
     "max_new_tokens": 128,
     "bounds": [{"threshold": 0.95, "epsilon": 0.1}],
 }
+MARGIN_RISK = {**RISK, "max_new_tokens": 64, "bounds": [{"margin": 0.5, "epsilon": 0.2}]}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     source = save_model(folder / "model")
     ladder = random_ladder(load_model(source, model_id="tiny"), 0, agreement=0.9)
     registry = LocalRegistry(folder / "registry")
-    registry.publish("tiny", *pack_ladder(ladder, {"risk": RISK}), request_id="once")
+    registry.publish(
+        "tiny", *pack_ladder(ladder, {"risk": RISK, "margin_risk": MARGIN_RISK}), request_id="once"
+    )
     registry.close()
     prompts = folder / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello hello he"}\n{"prompt": "in the thin"}\n')
@@ -54,18 +57,24 @@ def tune(site, tmp_path, monkeypatch, capsys):
 
 
 def test_every_policy_answers_every_prompt(tune):
-    code, events, (run, *records) = tune("--threshold", "0.5", "--threshold", "0.97")
+    code, events, (run, *records) = tune(
+        *("--threshold", "0.5", "--threshold", "0.97", "--margin", "1e9", "--margin", "0.25")
+    )
     assert code == 0
-    assert events == [{"measured": n, "total": 8} for n in range(1, 9)]
-    assert (run["router_version"], run["num_prompts"], run["bound_tokens"]) == (1, 2, 128)
-    assert [(r["prompt"], r["policy"], r["threshold"], r["bound"]) for r in records] == [
+    assert events == [{"measured": n, "total": 12} for n in range(1, 13)]
+    assert (run["router_version"], run["num_prompts"], run["bound_tokens"]) == (1, 2, 64)
+    assert [
+        (r["prompt"], r["policy"], r["threshold"], r["margin"], r["bound"]) for r in records
+    ] == [
         (prompt, *setting)
         for prompt in (0, 1)
         for setting in (
-            ("full", None, None),
-            ("exact", None, None),
-            ("relaxed", 0.97, 0.1),
-            ("relaxed", 0.5, None),
+            ("full", None, None, None),
+            ("exact", None, None, None),
+            ("relaxed", 0.97, None, 0.1),
+            ("relaxed", 0.5, None, None),
+            ("relaxed", None, 0.25, 0.2),
+            ("relaxed", None, 1e9, None),
         )
     ]
     full, exact, *_ = records
@@ -98,6 +107,7 @@ def test_results_of_other_prompts_are_not_mixed(tune, tmp_path):
         (["--router", "stable"], "ALIAS_NOT_FOUND"),
         (["--router", "9"], "ROUTER_VERSION_NOT_FOUND"),
         (["--threshold", "1.5"], "INVALID_INPUT"),
+        (["--margin", "-1"], "INVALID_INPUT"),
         (["--max-tokens", "1"], "INVALID_INPUT"),
         (["--model", "tiny"], "BAD_CONFIGURATION"),
         (["--model", "tiny=/nowhere"], "MODEL_NOT_FOUND"),

@@ -4,8 +4,8 @@ from inference_service.tune.results import Measurement, ResultsFile
 from shared.errors import Corrupt, PreconditionFailed
 
 RUN = {"model_id": "tiny", "router_version": 3}
-FULL = Measurement(0, "full", None, None, (1, 2), 0.5, 1)
-RELAXED = Measurement(0, "relaxed", 0.9, 0.1, (1, 3), 0.4, 1)
+FULL = Measurement(0, "full", None, None, None, (1, 2), 0.5, 1)
+RELAXED = Measurement(0, "relaxed", 0.9, None, 0.1, (1, 3), 0.4, 1)
 
 
 def test_a_file_that_was_cut_off_continues_at_its_last_whole_line(tmp_path):

@@ -20,11 +20,12 @@ RUN = {
 }
 
 
-def record(prompt, policy, tokens, passes, decode_s, threshold=None, bound=None):
+def record(prompt, policy, tokens, passes, decode_s, threshold=None, bound=None, margin=None):
     return {
         "prompt": prompt,
         "policy": policy,
         "threshold": threshold,
+        "margin": margin,
         "bound": bound,
         "token_ids": tokens,
         "decode_s": decode_s,
@@ -41,6 +42,8 @@ RECORDS = [
     record(1, "relaxed", [1, 2, 9], 1, 0.1, 0.9, 0.25),
     record(0, "relaxed", [9, 9], 1, 0.1, 0.5),
     record(1, "relaxed", [9, 9], 1, 0.1, 0.5),
+    record(0, "relaxed", [1, 2, 3, 4, 5], 1, 0.1, bound=0.3, margin=0.5),
+    record(1, "relaxed", [1, 2, 3, 4, 5], 1, 0.1, bound=0.3, margin=0.5),
 ]
 
 
@@ -60,11 +63,12 @@ def cells(table):
 
 
 def test_the_table_compares_answers_and_speed_with_full(results):
-    assert cells(sweep_table(*read_results(results, [0.5, 0.9]))) == [
+    assert cells(sweep_table(*read_results(results, [0.5, 0.9], [0.5]))) == [
         ["full", "baseline", "", "10.0", "1.00"],
         ["exact", "0 of 2 (0.0%)", "", "20.0 (2.00x)", "2.00"],
         ["relaxed 0.9", "1 of 2 (50.0%)", "25.0%", "30.0 (3.00x)", "3.00"],
         ["relaxed 0.5", "2 of 2 (100.0%)", "", "10.0 (1.00x)", "1.00"],
+        ["relaxed, margin 0.5", "0 of 2 (0.0%)", "30.0%", "40.0 (4.00x)", "4.00"],
     ]
 
 
@@ -138,9 +142,21 @@ def test_an_incomplete_file_is_not_shown(neap, monkeypatch, results):
 def test_the_process_is_the_measuring_module(neap, monkeypatch, results):
     seen = []
     monkeypatch.setattr(tune, "measure", lambda command, variables: seen.append(command))
-    neap("tune", *ARGUMENTS, "--router", "7", "--results", str(results))
+    neap("tune", *ARGUMENTS, "--router", "7", "--margin", "0.2", "--results", str(results))
     from inference_service.tune.__main__ import parse
 
     options = parse(seen[0][3:])
     assert seen[0][:3] == [sys.executable, "-m", "inference_service.tune"]
-    assert (options.model, options.router, options.threshold) == ("tiny=/models/tiny", "7", [0.9])
+    assert (options.model, options.router) == ("tiny=/models/tiny", "7")
+    assert (options.threshold, options.margin) == ([0.9], [0.2])
+
+
+def test_without_settings_thresholds_and_margins_are_measured(neap, monkeypatch, results):
+    seen = []
+    monkeypatch.setattr(tune, "measure", lambda command, variables: seen.append(command))
+    neap("tune", "prompts.jsonl", "--model", "tiny=/models/tiny", "--results", str(results))
+    from inference_service.tune.__main__ import parse
+
+    options = parse(seen[0][3:])
+    assert options.threshold == list(tune.DEFAULT_THRESHOLDS)
+    assert options.margin == list(tune.DEFAULT_MARGINS)
