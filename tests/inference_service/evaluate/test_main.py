@@ -60,7 +60,12 @@ def test_all_sides_answer_all_prompts(report, monkeypatch):
     rows = {row["side"]: row for row in last["report"]["rows"]}
     thin = next(name for name in rows if name.endswith("of 4 layers"))
     same = {"full", "exact", "HF generate", "HF prompt lookup", "HF early exit"}
-    assert rows.keys() == same | {"relaxed, margin 0.5", "relaxed, margin 1000", thin, "TIDE's method"}
+    assert rows.keys() == same | {
+        "relaxed, margin 0.5",
+        "relaxed, margin 1000",
+        thin,
+        "TIDE's method",
+    }
     assert progress == [{"measured": n, "total": 18} for n in range(1, 19)]
     for name in same:
         assert (rows[name]["num_identical"], rows[name]["chosen_share"]) == (2, 1.0), name
@@ -69,7 +74,9 @@ def test_all_sides_answer_all_prompts(report, monkeypatch):
     assert rows[thin]["layers_per_token"] == int(thin.split()[0]) < 4
     assert rows[thin]["chosen_share"] < 1.0
     assert rows[thin]["perplexity"] > rows["full"]["perplexity"]
-    assert evaluate.engine_policies([0.5])["relaxed, margin 0.5"] == DepthPolicy("relaxed", margin=0.5)
+    assert evaluate.engine_policies([0.5])["relaxed, margin 0.5"] == DepthPolicy(
+        "relaxed", margin=0.5
+    )
     assert rows["relaxed, margin 0.5"]["note"] == "not certified"
     assert {row["num_checkable"] for row in rows.values()} == {1}
     assert all(row["tokens_per_s"] > 0 for row in rows.values())

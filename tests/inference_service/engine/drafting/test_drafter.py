@@ -17,6 +17,7 @@ from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import wrap_model
 from shared.model.runner import Runner
+from shared.model.sampling import SamplingParams
 from tests.families import build_family
 from tests.random_ladder import random_ladder
 
@@ -112,6 +113,20 @@ def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
     assert asked == [3, 3, 2, 2]
     assert runner.counters.per_layer[:2] == [2, 2], "one shallow pass a round"
     assert sum(runner.counters.per_layer[2:]) == 0
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0)])
+def test_drafts_that_a_margin_accepts_do_not_count_for_other_requests(runner, sampling):
+    margin = DepthPolicy("relaxed", margin=1e6)
+    [(sequence, drafter)] = members(runner, [random_ladder(runner.loaded, 1)], [margin])
+    near = GenerationRequest((1,), policy=margin)
+    exact = GenerationRequest((1,), sampling=sampling, policy=DepthPolicy("exact"))
+    before = [drafter.served(request).factor("depth-0") for request in (near, exact)]
+    reliability = drafter.served(sequence.request)
+    reliability.record([Draft(5, 0.5, "depth-0", 0)] * 40, 40)
+    after = [drafter.served(request).factor("depth-0") for request in (near, exact)]
+    assert after[0] > before[0] + 0.3
+    assert after[1] == before[1]
 
 
 def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
