@@ -80,7 +80,7 @@ def data_curve(
         vocabulary = choose_draft_vocabulary(run, material)
         heads = fit_heads(run, runner, material, vocabulary)
         ladder = fit_ladder(run, material, vocabulary, heads)
-        report = held_out_report(run, judge, vocabulary, ladder)
+        report = held_out_report(run, judge, vocabulary, ladder, {})
         yield CurvePoint(
             sum(material.num_tokens.values()),
             {name: float(figures["agreement"]) for name, figures in report["rungs"].items()},

@@ -33,17 +33,16 @@ class Run:
         self._start_s = self._phase_start_s = time.monotonic()
         self.loaded, self.plan, self.spec = loaded, plan, plan.spec
         # The scale depends on the device, and what was written at another scale cannot be continued.
-        identity = json.dumps(
-            {
-                **asdict(self.spec),
-                "model": loaded.fingerprint,
-                "format": 2,
-                "scale": asdict(self.plan.sizes),
-            }
-        )
+        identity = {
+            **asdict(self.spec),
+            "model": loaded.fingerprint,
+            "format": 2,
+            "scale": asdict(self.plan.sizes),
+        }
+        del identity["learning_curve"]  # has files of its own, and changes no other
         # Generated text is shared by all specs that ask for the same text; states and heads belong to this spec.
         self.text_folder = folder / "text"
-        self.folder = folder / hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self.folder = folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         self.should_stop = should_stop
         self.figures: dict[str, float] = {}
         self.seconds: dict[str, float] = {}

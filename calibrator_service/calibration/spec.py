@@ -85,6 +85,7 @@ _SOURCES: Mapping[str, type[Source]] = {
 class CalibrationSpec:
     """A value of zero, an empty value or None leaves the choice to the calibration (see `plan.resolve`).
 
+    `learning_curve`: exit heads are also trained on parts of the text, for the report.
     `max_tokens` counts the tokens learned from, over all splits. Text is collected until `max_tokens` or the time budget is used
     up, whichever is first; with neither the budget is `plan.QUICK_BUDGET_S`. Raises `InvalidInput` (BAD_SPEC).
     """
@@ -100,6 +101,7 @@ class CalibrationSpec:
     draft_vocabulary_size: int = 0
     router_width: int = DEFAULT_ROUTER_WIDTH
     seed: int = 0
+    learning_curve: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_tokens <= _MAX_INT64:
@@ -145,6 +147,8 @@ class CalibrationSpec:
     def to_json(self) -> str:
         """The stored form. Equal specs give equal text: the job store compares the texts of repeated requests."""
         record = asdict(self)
+        if not self.learning_curve:  # older builds wrote no such field
+            del record["learning_curve"]
         record["source"].pop("public_only", None)
         record["source"] = {"kind": type(self.source).__name__, **record["source"]}
         return json.dumps(record, sort_keys=True)

@@ -17,6 +17,7 @@ from shared.cli.console import (
     exit_on_error,
     out,
 )
+from shared.cli.curve_view import print_curve
 from shared.cli.demo import compare
 from shared.cli.measure import policy_table
 from shared.cli.risk_view import print_risk
@@ -47,7 +48,9 @@ def report(
         num_layers = inference.get_model(model).num_layers
         figures = compare(inference, model, max_tokens, router=str(version.version))
     out.print(policy_table(figures))
-    print_risk(json.loads(version.manifest_json))
+    manifest = json.loads(version.manifest_json)
+    print_curve(manifest)
+    print_risk(manifest)
     picture = charts.write_report(
         output,
         title=f"{model}, router version {version.version}",

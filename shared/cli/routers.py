@@ -20,6 +20,7 @@ from shared.cli.console import (
     print_line,
     table_cell,
 )
+from shared.cli.curve_view import print_curve
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
 
@@ -77,7 +78,7 @@ def show(
         bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")
     ] = False,
 ) -> None:
-    """Show one version: its held-out figures per rung and the certified bounds of the policy relaxed."""
+    """Show one version: its held-out figures per rung, what more text would be worth, and the certified bounds of the policy relaxed."""
     with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
     if manifest:
@@ -99,7 +100,9 @@ def show(
             f"{rung.router_precision:.3f}",
         )
     out.print(table)
-    print_risk(json.loads(router.manifest_json))
+    contents = json.loads(router.manifest_json)
+    print_curve(contents)
+    print_risk(contents)
 
 
 @app.command("promote")

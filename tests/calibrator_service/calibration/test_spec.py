@@ -15,7 +15,7 @@ from calibrator_service.calibration.spec import (
 )
 from shared.errors import Corrupt, InvalidInput
 
-# Written by version 0.1.0: these texts must not change.
+# Written by version 0.1.0, but for the last: these texts must not change.
 STORED = {
     '{"cosine_threshold": 0.98, "draft_vocabulary_size": 0, "head_form": "gated", "label": "agreement", "max_tokens": 0, '
     '"model_id": "tiny", "router_width": 128, "rung_depths": [1, 2], "seed": 0, '
@@ -39,6 +39,11 @@ STORED = {
     '"model_id": "tiny", "router_width": 128, "rung_depths": [], "seed": 0, '
     '"source": {"config": "c", "field": "text", "kind": "HubDataset", "name": "a/b", "split": "train"}, "time_budget_s": null}': CalibrationSpec(
         "tiny", HubDataset("a/b", "c")
+    ),
+    '{"cosine_threshold": 0.98, "draft_vocabulary_size": 0, "head_form": "gated", "label": "agreement", "learning_curve": true, '
+    '"max_tokens": 0, "model_id": "", "router_width": 128, "rung_depths": [], "seed": 0, '
+    '"source": {"kind": "SelfGenerated", "max_new_tokens": 0, "prompts": []}, "time_budget_s": null}': CalibrationSpec(
+        learning_curve=True
     ),
 }
 

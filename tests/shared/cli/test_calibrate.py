@@ -41,6 +41,23 @@ def test_limits_are_left_to_the_service_unless_given(service, neap):
     assert not service.calibration.spec.HasField("time_budget")
 
 
+def test_a_preset_is_a_budget_and_what_fits_into_it(service, neap):
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+
+    def asked(*flags: str) -> tuple[int, int, bool]:
+        assert neap(*base, *flags).exit_code == 0
+        spec = service.calibration.spec
+        return spec.time_budget.seconds, spec.head_form, spec.learning_curve
+
+    assert asked("--preset", "quick") == (150, pb.HEAD_FORM_UNSPECIFIED, False)
+    assert asked("--preset", "hour") == (3600, pb.HEAD_FORM_FUSED, True)
+    assert asked("--preset", "night", "--time-budget", "7000", "--head-form", "gated") == (
+        *(7000, pb.HEAD_FORM_GATED),
+        True,
+    )
+    assert asked("--learning-curve") == (0, pb.HEAD_FORM_UNSPECIFIED, True)
+
+
 def test_a_time_budget_that_a_duration_cannot_hold_is_refused(service, neap):
     base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
     for budget in ("1e30", "nan", "inf"):
