@@ -1,5 +1,6 @@
 """`neap calibrate`: starts a calibration job, shows its progress, and cancels it on Ctrl-C."""
 
+import json
 import shlex
 import uuid
 from contextlib import nullcontext
@@ -101,7 +102,8 @@ def calibrate(
         Path | None,
         typer.Option(
             "--prompts",
-            help="Calibrate on the model's own answers to the prompts in this file, one prompt per line.",
+            help="Calibrate on the model's own answers to the prompts in this file, greedy and then sampled ones. A .jsonl file has an object "
+            'with a "prompt" on each line, any other file a prompt.',
         ),
     ] = None,
     preset: Annotated[
@@ -315,16 +317,33 @@ def set_source(
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the non-blank lines of a file. Only a line feed ends a line. Raises InvalidInput, OSError."""
+    """Return the prompts of a .jsonl file, or the non-blank lines of another file. Only a line feed ends a line.
+
+    Raises InvalidInput, OSError."""
     try:
         # No str.splitlines: it also splits at Unicode line separators, which may be part of a prompt.
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} is not UTF-8", reason="NOT_UTF8") from error
     prompts = [line.strip() for line in lines if line.strip()]
+    if path.suffix == ".jsonl":
+        prompts = [
+            _prompt_of(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()
+        ]
     if not prompts:
         raise InvalidInput(f"{path} contains no prompt", reason="EMPTY_PROMPT")
     return prompts
+
+
+def _prompt_of(line: str, place: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+        if isinstance(prompt, str) and prompt.strip():
+            prompt.encode()  # raises ValueError for half of a surrogate pair
+            return prompt
+    except (ValueError, RecursionError, KeyError, TypeError):
+        pass
+    raise InvalidInput(f'{place}: a line must be {{"prompt": "text"}}', reason="BAD_PROMPT_FILE")
 
 
 def parse_depths(depths: str) -> list[int]:

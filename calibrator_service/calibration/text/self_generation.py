@@ -1,13 +1,15 @@
 """Text that the model writes itself, in shards that a later run reuses.
 
 A shard depends only on the model, the configuration and the shard's index, so a killed run continues with the first missing shard.
-Training text must look like decoding, so every answer is greedy. Prompts come from the caller, or from the templates of
-`seed_prompts` and from the model: given only the opening of a user's turn, it writes what a user would ask (Magpie, 2406.08464). A
-model without a chat template samples the first tokens of a text and continues greedily.
+Training text must look like decoding, so answers are greedy. Prompts come from the caller, or from the templates of `seed_prompts`
+and from the model: given only the opening of a user's turn, it writes what a user would ask (Magpie, 2406.08464). A model without a
+chat template samples the first tokens of a text and continues greedily. The caller's prompts may be few, so they are answered in
+several rounds: greedily in the first, and sampled in later ones.
 """
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +31,8 @@ USER_TURN_TOKENS = 64
 START_TOKENS = 12
 MIN_USER_CHARACTERS = 8
 FOLLOW_UP_SHARE = 0.25
+# Temperatures at which given prompts are answered, round by round.
+ROUND_TEMPERATURES = (0.0, 0.7, 1.0, 0.4)
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,13 @@ class SelfGenerator:
             index += 1
 
     def _has_no_more_prompts(self, index: int) -> bool:
-        prompts = self._config.prompts
-        return bool(prompts) and index * self._config.rows >= len(prompts)
+        return bool(self._config.prompts) and index >= self._shards_a_round * len(
+            ROUND_TEMPERATURES
+        )
+
+    @property
+    def _shards_a_round(self) -> int:
+        return math.ceil(len(self._config.prompts) / self._config.rows)
 
     def _generate(
         self,
@@ -119,15 +128,17 @@ class SelfGenerator:
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
         user_turn = self._format.user_turn
 
-        def decode(prompts: Sequence[Sequence[int]], sampled: int = 0) -> list[list[int]]:
-            """Greedy answers, or `sampled` tokens of a user's turn."""
+        def decode(
+            prompts: Sequence[Sequence[int]], sampled: int = 0, temperature: float = 0.0
+        ) -> list[list[int]]:
+            """Answers at a temperature, or `sampled` tokens of a user's turn."""
             longest = self._lengths.max_new_tokens
             params = DecodeParams(
                 max_new_tokens=min(sampled, longest) or longest,
                 stop_ids=user_turn.stop_ids
                 if sampled and user_turn
                 else self._loaded.eos_token_ids,
-                temperature=self._config.temperature if sampled else 0.0,
+                temperature=self._config.temperature if sampled else temperature,
                 top_p=self._config.top_p,
             )
             return decode_batch(
@@ -140,18 +151,22 @@ class SelfGenerator:
                 on_tokens=on_tokens,
             )
 
-        def answer(prompts: list[list[int]]) -> list[TokenSequence]:
+        def answer(prompts: list[list[int]], temperature: float = 0.0) -> list[TokenSequence]:
             prompts = sorted((p[-self._lengths.max_prompt :] for p in prompts), key=len)
             return [
-                TokenSequence((*prompt, *new), len(prompt))
-                for prompt, new in zip(prompts, decode(prompts), strict=True)
+                TokenSequence((*prompt, *new), len(prompt), is_greedy=temperature == 0.0)
+                for prompt, new in zip(
+                    prompts, decode(prompts, temperature=temperature), strict=True
+                )
                 if new
             ]
 
         rows = self._config.rows
         if self._config.prompts:
-            chosen = self._config.prompts[index * rows : (index + 1) * rows]
-            return answer([self._format.encode_user(text) for text in chosen])
+            turn, place = divmod(index, self._shards_a_round)
+            chosen = self._config.prompts[place * rows : (place + 1) * rows]
+            encoded = [self._format.encode_user(text) for text in chosen]
+            return answer(encoded, ROUND_TEMPERATURES[turn])
         if not self._format.has_chat_template:
             starts = [[self._format.first_token(rng)] for _ in range(rows)]
             sampled = decode(starts, sampled=START_TOKENS)

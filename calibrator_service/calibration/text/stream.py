@@ -11,7 +11,11 @@ from calibrator_service.calibration.plan import COLLECTING_ENDS
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
-from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
+from calibrator_service.calibration.text.self_generation import (
+    ROUND_TEMPERATURES,
+    SelfGenerationConfig,
+    SelfGenerator,
+)
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.sources import text_sequences
 from calibrator_service.calibration.text.splits import Split, Splitter, held_out_kinds
@@ -86,7 +90,8 @@ class CollectingProgress:
         self._is_written = isinstance(text, GeneratedText)
         self._expected = run.plan.max_tokens
         if isinstance(text, GeneratedText) and text.config.prompts:
-            most = len(text.config.prompts) * text.config.max_new_tokens
+            num_answers = len(ROUND_TEMPERATURES) * len(text.config.prompts)
+            most = num_answers * text.config.max_new_tokens
             self._expected = min(self._expected, most)
         self._num_being_written = self._num_learned = 0
         self.num_assigned = 0

@@ -102,6 +102,28 @@ def test_sources(service, neap, tmp_path):
     assert "NAME[:CONFIG[:SPLIT]]" in result.stderr
 
 
+def test_prompts_may_be_json(service, neap, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": " two\\nlines", "kind": "x"}\n\n{"prompt": "one"}')
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    assert neap(*base, "--prompts", str(prompts)).exit_code == 0
+    assert list(service.calibration.spec.self_generated.prompts) == [" two\nlines", "one"]
+    for line in (
+        "plain text",
+        "[" * 100_000,
+        "[1]",
+        '{"text": "a"}',
+        '{"prompt": 5}',
+        '{"prompt": " "}',
+        '{"prompt": "\\ud800"}',
+    ):
+        prompts.write_text('{"prompt": "one"}\n' + line)
+        result = neap(*base, "--prompts", str(prompts))
+        assert result.exit_code == 1
+        assert "prompts.jsonl:2" in result.stderr
+        assert "[BAD_PROMPT_FILE]" in result.stderr
+
+
 def test_only_a_line_feed_ends_a_prompt(service, neap, tmp_path):
     prompts = tmp_path / "prompts.txt"
     inner = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"

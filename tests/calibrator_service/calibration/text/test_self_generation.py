@@ -83,12 +83,18 @@ def test_without_a_tokenizer(counting, tmp_path):
         SelfGenerator(bare, SelfGenerationConfig(prompts=("w1",)), tmp_path)
 
 
-def test_given_prompts_are_answered_once_each(counting, tmp_path):
+def test_given_prompts_are_answered_greedily_and_then_with_sampled_answers(counting, tmp_path):
     prompts = tuple(f"w{i} w{i + 1}" for i in range(6))
-    shards = first(counting, tmp_path, 9, replace(CONFIG, prompts=prompts))
-    assert [len(shard) for shard in shards] == [4, 2]
-    asked = {s.tokens[: s.answer_start] for s in itertools.chain(*shards)}
-    assert asked == {tuple(PromptFormat(counting).encode_user(p)) for p in prompts}
+    shards = first(counting, tmp_path, 99, replace(CONFIG, prompts=prompts))
+    assert [len(shard) for shard in shards] == [4, 2] * 4
+    asked = {tuple(PromptFormat(counting).encode_user(p)) for p in prompts}
+    rounds = [[*shards[begin], *shards[begin + 1]] for begin in range(0, 8, 2)]
+    for number, sequences in enumerate(rounds):
+        assert {s.tokens[: s.answer_start] for s in sequences} == asked
+        assert all(s.is_greedy == (number == 0) for s in sequences)
+    assert all(is_greedy(counting, sequence) for sequence in rounds[0])
+    assert not all(is_greedy(counting, sequence) for sequence in rounds[2])
+    assert len({sequence.tokens for sequence in itertools.chain(*rounds)}) > 6
 
 
 def test_shards_are_reused(counting, tmp_path):
