@@ -68,6 +68,9 @@ def main() -> None:
     parser.add_argument("--answers", type=Path, help="JSONL file; default: the model writes text")
     parser.add_argument("--head-form", choices=HEAD_FORMS, default=HEAD_FORMS[0])
     parser.add_argument(
+        "--learning-curve", action="store_true", help="as of `neap calibrate`; goes to the manifest"
+    )
+    parser.add_argument(
         "--curve", type=int, nargs="*", help="amounts of tokens; if empty, no curve"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "router")
@@ -91,6 +94,7 @@ def main() -> None:
         source=AnswerFile(str(options.answers)) if options.answers else SelfGenerated(),
         max_tokens=options.tokens,
         head_form=options.head_form,
+        learning_curve=options.learning_curve,
     )
     plan = resolve(spec, loaded)
     print(
