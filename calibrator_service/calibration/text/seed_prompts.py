@@ -18,9 +18,11 @@ def _data() -> dict[str, Any]:
     return data
 
 
-def seed_prompt(rng: random.Random) -> str:
-    """One prompt. Every category (translation, QA, maths, writing, ...) is equally likely."""
+def seed_prompt(rng: random.Random, *, wide: bool = False) -> str:
+    """One prompt. Every category (translation, QA, maths, writing, ...) is equally likely. `wide`: of many more categories."""
     prompts: dict[str, list[str]] = _data()["prompts"]
+    if wide:
+        prompts = prompts | _data()["wide_prompts"]
     return _fill(rng, rng.choice(prompts[rng.choice(list(prompts))]))
 
 

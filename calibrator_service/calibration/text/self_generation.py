@@ -31,6 +31,8 @@ USER_TURN_TOKENS = 64
 START_TOKENS = 12
 MIN_USER_CHARACTERS = 8
 FOLLOW_UP_SHARE = 0.25
+# From about this many prompts on, templates of many more categories are used. Little text is better spent on the most common ones.
+CORE_PROMPTS = 600
 # Temperatures at which given prompts are answered, round by round.
 ROUND_TEMPERATURES = (0.0, 0.7, 1.0, 0.4)
 
@@ -177,7 +179,8 @@ class SelfGenerator:
             turns = decode([user_turn.opening] * rows, sampled=USER_TURN_TOKENS)
             texts = [t for t in map(self._format.decode, turns) if len(t) >= MIN_USER_CHARACTERS]
         else:
-            texts = [seed_prompts.seed_prompt(rng) for _ in range(rows)]
+            wide = index * rows >= CORE_PROMPTS
+            texts = [seed_prompts.seed_prompt(rng, wide=wide) for _ in range(rows)]
         return answer([self._format.encode_user(text) for text in texts])
 
     def _passages(

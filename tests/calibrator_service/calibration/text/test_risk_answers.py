@@ -53,12 +53,12 @@ def test_answers_are_greedy_and_whole(counting, base_model, tmp_path, chat):
 def test_loops_do_not_end_an_answer(counting, tmp_path):
     """Training text ends at a loop. Answers of the risk split must not, because a worker continues."""
     config = SelfGenerationConfig(max_new_tokens=60, rows=24, prompts=tuple(WORDS))
-    (learnt,) = SelfGenerator(counting, config, tmp_path).shards()
+    learnt = next(SelfGenerator(counting, config, tmp_path).shards())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "calibrator_service.calibration.text.batch_decode.is_repeating", lambda tokens: True
         )
-        (cut,) = SelfGenerator(counting, config, tmp_path / "cut").shards()
+        cut = next(SelfGenerator(counting, config, tmp_path / "cut").shards())
         judged = answers(counting, tmp_path, config)
     longest = max(sequence.num_answer_tokens for sequence in learnt)
     assert max(sequence.num_answer_tokens for sequence in cut) < longest

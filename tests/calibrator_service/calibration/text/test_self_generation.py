@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tokenizers import processors
 
-from calibrator_service.calibration.text import seed_prompts
+from calibrator_service.calibration.text import seed_prompts, self_generation
 from calibrator_service.calibration.text.chat import PromptFormat
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
@@ -169,4 +170,16 @@ def test_seed_prompts():
     texts += [seed_prompts.passage_prompt(rng), seed_prompts.follow_up(rng)]
     tasks = [seed_prompts.passage_task(rng, ["PASSAGE"]) for _ in range(50)]
     assert all("PASSAGE" in task for task in tasks)
-    assert not any("{" in text for text in texts)
+    wide = [seed_prompts.seed_prompt(rng, wide=True) for _ in range(600)]
+    assert len(set(wide)) > 500
+    assert not any(re.search(seed_prompts.PLACEHOLDER, text) for text in [*texts, *wide])
+
+
+def test_later_prompts_are_of_more_kinds(counting, tmp_path, monkeypatch):
+    asked: list[bool] = []
+    monkeypatch.setattr(self_generation, "CORE_PROMPTS", 12)
+    monkeypatch.setattr(
+        seed_prompts, "seed_prompt", lambda rng, *, wide: asked.append(wide) or f"w{len(asked)}"
+    )
+    first(counting, tmp_path, 7)
+    assert asked == [False] * 4 + [True] * 8  # shards 0, 3 and 6 of 4 rows
