@@ -1,41 +1,34 @@
 """Calibrates the router in bench/router on text that the model writes itself, or has written: about twenty minutes on two cores.
 
-    python -m bench.make_router --model DIR [--tokens 52_000] [--out bench/router] [--work-dir DIR] [--curve 5_000 15_000]
+    python -m bench.make_router --model DIR [--tokens 52_000] [--out bench/router] [--work-dir DIR] [--learning-curve]
     python -m bench.make_router --model DIR --answers FILE.jsonl --tokens 300_000 --head-form fused
     python -m bench.make_router --model DIR --device cuda --tokens 30_000_000 --work-dir DIR --out DIR
 
-`--answers`: prompts and answers of the model, as `neap calibrate --answers` takes them; there is no other text then. `--curve`: also
-measures how often each rung agrees with the full model after training on the first N tokens, for these N and for all
-tokens (`bench.data_curve`). By default there is no curve on a CPU; on a GPU N is 1/100, 1/30, 1/10 and 1/3 of all tokens. A killed run
-continues if it is started with the same --work-dir: complete shards of text and exits that are fully trained are reused.
+`--answers`: prompts and answers of the model, as `neap calibrate --answers` takes them; there is no other text then. The manifest holds
+the learning curve, which `--learning-curve` gives more points; a GPU always measures them. A killed run continues if it is started with
+the same --work-dir: complete shards of text and exits that are fully trained are reused.
 """
 
-import json
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from bench.data_curve import CurvePoint, data_curve
 from bench.machine import described
 from bench.options import add_device, make_parser, parsed
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated
+from shared.cli.curve_view import print_curve
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_router_folder
 from shared.ladder.forms import HEAD_FORMS
-from shared.model.load import LoadedModel, load_model
-from shared.model.own_thread import run_in_own_thread
+from shared.model.load import load_model
 
 DEFAULT_TOKENS = 52_000
-# Default amounts of the curve on a GPU, as shares of all tokens.
-CURVE_SHARES = (0.01, 1 / 30, 0.1, 1 / 3)
 SHOW_INTERVAL_S = 10.0
 
 
@@ -70,19 +63,9 @@ def main() -> None:
     parser.add_argument(
         "--learning-curve", action="store_true", help="as of `neap calibrate`; goes to the manifest"
     )
-    parser.add_argument(
-        "--curve", type=int, nargs="*", help="amounts of tokens; if empty, no curve"
-    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "router")
     parser.add_argument("--work-dir", type=Path, help="kept, so that a killed run can continue")
-    parser.add_argument("--json", type=Path, help="write the curve here")
     options = parsed(parser)
-    shares = CURVE_SHARES if options.device == "cuda" else ()
-    curve = [int(share * options.tokens) for share in shares]
-    if options.curve is not None:
-        curve = options.curve
-    if any(not 0 < amount <= options.tokens for amount in curve):
-        parser.error("every amount of --curve must be between 1 and --tokens")
 
     print(described(options.device))
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -94,7 +77,7 @@ def main() -> None:
         source=AnswerFile(str(options.answers)) if options.answers else SelfGenerated(),
         max_tokens=options.tokens,
         head_form=options.head_form,
-        learning_curve=options.learning_curve,
+        learning_curve=options.learning_curve or options.device == "cuda",
     )
     plan = resolve(spec, loaded)
     print(
@@ -103,29 +86,14 @@ def main() -> None:
     )
     with ExitStack() as stack:
         folder = options.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if curve:
-            # In a thread of its own, as `calibrate` does (docs/decisions/004).
-            points = run_in_own_thread(_printed_curve, loaded, spec, curve, folder)
-            if options.json:
-                options.json.write_text(json.dumps([asdict(point) for point in points], indent=1))
         result = calibrate(loaded, spec, work_dir=folder, progress=Show())
+    print_curve({"calibration": result.report})
     manifest, blobs = pack_ladder(result.ladder, result.report)
     write_router_folder(options.out, manifest, blobs)
     size = sum(map(len, blobs.values()))
     print(
         f"written to {options.out}: {size / 1e6:.2f} MB, calibrated in {result.report['seconds']['total']:.0f} s"
     )
-
-
-def _printed_curve(
-    loaded: LoadedModel, spec: CalibrationSpec, amounts: Sequence[int], folder: Path
-) -> list[CurvePoint]:
-    points: list[CurvePoint] = []
-    for point in data_curve(loaded, spec, [*amounts, spec.max_tokens], folder, progress=Show()):
-        points.append(point)
-        print(f"\n{point.header()}")
-        print("\n".join(each.row() for each in points) + "\n", flush=True)
-    return points
 
 
 if __name__ == "__main__":
