@@ -30,8 +30,6 @@ WIDE_REPEATS = 3
 MIN_WIDE_REPEATS = 1
 # Tokens of the shared pass with which an exit's cost per further token is measured.
 EXIT_TOKENS = 8
-# Further drafts of the chain with which the cost of one more is measured.
-FURTHER_DRAFTS = 4
 
 
 class CostMeter:
@@ -55,7 +53,7 @@ class CostMeter:
 def measure_deep(
     runner: Runner, *, between: Callable[[], None] = lambda: None
 ) -> tuple[float, ...]:
-    """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head: see `never_falling`.
+    """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head, smoothed: see `smoothed`.
 
     Calls `between` before each pass; an exception that it raises ends the measurement.
     """
@@ -76,7 +74,8 @@ def measure_deep(
         MIN_REPEATS,
         REPEATS,
     )
-    return never_falling([statistics.median(column) for column in zip(*rounds, strict=True)])
+    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    return smoothed(medians)
 
 
 def measure_wide(
@@ -105,20 +104,20 @@ def measure_wide(
     return tuple(points)
 
 
-def never_falling(seconds: Sequence[float]) -> tuple[float, ...]:
-    """The sequence that never falls and is nearest to the measured seconds by least squares (isotonic regression).
+def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Fits a line that never falls to the measured seconds of passes over 2, 3, .. tokens.
 
-    Where the measurements fall, because of noise, it is their mean. Steps stay: a matrix product takes rows in groups, so tokens that
-    fill a group cost nothing, and the next one costs much.
+    Noise of a few percent would make single drafts look free or expensive. The pass over one token keeps its own figure if that is
+    lower than the line: from two tokens on libraries use a matrix-matrix instead of a matrix-vector product, which may cost half a
+    pass.
     """
-    pools: list[tuple[float, int]] = []  # mean, size
-    for value in seconds:
-        mean, size = value, 1
-        while pools and pools[-1][0] >= mean:
-            before, count = pools.pop()
-            mean, size = (before * count + mean * size) / (count + size), count + size
-        pools.append((mean, size))
-    return tuple(mean for mean, size in pools for _ in range(size))
+    if len(seconds) < 3:
+        return tuple(max(seconds[: index + 1]) for index in range(len(seconds)))
+    slope, first = statistics.linear_regression(range(len(seconds) - 1), seconds[1:])
+    if slope < 0:
+        slope, first = 0.0, statistics.fmean(seconds[1:])
+    line = [first + slope * index for index in range(len(seconds) - 1)]
+    return min(seconds[0], first), *line
 
 
 def exit_timings(
@@ -138,9 +137,9 @@ def exit_timings(
         num_together, NUM_STATES, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype
     )
 
-    def ask_exit(index: int, depth: int, count: int, num_drafts: int) -> list[Draft]:
+    def ask_exit(index: int, depth: int, count: int) -> list[Draft]:
         if depth == ladder.whole_depth:
-            starts = [ChainStart([1], 0, num_drafts, 1.0, 1.0, 0.0)] * count
+            starts = [ChainStart([1], 0, 1, 1.0, 1.0, 0.0)] * count
             chains = ladder.whole_chains(settled[:count].unbind(0), starts)
             return [chain[0].draft for chain in chains]
         own = tokens[:, :count]
@@ -155,25 +154,19 @@ def exit_timings(
     one = tokens[:, :1]
     costs: list[ExitCost] = []
     for index, depth in enumerate(ladder.depths):
-        # (tokens asked together, drafts of each chain) -> seconds.
-        seconds: dict[tuple[int, int], list[float]] = {(1, 1): [], (num_together, 1): []}
-        if depth == ladder.whole_depth:
-            seconds[1, 1 + FURTHER_DRAFTS] = []
+        seconds: dict[int, list[float]] = {1: [], num_together: []}
         for _ in range(REPEATS + 1):
-            for (count, num_drafts), taken in seconds.items():
+            for count, taken in seconds.items():
                 state = runner.run(one, cache, first=0, last=runner.num_layers, base=context)
                 # The read waits for the pass. Otherwise the exit's time on a GPU would include the rest of the pass.
                 runner.logits(state[0]).argmax(-1).tolist()
                 start = time.perf_counter()
-                drafts = ask_exit(index, depth, count, num_drafts)
+                drafts = ask_exit(index, depth, count)
                 taken.append(time.perf_counter() - start)
                 yield drafts
-        medians = {asked: statistics.median(taken[1:]) for asked, taken in seconds.items()}
-        alone_s = medians[1, 1]
-        each_more_s = max(medians[num_together, 1] - alone_s, 0.0) / max(num_together - 1, 1)
-        whole_s = medians.get((1, 1 + FURTHER_DRAFTS), alone_s)
-        further_s = max(whole_s - alone_s, 0.0) / FURTHER_DRAFTS
-        costs.append(ExitCost(alone_s, each_more_s, further_s))
+        alone_s, together_s = (statistics.median(seconds[n][1:]) for n in (1, num_together))
+        each_more_s = max(together_s - alone_s, 0.0) / max(num_together - 1, 1)
+        costs.append(ExitCost(alone_s, each_more_s))
     return tuple(costs)
 
 

@@ -88,9 +88,9 @@ class Drafter:
     def _draft_ahead(
         self, ladder: BoundLadder, index: int, asked: Rows[tuple[DraftBuilder, float]]
     ) -> None:
-        """Drafts the asked chains on in one call, each as long as a further draft is expected to save its share of the time: what it
-        saves is proportional to survival."""
-        share_s = self.costs.exits[index].of_further(len(asked)) / len(asked)
+        """Drafts the asked chains on in one call, each as long as a draft is expected to save its share of the time: what it saves
+        is proportional to survival."""
+        share_s = self.costs.exits[index].of(len(asked)) / len(asked)
         begins = [
             one.settled_states if one.ahead.output is None else one.ahead.output for one, _ in asked
         ]

@@ -25,19 +25,13 @@ SERVED_WINDOW = 1000.0
 @dataclass(frozen=True)
 class ExitCost:
     """Measured seconds of taking tokens to a layer exit and through its head and router: `alone_s` for one token, `each_more_s` for
-    each further token of the same pass. `further_s`: for each further draft of one chain in the same call, if the exit drafts chains."""
+    each further token of the same pass."""
 
     alone_s: float
     each_more_s: float
-    further_s: float = 0.0
 
     def of(self, num_tokens: int) -> float:
         return self.alone_s + (num_tokens - 1) * self.each_more_s
-
-    def of_further(self, num_chains: int) -> float:
-        """Seconds of another draft for each of several chains in one call. More chains make it dearer as they make the first draft
-        dearer."""
-        return self.further_s * self.of(num_chains) / self.alone_s if self.further_s else 0.0
 
 
 @dataclass(frozen=True)

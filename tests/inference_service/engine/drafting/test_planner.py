@@ -1,10 +1,9 @@
 import random
-from collections.abc import Iterable
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
-from inference_service.engine.drafting.costs import never_falling
+from inference_service.engine.drafting.costs import smoothed
 from inference_service.engine.drafting.planner import (
     REQUEST_WEIGHT,
     SERVED_WEIGHT,
@@ -179,31 +178,12 @@ def test_earlier_requests_are_the_prior_and_a_request_updates_it() -> None:
     assert first.factor("suffix") < later.factor("suffix") < 0.3
 
 
-def test_costs_keep_their_steps_and_never_fall() -> None:
-    assert never_falling([2.0]) == (2.0,)
-    assert never_falling([2.0, 1.0]) == (1.5, 1.5)
-    steps = (1.0, 1.0, 1.1, 1.1, 2.0, 2.5)
-    assert never_falling(steps) == steps
-    # Pools grow backwards: 4 and 2 are 3, which is less than 3.5.
-    assert never_falling([1.0, 3.5, 4.0, 2.0, 5.0]) == pytest.approx((1.0, *[9.5 / 3] * 3, 5.0))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_no_other_sequence_that_never_falls_is_nearer(seed: int) -> None:
-    draw = random.Random(seed)
-    measured = [draw.choice([1.0, 2.0, 3.0]) + draw.random() for _ in range(6)]
-
-    def distance(candidate: Iterable[float]) -> float:
-        return sum((a - b) ** 2 for a, b in zip(candidate, measured, strict=True))
-
-    found = never_falling(measured)
-    assert list(found) == sorted(found)
-    for _ in range(300):
-        other = sorted(value + draw.gauss(0.0, 0.3) for value in found)
-        assert distance(found) <= distance(other) + 1e-9
-
-
-def test_a_further_draft_is_dearer_in_company() -> None:
-    cost = ExitCost(alone_s=1.0, each_more_s=0.5, further_s=0.4)
-    assert cost.of_further(1) == 0.4
-    assert cost.of_further(3) == pytest.approx(0.8)
+def test_smoothed_costs_lie_on_a_line_that_never_falls() -> None:
+    costs = smoothed([1.0, 1.9, 2.1, 1.9, 2.1, 2.0])
+    assert costs[0] == 1.0
+    assert costs[1:] == pytest.approx([2.0] * 5, abs=0.05)
+    assert all(later >= earlier for earlier, later in pairwise(costs))
+    assert smoothed([1.3, 1.0, 1.1, 1.2]) == pytest.approx((1.0, 1.0, 1.1, 1.2))
+    assert smoothed([1.0, 3.0, 2.0, 1.0]) == pytest.approx((1.0, 2.0, 2.0, 2.0))
+    assert smoothed([2.0, 1.0]) == (2.0, 2.0)
+    assert smoothed([2.0]) == (2.0,)

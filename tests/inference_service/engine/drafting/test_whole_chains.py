@@ -173,8 +173,8 @@ def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(
 ) -> None:
     bound = fused_ladder(runner).bind(runner)
     leasts = []
-    for further_s in (0.1, 0.2, 0.4):
-        costs = replace(COSTS, exits=(ExitCost(0.5, 0.0, further_s),))
+    for alone_s in (0.1, 0.2, 0.4):
+        costs = replace(COSTS, exits=(ExitCost(alone_s, 0.0),))
         members = prefilled(runner, bound, [DepthPolicy("exact")], costs)
         draft_chains(members, 1)
         leasts.append(noted.pop()[0].least_survival)
