@@ -33,9 +33,9 @@ def test_show(service, neap):
     base = ["routers", "show", "--model", "tiny", "--calibrator", service.address]
     result = neap(*base, "1")
     assert "tiny version 1" in result.stdout
-    rows = [line.split("│") for line in result.stdout.split("\n") if "depth-3" in line]
+    rows = [line.split("│") for line in result.stdout.split("\n") if "depth-0" in line]
     assert [cell.strip() for cell in rows[0][1:-1]] == [
-        *("depth-3", "3", "0.415", "1.000", "0.784", "0.185", "0.678")
+        *("depth-0", "0", "0.375", "1.000", "0.749", "0.193", "0.619")
     ]
     assert json.loads(neap(*base, "1", "--manifest").stdout) == real_manifest()
     missing = neap(*base, "9")
@@ -45,6 +45,8 @@ def test_show(service, neap):
 
 def test_show_prints_the_certified_bounds(service, neap):
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
+    assert "2.0% of prompts" in neap(*show).stdout
+    service.routers.manifest = {"rungs": []}
     assert "no certified bound\n" in neap(*show).stdout
     service.routers.manifest = {"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}
     bounds = [{"threshold": 0.99, "epsilon": 0.05}, {"threshold": 0.9, "epsilon": 0.2}]
@@ -63,6 +65,8 @@ def test_show_prints_the_certified_bounds(service, neap):
 
 def test_show_prints_what_more_text_is_worth(service, neap):
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
+    assert "530,251" in neap(*show).stdout
+    service.routers.manifest = {"rungs": []}
     assert "full model's choice" not in neap(*show).stdout
     figures = {f"agreement_{place}": 0.5 - place / 10 for place in (1, 2, 3, 4)}
     figures |= {f"{name}_beside_tables": share / 2 for name, share in figures.items()}
