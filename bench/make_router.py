@@ -1,4 +1,5 @@
-"""Calibrates the router in bench/router on text that the model writes itself, or has written: about twenty minutes on two cores.
+"""Calibrates a router for bench/router on text that the model writes itself, or has written. On two cores 52,000 tokens take about
+twenty minutes. bench/RESULTS.md has the command of the router that is there.
 
     python -m bench.make_router --model DIR [--tokens 52_000] [--out bench/router] [--work-dir DIR] [--learning-curve]
     python -m bench.make_router --model DIR --answers FILE.jsonl --tokens 300_000 --head-form fused

@@ -325,11 +325,11 @@ def read_prompts(path: Path) -> list[str]:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} is not UTF-8", reason="NOT_UTF8") from error
-    prompts = [line.strip() for line in lines if line.strip()]
+    filled = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if path.suffix == ".jsonl":
-        prompts = [
-            _prompt_of(line, f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip()
-        ]
+        prompts = [_prompt_of(line, f"{path}:{number}") for number, line in filled]
+    else:
+        prompts = [line for _, line in filled]
     if not prompts:
         raise InvalidInput(f"{path} contains no prompt", reason="EMPTY_PROMPT")
     return prompts
