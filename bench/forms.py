@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+import torch
 
 from bench.peers.catalogue import FLOAT32, OURS, QUANTISED, Choice
 from bench.peers.engines.neap import load
 from bench.peers.models import Models, environments
-from shared.model.load import LoadedModel
+from shared.model.load import LoadedModel, load_model
 
-FORMATS = (FLOAT32, *QUANTISED)
+# Weights in bfloat16, multiplied by inputs rounded to it.
+BFLOAT16_PRODUCTS = "bfloat16-products"
+FORMATS = (FLOAT32, *QUANTISED, BFLOAT16_PRODUCTS)
 AS_STORED = "as stored"
 
 
@@ -23,6 +26,9 @@ class Form:
     source: str
 
     def load(self) -> LoadedModel:
+        if self.title == BFLOAT16_PRODUCTS:
+            dtype = torch.bfloat16
+            return load_model(self.source, dtype=dtype, compute_dtype=dtype)
         return load(self.source, self.title)
 
 
@@ -45,4 +51,10 @@ def forms(options: argparse.Namespace) -> list[Form]:
         return [Form(AS_STORED, options.model)]
     cache = options.cache.absolute()
     models = Models(Path(options.model), None, cache / "models", environments(cache, 1), print)
-    return [Form(name, str(models.source(Choice(OURS, name)))) for name in options.formats]
+    return [
+        Form(
+            name,
+            str(models.source(Choice(OURS, "bfloat16" if name == BFLOAT16_PRODUCTS else name))),
+        )
+        for name in options.formats
+    ]

@@ -85,6 +85,7 @@ void set_cpu_isa(std::string name) {
 STABLE_TORCH_LIBRARY(neap, m) {
   m.def("pack_linear(Tensor weight) -> Tensor");
   m.def("pack_blocks(Tensor blocks, str kind, int in_features) -> Tensor");
+  m.def("round_inputs_(Tensor(a!) packed) -> ()");
   m.def("unpack_linear(Tensor packed) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, SymInt out_features, Tensor? bias=None) -> Tensor");
@@ -115,6 +116,7 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
   using namespace neap::binding;
   m.impl("pack_linear", TORCH_BOX(&pack_linear));
   m.impl("pack_blocks", TORCH_BOX(&pack_blocks));
+  m.impl("round_inputs_", TORCH_BOX(&round_inputs_));
   m.impl("unpack_linear", TORCH_BOX(&unpack_linear));
   m.impl("packed_rows", TORCH_BOX(&packed_rows));
   m.impl("packed_linear", TORCH_BOX(&packed_linear));

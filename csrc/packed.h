@@ -21,6 +21,7 @@ PackedView packed_view(const char* op, const char* name, const T& packed) {
   std::memcpy(&header, bytes, kHeaderBytes);
   constexpr int64_t kLimit = int64_t(1) << 40;  // no product of two sizes below overflows
   const bool sane = std::memcmp(header.magic, kPackedMagic, sizeof(header.magic)) == 0 && header.format >= 0 && header.format < kFormats &&
+                    (header.rounds_inputs == 0 || (header.rounds_inputs == 1 && header.format == kPlainBf16)) &&
                     header.out_features >= 0 && header.in_features >= 0 && header.out_features < kLimit && header.in_features < kLimit / 8;
   NEAP_CHECK(sane, op, ": ", name, " is not a packed matrix; pack_linear and pack_blocks make them");
   const Format format = (Format)header.format;
@@ -28,7 +29,7 @@ PackedView packed_view(const char* op, const char* name, const T& packed) {
   const bool whole = !is_quantised(format) || header.in_features % kLayouts[format].source_inputs == 0;
   NEAP_CHECK(whole && (panel == 0 || panels <= (packed.numel() - kHeaderBytes) / panel) && packed.numel() == kHeaderBytes + panels * panel, op, ": ", name,
              " is damaged: ", packed.numel(), " bytes do not hold a ", kLayouts[format].name, " matrix [", header.out_features, ", ", header.in_features, "]");
-  return {{bytes + kHeaderBytes, format, panel}, header.out_features, header.in_features};
+  return {{bytes + kHeaderBytes, format, panel, header.rounds_inputs == 1}, header.out_features, header.in_features};
 }
 
 // The same for a matrix of known size.
@@ -45,6 +46,7 @@ Matrix packed_of_size(const char* op, const char* name, const T& packed, int64_t
 void widen_row(const PackedView& view, int64_t row, float* out);
 Tensor pack_linear(Tensor weight);
 Tensor pack_blocks(Tensor blocks, std::string kind, int64_t in_features);
+void round_inputs_(Tensor packed);
 Tensor unpack_linear(Tensor packed);
 Tensor packed_rows(Tensor packed, Tensor indices);
 

@@ -1,6 +1,7 @@
 // The ops that pack weights, unpack them, and look up their rows: argument checks, allocation and calls of pack.h and the CPU kernels.
 #include "packed.h"
 
+#include <cstddef>
 #include <cstring>
 
 #include "pack.h"
@@ -95,6 +96,13 @@ Tensor pack_blocks(Tensor blocks, std::string kind, int64_t in_features) {
   const uint8_t* rows = static_cast<const uint8_t*>(blocks.const_data_ptr());
   return packed_matrix(format, blocks.size(0), in_features,
                        [&](int64_t panel, uint8_t* out) { neap::pack_blocks(format, rows, blocks.size(0), in_features, panel, out); });
+}
+
+void round_inputs_(Tensor packed) {
+  const PackedView view = packed_view("round_inputs_", "packed", packed);
+  NEAP_CHECK(view.matrix.format == kPlainBf16, "round_inputs_: packed is a ", kLayouts[view.matrix.format].name, " matrix, want BF16");
+  const int32_t rounds = 1;
+  std::memcpy(static_cast<uint8_t*>(packed.mutable_data_ptr()) + offsetof(PackedHeader, rounds_inputs), &rounds, sizeof(rounds));
 }
 
 Tensor unpack_linear(Tensor packed) {

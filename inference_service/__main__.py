@@ -167,6 +167,7 @@ def _load_engine(
         device=settings.device,
         context_length=settings.context_length,
         kv_dtype=_dtype(settings.kv_dtype),
+        compute_dtype=_dtype(settings.compute_dtype),
     )
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20

@@ -226,19 +226,21 @@ class RouterLoader:
 def _risks_that_hold(
     published: PublishedVersion, loaded: LoadedModel
 ) -> dict[Setting, PublishedRisk]:
-    kv_dtype, device = str(loaded.kv_dtype).removeprefix("torch."), loaded.device.type
+    dtypes = (loaded.kv_dtype, loaded.compute_dtype)
+    kv_dtype, compute_dtype = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    device = loaded.device.type
     holding: dict[Setting, PublishedRisk] = {}
     for setting in RISK_KEYS:
         risk = PublishedRisk.of(published.manifest, setting)
-        if risk is not None and risk.holds_in(kv_dtype, device):
+        if risk is not None and risk.holds_in(kv_dtype, compute_dtype, device):
             holding[setting] = risk
         elif risk is not None:
             log.warning(
-                "the router's bound does not hold here: it was certified with keys and values of another dtype, or on another device",
+                "the router's bound does not hold here: it was certified with keys and values of another dtype, in another arithmetic, or on another device",
                 model_id=loaded.model_id,
                 version=published.version,
                 bound_of=setting,
                 certified=(risk.dtype, risk.device),
-                served=(kv_dtype, device),
+                served=(kv_dtype, compute_dtype, device),
             )
     return holding

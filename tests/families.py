@@ -1,9 +1,14 @@
 """Tiny random-weight models of the families we promise, built from their Hugging Face classes."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers as hf
+
+from shared.model.load import LoadedModel, load_model
 
 VOCABULARY_SIZE = 97
 NUM_LAYERS = 6
@@ -116,3 +121,11 @@ def build_family(name: str) -> hf.PreTrainedModel:
             elif parameter.std() < 0.05:
                 parameter.normal_(0, 0.2)
     return model
+
+
+def load_family(folder: Path, name: str, dtype: torch.dtype, **options: Any) -> LoadedModel:
+    """A family's model with its weights in `dtype`, written to `folder` and loaded from there, without a tokenizer."""
+    torch.manual_seed(0)
+    build_family(name).to(dtype).save_pretrained(folder)
+    with patch("shared.model.load.AutoTokenizer.from_pretrained", lambda **_: None):
+        return load_model(folder, **options)

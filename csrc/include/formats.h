@@ -2,7 +2,8 @@
 //
 // A matrix [out_features, in_features] is cut into panels of 16 outputs. A panel is a sequence of depth blocks of 256 inputs, the last
 // one shorter. Kernels widen the weights to float32 in registers, so a pass reads only the stored bytes. All formats give the very
-// float32 numbers that widening the matrix beforehand would give.
+// float32 numbers that widening the matrix beforehand would give. A bfloat16 matrix may ask that its inputs be rounded to bfloat16, too:
+// then pairs of inputs are multiplied at once, and summed in float32.
 //
 //   float32, float16   [inputs, 16]
 //   bfloat16           [inputs / 2, 16 outputs, 2 inputs]: two inputs fill the 32-bit lane of an output
@@ -65,7 +66,8 @@ constexpr int64_t panel_bytes(Format format, int64_t in_features) {
 // The first bytes of a packed matrix. The panels follow.
 struct PackedHeader {
   char magic[8];
-  int32_t format, reserved;
+  int32_t format;
+  int32_t rounds_inputs;  // 1: products round their inputs to bfloat16, as the weights are; bfloat16 only
   int64_t out_features, in_features;
   char padding[32];
 };
@@ -80,6 +82,7 @@ struct Matrix {
   const uint8_t* panels;
   Format format;
   int64_t panel_bytes;
+  bool rounds_inputs;
 };
 
 }  // namespace neap

@@ -109,6 +109,22 @@ inline void round_row(const float* from, int64_t count, Dtype dtype, void* to) {
   });
 }
 
+// Rounds `count` numbers to bfloat16, two in a float's place. An odd last one is followed by 0.
+inline void round_pairs(const float* from, int64_t count, float* to) {
+  int64_t i = 0;
+#if defined(NEAP_AVX512)
+  if (has_pair_dots())
+    for (; i + 2 * kLanes <= count; i += 2 * kLanes)
+      store(to + i / 2, (Vec)_mm512_cvtne2ps_pbh((__m512)load(from + i + kLanes), (__m512)load(from + i)));
+#endif
+  for (; i < count; i += 2) {
+    Bfloat pair[2] = {};
+    round_to(from[i], pair);
+    if (i + 1 < count) round_to(from[i + 1], pair + 1);
+    __builtin_memcpy(to + i / 2, pair, 4);
+  }
+}
+
 // Calls f(i, load, store) for each group of kLanes numbers of a row of `width`; the last group may be partial.
 template <class F>
 NEAP_INLINE void for_lanes(int64_t width, const F& f) {

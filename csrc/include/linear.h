@@ -1,5 +1,7 @@
 // x @ weight.T over packed weights of any format.
 #pragma once
+#include <cstdlib>
+
 #include "tile.h"
 
 namespace neap::NEAP_ISA {
@@ -30,6 +32,51 @@ constexpr Product kProducts[kFormats] = {
     product_of<kPlain32>(), product_of<kPlain16>(), product_of<kPlainBf16>(), product_of<kQ4_0>(), product_of<kQ4_1>(), product_of<kQ5_0>(),
     product_of<kQ5_1>(),    product_of<kQ8_0>(),    product_of<kQ4_K>(),      product_of<kQ5_K>(), product_of<kQ6_K>(),
 };
+
+template <bool kNative>
+constexpr Product kDots = {panels_for<BfloatDots<kNative>>, pick_tile<BfloatDots<kNative>>, widen_block<BfloatPairs>, false, low_rows<BfloatDots<kNative>>()};
+
+// A gate and `up` share their inputs, so these are rounded only if both want it.
+inline bool rounds_inputs(const LinearArgs& args) { return args.weight.rounds_inputs && (!args.gated || args.up.rounds_inputs); }
+
+// The kernels that multiply a matrix by floats, or by pairs of bfloat16.
+inline const Product& product_for(const Matrix& matrix, bool by_pairs) {
+  if (by_pairs) return has_pair_dots() ? kDots<true> : kDots<false>;
+  return kProducts[matrix.format];
+}
+
+// Rows of x as tiles read them, `stride` apart: floats, or pairs of bfloat16 in floats' places.
+struct Inputs {
+  const float* rows;
+  int64_t stride;
+  bool are_pairs;
+};
+
+// A thread's memory for rounded inputs. It grows, and lasts as long as the thread.
+struct PairBuffer {
+  float* pairs = nullptr;
+  int64_t size = 0;
+  ~PairBuffer() { free(pairs); }
+  float* take(int64_t wanted) {
+    if (wanted > size) {
+      free(pairs);
+      pairs = static_cast<float*>(malloc((size_t)(size = wanted) * sizeof(float)));
+      if (!pairs) abort();
+    }
+    return pairs;
+  }
+};
+
+// Rows [row, row + rows) of x. Rounded ones are valid until this thread's next call.
+inline Inputs inputs_of(const LinearArgs& args, int64_t row, int64_t rows) {
+  const float* x = args.x + row * args.x_stride;
+  if (!rounds_inputs(args)) return {x, args.x_stride, false};
+  static thread_local PairBuffer buffer;
+  const int64_t stride = ceil_div(args.in_features, 2);
+  float* pairs = buffer.take(rows * stride);
+  for (int64_t r = 0; r < rows; ++r) round_pairs(x + r * args.x_stride, args.in_features, pairs + r * stride);
+  return {pairs, stride, true};
+}
 
 inline void widen(Format format, const uint8_t* block, int64_t depth, float* out) { kProducts[format].widen(block, depth, out); }
 
@@ -73,29 +120,30 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
   }
 }
 
-// c [rows, panels * 16] = rows [row, row + rows) of x times `panels` panels of `matrix` from number `first` on.
-inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, int64_t row, int64_t rows, int64_t first, int64_t panels, float* c) {
-  const Product& product = kProducts[matrix.format];
+// c [rows, panels * 16] = `rows` rows of x times `panels` panels of `matrix` from number `first` on.
+inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first, int64_t panels, float* c) {
+  const Product& product = product_for(matrix, x.are_pairs);
+  const int64_t pair = x.are_pairs ? 2 : 1;
   const RowTiles tiles(rows, product.low_rows);
   const bool widens = product.shared && tiles.count > 1;
   const Product& tile_product = widens ? kProducts[kPlain32] : product;
   const int64_t c_stride = panels * kPanel;
   const int64_t max_panels = min64(tile_product.panels((int)tiles.height), widens ? kWidenedPanels : panels);
   alignas(64) float widened[kDepthBlock * kPanel * kWidenedPanels];
-  TileArgs t{nullptr, args.x_stride, nullptr, matrix.panel_bytes, kPanel * 4, 0, nullptr, c_stride, false, 0, 0};
+  TileArgs t{nullptr, x.stride, nullptr, matrix.panel_bytes, kPanel * 4, 0, nullptr, c_stride, false, 0, 0};
   if (args.in_features == 0)
     for (int64_t i = 0; i < rows * c_stride; ++i) c[i] = 0.f;
   for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {
-    t.depth = min64(kDepthBlock, args.in_features - k);
+    const int64_t depth = min64(kDepthBlock, args.in_features - k), bytes = block_bytes(matrix.format, depth);
+    t.depth = ceil_div(depth, pair);
     t.accumulate = k > 0;
-    const int64_t bytes = block_bytes(matrix.format, t.depth);
     for (int64_t p = 0; p < panels; p += max_panels) {
       const int width = (int)min64(max_panels, panels - p);
       const TileFn tall = tile_product.tile((int)tiles.height, width);
       const TileFn low = tiles.height > 1 ? tile_product.tile((int)tiles.height - 1, width) : tall;
       t.b = matrix.panels + (first + p) * matrix.panel_bytes + block_begin(matrix.format, k / kDepthBlock);
       if (widens) {
-        for (int64_t i = 0; i < width; ++i) product.widen(t.b + i * matrix.panel_bytes, t.depth, widened + i * kDepthBlock * kPanel);
+        for (int64_t i = 0; i < width; ++i) product.widen(t.b + i * matrix.panel_bytes, depth, widened + i * kDepthBlock * kPanel);
         t.b = reinterpret_cast<const uint8_t*>(widened);
         t.panel_stride = kDepthBlock * kPanel * 4;
       }
@@ -103,7 +151,7 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, int64_
       t.prefetch_step = bytes / t.depth / tiles.count;
       for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
         t.prefetch = bytes + i * t.depth * t.prefetch_step;
-        t.a = args.x + (row + r) * args.x_stride + k;
+        t.a = x.rows + r * x.stride + k / pair;
         t.c = c + r * c_stride + p * kPanel;
         (i < tiles.taller ? tall : low)(t);
       }
@@ -113,14 +161,15 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, int64_
 
 // Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
 inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
-  const Product& product = kProducts[args.weight.format];
+  const Inputs x = inputs_of(args, row, rows);
+  const Product& product = product_for(args.weight, x.are_pairs);
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
   // As many panels as a tile takes, and as the buffers hold.
   const int64_t group = max64(1, min64(product.panels((int)RowTiles(rows, product.low_rows).height), kChunkFloats / (rows * kPanel)));
   for (int64_t unit = begin; unit < end; unit += group) {
     const int64_t panels = min64(group, end - unit);
-    multiply_panels(args, args.weight, row, rows, unit, panels, c);
-    if (args.gated) multiply_panels(args, args.up, row, rows, unit, panels, up);
+    multiply_panels(args, args.weight, x, rows, unit, panels, c);
+    if (args.gated) multiply_panels(args, args.up, x, rows, unit, panels, up);
     for (int64_t p = 0; p < panels; ++p) finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
   }
 }

@@ -39,18 +39,19 @@ constexpr int kLanes = 4, kAccumulators = 12, kMaxTileRows = 3, kMaxPanels = 3, 
 
 // Tiles of up to kFollowedRows rows leave fetching to the hardware, which is faster then: they read many panels at once and multiply
 // little. Taller tiles prefetch what comes next. kLowTileRows: rows that fit in two float32 tiles of this height are cut into these,
-// because the first reads more panels at once and the second finds them in the cache; 0: never. Measured on Zen 4 (AVX-512) and on a
+// because the first reads more panels at once and the second finds them in the cache; 0: never. Measured on Zen 4 (AVX-512; decision 027) and on a
 // machine that has AVX2 only; on other sets tiles always prefetch.
 #if defined(NEAP_AVX512)
-constexpr int kFollowedRows = 4, kLowTileRows = 0;
+constexpr int kFollowedRows = 6, kLowTileRows = 0;
 #elif defined(NEAP_AVX2)
 constexpr int kFollowedRows = 3, kLowTileRows = 3;
 #else
-constexpr int kFollowedRows = 0, kLowTileRows = 0;
+constexpr int kFollowedRows = 2, kLowTileRows = 0;
 #endif
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t UintVec __attribute__((vector_size(kLanes * 4)));
 typedef float UnalignedVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 NEAP_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -84,6 +85,27 @@ NEAP_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #else
   return a * b + c;
 #endif
+}
+
+// Whether this processor has an instruction for `dot_pairs`: AVX-512 BF16.
+#if defined(NEAP_AVX512)
+inline bool has_pair_dots() {
+  static const bool found = __builtin_cpu_supports("avx512bf16");
+  return found;
+}
+#else
+constexpr bool has_pair_dots() { return false; }
+#endif
+
+// a0 * b0 + a1 * b1 + c for the two bfloat16 numbers of each lane of a and b. kNative: only where `has_pair_dots`. It takes subnormal
+// numbers for 0, and rounds in an order of its own.
+template <bool kNative>
+NEAP_INLINE Vec dot_pairs(Vec a, Vec b, Vec c) {
+#if defined(NEAP_AVX512)
+  if (kNative) return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#endif
+  const UintVec first = (UintVec)a, second = (UintVec)b;
+  return fma((Vec)(first & 0xffff0000u), (Vec)(second & 0xffff0000u), fma((Vec)(first << 16), (Vec)(second << 16), c));
 }
 
 NEAP_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }

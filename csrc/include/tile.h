@@ -58,7 +58,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
     for (int r = 0; r < kRows; ++r) {
       const Vec value = splat(from[r * a_stride + decltype(input)::value]);
 #pragma GCC unroll 24
-      for (int c = 0; c < kColumns; ++c) sum[r][c] = fma(value, column[c], sum[r][c]);
+      for (int c = 0; c < kColumns; ++c) sum[r][c] = Reader::add(value, column[c], sum[r][c]);
     }
   };
   int64_t k = 0;

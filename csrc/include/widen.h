@@ -13,7 +13,6 @@ namespace neap::NEAP_ISA {
 constexpr int kPanelVecs = kPanel / kLanes;
 
 typedef int32_t UnalignedIntVec __attribute__((vector_size(kLanes * 4), aligned(1), may_alias));
-typedef uint32_t UintVec __attribute__((vector_size(kLanes * 4)));
 
 NEAP_INLINE UintVec load_bits(const uint8_t* p) { return (UintVec)*reinterpret_cast<const UnalignedIntVec*>(p); }
 NEAP_INLINE Vec load_halves(const uint8_t* p) { return load(reinterpret_cast<const Half*>(p)); }
@@ -61,9 +60,14 @@ NEAP_INLINE void for_inputs(const F& f) {
   }
 }
 
+// How a tile adds a product to a sum.
+struct Sums {
+  static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return fma(value, column, sum); }
+};
+
 // Rows of 16 numbers, `stride` bytes apart: also keys, values and widened panels. kStride: the stride if known at compile time, else 0.
 template <class E, int kStride = kPanel * (int)sizeof(E)>
-struct Rows {
+struct Rows : Sums {
   static constexpr int kUnit = 1, kGroup = 1;
   static constexpr int kHeld = sizeof(E) == 4 ? 0 : 1;
   static constexpr bool kShared = false;
@@ -77,7 +81,7 @@ struct Rows {
   template <int kInput> NEAP_INLINE Vec column(int v) const { return neap::NEAP_ISA::load(row + v * kLanes); }
 };
 
-struct BfloatPairs {
+struct BfloatPairs : Sums {
   static constexpr int kUnit = 2, kGroup = 2;
   static constexpr int kHeld = kRegisters >= 32 ? 2 : 1;
   static constexpr bool kShared = kRegisters < 32;
@@ -92,8 +96,14 @@ struct BfloatPairs {
   template <int kInput> NEAP_INLINE Vec column(int v) const { return (Vec)(kInput ? pair[v] & 0xffff0000u : pair[v] << 16); }
 };
 
+// Panels of bfloat16 for products that round their inputs: what tiles take for an input is a pair of inputs.
+template <bool kNative>
+struct BfloatDots : Rows<float> {
+  static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return dot_pairs<kNative>(value, column, sum); }
+};
+
 template <Format kFormat>
-struct Quants {
+struct Quants : Sums {
   static constexpr int kHeld = 2;  // scales and offsets; the bits are cheap to fetch again
   static constexpr bool kShared = true;
   static constexpr Layout kLayout = kLayouts[kFormat];

@@ -23,6 +23,7 @@ def model(source: ModelSource, settings: WorkerSettings) -> Finding:
         model_id=source.model_id,
         dtype=_dtype(settings.dtype),
         kv_dtype=_dtype(settings.kv_dtype),
+        compute_dtype=_dtype(settings.compute_dtype),
         device=settings.device,
         context_length=settings.context_length,
     )

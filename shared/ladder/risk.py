@@ -74,12 +74,15 @@ class PublishedRisk:
             raise Corrupt("the router's risk table has an unknown loss, or not 1 to 16 bounds")
         return cls(delta, bounds, num_tokens, dtype, device, setting)
 
-    def holds_in(self, kv_dtype: str, device: str) -> bool:
-        """Whether the bounds hold for an engine that keeps keys and values in `kv_dtype`, on this type of device.
+    def holds_in(self, kv_dtype: str, compute_dtype: str, device: str) -> bool:
+        """Whether the bounds hold for an engine that keeps keys and values in `kv_dtype` and multiplies in `compute_dtype`, on this type of device.
 
         Rounded otherwise, answers may differ otherwise. Exits, too, keep their weights in other formats on other devices.
         """
-        return self.dtype in (None, kv_dtype) and self.device in (None, device)
+        return (self.dtype is None or self.dtype == kv_dtype == compute_dtype) and self.device in (
+            None,
+            device,
+        )
 
     def epsilon_at(self, value: float) -> float | None:
         """The smallest epsilon that holds at a request's threshold or margin; None if it is bolder than every certified one."""

@@ -50,7 +50,7 @@ DEFAULT_CONTEXT_LENGTH = 4096
 class LoadedModel:
     """A frozen model and its parts. `fingerprint` identifies architecture and weights, independently of the dtype.
 
-    `kv_dtype`: the dtype in which caches hold keys and values. `acceleration`: what of it runs on neap's CPU kernels; None if it was not
+    `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are multiplied. `acceleration`: what of it runs on neap's CPU kernels; None if it was not
     accelerated.
     """
 
@@ -62,6 +62,7 @@ class LoadedModel:
     context_length: int
     eos_token_ids: frozenset[int]
     kv_dtype: torch.dtype
+    compute_dtype: torch.dtype
     acceleration: "AccelerationReport | None" = None
 
     @property
@@ -95,13 +96,14 @@ def load_model(
     context_length: int | None = None,
     accelerate: bool = True,
     kv_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
 
     `dtype`: the format that weights are kept in; None: the one they are stored in. On a CPU everything is computed in float32, whatever
     the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`. Weights are read from safetensors or
-    GGUF, never from a pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate` and `kv_dtype` are as in
-    `wrap_model`.
+    GGUF, never from a pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate`, `kv_dtype` and
+    `compute_dtype` are as in `wrap_model`.
     Logs the size on disk before loading, and the seconds taken and the formats of the weights afterwards.
 
     Raises `NotFound` (reason MODEL_NOT_FOUND), `UnsupportedModel` (also with reason PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT),
@@ -120,6 +122,7 @@ def load_model(
         context_length=context_length,
         accelerate=accelerate,
         kv_dtype=kv_dtype,
+        compute_dtype=compute_dtype,
     )
     log.info(
         "model loaded",
@@ -139,6 +142,7 @@ def _load_model(
     context_length: int | None,
     accelerate: bool,
     kv_dtype: torch.dtype | None,
+    compute_dtype: torch.dtype | None,
 ) -> LoadedModel:
     where = _where(source)
     with Checkpoint(dtype) as checkpoint, _errors_of_files(source):
@@ -180,6 +184,7 @@ def _load_model(
             accelerate=accelerate,
             identity=identity,
             kv_dtype=kv_dtype,
+            compute_dtype=compute_dtype,
         )
     release_free_memory()
     if checkpoint.widened:
@@ -302,12 +307,15 @@ def wrap_model(
     accelerate: bool = False,
     identity: str | None = None,
     kv_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> LoadedModel:
     """Freezes a model that is already built, and finds its parts.
 
     `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. `identity`: its fingerprint, if it is
     known. `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that the model
-    computes in. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype).
+    computes in. `compute_dtype`: bfloat16, for an accelerated model, multiplies weights that are kept in bfloat16 by inputs rounded to it; None:
+    the one of the model. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype,
+    COMPUTE_DTYPE_NOT_SUPPORTED if no matrix can be multiplied in that one).
     """
     model.requires_grad_(False).eval()
     parts = find_parts(model)
@@ -316,10 +324,18 @@ def wrap_model(
         or DEFAULT_CONTEXT_LENGTH
     )
     identity = identity or fingerprint(model)
-    kv_dtype = kv_dtype or model.dtype
+    kv_dtype, compute_dtype = kv_dtype or model.dtype, compute_dtype or model.dtype
     report = None
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
-        report = _accelerate(model, model_id, kv_dtype)
+        report = _accelerate(model, model_id, kv_dtype, compute_dtype)
+    if compute_dtype != model.dtype and not (
+        compute_dtype == torch.bfloat16 and report and "bfloat16" in report.formats
+    ):
+        raise UnsupportedModel(
+            f"{model_id} cannot be multiplied in {str(compute_dtype).removeprefix('torch.')}: only neap's kernels, on a CPU, multiply in another dtype "
+            "than the model's, and only weights kept in bfloat16 in bfloat16",
+            reason="COMPUTE_DTYPE_NOT_SUPPORTED",
+        )
     if kv_dtype != model.dtype and model.config._attn_implementation != attention.NAME:
         raise UnsupportedModel(
             f"keys and values of {model_id} cannot be kept in {str(kv_dtype).removeprefix('torch.')}: only neap's own attention, on a CPU, reads them in another dtype "
@@ -335,18 +351,19 @@ def wrap_model(
         context_length=min(context_length or limit, limit),
         eos_token_ids=_eos_token_ids(model),
         kv_dtype=kv_dtype,
+        compute_dtype=compute_dtype,
         acceleration=report,
     )
 
 
 def _accelerate(
-    model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype
+    model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype, compute_dtype: torch.dtype
 ) -> "AccelerationReport | None":
     """What was replaced; None if a quantised model keeps its own modules."""
     from shared.model.substitution.apply import accelerate
 
     try:
-        report = accelerate(model, kv_dtype)
+        report = accelerate(model, kv_dtype, compute_dtype)
     except UnsupportedModel as error:
         if quantisation(model.config) is None:
             raise

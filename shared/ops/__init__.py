@@ -29,6 +29,7 @@ __all__ = [
     "ragged_contiguous_attention",
     "rms_norm",
     "rotary",
+    "round_inputs_",
     "set_cpu_isa",
     "unpack_linear",
 ]
@@ -58,6 +59,16 @@ def pack_blocks(blocks: Tensor, kind: str, in_features: int) -> Tensor:
     return packed
 
 
+def round_inputs_(packed: Tensor) -> None:
+    """Makes products with a packed bfloat16 matrix round their inputs to bfloat16 from now on, as Hugging Face does for such a model.
+
+    Sums stay in float32. A gated product rounds only if both of its matrices ask for it. Raises `RuntimeError` for a matrix in another
+    format.
+    """
+    load()
+    torch.ops.neap.round_inputs_.default(packed)
+
+
 def unpack_linear(packed: Tensor) -> Tensor:
     """The float32 weight [N, K] of a packed matrix."""
     load()
@@ -77,7 +88,7 @@ def packed_linear(
 ) -> Tensor:
     """x [..., K] float32 times the packed weight [N, K] plus bias [N] -> [..., N], `N = out_features`.
 
-    The bits are those of the product with the weight widened to float32.
+    The bits are those of the product with the weight widened to float32, unless `round_inputs_` was called for the matrix.
     """
     load()
     refuse_gradient(x, bias)

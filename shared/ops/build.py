@@ -42,7 +42,7 @@ TORCH_TARGET_VERSION = "0x020b000000000000"
 ISA_FLAGS = {
     "portable": "",
     "avx2": "-DNEAP_AVX2 -mavx2 -mfma -mf16c",
-    "avx512": "-DNEAP_AVX512 -mavx2 -mfma -mf16c -mavx512f -mprefer-vector-width=512",
+    "avx512": "-DNEAP_AVX512 -mavx2 -mfma -mf16c -mavx512f -mavx512bf16 -mprefer-vector-width=512",
 }
 
 

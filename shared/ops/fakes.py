@@ -22,6 +22,10 @@ def _pack_linear(weight: Tensor) -> Tensor:
     return weight.new_empty(size, dtype=torch.uint8)
 
 
+def _round_inputs(packed: Tensor) -> None:
+    return None
+
+
 def _packed_linear(
     x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
 ) -> Tensor:
@@ -118,6 +122,7 @@ def register() -> None:
     """Registers the fakes. The library must be loaded."""
     fakes: dict[str, Callable[..., Any]] = {
         "pack_linear": _pack_linear,
+        "round_inputs_": _round_inputs,
         "packed_linear": _packed_linear,
         "packed_gated_linear": _packed_gated_linear,
         "rms_norm": _rms_norm,

@@ -61,10 +61,15 @@ class AccelerationReport:
     widened: Mapping[str, str]
 
 
-def accelerate(model: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) -> AccelerationReport:
+def accelerate(
+    model: PreTrainedModel,
+    kv_dtype: torch.dtype = torch.float32,
+    compute_dtype: torch.dtype = torch.float32,
+) -> AccelerationReport:
     """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
-    `kv_dtype`: the dtype of the caches over which the model will run. Weights that are packed are freed: a `LazyWeight` takes their place, which widens the packed matrix when an operation reads it.
+    `kv_dtype`: the dtype of the caches over which the model will run. `compute_dtype`: float32, or bfloat16: then products with weights kept in
+    bfloat16 round their inputs to it, once everything has been compared in float32. Weights that are packed are freed: a `LazyWeight` takes their place, which widens the packed matrix when an operation reads it.
 
     Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already; `PreconditionFailed` if
     the kernels are not built; and `UnsupportedModel` (reason ACCELERATION_MISMATCH), after undoing everything, if the logits of the whole
@@ -95,6 +100,8 @@ def accelerate(model: PreTrainedModel, kv_dtype: torch.dtype = torch.float32) ->
                     reason="ACCELERATION_MISMATCH",
                 )
             layers = substitute_layers(run, _random_ids(model, 1, 9), kv_dtype) if attends else 0
+            if compute_dtype == torch.bfloat16:
+                run.round_inputs()
             invariant = _is_batch_invariant(model)
         except BaseException:
             run.undo_all()

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shared import ops
 from shared.model.substitution.match import Substitute, Unsuitable, signature
 from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
 from shared.model.weights.quantised import is_plain
@@ -37,6 +38,7 @@ class Substitutions:
         self._forms: dict[Hashable, object] = {}
         self._refusals: dict[Hashable, str] = {}
         self._packed: dict[int, Tensor] = {}
+        self._in_bfloat16: list[Tensor] = []
         self._users: dict[int, list[nn.Module]] = {}
         pointers: dict[int, set[int]] = {}
         for module in model.modules():
@@ -83,6 +85,8 @@ class Substitutions:
         """Notes what was packed, and frees the unpacked weight of `source`. A `LazyWeight` takes its place in all modules that use it."""
         if any(packed.data_ptr() not in self._packed for packed in stored.memory):
             self.formats[stored.format] = self.formats.get(stored.format, 0) + 1
+            if stored.format == "bfloat16":
+                self._in_bfloat16 += stored.memory
         self._packed |= {packed.data_ptr(): packed for packed in stored.memory}
         weight = source.get_parameter("weight")
         if id(weight) in self._shared or _is_packed(weight):
@@ -91,6 +95,11 @@ class Substitutions:
             self.freed_bytes += weight.nbytes
         self._set_weight(weight, as_parameter(LazyWeight(stored)))
         self.undo.append(partial(self._restore, source, weight.requires_grad))
+
+    def round_inputs(self) -> None:
+        """Makes products with matrices in bfloat16 round their inputs."""
+        for packed in self._in_bfloat16:
+            ops.round_inputs_(packed)
 
     def pack(self, module: nn.Module) -> None:
         """Packs the weight of a module that keeps its own forward."""

@@ -16,16 +16,16 @@ from inference_service.engine.step import Decoder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import wrap_model
 from shared.model.sampling import SamplingParams
-from tests.families import VOCABULARY_SIZE, build_family
+from tests.families import VOCABULARY_SIZE, load_family
 
 # With the dtype of keys and values. The layers of Llama and Mistral are one op each.
 FAMILIES = [
-    ("llama", torch.float32),
-    ("mistral-sliding", torch.bfloat16),
-    ("gpt2", torch.float16),
-    ("gemma3-sliding", torch.float32),
+    ("llama", torch.float32, torch.float32),
+    ("llama", torch.float32, torch.bfloat16),
+    ("mistral-sliding", torch.bfloat16, torch.float32),
+    ("gpt2", torch.float16, torch.float32),
+    ("gemma3-sliding", torch.float32, torch.float32),
 ]
 SCHEDULES_PER_FAMILY = 60
 DEPTH = 2
@@ -112,10 +112,13 @@ def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) ->
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def decoder(request: pytest.FixtureRequest) -> Decoder:
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     torch.manual_seed(0)
-    family, kv_dtype = request.param
-    loaded = wrap_model(build_family(family), accelerate=True, kv_dtype=kv_dtype)
+    family, kv_dtype, compute_dtype = request.param
+    folder = tmp_path_factory.mktemp("model")
+    loaded = load_family(
+        folder, family, compute_dtype, kv_dtype=kv_dtype, compute_dtype=compute_dtype
+    )
     made = Decoder(ContiguousRunner(loaded), Prefixes(200))
     assert made.runner.supports_ragged
     return made

@@ -1,0 +1,70 @@
+"""Models whose matrices in bfloat16 are multiplied by inputs rounded to bfloat16."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from shared.errors import UnsupportedModel
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.load import LoadedModel, wrap_model
+from tests.families import VOCABULARY_SIZE, build_family, load_family
+
+IDS = torch.arange(2, 22)[None] % VOCABULARY_SIZE
+
+
+def _states(loaded: LoadedModel, parts: list[int]) -> Tensor:
+    """The states of IDS [20, D] in passes of `parts` tokens."""
+    runner = ContiguousRunner(loaded)
+    cache, states, base = runner.new_cache(20), [], 0
+    for part in IDS.split(parts, 1):
+        states.append(runner.run(part, cache, first=0, last=runner.num_layers, base=base)[0])
+        base += part.shape[1]
+    return torch.cat(states)
+
+
+@torch.no_grad()
+def _logits_with_rounded_inputs(loaded: LoadedModel) -> Tensor:
+    """What transformers' own modules compute with the weights of `loaded` if the inputs of their products are rounded."""
+    model = loaded.model
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            module.register_forward_pre_hook(lambda _, args: (args[0].bfloat16().float(),))
+    return model(input_ids=IDS).logits
+
+
+# Llama's layers are one op each, GPT-2's run by modules and store their weights transposed.
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+def test_products_round_their_inputs(family: str, tmp_path: Path) -> None:
+    def load(**options: object) -> LoadedModel:
+        return load_family(tmp_path, family, torch.bfloat16, **options)
+
+    rounded, plain = load(compute_dtype=torch.bfloat16), load()
+    assert (rounded.compute_dtype, plain.compute_dtype) == (torch.bfloat16, torch.float32)
+    expected = _logits_with_rounded_inputs(load(accelerate=False))
+    with torch.no_grad():
+        logits, exact = (loaded.model(input_ids=IDS).logits for loaded in (rounded, plain))
+    error = (logits - expected).norm() / expected.norm()
+    without = (exact - expected).norm() / expected.norm()
+    assert error < 0.3 * without
+    assert without < 0.05
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_passes_of_any_size_agree(family: str, tmp_path: Path) -> None:
+    loaded = load_family(tmp_path, family, torch.bfloat16, compute_dtype=torch.bfloat16)
+    assert loaded.acceleration is not None
+    assert loaded.acceleration.batch_invariant
+    assert torch.equal(_states(loaded, [7, 1, 9, 1, 2]), _states(loaded, [20]))
+
+
+def test_a_model_that_cannot_be_multiplied_so_is_refused(tmp_path: Path) -> None:
+    wanted = torch.bfloat16
+    for accelerate in (True, False):
+        with pytest.raises(UnsupportedModel, match="cannot be multiplied in bfloat16") as refused:
+            wrap_model(build_family("llama"), accelerate=accelerate, compute_dtype=wanted)
+        assert refused.value.reason == "COMPUTE_DTYPE_NOT_SUPPORTED"
+    with pytest.raises(UnsupportedModel, match="cannot be multiplied in bfloat16"):
+        load_family(tmp_path, "llama", torch.float16, compute_dtype=wanted)
