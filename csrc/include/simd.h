@@ -46,7 +46,7 @@ constexpr int kFollowedRows = 6, kLowTileRows = 0;
 #elif defined(NEAP_AVX2)
 constexpr int kFollowedRows = 3, kLowTileRows = 3;
 #else
-constexpr int kFollowedRows = 2, kLowTileRows = 0;
+constexpr int kFollowedRows = 0, kLowTileRows = 0;
 #endif
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
