@@ -73,3 +73,23 @@ def test_the_number_of_tokens_covered():
     for damaged in (0, -1, 1.5, True, "128"):
         with pytest.raises(Corrupt):
             PublishedRisk.of({"risk": {**TABLE, "max_new_tokens": damaged}})
+
+
+@pytest.mark.parametrize(
+    ("served", "holds"),
+    [
+        (("float32", "float32", "cpu"), True),
+        (("bfloat16", "float32", "cpu"), False),
+        (("float32", "bfloat16", "cpu"), False),
+        (("float32", "float32", "cuda"), False),
+    ],
+)
+def test_a_bound_holds_for_the_engine_for_which_it_was_certified(served, holds: bool) -> None:
+    certified = PublishedRisk.of(
+        {"risk": {**TABLE, "engine": {"dtype": "float32", "device": "cpu"}}}
+    )
+    anywhere = PublishedRisk.of({"risk": TABLE})
+    assert certified is not None
+    assert anywhere is not None
+    assert certified.holds_in(*served) == holds
+    assert anywhere.holds_in(*served)
