@@ -170,6 +170,8 @@ void Chains::run(const Team& team) {
   };
   const int64_t blocks = (top.rows.rows + kVocabularyBlock - 1) / kVocabularyBlock, panels = num_panels(top.rows.rows), block_panels = kVocabularyBlock / kPanel;
   for (bool first = true; !active.empty(); first = false) {
+    // Read once: after a step that only feeds, decide() changes it while other threads may not have passed the condition below.
+    const int64_t drafting = num_drafting;
     const int64_t count = (int64_t)active.size(), fresh = first ? num_fresh : 0;
     each_row([&](int64_t row) { prepare(row, first); });
     if (fresh > 0) linear(fuse, 0, fresh);
@@ -181,8 +183,8 @@ void Chains::run(const Team& team) {
     linear(down, 0, count);
     team.meet();
     each_row([&](int64_t row) { finish(row); });
-    if (num_drafting > 0) {
-      linear(hidden, 0, num_drafting);
+    if (drafting > 0) {
+      linear(hidden, 0, drafting);
       // Each thread reduces the logits that it has just written.
       team.share(blocks, [&](int64_t b, int64_t e) {
         kernels.linear(rows, panels, b * block_panels, std::min(e * block_panels, panels));

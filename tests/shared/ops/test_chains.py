@@ -201,6 +201,21 @@ def test_the_same_bits_for_any_number_of_threads() -> None:
         assert torch.equal(one, five)
 
 
+@pytest.mark.timeout(120)
+def test_threads_agree_on_which_steps_only_feed() -> None:
+    """Each call has four steps that only feed, and one that drafts. A thread that takes one kind for the other waits for ever. There are
+    more threads than processors, so that some come late."""
+    torch.manual_seed(0)
+    torch.set_num_threads(5)
+    weights = packed(plain_weights(256, 256, 256, 512, 150))
+    states, outputs = torch.randn(1, 3, 256), torch.empty(0, 256)
+    start = ChainStart([3, 1, 4, 1, 5], 0, 1, 1.0, 1.0, 0.0)
+    expected = draft_chains(states, outputs, [start], weights, *LIMITS, 1)
+    for _ in range(300):
+        found = draft_chains(states, outputs, [start], weights, *LIMITS, 1)
+        assert torch.equal(found.outputs, expected.outputs)
+
+
 @pytest.mark.parametrize(
     ("start", "length"),
     [
