@@ -41,6 +41,7 @@ def run(task: Task) -> Product:
     import torch
 
     from calibrator_service.calibration.pipeline import calibrate
+    from shared.configured_model import dtype_named
     from shared.ladder.artefact import pack_ladder
     from shared.ladder.checks import check_artefact
     from shared.model.load import load_model
@@ -50,7 +51,7 @@ def run(task: Task) -> Product:
     loaded = load_model(
         task.source,
         model_id=task.spec.model_id,
-        dtype=None if options.dtype == "auto" else getattr(torch, options.dtype),
+        dtype=dtype_named(options.dtype),
         device=options.device,
         context_length=options.context_length,
     )

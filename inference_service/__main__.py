@@ -26,9 +26,10 @@ from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
+from shared.configured_model import load_configured
 from shared.errors import InvalidInput, NeapError
 from shared.metrics_server import serve_metrics
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import LoadedModel
 from shared.model.runners import make_runner
 from shared.registry.blob_cache import BlobCache
 from shared.registry.factory import open_registry
@@ -153,22 +154,10 @@ def _refresh_soon(
         asyncio.run_coroutine_threadsafe(routers.refresh(loaded), loop)
 
 
-def _dtype(name: str) -> torch.dtype | None:
-    return None if name == "auto" else getattr(torch, name)
-
-
 def _load_engine(
     source: ModelSource, settings: WorkerSettings, on_failure: Callable[[], object]
 ) -> Engine:
-    loaded = load_model(
-        source.source,
-        model_id=source.model_id,
-        dtype=_dtype(settings.dtype),
-        device=settings.device,
-        context_length=settings.context_length,
-        kv_dtype=_dtype(settings.kv_dtype),
-        compute_dtype=_dtype(settings.compute_dtype),
-    )
+    loaded = load_configured(source, settings)
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from shared.config import ModelSource, ServiceSettings, make_settings
+from shared.config import ModelSource, WorkerSettings, make_settings
+from shared.configured_model import load_configured, load_options
 from shared.cpus import usable_cpus
 from shared.errors import InvalidInput, NeapError
 from shared.ladder.artefact import unpack_ladder
 from shared.ladder.ladder import Ladder
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import LoadedModel
 from shared.registry.base import PublishedVersion
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
@@ -48,21 +49,16 @@ def load_subject(model: str, router: str) -> Subject:
 
     Sets the number of threads. Raises `NeapError`.
     """
-    settings = make_settings(ServiceSettings)
+    settings = make_settings(WorkerSettings)
     try:
         source = ModelSource.parse(model)
     except ValueError as error:
         raise InvalidInput(str(error), reason="BAD_CONFIGURATION") from error
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cpus()))
     published, ladder = published_router(settings.registry, source.model_id, router)
-    options: dict[str, Any] = {
-        "dtype": None if settings.dtype == "auto" else getattr(torch, settings.dtype),
-        "device": settings.device,
-        "context_length": settings.context_length,
-    }
-    loaded = load_model(source.source, model_id=source.model_id, **options)
+    loaded = load_configured(source, settings)
     ladder.check_model(loaded)
-    return Subject(source.source, options, loaded, published, ladder)
+    return Subject(source.source, load_options(settings), loaded, published, ladder)
 
 
 def published_router(registry: str, model_id: str, router: str) -> tuple[PublishedVersion, Ladder]:
@@ -81,7 +77,12 @@ def published_router(registry: str, model_id: str, router: str) -> tuple[Publish
 
 def describe_machine(loaded: LoadedModel) -> str:
     """What speeds depend on: those of two machines must not be compared."""
-    return f"{loaded.device.type}, {loaded.model.dtype}, {torch.get_num_threads()} threads"
+    dtypes = [str(loaded.model.dtype)]
+    if loaded.compute_dtype != loaded.model.dtype:
+        dtypes.append(f"products in {loaded.compute_dtype}")
+    if loaded.kv_dtype != loaded.model.dtype:
+        dtypes.append(f"keys and values in {loaded.kv_dtype}")
+    return f"{loaded.device.type}, {', '.join(dtypes)}, {torch.get_num_threads()} threads"
 
 
 def say(**event: object) -> None:

@@ -12,10 +12,11 @@ import structlog
 
 from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
+from inference_service.published_bounds import arithmetic, bounds_that_hold, published_bounds
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
 from shared.ladder.ladder import Ladder
-from shared.ladder.risk import RISK_KEYS, PublishedRisk, Setting
+from shared.ladder.risk import PublishedRisk, Setting
 from shared.model.load import LoadedModel
 from shared.registry.base import PublishedVersion, Registry
 
@@ -226,21 +227,15 @@ class RouterLoader:
 def _risks_that_hold(
     published: PublishedVersion, loaded: LoadedModel
 ) -> dict[Setting, PublishedRisk]:
-    dtypes = (loaded.kv_dtype, loaded.compute_dtype)
-    kv_dtype, compute_dtype = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    device = loaded.device.type
-    holding: dict[Setting, PublishedRisk] = {}
-    for setting in RISK_KEYS:
-        risk = PublishedRisk.of(published.manifest, setting)
-        if risk is not None and risk.holds_in(kv_dtype, compute_dtype, device):
-            holding[setting] = risk
-        elif risk is not None:
+    holding = bounds_that_hold(published.manifest, loaded)
+    for setting, risk in published_bounds(published.manifest).items():
+        if setting not in holding:
             log.warning(
                 "the router's bound does not hold here: it was certified with keys and values of another dtype, in another arithmetic, or on another device",
                 model_id=loaded.model_id,
                 version=published.version,
                 bound_of=setting,
                 certified=(risk.dtype, risk.device),
-                served=(kv_dtype, compute_dtype, device),
+                served=arithmetic(loaded),
             )
     return holding

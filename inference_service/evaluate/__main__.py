@@ -30,6 +30,7 @@ from inference_service.evaluate.transformers_sides import (
     transformers_sides,
 )
 from inference_service.measuring import describe_machine, load_subject, run_process, say
+from inference_service.published_bounds import bounds_that_hold
 from inference_service.tune.prompts import read_prompts
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
     prompts = read_prompts(options.prompts, loaded)
     if max(map(len, prompts)) + options.max_tokens > loaded.context_length:
         raise InvalidInput("a prompt and its answer do not fit into the context")
-    notes = certified(PublishedRisk.of(published.manifest, "margin"), policies)
+    notes = certified(bounds_that_hold(published.manifest, loaded).get("margin"), policies)
     with ExitStack() as stack:
         engine = stack.enter_context(Engine(loaded, ladder, prefix_cache_bytes=0))
         engine.warm_up()

@@ -29,6 +29,8 @@ GENERATE, LOOKUP, EARLY_EXIT, TIDE = (
 PAD = 0
 # The value that transformers' guide uses.
 LOOKUP_TOKENS = 10
+# Options of `load_model` that only neap's own kernels know.
+KERNEL_OPTIONS = frozenset({"kv_dtype", "compute_dtype"})
 # TIDE 0.2.1's defaults: layers between two checkpoints, and the cosine from which a state has converged.
 CHECKPOINT_INTERVAL, CONVERGED = 4, 0.98
 
@@ -180,10 +182,11 @@ class TransformersSides:
 def transformers_sides(
     source: str, options: dict[str, Any], max_tokens: int
 ) -> Callable[[Any], Any]:
-    """`TransformersSides` in a process of its own: see `in_process`. `options`: of `load_model`."""
+    """`TransformersSides` in a process of its own: see `in_process`. `options`: of `load_model`. Those of neap's own kernels do not apply."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    sides = TransformersSides(load_model(source, accelerate=False, **options), max_tokens)
+    plain = {name: value for name, value in options.items() if name not in KERNEL_OPTIONS}
+    sides = TransformersSides(load_model(source, accelerate=False, **plain), max_tokens)
 
     def run(task: Any) -> Any:
         return sides.refusals() if task == "refusals" else sides(task)

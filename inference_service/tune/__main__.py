@@ -18,6 +18,7 @@ from pathlib import Path
 
 from inference_service.engine.engine import Engine
 from inference_service.measuring import describe_machine, load_subject, run_process, say
+from inference_service.published_bounds import bounds_that_hold
 from inference_service.tune.prompts import read_prompts
 from inference_service.tune.results import ResultsFile
 from inference_service.tune.sweep import (
@@ -25,7 +26,6 @@ from inference_service.tune.sweep import (
     Sweep,
     covered_tokens,
     policies,
-    published_bounds,
 )
 from shared.errors import InvalidInput
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     subject = load_subject(options.model, options.router)
     loaded, published = subject.loaded, subject.published
     prompts = read_prompts(options.prompts, loaded)
-    bounds = published_bounds(published.manifest)
+    bounds = bounds_that_hold(published.manifest, loaded)
     results = ResultsFile(
         options.results,
         {

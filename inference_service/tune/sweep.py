@@ -1,12 +1,11 @@
 """Measures what each depth policy does to answers and to speed, on prompts of one's own."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from inference_service.engine.engine import Engine
 from inference_service.tune.results import Key, Measurement
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.risk import RISK_KEYS, PublishedRisk, Setting
+from shared.ladder.risk import PublishedRisk, Setting
 
 # Tokens of the answers that are generated before measuring begins, one per policy.
 WARM_UP_TOKENS = 8
@@ -19,12 +18,6 @@ def policies(thresholds: Sequence[float], margins: Sequence[float] = ()) -> list
     return [DepthPolicy("full"), DepthPolicy("exact"), *relaxed]
 
 
-def published_bounds(manifest: Mapping[str, Any]) -> dict[Setting, PublishedRisk]:
-    """The bounds that a router publishes, on thresholds, on margins or on both. Raises `Corrupt`."""
-    found = {setting: PublishedRisk.of(manifest, setting) for setting in RISK_KEYS}
-    return {setting: risk for setting, risk in found.items() if risk is not None}
-
-
 def covered_tokens(bounds: Mapping[Setting, PublishedRisk]) -> int | None:
     """The number of first tokens of an answer that all bounds cover; None if they cover whole answers."""
     limits = [risk.num_tokens for risk in bounds.values() if risk.num_tokens is not None]
@@ -32,7 +25,8 @@ def covered_tokens(bounds: Mapping[Setting, PublishedRisk]) -> int | None:
 
 
 class Sweep:
-    """Greedy answers of at most `max_tokens` tokens, one request at a time. `bounds`: those that the router publishes."""
+    """Greedy answers of at most `max_tokens` tokens, one request at a time. `bounds`: those of the router that hold
+    for this engine."""
 
     def __init__(
         self,

@@ -3,11 +3,10 @@
 import dataclasses
 from typing import Any
 
-import torch
-
 from shared.config import ModelSource, WorkerSettings
+from shared.configured_model import load_configured
 from shared.doctor.finding import Finding, Status
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import LoadedModel
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
 from shared.model.substitution.apply import AccelerationReport
@@ -18,15 +17,7 @@ KV_BUDGET_BYTES = 64 << 20
 
 def model(source: ModelSource, settings: WorkerSettings) -> Finding:
     """Loads the model as a worker does, and makes the runner that a worker would use on a GPU. Raises what these raise."""
-    loaded = load_model(
-        source.source,
-        model_id=source.model_id,
-        dtype=_dtype(settings.dtype),
-        kv_dtype=_dtype(settings.kv_dtype),
-        compute_dtype=_dtype(settings.compute_dtype),
-        device=settings.device,
-        context_length=settings.context_length,
-    )
+    loaded = load_configured(source, settings)
     status: Status = "ok"
     facts: dict[str, Any] = {
         "architecture": loaded.architecture,
@@ -47,11 +38,6 @@ def model(source: ModelSource, settings: WorkerSettings) -> Finding:
         f"{loaded.architecture}, {loaded.num_layers} layers, context {loaded.context_length}; {how}"
     )
     return Finding(f"model {source.model_id}", status, detail, facts=facts)
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    dtype: torch.dtype | None = None if name == "auto" else getattr(torch, name)
-    return dtype
 
 
 def described_runner(runner: Runner, settings: WorkerSettings) -> tuple[Status, str]:

@@ -82,6 +82,17 @@ def test_all_sides_answer_all_prompts(report, monkeypatch):
     assert all(row["tokens_per_s"] > 0 for row in rows.values())
 
 
+def test_keys_and_values_are_kept_as_a_worker_would_keep_them(report, monkeypatch):
+    """Hugging Face's own modules have one dtype. There the setting does not apply."""
+    monkeypatch.setattr(evaluate, "speed_up", lambda *_: 2.0)
+    monkeypatch.setenv("NEAP_KV_DTYPE", "bfloat16")
+    code, events = report("--max-tokens", "4")
+    assert code == 0, events
+    found = events[-1]["report"]
+    assert "keys and values in torch.bfloat16" in found["run"]["machine"]
+    assert {row["side"] for row in found["rows"]} >= {"exact", "HF generate"}
+
+
 def test_the_number_of_layers_can_be_given(report, monkeypatch):
     monkeypatch.setattr(evaluate, "speed_up", None)
     code, events = report("--layers", "3", "--max-tokens", "4")

@@ -15,6 +15,7 @@ from tests.worker import save_model
 
 RISK = {
     "loss": "generation_differs",
+    "engine": {"dtype": "float32", "device": "cpu"},
     "delta": 0.05,
     "num_prompts": 400,
     "max_new_tokens": 128,
@@ -91,6 +92,16 @@ def test_a_second_run_measures_only_what_is_missing(tune, tmp_path):
     assert after[: len(before)] == before
     assert [record["threshold"] for record in after[len(before) :]] == [0.7, 0.7]
     assert tune("--threshold", "0.7")[1] == []
+
+
+def test_another_dtype_is_measured_as_a_worker_would_serve_it_and_no_bound_holds(tune, monkeypatch):
+    monkeypatch.setenv("NEAP_DTYPE", "bfloat16")
+    monkeypatch.setenv("NEAP_COMPUTE_DTYPE", "bfloat16")
+    code, _, (run, *records) = tune("--threshold", "0.97", "--margin", "0.25")
+    assert code == 0
+    assert "products in torch.bfloat16" in run["machine"]
+    assert run["bound_tokens"] is None
+    assert {record["bound"] for record in records} == {None}
 
 
 def test_results_of_other_prompts_are_not_mixed(tune, tmp_path):
