@@ -34,7 +34,8 @@ from inference_service.evaluate.sides import Side, neap
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 
 

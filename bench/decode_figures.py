@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from bench.prompts import BenchPrompt, encode_turns
 from inference_service.evaluate.sides import Run, Side
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 FULL: Final = "full"
 EXACT: Final = "exact"

@@ -22,7 +22,7 @@ from bench.machine import described
 from bench.options import make_parser, parsed
 from shared import ops
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner
 from shared.model.weights.lazy import lazy
 

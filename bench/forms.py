@@ -5,31 +5,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
-import torch
 
 from bench.peers.catalogue import FLOAT32, OURS, QUANTISED, Choice
-from bench.peers.engines.neap import load
+from bench.peers.engines.neap import DTYPES
 from bench.peers.models import Models, environments
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 
-# Weights in bfloat16, multiplied by inputs rounded to it.
-BFLOAT16_PRODUCTS = "bfloat16-products"
-FORMATS = (FLOAT32, *QUANTISED, BFLOAT16_PRODUCTS)
+# Formats of weights whose inputs are rounded to them: the name of the form -> that of the format.
+WITH_PRODUCTS = {"bfloat16-products": "bfloat16"}
+FORMATS = (FLOAT32, *QUANTISED, *WITH_PRODUCTS)
 AS_STORED = "as stored"
 
 
 @dataclass(frozen=True)
 class Form:
-    """`source` as for `load_model`."""
+    """`source` as for `load_model`; `weights`: the format that they are kept in; `rounds_inputs`: whether they are multiplied in it."""
 
     title: str
     source: str
+    weights: str
+    rounds_inputs: bool = False
 
     def load(self) -> LoadedModel:
-        if self.title == BFLOAT16_PRODUCTS:
-            dtype = torch.bfloat16
-            return load_model(self.source, dtype=dtype, compute_dtype=dtype)
-        return load(self.source, self.title)
+        dtype = DTYPES.get(self.weights)
+        return load_model(
+            self.source, dtype=dtype, compute_dtype=dtype if self.rounds_inputs else None
+        )
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:
@@ -48,13 +50,12 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
 def forms(options: argparse.Namespace) -> list[Form]:
     """The forms that the options of `add_formats` and --model name. Raises `NotFound`, `UnsupportedModel` and `SetUpFailed`."""
     if not options.formats:
-        return [Form(AS_STORED, options.model)]
+        return [Form(AS_STORED, options.model, AS_STORED)]
     cache = options.cache.absolute()
     models = Models(Path(options.model), None, cache / "models", environments(cache, 1), print)
-    return [
-        Form(
-            name,
-            str(models.source(Choice(OURS, "bfloat16" if name == BFLOAT16_PRODUCTS else name))),
-        )
-        for name in options.formats
-    ]
+    found = []
+    for name in options.formats:
+        weights = WITH_PRODUCTS.get(name, name)
+        source = str(models.source(Choice(OURS, weights)))
+        found.append(Form(name, source, weights, rounds_inputs=name in WITH_PRODUCTS))
+    return found

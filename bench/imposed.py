@@ -26,7 +26,7 @@ from shared.ladder.exits import LayerExit
 from shared.ladder.heads import ExitHead, default_rank
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 
 # Lower token ids are not used: tokenizers reserve them for special tokens.
 FIRST_TOKEN = 16

@@ -32,7 +32,8 @@ from shared.ladder.ladder import Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 
 MAX_TOKENS = 64

@@ -15,7 +15,8 @@ from bench.options import make_parser, parsed
 from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 
 
 def prompts(loaded: LoadedModel, shared: int, own: int, count: int) -> list[tuple[int, ...]]:

@@ -36,7 +36,7 @@ from shared import ops
 from shared.errors import UnsupportedModel
 from shared.ladder.policy import DepthPolicy
 from shared.model.gated_model import GatedModel
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.ops.layer import profile_layers
 
 TITLES = ("matrices", "head", "norms", "rotary", "attention", "verify", "Python")

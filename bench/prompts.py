@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from inference_service.engine.request.prompt import encode_prompt
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 DEFAULT_FILE = Path(__file__).parent / "data" / "spec_bench_dev.jsonl"
 TASKS = {

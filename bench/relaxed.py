@@ -22,7 +22,8 @@ from inference_service.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 
 DRAWN_SEED = 1_000_003

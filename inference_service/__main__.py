@@ -29,7 +29,7 @@ from shared.config import ModelSource, WorkerSettings, settings_from_command_lin
 from shared.configured_model import load_configured
 from shared.errors import InvalidInput, NeapError
 from shared.metrics_server import serve_metrics
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.registry.blob_cache import BlobCache
 from shared.registry.factory import open_registry

@@ -20,7 +20,7 @@ from inference_service.engine.request.request import (
 from inference_service.routers import RouterChoice
 from shared.errors import InvalidInput, PromptTooLong
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.sampling import SamplingParams
 
 _REASONS = {

@@ -14,7 +14,7 @@ from shared.cpus import usable_cpus
 from shared.errors import InvalidInput, NeapError
 from shared.ladder.artefact import unpack_ladder
 from shared.ladder.ladder import Ladder
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging

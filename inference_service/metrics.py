@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.statistics import Distribution, EngineStatistics
 from inference_service.router_metrics import read_versions, version_families
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
 REQUEST_BOUNDS_S = (0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)

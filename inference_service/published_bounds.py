@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.ladder.risk import RISK_KEYS, PublishedRisk, Setting
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 
 def bounds_that_hold(

@@ -17,7 +17,7 @@ from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.risk import PublishedRisk, Setting
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion, Registry
 
 # Pause after a background load has failed, times 0.5 to 1.5. A registry that does not answer may do so soon; a broken artefact

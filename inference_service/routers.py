@@ -16,7 +16,7 @@ from inference_service.router_loader import (
 )
 from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, PreconditionFailed
 from shared.ladder.artefact import unpack_ladder
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion, Registry
 from shared.registry.split import takes_canary
 

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from shared.config import ModelSource, ServiceSettings, WorkerSettings
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 
 
 def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedModel:

@@ -8,7 +8,8 @@ from unittest.mock import patch
 import torch
 import transformers as hf
 
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 
 VOCABULARY_SIZE = 97
 NUM_LAYERS = 6

@@ -8,7 +8,7 @@ from inference_service.engine.drafting.planner import ExitCost, PassCosts
 from inference_service.engine.engine import Engine
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.rungs import Draft
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shared.model.cache import ContiguousCache
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 
 class HookedRunner(ContiguousRunner):

@@ -2,7 +2,7 @@
 
 import torch
 
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.paged_pass import LayerTransform
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Recorder

@@ -10,7 +10,7 @@ from shared.ladder.fused_head import FusedHead
 from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 
 def random_head(form: HeadForm, width: int) -> ExitHead | FusedHead:

@@ -6,7 +6,7 @@ import torch
 
 from shared.errors import RouterMismatch
 from shared.ladder.rungs import Draft
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner
 
 # Given all tokens so far (context and drafts), the next draft's (token, probability), or None.

@@ -21,7 +21,7 @@ from inference_service.routers import RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.table_router import SIZES, TableRouter
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
 

@@ -34,7 +34,8 @@ from calibrator_service.calibration.text.answers import answer_sequences
 from calibrator_service.calibration.text.shards import TokenSequence
 from shared.ladder.head_rows import gather_rows, projection
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 
 TABLES = ("exits", "recorded", "written", "substitutes")

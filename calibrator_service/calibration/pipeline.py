@@ -29,7 +29,7 @@ from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_router_folder
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 
 

@@ -12,7 +12,7 @@ from shared.ladder.forms import HeadForm
 from shared.ladder.fused_head import default_mlp_width
 from shared.ladder.head_rows import head_width
 from shared.ladder.heads import default_rank
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.runner import tap_depths
 
 QUICK_BUDGET_S = 150.0

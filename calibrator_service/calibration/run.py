@@ -12,7 +12,7 @@ from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import Plan
 from calibrator_service.calibration.progress import Phase, Progress
 from shared.errors import Cancelled, Corrupt
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 
 class Run:

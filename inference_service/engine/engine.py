@@ -29,7 +29,7 @@ from shared.errors import Unavailable
 from shared.ladder.ladder import Ladder
 from shared.ladder.learned_successors import LearnedSuccessors
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 from shared.model.runner import Runner
 from shared.model.runners import make_runner

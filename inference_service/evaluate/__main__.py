@@ -35,7 +35,7 @@ from inference_service.tune.prompts import read_prompts
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 FULL: Final = "full"
 EXACT: Final = "exact"

@@ -9,7 +9,8 @@ from torch import nn
 from inference_service.engine.engine import Engine
 from inference_service.evaluate.sides import Side, neap
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 from shared.model.parts import find_parts
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from inference_service.evaluate.sides import Run
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 
 GENERATE, LOOKUP, EARLY_EXIT, TIDE = (
     "HF generate",

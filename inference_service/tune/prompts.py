@@ -5,7 +5,7 @@ from pathlib import Path
 
 from inference_service.engine.request.prompt import encode_prompt
 from shared.errors import InvalidInput, NotFound
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 
 def read_prompts(path: Path, loaded: LoadedModel) -> list[tuple[int, ...]]:

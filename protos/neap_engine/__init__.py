@@ -46,9 +46,9 @@ from neap_engine.logs import log_to_logging
 from shared.errors import NeapError
 from shared.ladder.folder import read_ladder as read_router
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel
 from shared.model.load import load_model as load
-from shared.model.load import wrap_model as wrap
+from shared.model.loaded import LoadedModel
+from shared.model.loaded import wrap_model as wrap
 from shared.model.sampling import SamplingParams
 
 __all__ = [

@@ -26,7 +26,7 @@ from shared.errors import InvalidInput
 from shared.ladder.folder import read_ladder
 from shared.ladder.forms import DEFAULT_ROUTER_WIDTH
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 
 # TIDE cuts each text of a calibration off after so many tokens.
 TOKENS_PER_SAMPLE = 512

@@ -6,7 +6,7 @@ from typing import Any
 from shared.config import ModelSource, WorkerSettings
 from shared.configured_model import load_configured
 from shared.doctor.finding import Finding, Status
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
 from shared.model.substitution.apply import AccelerationReport

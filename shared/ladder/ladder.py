@@ -16,7 +16,7 @@ from shared.ladder.rungs import LEARNED, SUCCESSOR, SUFFIX, Draft
 from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
 from shared.ladder.suffix import SuffixIndex, SuffixMatch
 from shared.ladder.table_router import AGREES, DIFFERS, SILENT, Evidence, TableRouter
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner, tap_depths
 from shared.ops.chains import ChainStart
 

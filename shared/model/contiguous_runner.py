@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shared.model.cache import KVCache, as_contiguous
 from shared.model.gated_model import GatedModel
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.runner import Taps
 from shared.model.substitution import attention

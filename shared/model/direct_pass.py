@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shared.model.cache import ContiguousCache
 from shared.model.gates import Gates
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedCache
 from shared.model.substitution.attention import observed_masks
 from shared.model.substitution.match import Unsuitable

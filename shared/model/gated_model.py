@@ -8,7 +8,7 @@ from torch import Tensor
 from shared.model.cache import ContiguousCache, KVCache, as_contiguous
 from shared.model.direct_pass import DirectPass
 from shared.model.gates import Gates, LayerCounters
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.runner import Taps, tap_depths
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared.model.cache import LengthlessCache
 from shared.model.gates import Forward, Gates, LayerOutput
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.paged_kv import BlockPool
 from shared.model.substitution import paged_attention
 from shared.model.substitution.paged_attention import LayerBlocks, PagedMask, PagedOffset

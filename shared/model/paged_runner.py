@@ -17,7 +17,7 @@ from shared.model.cache import KVCache
 from shared.model.gated_model import GatedModel
 from shared.model.gates import LayerCounters
 from shared.model.host_syncs import host_syncs
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.paged_check import CHECK_TOKENS, StateCheck
 from shared.model.paged_kv import (
     BLOCK_TOKENS,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared.model.cache import KVCache
 from shared.model.gates import LayerCounters
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedSequence
 
 # States on a pass' way: depth -> [1, Q, D]. See `Runner.run`.

@@ -4,7 +4,7 @@ import logging
 
 from shared.errors import PreconditionFailed, UnsupportedModel
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder, NoRecorder
 from shared.model.runner import Runner

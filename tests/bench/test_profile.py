@@ -4,7 +4,7 @@ import pytest
 
 from bench.profile import MATRICES, TITLES, measure, row
 from shared.errors import UnsupportedModel
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.ops.layer import profile_layers
 from tests.families import build_family
 

@@ -10,7 +10,7 @@ from bench.streams import FINISHED, Stream, StreamClient
 from inference_service.engine.engine import Engine
 from inference_service.evaluate.sides import neap
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.registry.local import LocalRegistry
 from tests.worker import build_ladder, build_model, build_tokenizer, serving
 

@@ -6,7 +6,7 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service.convert import spec_from_proto, spec_to_proto, version_to_proto
 from shared.ladder.artefact import pack_ladder
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.registry.base import PublishedVersion
 from tests.families import build_family
 from tests.random_ladder import random_ladder

@@ -5,7 +5,7 @@ import torch
 
 from inference_service.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.paged_runner import PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import CudaRecorder

@@ -1,6 +1,6 @@
 import pytest
 
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from tests.worker import build_model, build_tokenizer
 
 

@@ -11,7 +11,7 @@ from calibrator_service.calibration.pipeline import CalibrationResult
 from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, TextFile
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from tests.random_ladder import random_ladder
 from tests.worker import build_model, build_tokenizer
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from inference_service.engine.engine import Engine
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
 from tests.generation import publish
 from tests.worker import build_model, build_tokenizer, serving

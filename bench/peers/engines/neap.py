@@ -22,7 +22,8 @@ from shared.errors import NeapError, RouterMismatch
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 
 EXACT = "exact"
 # Types of weights that a folder is loaded in. Any other format is that of a .gguf file and is left as the file has it.

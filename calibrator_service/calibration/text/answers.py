@@ -17,7 +17,7 @@ from calibrator_service.calibration.text.documents import checked_text, json_lin
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.sources import check_is_file
 from shared.errors import InvalidInput
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 
 def answer_sequences(loaded: LoadedModel, source: AnswerFile) -> Iterator[TokenSequence]:

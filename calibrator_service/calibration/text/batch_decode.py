@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.errors import Cancelled
 from shared.model.cache import ContiguousCache
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 # Nucleus sampling considers the most likely tokens only: sorting the whole vocabulary takes longer than the model's pass.
 NUCLEUS_CANDIDATES = 512

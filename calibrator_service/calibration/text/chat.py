@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 SENTINEL = "NEAPSENTINEL"
 # (role, text) pairs.

@@ -29,7 +29,7 @@ from calibrator_service.calibration.text.self_generation import (
 )
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from calibrator_service.calibration.text.stream import GivenText, Text
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 # Tokens written per prompt of the risk split, in answers' lengths: some prompts are written as well.
 ANSWERS_PER_PROMPT = 1.15

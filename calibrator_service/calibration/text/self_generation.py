@@ -22,7 +22,7 @@ from calibrator_service.calibration.text.batch_decode import DecodeParams, decod
 from calibrator_service.calibration.text.chat import PromptFormat
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from shared.errors import InvalidInput
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 # Shards alternate between three kinds of prompts: templates, passages and Magpie. Passages make long prompts; in shards of their own
 # they need little padding.

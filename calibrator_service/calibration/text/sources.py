@@ -15,7 +15,7 @@ from calibrator_service.calibration.text.documents import (
 from calibrator_service.calibration.text.hub import hub_texts
 from calibrator_service.calibration.text.shards import TokenSequence
 from shared.errors import InvalidInput, NotFound
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 SEQUENCE_TOKENS = 256
 MIN_SEQUENCE_TOKENS = 16

@@ -10,7 +10,7 @@ from torch import Tensor
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.head_rows import gather_rows, projection
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from inference_service.engine.request.prompt import check_prompt_ids
 from inference_service.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
 from shared.ladder.ladder import Ladder
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 
 def max_num_tokens(request: GenerationRequest, context_length: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.errors import InvalidInput, PromptTooLong
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 ROLES = ("system", "user", "assistant")
 # No known tokenizer encodes more characters in one token, so a longer text cannot fit and is refused without being tokenised.

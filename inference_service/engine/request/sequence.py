@@ -20,7 +20,7 @@ from shared.errors import NeapError
 from shared.ladder.ladder import BoundLadder, SequenceDrafter
 from shared.ladder.learned_successors import ClientSuccessors
 from shared.model.cache import KVCache
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 
 class Sequence:

@@ -9,7 +9,7 @@ from torch import Tensor
 from bench.skip.passes import Batch, Skip, Uniform
 from bench.skip.scores import written
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.model.ragged import RaggedSequence
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 

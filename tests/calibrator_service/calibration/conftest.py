@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 
 WORDS = [f"w{i}" for i in range(24)]
 SPECIAL = ["<bos>", "<eos>", "<user>", "<bot>", "<unk>"]

@@ -26,7 +26,7 @@ from calibrator_service.calibration.training.heads import CURVE_SHARES, progress
 from shared.errors import Cancelled, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
 from shared.ladder.ladder import Ladder
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 SPEC = CalibrationSpec(
     source=SelfGenerated(max_new_tokens=24), max_tokens=5000, rung_depths=(0, 2), router_width=16

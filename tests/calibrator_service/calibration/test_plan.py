@@ -15,7 +15,7 @@ from calibrator_service.calibration.plan import (
 )
 from calibrator_service.calibration.spec import CalibrationSpec
 from shared.errors import InvalidInput
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from tests.families import build_family
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import FileOptions
 from neap_client import NeapClient, generate_request
 
 from inference_service.engine.engine import Engine
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
 from tests.gateways import gateway_to
 from tests.generation import publish

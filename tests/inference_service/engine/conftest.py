@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from tests.families import build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.known_answer import NUM_NEW, PROMPT

@@ -17,7 +17,7 @@ from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import SUFFIX, Draft, exit_name
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.model.runner import Taps
 from shared.model.sampling import SamplingParams
 from shared.ops.chains import ChainStart

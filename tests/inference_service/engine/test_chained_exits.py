@@ -24,7 +24,7 @@ from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.runner import Runner, tap_depths
 from shared.model.sampling import SamplingParams
 from shared.ops.chains import ChainStart

@@ -22,7 +22,7 @@ from inference_service.engine.request.request import (
 from inference_service.engine.statistics import EngineStatistics
 from shared.errors import Cancelled, Corrupt, Exhausted, NeapError, Unavailable
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
 from tests.fixed_costs import fixed_cost_engine
 from tests.hooked_runner import HookedRunner

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder

@@ -11,7 +11,7 @@ from shared.errors import Cancelled
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.table_router import SIZES, TableRouter
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.sampling import SamplingParams
 from tests.fixed_costs import fixed_cost_engine
 from tests.known_answer import NUM_NEW, request

@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM
 from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from tests.worker import build_model
 
 ends = {}

@@ -20,7 +20,7 @@ from inference_service.engine.request.request import (
 )
 from shared.errors import Cancelled
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.paged_kv import BLOCK_TOKENS
 from shared.model.paged_runner import PagedRunner
 from tests.families import VOCABULARY_SIZE

@@ -7,7 +7,7 @@ import pytest
 
 from inference_service.engine.statistics import Distribution, EngineStatistics, Progress
 from shared.ladder.rungs import Draft
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE
 from tests.fixed_costs import fixed_cost_engine
 from tests.known_answer import DRAFTING, NUM_NEW, PROMPT, request, right

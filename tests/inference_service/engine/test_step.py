@@ -17,7 +17,7 @@ from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model import distribution
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.model.sampling import SamplingParams
 from tests.device_waits import Reads
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family

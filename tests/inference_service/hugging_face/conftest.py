@@ -7,7 +7,7 @@ import transformers as hf
 
 from inference_service.engine.engine import Engine
 from inference_service.hugging_face.attach import Attached, attach
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder
 from tests.worker import build_model, build_tokenizer

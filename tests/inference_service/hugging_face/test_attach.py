@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 from inference_service.hugging_face.attach import attach
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder
 from tests.waiting import wait_until

@@ -2,7 +2,7 @@ import pytest
 
 from inference_service.tune.prompts import read_prompts
 from shared.errors import InvalidInput, NotFound
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from tests.worker import build_model, build_tokenizer
 
 

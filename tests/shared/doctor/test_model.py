@@ -4,7 +4,7 @@ import pytest
 
 from shared.config import WorkerSettings
 from shared.doctor.model import described_acceleration, described_runner
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.model.runners import make_runner
 from tests.families import build_family
 

@@ -1,7 +1,7 @@
 import pytest
 
 from inference_service.engine.engine import Engine
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
 from tests.gateways import finished, gateway_to, scripted_worker, started
 from tests.generation import publish

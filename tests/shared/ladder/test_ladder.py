@@ -16,7 +16,7 @@ from shared.ladder.routers import DepthRouter, scalar_features
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, Evidence, TableRouter, fit_table_router
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 
 VOCABULARY = torch.tensor([1, 5, 9, 30])
 

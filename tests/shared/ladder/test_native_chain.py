@@ -10,7 +10,7 @@ from shared.ladder import native_chain
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.native_chain import embedding_rows
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.ops.chains import ChainStart
 from tests.families import build_family
 from tests.random_ladder import random_ladder

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shared.errors import UnsupportedModel
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from tests.families import VOCABULARY_SIZE, build_family, load_family
 
 IDS = torch.arange(2, 22)[None] % VOCABULARY_SIZE

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.direct_pass import AngleTable
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.ragged import RaggedSequence
 from shared.model.substitution.apply import restore
 from shared.model.substitution.match import Unsuitable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.ragged import RaggedSequence
 from shared.model.substitution import layer as layer_module
 from shared.ops.layer import LayerWeights

@@ -7,7 +7,7 @@ from torch import Tensor
 from shared.errors import InvalidInput
 from shared.model.cache import ContiguousCache
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.runner import Runner
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family

@@ -3,7 +3,7 @@ import torch
 
 from shared.errors import InvalidInput
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.runner import Runner, Taps, tap_depths
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 

@@ -11,7 +11,7 @@ from inference_service.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model import choosing
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.model.sampling import SamplingParams, uniform_at
 from tests.families import FAMILIES
 from tests.scripted_ladder import ScriptedLadder

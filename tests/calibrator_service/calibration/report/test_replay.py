@@ -25,7 +25,7 @@ from shared.ladder.rungs import Draft
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.ops.chains import ChainStart
 from tests.random_ladder import random_head
 

@@ -27,7 +27,7 @@ from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 
 NUM_NEW = 24

@@ -14,7 +14,7 @@ from calibrator_service.calibration.training.batches import gather_batch
 from shared.errors import Corrupt
 from shared.ladder.heads import NUM_OFFSETS, unit
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 TEXT = TokenSequence(tuple(range(5, 15)), 10)
 CPU = torch.device("cpu")

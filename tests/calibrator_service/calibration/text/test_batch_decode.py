@@ -11,7 +11,7 @@ from calibrator_service.calibration.text.batch_decode import (
     is_repeating,
 )
 from shared.errors import Cancelled
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 PROMPTS = [[0, 7, 9], [0, 6], [0, 11, 12, 20, 8, 9, 25], [0, 28, 5], [0, 10, 10, 3]]
 

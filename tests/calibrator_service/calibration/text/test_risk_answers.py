@@ -15,7 +15,7 @@ from calibrator_service.calibration.text.self_generation import SelfGenerationCo
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import Splitter
 from shared.errors import Cancelled
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 
 CONFIG = SelfGenerationConfig(max_new_tokens=20, rows=16)
 WORDS = [f"w{number}" for number in range(24)]

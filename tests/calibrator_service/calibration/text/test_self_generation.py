@@ -15,7 +15,7 @@ from calibrator_service.calibration.text.chat import PromptFormat
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from shared.errors import Cancelled, Corrupt, InvalidInput
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from tests.calibrator_service.calibration.conftest import make_tokenizer
 
 CONFIG = SelfGenerationConfig(rows=4, max_new_tokens=8)

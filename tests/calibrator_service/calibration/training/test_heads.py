@@ -23,7 +23,7 @@ from shared.ladder.fused_head import FusedHead
 from shared.ladder.heads import ExitHead, unit
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import HostSyncs
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from shared.model.runner import tap_depths
 
 

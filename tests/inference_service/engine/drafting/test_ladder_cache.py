@@ -15,7 +15,7 @@ from inference_service.engine.engine import Engine
 from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import LoadedModel
+from shared.model.loaded import LoadedModel
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.known_answer import request
 from tests.scripted_ladder import ScriptedLadder

@@ -21,7 +21,7 @@ from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import SUFFIX, Draft
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.model.runner import Runner
 from shared.ops.chains import ChainStart
 from tests.families import build_family

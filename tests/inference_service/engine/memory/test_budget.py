@@ -5,7 +5,7 @@ import torch
 
 from inference_service.engine.memory import budget
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from tests.families import NUM_LAYERS, build_family
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from inference_service.engine.request.request import (
 )
 from shared.ladder.policy import DepthPolicy
 from shared.model.cache import ContiguousCache
-from shared.model.load import LoadedModel, wrap_model
+from shared.model.loaded import LoadedModel, wrap_model
 from tests.families import build_family
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.hooked_runner import HookedRunner

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from shared.model.cache import ContiguousCache
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import wrap_model
+from shared.model.loaded import wrap_model
 from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.substitution import attention
 from shared.model.substitution import layer as layer_module

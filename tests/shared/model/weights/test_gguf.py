@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 from shared.errors import Corrupt
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 from shared.model.weights import gguf as module
 from shared.model.weights.lazy import lazy
 from tests.gguf_files import write_llama

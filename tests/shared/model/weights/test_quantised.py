@@ -15,7 +15,8 @@ from transformers.integrations.bitnet import BitLinear, pack_weights
 
 from shared.errors import UnsupportedModel
 from shared.model.fingerprint import fingerprint
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 from shared.model.weights.quantised import widens
 
 SETTINGS = {

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable, UnsupportedModel
-from shared.model.load import LoadedModel, load_model
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
 from shared.model.substitution.match import Unsuitable
 from shared.model.weights.files import StableFile
 from shared.model.weights.lazy import lazy

@@ -1,0 +1,154 @@
+"""A frozen model with its parts, from a model that is already built."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from shared.errors import UnsupportedModel
+from shared.model.fingerprint import fingerprint
+from shared.model.parts import ModelParts, find_parts
+from shared.model.substitution import attention
+from shared.model.weights.quantised import quantisation
+
+if TYPE_CHECKING:
+    from shared.model.substitution.apply import AccelerationReport
+
+log = structlog.get_logger("neap.model")
+
+# For configs that state no limit.
+DEFAULT_CONTEXT_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A frozen model and its parts. `fingerprint` identifies architecture and weights, independently of the dtype.
+
+    `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are multiplied.
+    `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated.
+    """
+
+    model_id: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    parts: ModelParts
+    fingerprint: str
+    context_length: int
+    eos_token_ids: frozenset[int]
+    kv_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    acceleration: "AccelerationReport | None" = None
+
+    @property
+    def num_layers(self) -> int:
+        return self.parts.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.parts.hidden_size
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.parts.vocabulary_size
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def architecture(self) -> str:
+        return type(self.model).__name__
+
+
+def wrap_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    model_id: str = "local",
+    context_length: int | None = None,
+    accelerate: bool = False,
+    identity: str | None = None,
+    kv_dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> LoadedModel:
+    """Freezes a model that is already built, and finds its parts.
+
+    `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. `identity`: its fingerprint, if it is
+    known. `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that the model
+    computes in. `compute_dtype`: bfloat16, for an accelerated model, multiplies weights that are kept in bfloat16 by inputs rounded to
+    it; None: the one of the model. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype,
+    COMPUTE_DTYPE_NOT_SUPPORTED if no matrix can be multiplied in that one).
+    """
+    model.requires_grad_(False).eval()
+    parts = find_parts(model)
+    limit = (
+        getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        or DEFAULT_CONTEXT_LENGTH
+    )
+    identity = identity or fingerprint(model)
+    kv_dtype, compute_dtype = kv_dtype or model.dtype, compute_dtype or model.dtype
+    report = None
+    if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
+        report = _accelerate(model, model_id, kv_dtype, compute_dtype)
+    if compute_dtype != model.dtype and not (
+        compute_dtype == torch.bfloat16 and report and "bfloat16" in report.formats
+    ):
+        raise UnsupportedModel(
+            f"{model_id} cannot be multiplied in {str(compute_dtype).removeprefix('torch.')}: only neap's kernels, on a CPU, multiply in another dtype "
+            "than the model's, and only weights kept in bfloat16 in bfloat16",
+            reason="COMPUTE_DTYPE_NOT_SUPPORTED",
+        )
+    if kv_dtype != model.dtype and model.config._attn_implementation != attention.NAME:
+        raise UnsupportedModel(
+            f"keys and values of {model_id} cannot be kept in {str(kv_dtype).removeprefix('torch.')}: only neap's own attention, on a CPU, reads them in another dtype "
+            f"than the model computes in, and this model runs {model.config._attn_implementation!r} on {model.device}",
+            reason="KV_DTYPE_NOT_SUPPORTED",
+        )
+    return LoadedModel(
+        model_id=model_id,
+        model=model,
+        tokenizer=tokenizer,
+        parts=parts,
+        fingerprint=identity,
+        context_length=min(context_length or limit, limit),
+        eos_token_ids=_eos_token_ids(model),
+        kv_dtype=kv_dtype,
+        compute_dtype=compute_dtype,
+        acceleration=report,
+    )
+
+
+def _accelerate(
+    model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype, compute_dtype: torch.dtype
+) -> "AccelerationReport | None":
+    """What was replaced; None if a quantised model keeps its own modules."""
+    from shared.model.substitution.apply import accelerate
+
+    try:
+        report = accelerate(model, kv_dtype, compute_dtype)
+    except UnsupportedModel as error:
+        if quantisation(model.config) is None:
+            raise
+        # Modules that quantise activations turn differences in the last bit into large ones.
+        log.warning("neap's kernels are not used", model_id=model_id, reason=str(error))
+        return None
+    log.info("accelerated", model_id=model_id, replaced=str(report))
+    if report.widened:
+        log.warning(
+            "weights of modules without a kernel were widened to float32, which takes more memory",
+            model_id=model_id,
+            weights=dict(report.widened),
+        )
+    return report
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """From the generation config, as Hugging Face's own `generate`. It has one id or a list."""
+    generation = getattr(model, "generation_config", None)
+    ids = generation.eos_token_id if generation is not None else None
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
