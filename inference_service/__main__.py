@@ -20,6 +20,7 @@ from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.client_waits_metrics import ClientWaitsCollector
 from inference_service.engine.engine import Engine
+from inference_service.engine_watch import EngineWatch
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.router_watch import RouterWatch
@@ -112,6 +113,7 @@ async def serve(settings: WorkerSettings) -> int:
     metrics.registry.register(ClientWaitsCollector(server.waits))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     engines: list[Engine] = []
+    engine_watch = EngineWatch(engines, settings.hang_timeout_s)
     watches: list[RouterWatch] = []
     loop = asyncio.get_running_loop()
     stop_soon = partial(loop.call_soon_threadsafe, server.request_stop)
@@ -141,6 +143,7 @@ async def serve(settings: WorkerSettings) -> int:
         watch.stop()
     for engine in engines:
         await asyncio.to_thread(engine.close)
+    engine_watch.stop()
     pools.close()
     await asyncio.to_thread(registry.close)
     return 0

@@ -222,6 +222,13 @@ class WorkerSettings(ServiceSettings):
         allow_inf_nan=False,
         description="Seconds for which a client may stop reading its stream. The call then ends with RESOURCE_EXHAUSTED (SLOW_READER).",
     )
+    hang_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after which a step that has not ended counts as hung, because of a device or a driver. The worker then logs where it "
+        "hangs and exits with status 1, so that it is restarted.",
+    )
     metrics_listen: str = Field(
         default="",
         pattern=METRICS_LISTEN_PATTERN,

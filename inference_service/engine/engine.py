@@ -170,6 +170,16 @@ class Engine:
         with self._loop.lock:
             return self._loop.scheduler.num_kv_tokens / max(self._admission.kv_budget_tokens, 1)
 
+    @property
+    def turn_began_s(self) -> float | None:
+        """When the engine's thread began what it does now (`time.monotonic`): a step, or a slice of other work. None while it waits."""
+        return self._loop.turn_began_s
+
+    @property
+    def thread_id(self) -> int | None:
+        """The engine's thread, as `threading.get_ident` names it."""
+        return self._loop.thread_id
+
     def warm_up(self) -> None:
         """Waits until the costs of passes are measured and the engine's own ladder is bound. Otherwise the first request waits for that.
 

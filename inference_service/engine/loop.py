@@ -67,6 +67,8 @@ class EngineLoop:
         self._cost_meter = cost_meter
         self._clock = clock
         self._is_stopping = False
+        # When the thread began what it does now, by `time.monotonic`; None while it waits for work, and before it is ready.
+        self.turn_began_s: float | None = None
         # The thread holds `_working` while it works. A fork takes it, and clears `_may_work` first so that it gets it.
         self._working = threading.Lock()
         self._may_work = threading.Event()
@@ -85,6 +87,10 @@ class EngineLoop:
 
     def why_closed(self) -> NeapError:
         return self.ended or stopping_error()
+
+    @property
+    def thread_id(self) -> int | None:
+        return self._thread.ident
 
     def wake(self) -> None:
         self._wake_ups.put(None)
@@ -131,7 +137,11 @@ class EngineLoop:
             while self._wait_for_work():
                 self._may_work.wait()
                 with self._working:
-                    self._run_once()
+                    self.turn_began_s = time.monotonic()
+                    try:
+                        self._run_once()
+                    finally:
+                        self.turn_began_s = None
         except _Stopped:
             pass
         except BaseException:

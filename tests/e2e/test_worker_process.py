@@ -58,6 +58,42 @@ def test_not_serving_until_warm_then_sigterm_finishes_streams(folder, tmp_path):
     assert {"model loaded", "serving", "call ended"} <= set(events)
 
 
+# Run by Python as it starts. It replaces the engine's step by one that never ends.
+HANGING = """
+import importlib.util, sys, threading
+
+class Hanging:
+    def find_spec(self, name, path, target=None):
+        if name != "inference_service.engine.step":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            module.Decoder.step = lambda *_: threading.Event().wait()
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Hanging())
+"""
+
+
+def test_a_worker_whose_engine_hangs_says_where_and_ends(folder, tmp_path, monkeypatch):
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text(HANGING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "start"))
+    with _worker(folder, tmp_path, "--hang-timeout-s", "1") as (process, client):
+        client.wait_ready(SERVICE_NAME, timeout_s=60)
+        with pytest.raises(Unavailable):
+            list(client.generate(REQUEST))
+        assert process.wait(60) == 1
+    entries = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    [entry] = [entry for entry in entries if entry["level"] == "critical"]
+    assert (entry["model_id"], entry["seconds"]) == ("tiny", 1.0)
+    assert "sitecustomize.py" in entry["stack"]
+
+
 @pytest.mark.full
 def test_a_second_sigterm_ends_at_once_and_says_why(folder, tmp_path):
     with _worker(folder, tmp_path, "--grace-s", "3600") as (process, client):
