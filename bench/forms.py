@@ -7,9 +7,8 @@ from pathlib import Path
 import platformdirs
 
 from bench.peers.catalogue import FLOAT32, OURS, QUANTISED, Choice
-from bench.peers.engines.neap import DTYPES
+from bench.peers.engines.neap import load
 from bench.peers.models import Models, environments
-from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
 # Formats of weights whose inputs are rounded to them: the name of the form -> that of the format.
@@ -28,10 +27,7 @@ class Form:
     rounds_inputs: bool = False
 
     def load(self) -> LoadedModel:
-        dtype = DTYPES.get(self.weights)
-        return load_model(
-            self.source, dtype=dtype, compute_dtype=dtype if self.rounds_inputs else None
-        )
+        return load(self.source, self.weights, rounds_inputs=self.rounds_inputs)
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ import structlog
 
 from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
-from inference_service.published_bounds import arithmetic, bounds_that_hold, published_bounds
+from inference_service.published_bounds import arithmetic, holds_for, published_bounds
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
 from shared.ladder.ladder import Ladder
@@ -227,9 +227,11 @@ class RouterLoader:
 def _risks_that_hold(
     published: PublishedVersion, loaded: LoadedModel
 ) -> dict[Setting, PublishedRisk]:
-    holding = bounds_that_hold(published.manifest, loaded)
+    holding: dict[Setting, PublishedRisk] = {}
     for setting, risk in published_bounds(published.manifest).items():
-        if setting not in holding:
+        if holds_for(risk, loaded):
+            holding[setting] = risk
+        else:
             log.warning(
                 "the router's bound does not hold here: it was certified with keys and values of another dtype, in another arithmetic, or on another device",
                 model_id=loaded.model_id,
