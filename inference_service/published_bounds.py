@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.ladder.risk import RISK_KEYS, PublishedRisk, Setting
+from shared.model.dtypes import dtype_name
 from shared.model.loaded import LoadedModel
 
 
@@ -27,7 +28,4 @@ def holds_for(risk: PublishedRisk, loaded: LoadedModel) -> bool:
 
 def arithmetic(loaded: LoadedModel) -> tuple[str, str, str]:
     """(dtype of keys and values, dtype of products, type of device), by name."""
-    kv_dtype, compute_dtype = (
-        str(dtype).removeprefix("torch.") for dtype in (loaded.kv_dtype, loaded.compute_dtype)
-    )
-    return kv_dtype, compute_dtype, loaded.device.type
+    return dtype_name(loaded.kv_dtype), dtype_name(loaded.compute_dtype), loaded.device.type

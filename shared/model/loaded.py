@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shared.errors import UnsupportedModel
+from shared.model.dtypes import dtype_name
 from shared.model.fingerprint import fingerprint
 from shared.model.parts import ModelParts, find_parts
 from shared.model.substitution import attention
@@ -97,13 +98,13 @@ def wrap_model(
         compute_dtype == torch.bfloat16 and report and "bfloat16" in report.formats
     ):
         raise UnsupportedModel(
-            f"{model_id} cannot be multiplied in {str(compute_dtype).removeprefix('torch.')}: only neap's kernels, on a CPU, multiply in another dtype "
+            f"{model_id} cannot be multiplied in {dtype_name(compute_dtype)}: only neap's kernels, on a CPU, multiply in another dtype "
             "than the model's, and only weights kept in bfloat16 in bfloat16",
             reason="COMPUTE_DTYPE_NOT_SUPPORTED",
         )
     if kv_dtype != model.dtype and model.config._attn_implementation != attention.NAME:
         raise UnsupportedModel(
-            f"keys and values of {model_id} cannot be kept in {str(kv_dtype).removeprefix('torch.')}: only neap's own attention, on a CPU, reads them in another dtype "
+            f"keys and values of {model_id} cannot be kept in {dtype_name(kv_dtype)}: only neap's own attention, on a CPU, reads them in another dtype "
             f"than the model computes in, and this model runs {model.config._attn_implementation!r} on {model.device}",
             reason="KV_DTYPE_NOT_SUPPORTED",
         )

@@ -25,6 +25,7 @@ from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.ladder.ladder import Ladder
 from shared.ladder.risk import LOSS, RISK_KEYS, Setting
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.dtypes import dtype_name
 
 # Reasons why nothing is certified.
 GIVEN_TEXT, TOO_FEW_PROMPTS = "GIVEN_TEXT", "TOO_FEW_PROMPTS"
@@ -73,7 +74,7 @@ def _record(
         "data_digest": _digest(answers.sequences),
         "engine": {
             "model_fingerprint": run.loaded.fingerprint,
-            "dtype": str(run.loaded.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(run.loaded.model.dtype),
             "device": run.loaded.device.type,
             "torch": torch.__version__,
         },

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shared import ops
 from shared.errors import UnsupportedModel
+from shared.model.dtypes import dtype_name
 from shared.model.weights.files import StableFile
 
 # The block formats of GGUF that the kernels multiply by.
@@ -88,7 +89,7 @@ class Plain(Stored):
     ) -> None:
         self._place = (file, offset, shape, dtype)
         self._wanted, self._row_order = wanted or dtype, row_order
-        super().__init__(*shape, _name(self._wanted), transposed=transposed)
+        super().__init__(*shape, dtype_name(self._wanted), transposed=transposed)
 
     def read(self) -> Tensor:
         """[N, K] of the wanted dtype. Raises `UnsupportedModel` if that cannot hold a number."""
@@ -135,7 +136,7 @@ class Blocks(Stored):
     ) -> None:
         self._place = (file, offset, shape, kind)
         self._wanted, self._row_order = wanted, row_order
-        super().__init__(*shape, _name(wanted) if wanted else kind.name, transposed=transposed)
+        super().__init__(*shape, dtype_name(wanted) if wanted else kind.name, transposed=transposed)
 
     def read(self) -> Tensor:
         """uint8 [N, bytes per row]."""
@@ -243,7 +244,3 @@ def _in_file(ids: Tensor, row_order: Tensor | None) -> Sequence[int]:
     """The rows of a file that hold rows `ids` [*] of a matrix."""
     rows: list[int] = (ids if row_order is None else row_order[ids]).flatten().tolist()
     return rows
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
