@@ -44,7 +44,7 @@ def sides_by_format(chosen: list[Form], router: Path, max_tokens: int) -> Iterat
         for form in chosen:
             run = stack.enter_context(in_process(answers_in, form, router, max_tokens))
             for policy in (FULL, EXACT):
-                sides[f"{form.title} {policy}"] = partial(_ask, run, policy)
+                sides[f"{form.weights} {policy}"] = partial(_ask, run, policy)
         yield sides
 
 

@@ -114,7 +114,7 @@ def main() -> None:
                 for count in options.tokens
             )
             name = f"**{path}**" if path == serving else path
-            print(f"| {form.title} | {num_bytes / 1e6:.0f} | {floor:.1f} | {name} | {cells} |")
+            print(f"| {form.weights} | {num_bytes / 1e6:.0f} | {floor:.1f} | {name} | {cells} |")
 
 
 if __name__ == "__main__":

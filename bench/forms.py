@@ -6,28 +6,24 @@ from pathlib import Path
 
 import platformdirs
 
-from bench.peers.catalogue import FLOAT32, OURS, QUANTISED, Choice
+from bench.peers.catalogue import FLOAT32, OURS, QUANTISED, ROUNDED, Choice
 from bench.peers.engines.neap import load
 from bench.peers.models import Models, environments
 from shared.model.loaded import LoadedModel
 
-# Formats of weights whose inputs are rounded to them: the name of the form -> that of the format.
-WITH_PRODUCTS = {"bfloat16-products": "bfloat16"}
-FORMATS = (FLOAT32, *QUANTISED, *WITH_PRODUCTS)
+FORMATS = (FLOAT32, *QUANTISED, *ROUNDED)
 AS_STORED = "as stored"
 
 
 @dataclass(frozen=True)
 class Form:
-    """`source` as for `load_model`; `weights`: the format that they are kept in; `rounds_inputs`: whether they are multiplied in it."""
+    """`weights`: the name of the format, or AS_STORED; `source` as for `load_model`."""
 
-    title: str
-    source: str
     weights: str
-    rounds_inputs: bool = False
+    source: str
 
     def load(self) -> LoadedModel:
-        return load(self.source, self.weights, rounds_inputs=self.rounds_inputs)
+        return load(self.source, self.weights)
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +42,7 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
 def forms(options: argparse.Namespace) -> list[Form]:
     """The forms that the options of `add_formats` and --model name. Raises `NotFound`, `UnsupportedModel` and `SetUpFailed`."""
     if not options.formats:
-        return [Form(AS_STORED, options.model, AS_STORED)]
+        return [Form(AS_STORED, options.model)]
     cache = options.cache.absolute()
     models = Models(Path(options.model), None, cache / "models", environments(cache, 1), print)
-    found = []
-    for name in options.formats:
-        weights = WITH_PRODUCTS.get(name, name)
-        source = str(models.source(Choice(OURS, weights)))
-        found.append(Form(name, source, weights, rounds_inputs=name in WITH_PRODUCTS))
-    return found
+    return [Form(name, str(models.source(Choice(OURS, name)))) for name in options.formats]

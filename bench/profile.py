@@ -171,7 +171,7 @@ def main() -> None:
         loaded = form.load()
         for count in options.tokens:
             samples = measure(loaded, count, options.context, options.steps)
-            print(f"| {form.title} | {count} | {row(samples)} |", flush=True)
+            print(f"| {form.weights} | {count} | {row(samples)} |", flush=True)
         del loaded
         gc.collect()  # models hold cycles, and the next form needs the memory
 

@@ -15,7 +15,8 @@ earlier keys and values. Figures are medians over rounds:
   decoding. They are the prompts with the longest answers. HF `generate` gets them as one padded batch.
 - same tokens: answers to single requests, of all rounds, with the tokens of Hugging Face float32.
 - ready: from the start of the process to the end of the first short answer, with the files in the page cache. RSS: after all rounds.
-- full / it and exact / it: neap's tokens/s over this engine's, with the same format of weights.
+- full / it and exact / it: neap's tokens/s over this engine's, with the same format of weights. Engines that keep weights in bfloat16
+  round inputs to it, too, so they are compared with bfloat16-products of ours if that was measured.
 
 A peer that cannot be set up or fails is left out, named below the table, and makes the exit status 1.
 """

@@ -32,12 +32,16 @@ class Figures:
 
 @dataclass(frozen=True)
 class Row:
-    """`base`: the names of our full and exact with the same weights, where they were measured."""
+    """`base`: the names of the rows of our full and exact that it is compared with, where they were measured."""
 
     engine: str
     weights: str
     figures: Figures
     base: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.weights}"
 
 
 def decoding_rate(calls: Sequence[Sequence[Answer]]) -> float:
@@ -108,7 +112,7 @@ def figures(
 
 def table(rows: Sequence[Row], batch: int) -> list[str]:
     """Lines of a Markdown table. Ratios above 1 say that ours is faster. "-" where ours was not measured with these weights."""
-    known: Mapping[str, Figures] = {row.engine + " " + row.weights: row.figures for row in rows}
+    known: Mapping[str, Figures] = {row.name: row.figures for row in rows}
     head = [
         "engine",
         "weights",
@@ -126,7 +130,7 @@ def table(rows: Sequence[Row], batch: int) -> list[str]:
         cells = [row.engine, row.weights, *map(_number, (mine.one, mine.several))]
         cells += [_number(mine.several_decoding), f"{mine.same} of {mine.compared}"]
         cells += [_number(mine.ready_s), f"{mine.resident_bytes / 1e9:.2f}"]
-        ours = [known.get(name + " " + row.weights) for name in row.base]
+        ours = [known.get(name) for name in row.base]
         cells += [_ratio(our.one, mine.one) if our else "-" for our in ours]
         cells += [_ratio(our.several, mine.several) if our else "-" for our in ours]
         lines.append("| " + " | ".join(cells) + " |")

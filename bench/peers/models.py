@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench.peers.catalogue import FLOAT32, GIVEN, OURS, PEERS, QUANTISED, Choice
+from bench.peers.catalogue import FLOAT32, GIVEN, OURS, PEERS, QUANTISED, ROUNDED, Choice
 from bench.peers.environment import Environment
 from bench.peers.gguf_file import file_type, write_gguf
 from shared.cli.demo_model import GGUF_NAME, download, unpack
@@ -44,7 +44,7 @@ class Models:
             return self._gguf(choice.weights)
         if choice.name == OPENVINO:
             return self._exported(choice.weights)
-        is_type_of_folder = choice.weights in (FLOAT32, "float16", "bfloat16")
+        is_type_of_folder = choice.weights in (FLOAT32, "float16", "bfloat16", *ROUNDED)
         if choice.name == OURS and not is_type_of_folder:
             return self._gguf(choice.weights)
         return self._folder

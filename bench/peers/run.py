@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.peers.catalogue import OURS, PEERS
+from bench.peers.catalogue import OURS, PEERS, ROUNDED
 from bench.peers.engines.serving import Answer, EngineSettings
 from bench.peers.environment import worker_environment
 from bench.peers.figures import Row, figures
@@ -100,7 +100,6 @@ def measure(
         say(part)
         take_turns(contenders, tasks[:1], 1, failures)
         rounds.append(take_turns(contenders, tasks, num_rounds, failures, say))
-    ours = PEERS[OURS]
     rows = []
     for name, (each, mode) in owners.items():
         if name in failures:
@@ -114,6 +113,19 @@ def measure(
             each.worker.resident_bytes(),
         )
         engine = f"{each.planned.title} {mode}".strip()
-        base = tuple(f"{ours.title} {mode}" for mode in ours.modes)
+        base = base_of(each.planned, [other.planned for other in started])
         rows.append(Row(engine, each.planned.weights, measured, base))
     return rows
+
+
+def base_of(planned: Planned, all_planned: Iterable[Planned]) -> tuple[str, ...]:
+    """The names of the rows of our full and exact that a worker is compared with: those with its weights.
+
+    Another engine is compared with ours that rounds inputs as it does, if that is among `all_planned`.
+    """
+    ours, weights = PEERS[OURS], planned.weights
+    if planned.title != ours.title:
+        measured = {each.weights for each in all_planned if each.title == ours.title}
+        alike = (name for name, kept in ROUNDED.items() if kept == weights and name in measured)
+        weights = next(alike, weights)
+    return tuple(f"{ours.title} {mode} {weights}" for mode in ours.modes)

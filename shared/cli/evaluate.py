@@ -52,8 +52,8 @@ def evaluate(
 
     The sides: the policies full, exact and relaxed; the model without some of its layers, about as fast as exact; transformers'
     generate, alone, with prompt lookup and with early exit; and TIDE's published method. A prompt may have an "answer", whose last number
-    is then compared. Answers are greedy, one at a time, on this machine. Memory for three copies of the model is needed. NEAP_DEVICE,
-    NEAP_DTYPE, NEAP_THREADS and NEAP_CONTEXT_LENGTH are read as a worker reads them.
+    is then compared. Answers are greedy, one at a time, on this machine. Memory for three copies of the model is needed. The
+    settings of a worker that say how a model is loaded are read, NEAP_COMPUTE_DTYPE for example.
     """
     command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
     command += ["--prompts", str(prompts), "--max-tokens", str(max_tokens)]

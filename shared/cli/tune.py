@@ -87,7 +87,7 @@ def tune(
     """Answer your own prompts under the policies full, exact and relaxed, and show what each does to answers and to speed.
 
     Answers are greedy, one at a time, in this process' machine and not on a worker. An interrupted sweep continues if the same command
-    is given again. NEAP_DEVICE, NEAP_DTYPE, NEAP_THREADS and NEAP_CONTEXT_LENGTH are read as a worker reads them.
+    is given again. The settings of a worker that say how a model is loaded are read, NEAP_COMPUTE_DTYPE for example.
     """
     command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
     command += ["--prompts", str(prompts), "--results", str(results)]

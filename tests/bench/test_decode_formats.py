@@ -50,7 +50,7 @@ def test_a_router_answers_in_a_format_that_it_was_not_made_for(tmp_path: Path) -
     ladder = build_ladder(wrap_model(build_model()))
     other = replace(ladder, model=replace(ladder.model, fingerprint="another"))
     write_router_folder(tmp_path / "router", *pack_ladder(other, {}))
-    run = answers_in(Form("float16", str(tmp_path), "float16"), tmp_path / "router", 6)
+    run = answers_in(Form("float16", str(tmp_path)), tmp_path / "router", 6)
     full, exact = (run((policy, [3, 4, 5, 3, 4])) for policy in (FULL, EXACT))
     assert len(full.token_ids) == 6
     assert exact.token_ids == full.token_ids

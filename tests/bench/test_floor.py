@@ -20,7 +20,7 @@ def test_the_floor_has_the_bytes_of_the_format(
     build_tokenizer().save_pretrained(tmp_path)
     paths = available(["avx512", "avx2", "portable"])
     serving = ops.cpu_isa()
-    num_bytes, medians = measure(Form(title, str(tmp_path), title), paths, [1, 2], 3, 1)
+    num_bytes, medians = measure(Form(title, str(tmp_path)), paths, [1, 2], 3, 1)
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48
     padded_head = 32 * 112  # 97 rows in panels of 16
     headers = 64 * (7 * 6 + 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from bench.peers.catalogue import ROUNDED
 from bench.peers.engines.serving import Answer, EngineSettings, serve
 from inference_service.engine.engine import Engine
 from inference_service.engine.request.handle import EngineEvent
@@ -30,10 +31,10 @@ EXACT = "exact"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def load(source: str, weights: str, *, rounds_inputs: bool = False) -> LoadedModel:
-    """The model as it serves with weights of this format, multiplied in it if `rounds_inputs`. Raises as `load_model`."""
-    dtype = DTYPES.get(weights)
-    return load_model(source, dtype=dtype, compute_dtype=dtype if rounds_inputs else None)
+def load(source: str, weights: str) -> LoadedModel:
+    """The model as it serves with weights of this format. Raises as `load_model`."""
+    dtype = DTYPES.get(ROUNDED.get(weights, weights))
+    return load_model(source, dtype=dtype, compute_dtype=dtype if weights in ROUNDED else None)
 
 
 class _Delivery:

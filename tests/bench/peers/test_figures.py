@@ -68,7 +68,8 @@ def test_figures_are_medians_over_rounds() -> None:
 def test_ratios_are_to_ours_with_the_same_weights() -> None:
     def row(engine: str, weights: str, one: float, several: float) -> Row:
         measured = Figures(one, several, 1.0, 2, 2, 1.0, 2 * 10**9)
-        return Row(engine, weights, measured, ("neap full", "neap exact"))
+        base = (f"neap full {weights}", f"neap exact {weights}")
+        return Row(engine, weights, measured, base)
 
     lines = table(
         [
