@@ -15,8 +15,6 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from bench.machine import described
 from bench.options import add_device, make_parser, parsed
 from calibrator_service.calibration.pipeline import calibrate
@@ -24,6 +22,7 @@ from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated
 from shared.cli.curve_view import print_curve
+from shared.configured_model import dtype_named
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_router_folder
 from shared.ladder.forms import HEAD_FORMS
@@ -58,6 +57,10 @@ def main() -> None:
         "--dtype", choices=["float32", "float16", "bfloat16"],
         help="of the model; default: float32 on a CPU, the checkpoint's own on a GPU",
     )  # fmt: skip
+    parser.add_argument(
+        "--compute-dtype", choices=["bfloat16"],
+        help="multiply in it on a CPU, as --compute-dtype of the services; with --dtype bfloat16",
+    )  # fmt: skip
     parser.add_argument("--tokens", "--max-tokens", type=int, default=DEFAULT_TOKENS)
     parser.add_argument("--answers", type=Path, help="JSONL file; default: the model writes text")
     parser.add_argument("--head-form", choices=HEAD_FORMS, default=HEAD_FORMS[0])
@@ -69,9 +72,12 @@ def main() -> None:
     options = parsed(parser)
 
     print(described(options.device))
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
     loaded = load_model(
-        options.model, model_id=options.model_id, dtype=dtype, device=options.device
+        options.model,
+        model_id=options.model_id,
+        dtype=dtype_named(options.dtype or "auto"),
+        compute_dtype=dtype_named(options.compute_dtype or "auto"),
+        device=options.device,
     )
     spec = CalibrationSpec(
         model_id=options.model_id,

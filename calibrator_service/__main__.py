@@ -76,6 +76,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 options=ModelOptions(
                     device=settings.device,
                     dtype=settings.dtype,
+                    compute_dtype=settings.compute_dtype,
                     context_length=settings.context_length,
                     threads=settings.threads,
                 ),

@@ -11,10 +11,12 @@ TAKEN_OVER, UNRECORDED = 3, 4
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How models are loaded. `dtype` is "auto" or a torch dtype's name; `threads` None: torch's choice, but no more than CPUs may be used."""
+    """How models are loaded. `dtype` and `compute_dtype` are "auto" or a torch dtype's name; `threads` None: torch's choice, but no more
+    than CPUs may be used."""
 
     device: str = "cpu"
     dtype: str = "auto"
+    compute_dtype: str = "auto"
     context_length: int | None = None
     threads: int | None = None
 

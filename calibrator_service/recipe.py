@@ -52,6 +52,7 @@ def run(task: Task) -> Product:
         task.source,
         model_id=task.spec.model_id,
         dtype=dtype_named(options.dtype),
+        compute_dtype=dtype_named(options.compute_dtype),
         device=options.device,
         context_length=options.context_length,
     )

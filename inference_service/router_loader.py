@@ -237,7 +237,7 @@ def _risks_that_hold(
                 model_id=loaded.model_id,
                 version=published.version,
                 bound_of=setting,
-                certified=(risk.dtype, risk.device),
+                certified=(risk.kv_dtype, risk.compute_dtype, risk.device),
                 served=arithmetic(loaded),
             )
     return holding

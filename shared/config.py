@@ -106,6 +106,13 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
         default="auto",
         description="Format in which weights are kept. auto: the checkpoint's own, which is the data type or the blocks of a .gguf file. A CPU computes in float32 whatever the format; other devices compute in it.",
     )
+    compute_dtype: Literal["auto", "bfloat16"] = Field(
+        default="auto",
+        description="Format in which a CPU multiplies. auto: float32. bfloat16: weights kept in bfloat16 are multiplied by inputs rounded to it, "
+        "as Hugging Face does for such a model. With AVX-512 BF16, prompts and large batches then take little more than half the time. exact still gives the tokens "
+        "of full, but both may differ from those of float32. A model without weights in bfloat16 is refused; --dtype bfloat16 rounds them. Bounds of "
+        "relaxed hold for workers with the format of the calibration.",
+    )
     threads: int | None = Field(
         default=None,
         ge=1,
@@ -184,12 +191,6 @@ class WorkerSettings(ServiceSettings):
         "format halves their memory and their share of each step; they are rounded once, so exact still gives the tokens of full, but both may "
         "differ from those of float32. float16 holds no number above 65504. Formats other than auto's need neap's attention on a CPU; a model "
         "that runs another is refused at start.",
-    )
-    compute_dtype: Literal["auto", "bfloat16"] = Field(
-        default="auto",
-        description="Format in which a CPU multiplies. auto: float32. bfloat16: weights kept in bfloat16 are multiplied by inputs rounded to it, "
-        "as Hugging Face does for such a model. With AVX-512 BF16, prompts and large batches then take little more than half the time. exact still gives the tokens "
-        "of full, but both may differ from those of float32. A model without weights in bfloat16 is refused at start; --dtype bfloat16 rounds them.",
     )
     prefix_cache_mb: int | None = Field(
         default=None,

@@ -16,14 +16,14 @@ def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedMod
 
 def load_options(settings: ServiceSettings) -> dict[str, Any]:
     """Arguments of `load_model`, all but the source and the model's ID."""
-    options = {
+    options: dict[str, Any] = {
         "dtype": dtype_named(settings.dtype),
+        "compute_dtype": dtype_named(settings.compute_dtype),
         "device": settings.device,
         "context_length": settings.context_length,
     }
     if isinstance(settings, WorkerSettings):
         options["kv_dtype"] = dtype_named(settings.kv_dtype)
-        options["compute_dtype"] = dtype_named(settings.compute_dtype)
     return options
 
 

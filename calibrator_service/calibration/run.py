@@ -35,7 +35,7 @@ class Run:
         # The scale depends on the device, and what was written at another scale cannot be continued.
         identity = {
             **asdict(self.spec),
-            "model": loaded.fingerprint,
+            "model": loaded.text_fingerprint,
             "format": 2,
             "scale": asdict(self.plan.sizes),
         }

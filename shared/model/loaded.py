@@ -60,6 +60,13 @@ class LoadedModel:
         return device
 
     @property
+    def text_fingerprint(self) -> str:
+        """Identifies what decides the text that the model writes: `fingerprint`, and the dtype of products if it is not the model's."""
+        if self.compute_dtype == self.model.dtype:
+            return self.fingerprint
+        return f"{self.fingerprint}/{dtype_name(self.compute_dtype)}"
+
+    @property
     def architecture(self) -> str:
         return type(self.model).__name__
 

@@ -83,6 +83,20 @@ def test_a_request_without_limits_gets_the_quick_budget(model_folder, tmp_path, 
     assert calibration["spec"]["max_tokens"] == 0
 
 
+def test_products_are_rounded_as_the_settings_say(model_folder, tmp_path):
+    task = recipe.Task(
+        str(model_folder),
+        CalibrationSpec("tiny", SelfGenerated(max_new_tokens=24), max_tokens=2000),
+        ModelOptions(dtype="bfloat16", compute_dtype="bfloat16"),
+        tmp_path,
+        lambda _: None,
+        lambda: False,
+    )
+    manifest = recipe.run(task).manifest
+    risk = manifest.get("risk") or manifest["calibration"]["risk"]
+    assert risk["engine"]["compute_dtype"] == "bfloat16"
+
+
 def test_model_and_dataset_that_do_not_exist(start_service, model_folder, tmp_path, monkeypatch):
     """The Hub cannot be reached (offline mode): the job fails and uses no other text."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -75,6 +75,7 @@ def _record(
         "engine": {
             "model_fingerprint": run.loaded.fingerprint,
             "dtype": dtype_name(run.loaded.model.dtype),
+            "compute_dtype": dtype_name(run.loaded.compute_dtype),
             "device": run.loaded.device.type,
             "torch": torch.__version__,
         },

@@ -79,7 +79,7 @@ class SelfGenerator:
         self._loaded = loaded
         self._config = config
         self._folder = folder
-        self._digest = config.digest(loaded.fingerprint)
+        self._digest = config.digest(loaded.text_fingerprint)
         self._format = PromptFormat(loaded)
         self._lengths = Lengths.of(config, loaded)
 

@@ -93,3 +93,14 @@ def test_a_bound_holds_for_the_engine_for_which_it_was_certified(served, holds: 
     assert anywhere is not None
     assert certified.holds_in(*served) == holds
     assert anywhere.holds_in(*served)
+
+
+def test_a_bound_may_be_certified_with_rounded_products() -> None:
+    engine = {"dtype": "float32", "compute_dtype": "bfloat16", "device": "cpu"}
+    certified = PublishedRisk.of({"risk": {**TABLE, "engine": engine}})
+    assert certified is not None
+    assert certified.holds_in("float32", "bfloat16", "cpu")
+    assert not certified.holds_in("float32", "float32", "cpu")
+    assert not certified.holds_in("bfloat16", "bfloat16", "cpu")
+    with pytest.raises(Corrupt):
+        PublishedRisk.of({"risk": {**TABLE, "engine": {**engine, "compute_dtype": 16}}})

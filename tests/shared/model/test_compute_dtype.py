@@ -43,6 +43,8 @@ def test_products_round_their_inputs(family: str, tmp_path: Path) -> None:
 
     rounded, plain = load(compute_dtype=torch.bfloat16), load()
     assert (rounded.compute_dtype, plain.compute_dtype) == (torch.bfloat16, torch.float32)
+    assert rounded.fingerprint == plain.fingerprint == plain.text_fingerprint
+    assert rounded.text_fingerprint != plain.text_fingerprint
     expected = _logits_with_rounded_inputs(load(accelerate=False))
     with torch.no_grad():
         logits, exact = (loaded.model(input_ids=IDS).logits for loaded in (rounded, plain))

@@ -1,9 +1,13 @@
 """The certified risk: consistent with the engine and published in the manifest, or absent with a reason."""
 
+import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.report.certificate import MARGINS, THRESHOLDS
@@ -22,13 +26,15 @@ from calibrator_service.calibration.text.stream import (
     GeneratedText,
     GivenText,
 )
-from inference_service.engine.engine import Engine
+from inference_service.engine.drafting.adaptive import AdaptiveDrafting
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
+from tests.fixed_costs import fixed_cost_engine
 
 NUM_NEW = 24
 PROMPTS = tuple(f"w{first} w{second}" for first in range(24) for second in range(24))
@@ -44,11 +50,21 @@ SPEC = CalibrationSpec(
 )
 
 
+def calibrated(loaded: LoadedModel, folder: Path) -> CalibrationResult:
+    with patch("calibrator_service.calibration.plan.num_decoded_rows", lambda _: 160):
+        return calibrate(loaded, SPEC, work_dir=folder)
+
+
 @pytest.fixture(scope="module")
 def result(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> CalibrationResult:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("calibrator_service.calibration.plan.num_decoded_rows", lambda _: 160)
-        return calibrate(base_model, SPEC, work_dir=tmp_path_factory.mktemp("risk"))
+    return calibrated(base_model, tmp_path_factory.mktemp("risk"))
+
+
+def with_rounded_products(loaded: LoadedModel, folder: Path) -> LoadedModel:
+    """The same model with weights in bfloat16, multiplied in it."""
+    copy.deepcopy(loaded.model).bfloat16().save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    return load_model(folder, compute_dtype=torch.bfloat16)
 
 
 def test_the_report_states_the_certified_risk_and_its_data(result):
@@ -88,18 +104,36 @@ def test_the_report_states_the_risk_of_margins_too(result):
 
 
 def test_every_difference_of_the_engine_is_found_by_the_replay(result, base_model, tmp_path):
-    """The engine runs `relaxed` on new prompts, with thresholds so low and margins so wide that answers differ."""
+    check_replay(base_model, result, tmp_path)
+
+
+def test_rounded_products_are_certified_as_they_are_served(base_model, tmp_path):
+    loaded = with_rounded_products(base_model, tmp_path / "model")
+    result = calibrated(loaded, tmp_path / "work")
+    engine = result.report["risk"]["engine"]
+    assert (engine["dtype"], engine["compute_dtype"]) == ("float32", "bfloat16")
+    check_replay(loaded, result, tmp_path)
+
+
+def check_replay(loaded: LoadedModel, result: CalibrationResult, folder: Path) -> None:
+    """The engine runs `relaxed` on new prompts, with thresholds so low and margins so wide that answers differ.
+
+    It drafts in every step, however fast this machine is at the moment.
+    """
     config = SelfGenerationConfig(seed=99, max_new_tokens=NUM_NEW)
 
     def written() -> Any:
-        generator = RiskAnswerGenerator(base_model, config, tmp_path, lambda _: False)
+        generator = RiskAnswerGenerator(loaded, config, folder, lambda _: False)
         answers = generator.answers(Limits(40, 40, 60.0), lambda: False)
-        replayer = Replayer(result.ladder, ContiguousRunner(base_model))
+        replayer = Replayer(result.ladder, ContiguousRunner(loaded))
         return answers, replayer.differing(answers)
 
     answers, replayed = run_in_own_thread(written)
     num_differing = {"threshold": 0, "margin": 0}
-    with Engine(base_model, result.ladder) as engine:
+    with (
+        patch.object(AdaptiveDrafting, "choose", lambda *_: True),
+        fixed_cost_engine(loaded, result.ladder) as engine,
+    ):
         for policy in POLICIES:
             for answer, found in zip(answers, replayed, strict=True):
                 prompt = answer.tokens[: answer.answer_start]
