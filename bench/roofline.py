@@ -29,7 +29,7 @@ from bench.machine import described
 from bench.plain_exit import PlainExit
 from bench.stopwatch import Contenders, stopwatch
 from shared import ops
-from shared.ladder.fused_exit import DraftRows, FusedExit
+from shared.ladder.fused_exit import DraftRows, FusedExit, router_weights
 from shared.ladder.head_rows import projection
 from shared.ladder.heads import ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
@@ -126,7 +126,7 @@ def bench_exit(bench: Bench, width: int) -> None:
     if bench.on_gpu:
         ways["PyTorch half"] = ways["PyTorch"].halved(rows)
     mix, out, small = head.mix.half(), head.out.half(), rows.half()
-    weights = fused.router
+    weights = router_weights(router)
     mix_size, out_size, hidden_size = mix.numel(), out.numel(), weights.hidden.numel()
     for tokens in bench.tokens:
         state, deep = torch.randn(2, tokens, width).to(bench.dtype).unbind()

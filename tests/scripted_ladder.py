@@ -1,6 +1,6 @@
 """A ladder whose drafts the test writes: right ones, wrong ones, at any depth."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -42,6 +42,9 @@ class ScriptedLadder:
 
     def bind(self, runner: Runner) -> "ScriptedLadder":
         return self
+
+    def prepare(self) -> Iterator[None]:
+        return iter(())
 
     def new_sequence(self, prompt: Sequence[int], learned: object = None) -> "ScriptedLadder":
         self.context = list(prompt)

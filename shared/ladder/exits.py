@@ -6,13 +6,17 @@ from functools import cache
 
 from torch import Tensor
 
+from shared.ladder.chain_exit import ChainExit, plain_draws
 from shared.ladder.fused_exit import DraftRows, FusedExit, is_supported
-from shared.ladder.fused_head import FusedHead, fused_output
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.head_rows import Projection, projection
 from shared.ladder.heads import ExitHead
-from shared.ladder.native_chain import NativeChain
-from shared.ladder.routers import DepthRouter, scalar_features
+from shared.ladder.native_chain import NativeChain, embedding_rows
+from shared.ladder.recorded_chain import MAX_CHAINS, RecordedChain
+from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import exit_name
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -39,49 +43,22 @@ class LayerExit:
         return self.depth, self.head.form, *((name, tuple(w.shape)) for name, w in weights)
 
 
-class ChainExit:
-    """An exit whose head is a `FusedHead`. `project` maps the head's adapted outputs [N, D] to logits [N, Vd] of the draft vocabulary."""
-
-    def __init__(self, head: FusedHead, router: DepthRouter, project: Projection) -> None:
-        self._head, self._router, self._project = head, router, project
-        self._matrices = [projection(matrix.detach(), None) for matrix in head.matrices]
-
-    def output(self, states: Tensor, entering: Tensor) -> Tensor:
-        """The outputs [N, D] of `step` alone, for tokens that another rung has drafted."""
-        return fused_output(states, entering, self._head.norm, *self._matrices)
-
-    def step(
-        self, states: Tensor, entering: Tensor, places: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One more token for each of N chains: indices into the draft vocabulary [N], probabilities [N] and outputs [N, D].
-
-        `states` [N, 3, D] and `entering` [N, D]: as `FusedHead.forward` takes them. `places` [N] int64 >= 1: the place of the drafted
-        token in its chain.
-        """
-        output = self.output(states, entering)
-        adapted = self._head.adapted(output)
-        logits = self._project(adapted)
-        probabilities = self._router(adapted, scalar_features(logits, places))
-        return logits.argmax(-1), probabilities, output
-
-
 class PlainExit:
     """An exit of another form, in PyTorch: computes what `FusedExit` computes where neap's kernels do not run."""
 
     def __init__(self, head: ExitHead, router: DepthRouter, project: Projection) -> None:
-        self._head, self._router, self._project = head, router, project
+        self._head, self._draws = head, plain_draws(router, project)
 
     def __call__(
         self, state: Tensor, deep_state: Tensor, distance: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `FusedExit.__call__`."""
-        adapted = self._head(state, deep_state, distance)
-        logits = self._project(adapted)
-        probabilities = self._router(adapted, scalar_features(logits, distance))
-        return logits.argmax(-1), probabilities
+        return self._draws(self._head(state, deep_state, distance), distance)
 
 
-BoundExit = NativeChain | ChainExit | FusedExit | PlainExit
+# Those that draft whole chains in one call.
+WholeChains = NativeChain | RecordedChain
+BoundExit = WholeChains | ChainExit | FusedExit | PlainExit
 
 
 def bind_exits(
@@ -89,24 +66,42 @@ def bind_exits(
     rows: Tensor,
     bias: Tensor | None,
     vocabulary: Tensor,
-    embedding: Tensor | None,
+    runner: Runner,
 ) -> list[BoundExit]:
-    """The exits with the LM head's rows [Vd, W] and biases [Vd] of the draft vocabulary [Vd]. Head and router must be on their device.
-
-    `embedding`: see `embedding_rows`.
-    """
+    """The exits with the LM head's rows [Vd, W] and biases [Vd] of the draft vocabulary [Vd]. Head and router must be on their device."""
     fuses = is_supported(rows.device, len(rows))
     # Made only if an exit needs them: each is a copy of the rows.
     drafts = cache(lambda: DraftRows.of(rows, bias))
     project = cache(lambda: projection(rows, bias))
     bound: list[BoundExit] = []
     for one in exits:
-        if isinstance(one.head, FusedHead) and one.depth == 0 and embedding is not None:
-            bound.append(NativeChain(one.head, one.router, rows, bias, vocabulary, embedding))
-        elif isinstance(one.head, FusedHead):
-            bound.append(ChainExit(one.head, one.router, project()))
+        if isinstance(one.head, FusedHead):
+            bound.append(_bind_chain(one, one.head, rows, bias, vocabulary, runner))
         elif fuses:
             bound.append(FusedExit(one.head, one.router, drafts()))
         else:
             bound.append(PlainExit(one.head, one.router, project()))
     return bound
+
+
+def _bind_chain(
+    one: LayerExit,
+    head: FusedHead,
+    rows: Tensor,
+    bias: Tensor | None,
+    vocabulary: Tensor,
+    runner: Runner,
+) -> BoundExit:
+    """The exit with the fastest way of drafting that it and the runner allow."""
+    # Where states at depth 0 are rows of the embedding, no step of a chain needs the runner's host side.
+    if one.depth or not runner.embedding_is_direct:
+        return ChainExit(head, one.router, rows, bias)
+    embedding = embedding_rows(runner, len(rows))
+    if embedding is not None:
+        return NativeChain(head, one.router, rows, bias, vocabulary, embedding)
+    if isinstance(runner, ContiguousRunner) and rows.device.type == "cpu":
+        return ChainExit(
+            head, one.router, rows, bias
+        )  # without kernels, drafts in reserve cost too much
+    step = ChainExit(head, one.router, rows, bias, MAX_CHAINS)
+    return RecordedChain(step, vocabulary, head.hidden_size, runner)

@@ -59,6 +59,30 @@ def router_weights(router: DepthRouter) -> RouterWeights:
     )
 
 
+class KernelDraws:
+    """Drafts of adapted states [N, W], with their probabilities.
+
+    `num_tokens`: the most tokens of a call that is recorded. Larger calls replace a tensor that a recording would go on using.
+    """
+
+    def __init__(
+        self, router: DepthRouter, drafts: DraftRows, num_tokens: int = ROUTE_TOKENS
+    ) -> None:
+        self._drafts = drafts
+        self.router = router_weights(router)
+        self._tickets = new_tickets(num_tokens, drafts.rows.device)
+
+    def __call__(self, adapted: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices into the draft vocabulary [N] int64 and probabilities [N]. `distance` [N] int64: as `ExitHead.forward` takes it."""
+        if len(adapted) > len(self._tickets) * ROUTE_TOKENS:
+            self._tickets = new_tickets(len(adapted), adapted.device)
+        top, indices, log_mass = draft_top(adapted, self._drafts.rows, self._drafts.bias, 2)
+        probabilities = route(
+            adapted, self.router, top, log_mass, distance, LOWEST, HIGHEST, self._tickets
+        )
+        return indices[:, 0], probabilities
+
+
 class FusedExit:
     """One exit. Holds copies of the weights, on the device of the originals."""
 
@@ -69,9 +93,7 @@ class FusedExit:
         self._out = kernel_weight(head.out) if gated else None
         self._scale = head.scale.detach().contiguous() if adds_states else None
         self._gain = head.gain.detach().contiguous()
-        self._drafts = drafts
-        self.router = router_weights(router)
-        self._tickets = new_tickets(8, self._mix.device)
+        self._draws = KernelDraws(router, drafts)
 
     def __call__(
         self, state: Tensor, deep_state: Tensor, distance: Tensor
@@ -80,16 +102,10 @@ class FusedExit:
 
         `state` and `deep_state` [N, D], `distance` [N] int64: as `ExitHead.forward` takes them.
         """
-        if len(state) > len(self._tickets) * ROUTE_TOKENS:
-            self._tickets = new_tickets(len(state), self._mix.device)
         adapted = exit_head(
             state, deep_state, distance, self._mix, self._offset, self._out, self._scale, self._gain, EPSILON
         )  # fmt: skip
-        top, indices, log_mass = draft_top(adapted, self._drafts.rows, self._drafts.bias, 2)
-        probabilities = route(
-            adapted, self.router, top, log_mass, distance, LOWEST, HIGHEST, self._tickets
-        )
-        return indices[:, 0], probabilities
+        return self._draws(adapted, distance)
 
 
 def is_supported(device: torch.device, vocabulary_size: int) -> bool:

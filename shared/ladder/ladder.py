@@ -1,17 +1,19 @@
 """A ladder: the rungs of one model, and their use while a sequence is decoded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shared.errors import RouterMismatch
-from shared.ladder.exits import BoundExit, ChainExit, LayerExit, bind_exits
+from shared.ladder.chain_exit import ChainExit
+from shared.ladder.exits import BoundExit, LayerExit, WholeChains, bind_exits
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.head_rows import gather_rows
 from shared.ladder.learned_successors import ClientSuccessors
-from shared.ladder.native_chain import HeadDraft, NativeChain, embedding_rows
+from shared.ladder.native_chain import HeadDraft
+from shared.ladder.recorded_chain import RecordedChain
 from shared.ladder.rungs import LEARNED, SUCCESSOR, SUFFIX, Draft
 from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
 from shared.ladder.suffix import SuffixIndex, SuffixMatch
@@ -112,12 +114,17 @@ class BoundLadder:
                 layer_exit.head.to(device).requires_grad_(False)
                 layer_exit.router.to(device).requires_grad_(False)
             rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
-            embedding = embedding_rows(runner, len(self._vocabulary)) if is_fused else None
-            self._bound = bind_exits(ladder.exits, rows, bias, self._vocabulary, embedding)
+            self._bound = bind_exits(ladder.exits, rows, bias, self._vocabulary, runner)
         bound = list(zip(self.depths, self._bound, strict=True))
         # The exit that drafts by `whole_chains`; those that draft by `ask_chained`. The others draft by `ask`.
-        self.whole_depth = next((d for d, one in bound if isinstance(one, NativeChain)), None)
+        self.whole_depth = next((d for d, one in bound if isinstance(one, WholeChains)), None)
         self.chained_depths = tuple(d for d, one in bound if isinstance(one, ChainExit))
+
+    def prepare(self) -> Iterator[None]:
+        """Records what drafting would otherwise record at first use. Yields between steps, so that other work can run."""
+        for one in self._bound:
+            if isinstance(one, RecordedChain):
+                yield from one.prepare()
 
     def new_sequence(
         self, prompt: Sequence[int], learned: ClientSuccessors | None = None
@@ -134,7 +141,7 @@ class BoundLadder:
         last settled token of its sequence. `distances` >= 1: how many positions that token lies back (1: it is the token before).
         """
         one = self._bound[index]
-        assert not isinstance(one, ChainExit | NativeChain)
+        assert not isinstance(one, ChainExit | WholeChains)
         distance = torch.tensor(distances, device=self._vocabulary.device)
         return self._drafts(index, *one(states, deep_states, distance))
 
@@ -142,8 +149,8 @@ class BoundLadder:
     def whole_chains(
         self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
     ) -> list[list[HeadDraft]]:
-        """The drafts of the exit at `whole_depth`, all of each chain in one call. See `NativeChain.draft`."""
-        [one] = (one for one in self._bound if isinstance(one, NativeChain))
+        """The drafts of the exit at `whole_depth`, of all chains in one call. See `NativeChain.draft` and `RecordedChain.draft`."""
+        [one] = (one for one in self._bound if isinstance(one, WholeChains))
         return one.draft(begins, starts)
 
     @torch.inference_mode()

@@ -9,6 +9,7 @@ from shared.model.cache import KVCache, as_contiguous
 from shared.model.gated_model import GatedModel
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedCache, RaggedSequence
+from shared.model.recorder import Work
 from shared.model.runner import Taps
 from shared.model.substitution import attention
 
@@ -44,6 +45,9 @@ class ContiguousRunner(GatedModel):
     def prepare(self, depths: Sequence[int]) -> Iterator[None]:
         """There is nothing to prepare."""
         return iter(())
+
+    def record(self, work: Work) -> Work:
+        return work
 
     def ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self.loaded.device)

@@ -105,6 +105,10 @@ class PagedRunner:
         return self._recorder.records
 
     @property
+    def embedding_is_direct(self) -> bool:
+        return self._model.embedding_is_direct
+
+    @property
     def description(self) -> str:
         recorded = "recorded" if self.records else "not recorded"
         compiled = "compiled" if self.compiles else "not compiled"
@@ -112,6 +116,9 @@ class PagedRunner:
 
     def usable_bytes(self, wanted: int) -> int:
         return self.num_budget_blocks * self.pool.block_bytes
+
+    def record(self, work: Work) -> Work:
+        return self._recorder.record(work)
 
     def ids(self, tokens: Sequence[int]) -> Tensor:
         """Token ids [1, T] on the host: a pass copies them to the device together with their positions."""

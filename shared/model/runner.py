@@ -13,6 +13,7 @@ from shared.model.cache import KVCache
 from shared.model.gates import LayerCounters
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedSequence
+from shared.model.recorder import Work
 
 # States on a pass' way: depth -> [1, Q, D]. See `Runner.run`.
 Taps = dict[int, Tensor]
@@ -41,6 +42,10 @@ class Runner(Protocol):
     @property
     def counters(self) -> LayerCounters:
         """The layers that ran since the last reset."""
+
+    @property
+    def embedding_is_direct(self) -> bool:
+        """Whether states at depth 0 are rows of the embedding, at every position."""
 
     @property
     def supports_ragged(self) -> bool:
@@ -75,6 +80,9 @@ class Runner(Protocol):
 
     def prepare(self, depths: Sequence[int]) -> Iterator[None]:
         """Does once what later passes between `depths` would otherwise do first. Yields between steps, so that other work can run."""
+
+    def record(self, work: Work) -> Work:
+        """A function that does again what `work` did, as `Recorder.record` makes it; `work` itself if this runner records nothing."""
 
     def ids(self, tokens: Sequence[int]) -> Tensor:
         """Token ids [1, T] int64 on the device where `run` and `run_ragged` read them."""

@@ -67,6 +67,16 @@ class ChainStart(NamedTuple):
     least_survival: float
 
 
+def chain_length(start: ChainStart, probabilities: Sequence[float], highest: float) -> int:
+    """How many drafts of a chain its start allows, if all that were made have these `probabilities`: at least 1."""
+    survival = start.survival
+    for number, probability in enumerate(probabilities[: start.room], 1):
+        survival *= min(probability * start.factor, highest)
+        if survival < start.least_survival:
+            return number
+    return min(start.room, len(probabilities))
+
+
 class Chains(NamedTuple):
     """Of N sequences, up to K drafts each: `tokens` [N, K] int64 and `probabilities` [N, K], as the router gives them; `lengths` [N]
     int64: how many there are. `outputs` [N, K, W]: the head's output from which each draft was made. Beyond a chain's length a token

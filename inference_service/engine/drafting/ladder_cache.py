@@ -66,6 +66,7 @@ class LadderCache:
         bound = ladder.bind(self._runner)
         yield
         yield from self._runner.prepare(bound.depths)
+        yield from bound.prepare()
         exits = self._exit_costs.get(bound.layout)
         if exits is None:
             exits = yield from self._measured(bound)

@@ -1,4 +1,5 @@
-"""An exit whose chains are drafted in one native call: it drafts what it drafts step by step, and only what may pay."""
+"""An exit whose chains are drafted in one call, by the native op or as recorded work: it drafts what it drafts step by step, and only
+what may pay."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -13,8 +14,9 @@ from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassC
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
 from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.step import Decoder
-from shared.ladder import ladder as ladder_module
+from shared.ladder import exits as exits_module
 from shared.ladder import native_chain
+from shared.ladder.chain_exit import ChainExit
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
@@ -25,6 +27,7 @@ from shared.model.loaded import wrap_model
 from shared.model.runner import Runner
 from shared.ops.chains import ChainStart
 from tests.families import build_family
+from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
 
 COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),))
@@ -44,10 +47,23 @@ def runner() -> Runner:
     return ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
 
 
+@pytest.fixture(scope="module")
+def paged_runner() -> Runner:
+    torch.manual_seed(0)
+    return make_runner(load_family("llama"))
+
+
+@pytest.fixture(params=["runner", "paged_runner"])
+def any_runner(request: pytest.FixtureRequest) -> Runner:
+    """One that drafts by the native op, and one that records its work."""
+    found: Runner = request.getfixturevalue(request.param)
+    return found
+
+
 @pytest.fixture(autouse=True)
-def _exact_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer bits would change the drafts of random weights."""
-    monkeypatch.setattr(native_chain, "FORMAT", "F32")
+def _equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format of single steps. Fewer bits would change the drafts of random weights."""
+    monkeypatch.setattr(native_chain, "FORMAT", "F16")
 
 
 def fused_ladder(runner: Runner, seed: int = 1) -> Ladder:
@@ -113,18 +129,24 @@ def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., Draf
     return table_draft
 
 
+def single_steps(
+    one: LayerExit, head: FusedHead, rows: torch.Tensor, bias: torch.Tensor | None, *_: object
+) -> ChainExit:
+    return ChainExit(head, one.router, rows, bias)
+
+
 @pytest.mark.parametrize("positions", [(), (0,), (0, 1), (2,), (1, 3), (0, 1, 2, 3, 4)])
 def test_a_whole_chain_has_the_drafts_of_its_single_steps(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list, positions: tuple[int, ...]
+    any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list, positions: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(SequenceDrafter, "table_draft", table_of(*positions))
-    ladder = fused_ladder(runner)
+    ladder = fused_ladder(any_runner)
     policies = [DepthPolicy("exact", max_drafts=n) for n in (NUM_DRAFTS, 2, NUM_DRAFTS)]
-    whole = drafted(runner, ladder, policies)
+    whole = drafted(any_runner, ladder, policies)
     assert noted
     calls = len(noted)
-    monkeypatch.setattr(ladder_module, "embedding_rows", lambda *_: None)
-    assert whole == drafted(runner, ladder, policies)
+    monkeypatch.setattr(exits_module, "_bind_chain", single_steps)
+    assert whole == drafted(any_runner, ladder, policies)
     assert len(noted) == calls, "the second time, step by step"
     assert [len(drafts) for drafts in whole] == [NUM_DRAFTS, 2, NUM_DRAFTS]
     for drafts in whole:
@@ -141,10 +163,10 @@ def test_one_call_drafts_all_chains_while_the_tables_are_silent(
 
 
 def test_a_table_that_drafts_another_token_voids_what_was_drafted_after_it(
-    runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list
+    any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list
 ) -> None:
     monkeypatch.setattr(SequenceDrafter, "table_draft", table_of(2))
-    drafted(runner, fused_ladder(runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)])
+    drafted(any_runner, fused_ladder(any_runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)])
     first, second = (starts[0] for starts in noted)
     assert (first.place, len(first.tokens), first.room) == (0, 1, NUM_DRAFTS)
     # The head has seen the newest token and two drafts. The table's draft is fed to it, and two more drafts are wanted.
@@ -182,10 +204,10 @@ def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(
     assert [high / low for low, high in pairwise(leasts)] == pytest.approx([2.0, 2.0])
 
 
-def test_other_sequences_in_the_batch_change_no_draft(runner: Runner) -> None:
-    ladder = fused_ladder(runner)
-    bound = ladder.bind(runner)
-    members = prefilled(runner, bound, [DepthPolicy("exact", max_drafts=4)] * 3)
+def test_other_sequences_in_the_batch_change_no_draft(any_runner: Runner) -> None:
+    ladder = fused_ladder(any_runner)
+    bound = ladder.bind(any_runner)
+    members = prefilled(any_runner, bound, [DepthPolicy("exact", max_drafts=4)] * 3)
     alone = [draft_chains([member], 3)[0].drafts for member in members]
     assert [chain.drafts for chain in draft_chains(members, 3)] == alone
     assert len({tuple(draft.token for draft in drafts) for drafts in alone}) == 3

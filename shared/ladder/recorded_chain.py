@@ -1,0 +1,128 @@
+"""A fused head at depth 0 that drafts whole chains as recorded work, without Python between the drafts. For GPUs.
+
+A recording has fixed shapes, so there is one for each of a few numbers of chains, and a call makes a fixed number of drafts. Rows
+without a chain compute numbers that nobody reads. The stop rule is applied to what is read back: waiting for the device after each
+draft would take longer than making drafts that are dropped.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shared.ladder.chain_exit import ChainExit
+from shared.ladder.fused_head import NUM_STATES, chained
+from shared.ladder.native_chain import HeadDraft
+from shared.ladder.routers import HIGHEST
+from shared.ladder.rungs import Draft, exit_name
+from shared.model.recorder import Work
+from shared.model.runner import Runner
+from shared.ops.chains import ChainStart, chain_length
+
+# Chains of one recording, and the drafts of each. Always as many: a call costs what was measured, whatever room its chains have.
+NUM_CHAINS, NUM_DRAFTS = (1, 4, 16, 64), 4
+MAX_CHAINS = NUM_CHAINS[-1]
+
+
+class RecordedChain:
+    """`one`: the exit, whose head reads states of `hidden_size`; `vocabulary` [Vd] int64: the tokens that it may draft.
+
+    States at depth 0 must be rows of the runner's embedding.
+    """
+
+    def __init__(
+        self, one: ChainExit, vocabulary: Tensor, hidden_size: int, runner: Runner
+    ) -> None:
+        self._exit, self._vocabulary, self._runner = one, vocabulary, runner
+        self._recorded: dict[int, tuple[Work, Work]] = {}
+        device = vocabulary.device
+        with torch.inference_mode():
+            # What a recording reads: the states behind each newest token, that token, and the place of the token to be drafted.
+            self._states = torch.zeros(MAX_CHAINS, NUM_STATES, hidden_size, device=device)
+            self._newest = torch.zeros(MAX_CHAINS, dtype=torch.int64, device=device)
+            self._places = torch.ones(MAX_CHAINS, dtype=torch.int64, device=device)
+            self._is_fed = torch.zeros(MAX_CHAINS, dtype=torch.bool, device=device)
+            # What it writes.
+            self._drafted = torch.zeros(NUM_DRAFTS, MAX_CHAINS, dtype=torch.int64, device=device)
+            self._probabilities = torch.zeros(NUM_DRAFTS, MAX_CHAINS, device=device)
+            self._outputs = torch.zeros(NUM_DRAFTS, MAX_CHAINS, hidden_size, device=device)
+
+    def prepare(self) -> Iterator[None]:
+        """Records everything that `draft` replays. Yields between recordings."""
+        for size in NUM_CHAINS:
+            self._recorded_for(size)
+            yield
+
+    def draft(
+        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
+    ) -> list[list[HeadDraft]]:
+        """As `NativeChain.draft`, with at most NUM_DRAFTS drafts of each chain. Waits for the device once per MAX_CHAINS chains."""
+        found: list[list[HeadDraft]] = []
+        for first in range(0, len(starts), MAX_CHAINS):
+            piece = slice(first, first + MAX_CHAINS)
+            found += self._draft(begins[piece], starts[piece])
+        return found
+
+    def _draft(
+        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
+    ) -> list[list[HeadDraft]]:
+        count = len(starts)
+        # Before the tensors are filled: recording runs the work.
+        feed, step = self._recorded_for(next(size for size in NUM_CHAINS if size >= count))
+        states = [chained(begin) if begin.dim() == 1 else begin.float() for begin in begins]
+        self._states[:count].copy_(torch.stack(states))
+        # The last column holds all newest tokens. A sequence with fewer tokens than others enters the columns later.
+        width = max(len(start.tokens) for start in starts)
+        columns = [[-1] * (width - len(start.tokens)) + list(start.tokens) for start in starts]
+        places = [[start.place + len(start.tokens)] for start in starts]
+        sent = torch.tensor([c + p for c, p in zip(columns, places, strict=True)])
+        *fed, newest, place = sent.to(self._newest.device).unbind(1)
+        for column in fed:
+            self._is_fed[:count].copy_(column >= 0)
+            self._newest[:count].copy_(column.clamp_min(0))
+            feed()
+        self._newest[:count].copy_(newest)
+        self._places[:count].copy_(place)
+        step()
+        read = torch.stack([self._drafted.double(), self._probabilities.double()])
+        tokens, probabilities = read[:, :, :count].transpose(1, 2).tolist()
+        outputs = self._outputs[:, :count].clone()
+        return [
+            [
+                HeadDraft(Draft(int(own[i]), chances[i], exit_name(0), 0), outputs[i, row])
+                for i in range(chain_length(start, chances, HIGHEST))
+            ]
+            for row, (start, own, chances) in enumerate(
+                zip(starts, tokens, probabilities, strict=True)
+            )
+        ]
+
+    def _recorded_for(self, size: int) -> tuple[Work, Work]:
+        """For `size` chains: the work of `_feed` and that of `_step`. Recorded at first use."""
+        if size not in self._recorded:
+            feed, step = partial(self._feed, size), partial(self._step, size)
+            self._recorded[size] = self._runner.record(feed), self._runner.record(step)
+        return self._recorded[size]
+
+    @torch.inference_mode()
+    def _feed(self, size: int) -> None:
+        """The head sees the newest tokens of the chains that are fed; the states of the others stay."""
+        states, is_fed = self._states[:size], self._is_fed[:size, None, None]
+        output = self._exit.output(states, self._entering(self._newest[:size]))
+        states.copy_(torch.where(is_fed, chained(output), states))
+
+    @torch.inference_mode()
+    def _step(self, size: int) -> None:
+        """NUM_DRAFTS drafts after the newest tokens."""
+        states, newest = self._states[:size], self._newest[:size]
+        for step in range(NUM_DRAFTS):
+            places = self._places[:size] + step
+            found, probabilities, output = self._exit.step(states, self._entering(newest), places)
+            states, newest = chained(output), self._vocabulary[found]
+            self._drafted[step, :size].copy_(newest)
+            self._probabilities[step, :size].copy_(probabilities)
+            self._outputs[step, :size].copy_(output)
+
+    def _entering(self, tokens: Tensor) -> Tensor:
+        return self._runner.embed(tokens[None])[0]

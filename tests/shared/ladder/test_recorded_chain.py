@@ -1,0 +1,177 @@
+"""A fused head whose chains are drafted as recorded work."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.ladder.chain_exit import ChainExit
+from shared.ladder.fused_head import chained
+from shared.ladder.head_rows import gather_rows
+from shared.ladder.ladder import BoundLadder, Ladder
+from shared.ladder.native_chain import HeadDraft
+from shared.ladder.recorded_chain import MAX_CHAINS, NUM_CHAINS, NUM_DRAFTS
+from shared.ladder.routers import HIGHEST
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.host_syncs import host_syncs
+from shared.model.paged_runner import PagedRunner
+from shared.ops.chains import ChainStart, chain_length
+from tests.device_waits import Reads
+from tests.paged import load_family, make_runner
+from tests.random_ladder import random_ladder
+from tests.recorders import TracingRecorder
+
+WIDTH = 32
+
+
+@pytest.fixture(scope="module")
+def recorder() -> TracingRecorder:
+    return TracingRecorder()
+
+
+@pytest.fixture(scope="module")
+def runner(recorder: TracingRecorder) -> PagedRunner:
+    torch.manual_seed(0)
+    return make_runner(load_family("llama"), recorder=recorder)
+
+
+@pytest.fixture(scope="module")
+def ladder(runner: PagedRunner) -> Ladder:
+    return random_ladder(runner.loaded, 1, (0,), form="fused")
+
+
+@pytest.fixture(scope="module")
+def bound(ladder: Ladder, runner: PagedRunner) -> BoundLadder:
+    found = ladder.bind(runner)
+    list(found.prepare())
+    return found
+
+
+def start_of(tokens: Sequence[int], place: int = 0, room: int = NUM_DRAFTS) -> ChainStart:
+    return ChainStart(tokens, place, room, 1.0, 1.0, 0.0)
+
+
+@torch.inference_mode()
+def expected_chain(
+    ladder: Ladder, runner: PagedRunner, begin: Tensor, start: ChainStart
+) -> list[tuple[int, float, Tensor]]:
+    """Token by token, one chain alone: (token, probability, output) of each draft."""
+    [one] = ladder.exits
+    vocabulary = ladder.draft_vocabulary
+    assert vocabulary is not None
+    rows, bias = gather_rows(runner.loaded.parts.head, vocabulary)
+    step = ChainExit(one.head, one.router, rows, bias)  # type: ignore[arg-type]
+    states = (chained(begin) if begin.dim() == 1 else begin)[None]
+    place, found = start.place, []
+    *seen, newest = start.tokens
+    for token in seen:
+        states, place = chained(step.output(states, runner.embed_tokens([token], [0]))), place + 1
+    for _ in range(NUM_DRAFTS):
+        place += 1
+        entering = runner.embed_tokens([newest], [0])
+        index, probability, output = step.step(states, entering, torch.tensor([place]))
+        newest, states = int(vocabulary[index[0]]), chained(output)
+        found.append((newest, float(probability), output[0]))
+    return found
+
+
+def check(
+    found: Sequence[HeadDraft], expected: Sequence[tuple[int, float, Tensor]], length: int
+) -> None:
+    assert len(found) == length
+    for one, (token, probability, output) in zip(found, expected, strict=False):
+        assert (one.draft.token, one.draft.rung, one.draft.depth) == (token, "depth-0", 0)
+        assert one.draft.probability == pytest.approx(probability, abs=1e-6)
+        torch.testing.assert_close(one.output, output, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, MAX_CHAINS, MAX_CHAINS + 3])
+def test_each_chain_is_its_own(ladder, bound, runner, recorder, count):
+    """Chains that begin and chains that go on, fed one to three tokens, in any company; also after calls with other chains."""
+    num_recorded, generator = recorder.num_recorded, torch.Generator().manual_seed(count)
+    begins, starts = [], []
+    for number in range(count):
+        goes_on = number % 3 == 1
+        shape = (WIDTH,) if goes_on else (3, WIDTH)
+        begins.append(torch.randn(shape, generator=generator))
+        tokens = [4 + number % 7, 9, 5 + number % 5][: 1 + number % 3]
+        starts.append(start_of(tokens, 2 if goes_on else 0, 1 + number % (NUM_DRAFTS + 2)))
+    found = bound.whole_chains(begins, starts)
+    assert recorder.num_recorded == num_recorded, "all of it was recorded when it was prepared"
+    for begin, start, own in zip(begins, starts, found, strict=True):
+        expected = expected_chain(ladder, runner, begin, start)
+        check(own, expected, min(start.room, NUM_DRAFTS))
+
+
+def test_a_chain_goes_on_from_any_of_its_outputs(bound):
+    begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    [whole] = bound.whole_chains([begin], [start_of([4])])
+    [rest] = bound.whole_chains([whole[0].output], [start_of([whole[0].draft.token], place=1)])
+    for one, other in zip(rest, whole[1:], strict=False):
+        assert one.draft.token == other.draft.token
+        assert one.draft.probability == pytest.approx(other.draft.probability, abs=1e-5)
+
+
+def test_outputs_are_the_callers_own(bound):
+    """A later call writes to the same tensors."""
+    begins = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(0)).unbind()
+    [first] = bound.whole_chains([begins[0]], [start_of([4])])
+    kept = [one.output.clone() for one in first]
+    bound.whole_chains([begins[1]], [start_of([5])])
+    assert all(torch.equal(one.output, own) for one, own in zip(first, kept, strict=True))
+
+
+def test_a_chain_ends_where_its_survival_does(bound):
+    begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    [whole] = bound.whole_chains([begin], [start_of([4])])
+    chances = [min(one.draft.probability * 0.8, HIGHEST) for one in whole]
+    for length in range(1, NUM_DRAFTS + 1):
+        survival = 0.9 * float(torch.tensor(chances[:length]).prod())
+        start = ChainStart([4], 0, NUM_DRAFTS, 0.9, 0.8, survival * 1.001)
+        [found] = bound.whole_chains([begin], [start])
+        assert len(found) == length
+        [found] = bound.whole_chains([begin], [start._replace(least_survival=survival * 0.999)])
+        assert len(found) == min(length + 1, NUM_DRAFTS)
+
+
+def test_the_length_of_a_chain():
+    start = ChainStart([4], 0, 4, 0.9, 2.0, 0.5)
+    survivals = [
+        0.72,
+        0.576,
+        0.46,
+    ]  # the draft after which survival is too low is made, and is the last
+    assert chain_length(start, [0.4] * 9, HIGHEST) == len(survivals)
+    assert chain_length(start, [0.1, 0.9], HIGHEST) == 1
+    assert chain_length(start, [0.9] * 9, HIGHEST) == 4, "no more than there is room for"
+    assert chain_length(start, [0.9], HIGHEST) == 1, "no more than were made"
+
+
+def test_recordings_do_not_wait_for_the_device(ladder, runner):
+    """The op of the router keeps its tickets: a recording must find them where they were."""
+    bound = ladder.bind(runner)
+    [one] = bound._bound
+    for size in NUM_CHAINS:
+        assert not host_syncs(lambda size=size: one._feed(size))  # type: ignore[union-attr, misc]
+        assert not host_syncs(lambda size=size: one._step(size))  # type: ignore[union-attr, misc]
+
+
+def test_a_call_waits_for_the_device_once(bound):
+    reads = Reads()
+    begins = torch.randn(5, 3, WIDTH).unbind()
+    with reads:
+        bound.whole_chains(begins, [start_of([4, 5])] * 5)
+    assert reads.found == ["tolist"]
+
+
+def test_a_runner_over_contiguous_caches_drafts_the_same_without_recording(ladder, bound, runner):
+    """So a calibration on a GPU replays what a worker drafts there."""
+    begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    [expected] = bound.whole_chains([begin], [start_of([4])])
+    contiguous = ContiguousRunner(runner.loaded)
+    work_done = []
+    assert contiguous.record(work := lambda: work_done.append(1)) is work
+    assert ladder.bind(contiguous).whole_depth == bound.whole_depth == 0
+    [found] = ladder.bind(contiguous).whole_chains([begin], [start_of([4])])
+    assert [one.draft.token for one in found] == [one.draft.token for one in expected]
