@@ -16,25 +16,34 @@ namespace {
 constexpr int64_t kLanes = 16;  // independent partial sums of a dot product
 
 // Index of the slot of a position in a pool of slots [block, kv head, slot].
-int64_t slot_of(const PagedArgs& args, int64_t table, int64_t position, int64_t head) {
+int64_t slot_at(const PagedArgs& args, int64_t table, int64_t position, int64_t head) {
   const int64_t block = args.block_tables[table * args.table_blocks + position / args.block_tokens];
   return (block * args.kv_heads + head) * args.block_tokens + position % args.block_tokens;
 }
 
-// Checks the contents of block_tables, table_indices and positions. CPU only: on a GPU this would need a synchronisation.
+// Index of the slot from which token t reads position p: its own keys and values are where they are kept.
+int64_t slot_seen(const PagedArgs& args, int64_t t, int64_t p, int64_t head) {
+  return slot_at(args, args.table_indices[t], p == args.positions[t] ? args.kept_at[t] : p, head);
+}
+
+// Checks the contents of block_tables, table_indices, positions and kept_at. CPU only: on a GPU this would need a synchronisation.
 void check_indices(const PagedArgs& args) {
   for (int64_t t = 0; t < args.tokens; ++t) {
-    const int64_t table = args.table_indices[t], position = args.positions[t];
+    const int64_t table = args.table_indices[t], position = args.positions[t], kept_at = args.kept_at[t];
     if (position < 0) continue;
     NEAP_CHECK(table >= 0 && table < args.num_tables, "paged_attention: token ", t, " has table index ", table, ", but there are ", args.num_tables,
                " block tables");
     NEAP_CHECK(position < args.table_blocks * args.block_tokens, "paged_attention: token ", t, " has position ", position,
                ", but its block table has ", args.table_blocks, " blocks of ", args.block_tokens, " tokens");
-    for (int64_t i = first_seen(args, position) / args.block_tokens; i <= position / args.block_tokens; ++i) {
+    NEAP_CHECK(kept_at >= 0 && kept_at < args.table_blocks * args.block_tokens, "paged_attention: token ", t, " is kept at position ", kept_at,
+               ", but its block table has ", args.table_blocks, " blocks of ", args.block_tokens, " tokens");
+    const auto check_block = [&](int64_t i) {
       const int64_t block = args.block_tables[table * args.table_blocks + i];
       NEAP_CHECK(block >= 0 && block < args.num_blocks, "paged_attention: entry ", i, " of block table ", table, " is ", block, ", but the pool has ",
                  args.num_blocks, " blocks");
-    }
+    };
+    for (int64_t i = first_seen(args, position) / args.block_tokens; i <= position / args.block_tokens; ++i) check_block(i);
+    check_block(kept_at / args.block_tokens);
   }
 }
 
@@ -45,7 +54,7 @@ void write(const PagedArgs& args) {
   for (int64_t t = 0; t < args.tokens; ++t) {
     if (args.positions[t] < 0) continue;
     for (int64_t h = 0; h < args.kv_heads; ++h) {
-      const int64_t slot = slot_of(args, args.table_indices[t], args.positions[t], h);
+      const int64_t slot = slot_at(args, args.table_indices[t], args.kept_at[t], h);
       std::memcpy(keys + slot * args.width, k + t * args.k_token + h * args.k_head, args.width * sizeof(E));
       std::memcpy(values + slot * args.value_width, v + t * args.v_token + h * args.v_head, args.value_width * sizeof(E));
     }
@@ -81,13 +90,13 @@ void attend(const PagedArgs& args, float* scratch, int64_t begin, int64_t end) {
     const int64_t first = first_seen(args, position), count = position - first + 1;
     float largest = -INFINITY, total = 0.f;
     for (int64_t i = 0; i < count; ++i) {
-      float score = args.scaling * dot(query, keys + slot_of(args, args.table_indices[t], first + i, own) * args.width, args.width);
+      float score = args.scaling * dot(query, keys + slot_seen(args, t, first + i, own) * args.width, args.width);
       if (args.softcap > 0) score = args.softcap * std::tanh(score / args.softcap);
       weights[i] = score, largest = std::max(largest, score);
     }
     for (int64_t i = 0; i < count; ++i) {
       const float weight = std::exp(weights[i] - largest);
-      const E* value = values + slot_of(args, args.table_indices[t], first + i, own) * args.value_width;
+      const E* value = values + slot_seen(args, t, first + i, own) * args.value_width;
       total += weight;
       for (int64_t c = 0; c < args.value_width; ++c) sums[c] += weight * (float)value[c];
     }
@@ -123,7 +132,7 @@ void* pool(const Call& call, const char* name, Tensor& t, const Sizes& sizes, Dt
 }
 
 Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor block_tables, Tensor table_indices,
-                       Tensor positions, double scaling, double softcap, int64_t window) {
+                       Tensor positions, Tensor kept_at, double scaling, double softcap, int64_t window) {
   const Call call("paged_attention", q);
   PagedArgs args{};
   args.dtype = call.dtype("q", q);
@@ -144,6 +153,7 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
   NEAP_CHECK(args.block_tokens > 0 && args.block_tokens * args.table_blocks < INT32_MAX, "paged_attention: block tables of ",
              args.table_blocks, " blocks of ", args.block_tokens, " tokens are empty or too long");
   args.table_indices = call.integers("table_indices", table_indices, {args.tokens}), args.positions = call.integers("positions", positions, {args.tokens});
+  args.kept_at = call.integers("kept_at", kept_at, {args.tokens});
   NEAP_CHECK(softcap >= 0 && window >= 0, "paged_attention: softcap and window must be at least 0 (0: none)");
   args.scaling = (float)scaling, args.softcap = (float)softcap, args.window = window;
   args.q = q.const_data_ptr(), args.k = k.const_data_ptr(), args.v = v.const_data_ptr();
@@ -177,7 +187,7 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, Tensor table_indices, "
-      "Tensor positions, float scaling, float softcap=0., int window=0) -> Tensor");
+      "Tensor positions, Tensor kept_at, float scaling, float softcap=0., int window=0) -> Tensor");
 }
 
 #define NEAP_REGISTER(device)                                              \

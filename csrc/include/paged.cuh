@@ -21,22 +21,22 @@ __device__ __forceinline__ int64_t slot_of(const PagedArgs& args, int64_t table,
 
 // Whether there is a block table of this index, with an entry for this position.
 __device__ __forceinline__ bool has_slot(const PagedArgs& args, int64_t table, int64_t position) {
-  return table >= 0 && table < args.num_tables && position < args.table_blocks * args.block_tokens;
+  return table >= 0 && table < args.num_tables && position >= 0 && position < args.table_blocks * args.block_tokens;
 }
 
 // Writes the new keys and values to their slots, and clears the tickets. One thread block per token and pool (blockIdx.y: keys, values). `Unit`:
 // the type that is copied; its size must divide all sizes and addresses.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) paged_write_kernel(PagedArgs args, int64_t num_tickets) {
-  const int64_t token = blockIdx.x, table = args.table_indices[token], position = args.positions[token];
+  const int64_t token = blockIdx.x, table = args.table_indices[token], kept_at = args.kept_at[token];
   if (blockIdx.y == 0)
     for (int64_t i = token * kThreads + threadIdx.x; i < num_tickets; i += (int64_t)gridDim.x * kThreads) args.tickets[i] = 0;
-  if (position < 0 || !has_slot(args, table, position)) return;
+  if (args.positions[token] < 0 || !has_slot(args, table, kept_at)) return;
   const bool is_key = blockIdx.y == 0;
   const int64_t bytes = element_bytes(args.dtype), width = (is_key ? args.width : args.value_width) * bytes, units = width / (int64_t)sizeof(Unit);
   const char* from = static_cast<const char*>(is_key ? args.k : args.v) + token * (is_key ? args.k_token : args.v_token) * bytes;
   char* to = static_cast<char*>(is_key ? args.keys : args.values);
-  const int64_t first = slot_of(args, table, (int)position, 0), step = (is_key ? args.k_head : args.v_head) * bytes;
+  const int64_t first = slot_of(args, table, (int)kept_at, 0), step = (is_key ? args.k_head : args.v_head) * bytes;
   if (first < 0) return;
   for (int64_t i = threadIdx.x; i < args.kv_heads * units; i += kThreads) {
     const int64_t head = i / units, unit = i % units;
@@ -146,17 +146,17 @@ __device__ __forceinline__ void add_values(const PagedArgs& args, const KeyTile<
   }
 }
 
-// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence.
+// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence. That of position `own` is kept at `kept_at`.
 template <class E, int kHeads, int kSize>
-__device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t table, int64_t head, int begin, int end, const float* query,
-                                       float* weights, WarpState<kHeads, kSize>& state) {
+__device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t table, int64_t head, int begin, int end, int own, int kept_at,
+                                       const float* query, float* weights, WarpState<kHeads, kSize>& state) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     state.largest[h] = -INFINITY, state.sums[h] = 0.f;
     for (int e = 0; e < kSize; ++e) state.values[h][e] = 0.f;
   }
-  const auto slot_at = [&](int position) { return position < end ? slot_of(args, table, position, head) : (int64_t)-1; };
+  const auto slot_at = [&](int position) { return position < end ? slot_of(args, table, position == own ? kept_at : position, head) : (int64_t)-1; };
   int first = begin + (int)(threadIdx.x / kWarp) * kWarp;
   int64_t next = slot_at(first + lane);
 #pragma unroll 1
@@ -233,10 +233,10 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   const int column_tiles = ((int)args.value_width + kColumns - 1) / kColumns, head_tiles = (group + kHeads - 1) / kHeads;
   const int column = (int)blockIdx.y % column_tiles * kColumns, columns = min(kColumns, (int)args.value_width - column);
   const int first_head = (int)blockIdx.y / column_tiles % head_tiles * kHeads, heads = min(kHeads, group - first_head);
-  const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x, table = args.table_indices[token], position = args.positions[token];
+  const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x, table = args.table_indices[token], position = args.positions[token], kept_at = args.kept_at[token];
   const int64_t first_row = token * args.heads + kv_head * group + first_head;  // of the output
   E* out = static_cast<E*>(args.out) + first_row * args.value_width + column;
-  if (position < 0 || !has_slot(args, table, position)) {
+  if (position < 0 || !has_slot(args, table, position) || !has_slot(args, table, kept_at)) {
     for (int i = threadIdx.x; blockIdx.z == 0 && i < heads * columns; i += kThreads)
       out[i / columns * args.value_width + i % columns] = from_float<E>(position < 0 ? 0.f : NAN);
     return;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   for (int piece = blockIdx.z; piece < pieces; piece += shares) {
     WarpState<kHeads, kSize> state;
     const int from = begin + piece * piece_keys;
-    attend<E, kHeads, kSize>(args, tile, table, kv_head, from, min(from + piece_keys, begin + count), query, weights + warp * kHeads * kWarp, state);
+    attend<E, kHeads, kSize>(args, tile, table, kv_head, from, min(from + piece_keys, begin + count), (int)position, (int)kept_at, query, weights + warp * kHeads * kWarp, state);
     join_warps(state, tile.value_lanes, warp_largest, warp_sums, part, largest, sums);
     if (shares > 1) {
       for (int i = threadIdx.x; i < kHeads * columns; i += kThreads)

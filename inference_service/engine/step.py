@@ -2,8 +2,10 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -11,7 +13,12 @@ from torch import Tensor
 from inference_service.engine.drafting.adaptive import AdaptiveDrafting
 from inference_service.engine.drafting.chain import Chain, settle
 from inference_service.engine.drafting.drafter import Drafter, draft_chains
-from inference_service.engine.drafting.planner import PassCosts, Reliability, best_lengths
+from inference_service.engine.drafting.planner import (
+    PassCosts,
+    Reliability,
+    best_leaves,
+    best_lengths,
+)
 from inference_service.engine.failure import attempt, fail_all
 from inference_service.engine.memory.prefixes import Prefixes
 from inference_service.engine.request.admission import max_num_tokens
@@ -38,8 +45,8 @@ Member = tuple[Sequence, Drafter]
 class _Part:
     """One sequence's part in a step.
 
-    `chain`: the tokens that go through the deep pass. `num_logits`: how many of their states, from the last, need logits; 0 for a
-    piece of a prompt that is not the last piece. `chunks`: the tokens that became final in this step.
+    `chain`: the tokens that go through the deep pass. `num_logits`: how many of their states, from the last, need logits, leaves
+    included; 0 for a piece of a prompt that is not the last piece. `chunks`: the tokens that became final in this step.
     """
 
     sequence: Sequence
@@ -48,18 +55,21 @@ class _Part:
     is_prefill: bool
     chunks: list[TokenChunk] = field(default_factory=list)
 
-    @property
-    def drafts_to_verify(self) -> Trial:
-        """Only after drafts that are final already (policy relaxed) have been committed."""
-        drafts = self.chain.drafts[self.chain.num_final :]
-        sequence = self.sequence
+    def trials(self) -> list[Trial]:
+        """That of the chain's drafts, and one for the token after each leaf. Only after drafts that are final already (policy relaxed)
+        have been committed."""
+        chain, sequence = self.chain, self.sequence
         request = sequence.request
-        return Trial(
-            request.sampling,
-            sequence.tokens,
-            [draft.token for draft in drafts],
-            request.policy.margin,
-        )
+        drafts = [draft.token for draft in chain.drafts[chain.num_final :]]
+        own = Trial(request.sampling, sequence.tokens, drafts, request.policy.margin)
+        before = [[*drafts[: leaf.place], leaf.draft.token] for leaf in chain.leaves]
+        return [own, *(Trial(request.sampling, [*sequence.tokens, *path]) for path in before)]
+
+    def verdict(self, verdicts: Rows[Verdict]) -> Verdict:
+        """Of the verdicts on its trials."""
+        own, *after_leaves = verdicts
+        number = self.chain.leaf_after(own.num_confirmed, own.tokens[-1])
+        return own if number is None else own.with_leaf(number, after_leaves[number])
 
 
 def prefill_budget(num_reading: int, num_decoding: int) -> int:
@@ -69,6 +79,19 @@ def prefill_budget(num_reading: int, num_decoding: int) -> int:
     """
     share = num_reading / max(1, num_reading + num_decoding)
     return MIN_PREFILL_TOKENS + round((MAX_PREFILL_TOKENS - MIN_PREFILL_TOKENS) * share)
+
+
+def verify_parts(logits: Tensor, parts: Rows[_Part]) -> list[Verdict]:
+    """The verdict on each part, leaves included. logits [T, V]: the rows of all parts, part after part. See `verify`."""
+    trials = [part.trials() for part in parts]
+    wanted = [
+        part.sequence.request.logprobs for part, own in zip(parts, trials, strict=True) for _ in own
+    ]
+    verdicts = iter(verify(logits, [trial for own in trials for trial in own], wanted))
+    return [
+        part.verdict(list(islice(verdicts, len(own))))
+        for part, own in zip(parts, trials, strict=True)
+    ]
 
 
 class Decoder:
@@ -218,6 +241,28 @@ class Decoder:
         for part, length in zip(drafted, lengths, strict=True):
             part.chain.truncate(length)
             part.num_logits = length - part.chain.num_final + 1
+        self._add_leaves(drafted, prefills, costs)
+
+    def _add_leaves(self, drafted: Rows[_Part], prefills: Rows[_Part], costs: PassCosts) -> None:
+        """Adds the leaves whose verification is expected to pay to chains that have only just been drafted."""
+        fresh = [part for part in drafted if not any(part.chain.reached)]
+        if not any(part.chain.possible_leaves for part in fresh):
+            return
+        others = [part for part in (*drafted, *prefills) if part not in fresh]
+        chosen = best_leaves(
+            [part.chain.probabilities for part in fresh],
+            [
+                [(leaf.place, leaf.probability) for leaf in part.chain.possible_leaves]
+                for part in fresh
+            ],
+            costs,
+            num_other_tokens=sum(len(part.chain.tokens) for part in others),
+        )
+        for part, numbers in zip(fresh, chosen, strict=True):
+            room = part.chain.cache.capacity - part.chain.base - len(part.chain.tokens)
+            leaves = [part.chain.possible_leaves[number] for number in numbers[: max(room, 0)]]
+            part.chain.add_leaves(leaves)
+            part.num_logits += len(leaves)
 
     def _commit_final(self, drafted: Rows[_Part]) -> list[_Part]:
         """Commits the drafts that need no verification (policy relaxed). Returns the parts that still need the deep pass."""
@@ -227,7 +272,7 @@ class Decoder:
         sequence, chain = part.sequence, part.chain
         final = chain.drafts[: chain.num_final]
         part.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
-        sequence.num_drafted += len(chain.drafts)
+        sequence.num_drafted += len(chain.drafts) + len(chain.leaves)
         sequence.num_accepted += len(final)
         self.statistics.record_drafts(final, len(final), sequence.request.router_version)
         if sequence.is_finished:  # there will be no deep pass that counts these layers
@@ -248,6 +293,7 @@ class Decoder:
             return
         answered = [part for part in parts if part.num_logits]
         verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
+        self._keep_leaves(answered, verdicts)
         for part in parts:
             if part.sequence.failure is None:
                 attempt(part.sequence, self._commit, part, verdicts.get(id(part)))
@@ -268,8 +314,7 @@ class Decoder:
         if logits is None:
             return []
         try:
-            trials = [part.drafts_to_verify for part in parts]
-            return verify(logits, trials, [part.sequence.request.logprobs for part in parts])
+            return verify_parts(logits, parts)
         except Exception:
             logger.warning("verification failed; each request is verified alone", exc_info=True)
         rows = logits.split_with_sizes([part.num_logits for part in parts])
@@ -279,36 +324,64 @@ class Decoder:
         ]
 
     def _verify_alone(self, logits: Tensor, part: _Part) -> Verdict:
-        [verdict] = verify(logits, [part.drafts_to_verify], [part.sequence.request.logprobs])
+        [verdict] = verify_parts(logits, [part])
         return verdict
+
+    def _keep_leaves(self, parts: Rows[_Part], verdicts: Mapping[int, Verdict | None]) -> None:
+        """Moves the keys and values of confirmed leaves to their positions, those of all parts together."""
+        confirmed = [
+            (part, verdict.leaf)
+            for part in parts
+            if (verdict := verdicts[id(part)]) is not None and verdict.leaf is not None
+        ]
+        if not confirmed:
+            return
+        try:
+            self.runner.move([part.chain.move_of_leaf(number) for part, number in confirmed])
+        except Exception as error:
+            failed = [part.sequence for part, _ in confirmed]
+            fail_all(failed, error, "keys and values could not be moved for")
 
     def _commit(self, part: _Part, verdict: Verdict | None) -> None:
         """Moves the sequence to what has been through every layer, and emits its new tokens. Rejected drafts are overwritten later."""
         sequence, chain = part.sequence, part.chain
         if part.is_prefill:
             num_through = len(chain.tokens)
+            newest = num_through - 1
         else:
             assert verdict is not None
-            num_confirmed = len(verdict.tokens) - 1
+            num_confirmed, leaf = verdict.num_confirmed, verdict.leaf
             tested = chain.drafts[chain.num_final :]
             sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
             sequence.num_deep_passes += 1
-            sequence.num_accepted += num_confirmed
+            sequence.num_accepted += num_confirmed + (leaf is not None)
             sequence.num_relaxed += verdict.num_relaxed
             sequence.reliability.record(tested, num_confirmed)
-            self.statistics.record_drafts(tested, num_confirmed, sequence.request.router_version)
+            self._record_drafts(part, verdict)
             # Every token but the last one, which the full model has just chosen.
             num_through = 1 + chain.num_final + num_confirmed
+            newest = num_through - 1
+            if leaf is not None:
+                num_through, newest = num_through + 1, chain.index_of_leaf(leaf)
         sequence.num_settled = chain.base + num_through
-        kept = [chain.kept[depth][num_through - 1] for depth in sequence.kept_depths]
+        kept = [chain.kept[depth][newest] for depth in sequence.kept_depths]
         sequence.settled_states = torch.stack(kept)
         if verdict is not None:
             part.chunks += sequence.emit(self._tokens(chain, verdict))
 
+    def _record_drafts(self, part: _Part, verdict: Verdict) -> None:
+        chain, version = part.chain, part.sequence.request.router_version
+        tested = chain.drafts[chain.num_final :]
+        self.statistics.record_drafts(tested, verdict.num_confirmed, version)
+        for number, leaf in enumerate(chain.leaves):
+            self.statistics.record_drafts([leaf.draft], int(number == verdict.leaf), version)
+
     def _tokens(self, chain: Chain, verdict: Verdict) -> list[GeneratedToken]:
         """The drafts that were confirmed, with the exits that made them, and the token that the full model chose after them."""
-        tested = chain.drafts[chain.num_final :]
-        exits = [(draft.depth, draft.rung) for draft in tested[: len(verdict.tokens) - 1]]
+        confirmed = chain.drafts[chain.num_final :][: verdict.num_confirmed]
+        if verdict.leaf is not None:
+            confirmed.append(chain.leaves[verdict.leaf].draft)
+        exits = [(draft.depth, draft.rung) for draft in confirmed]
         exits.append((self.runner.num_layers, FULL))
         tokens = [
             GeneratedToken(token, depth, rung)

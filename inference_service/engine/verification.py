@@ -17,11 +17,25 @@ from shared.model.sampling import Trial
 class Verdict:
     """`tokens`: the confirmed drafts and the token that the full model chooses after them. `logprobs`: of these tokens, if asked for.
     `num_relaxed`: how many of the drafts were confirmed by the request's margin alone, where the full model chose another token.
+    `leaf`: the number of the chain's leaf that is the last confirmed draft, if one is.
     """
 
     tokens: list[int]
     logprobs: list[Logprobs] | None = None
     num_relaxed: int = 0
+    leaf: int | None = None
+
+    @property
+    def num_confirmed(self) -> int:
+        """Confirmed drafts of the chain, without a leaf."""
+        return len(self.tokens) - 1 - (self.leaf is not None)
+
+    def with_leaf(self, number: int, after: "Verdict") -> "Verdict":
+        """The verdict on a chain whose leaf of this number is the token that the full model chose. `after`: the verdict on the leaf's row."""
+        scores = None
+        if self.logprobs is not None and after.logprobs is not None:
+            scores = self.logprobs + after.logprobs
+        return Verdict(self.tokens + after.tokens, scores, self.num_relaxed, number)
 
 
 def verify(

@@ -6,19 +6,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared import ops
-from shared.ladder.fused_exit import DraftRows, KernelDraws, is_supported, kernel_weight
+from shared.ladder.fused_exit import (
+    DraftRows,
+    KernelDraws,
+    is_supported,
+    kernel_weight,
+    with_others,
+)
 from shared.ladder.fused_head import FusedHead, fused_output
 from shared.ladder.head_rows import Projection, projection
 from shared.ladder.routers import DepthRouter, scalar_features
 
-# Adapted states [N, W] and places [N] -> indices into the draft vocabulary [N] and probabilities [N].
+# Adapted states [N, W] and places [N] -> indices into the draft vocabulary [N, K] and probabilities [N, K], the most probable first.
 Draws = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ChainExit:
     """An exit whose head is a `FusedHead`. The block's matrices are held in 16 bits.
 
-    `rows` [Vd, W] and `bias` [Vd] are the LM head's of the draft vocabulary. `num_chains`: the most chains of a call that is recorded.
+    `rows` [Vd, W] and `bias` [Vd] are the LM head's of the draft vocabulary. `num_drafts`: K, the drafts of each position.
+    `num_chains`: the most chains of a call that is recorded.
     """
 
     def __init__(
@@ -27,14 +34,15 @@ class ChainExit:
         router: DepthRouter,
         rows: Tensor,
         bias: Tensor | None,
+        num_drafts: int = 2,
         num_chains: int = 1,
     ) -> None:
         self._head = head
         self._draws: Draws
         if is_supported(rows.device, len(rows)):
-            self._draws = KernelDraws(router, DraftRows.of(rows, bias), num_chains)
+            self._draws = KernelDraws(router, DraftRows.of(rows, bias), num_drafts, num_chains)
         else:
-            self._draws = plain_draws(router, projection(rows, bias))
+            self._draws = plain_draws(router, projection(rows, bias), num_drafts)
         self._matrices = [projection_in_16_bits(matrix) for matrix in head.matrices]
 
     def output(self, states: Tensor, entering: Tensor) -> Tensor:
@@ -44,7 +52,7 @@ class ChainExit:
     def step(
         self, states: Tensor, entering: Tensor, places: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One more token for each of N chains: indices into the draft vocabulary [N], probabilities [N] and outputs [N, D].
+        """One more token for each of N chains: indices into the draft vocabulary [N, K], probabilities [N, K] and outputs [N, D].
 
         `states` [N, 3, D] and `entering` [N, D]: as `FusedHead.forward` takes them. `places` [N] int64 >= 1: the place of the drafted
         token in its chain.
@@ -53,12 +61,15 @@ class ChainExit:
         return *self._draws(self._head.adapted(output), places), output
 
 
-def plain_draws(router: DepthRouter, project: Projection) -> Draws:
+def plain_draws(router: DepthRouter, project: Projection, num_drafts: int = 1) -> Draws:
     """What `KernelDraws` computes, in PyTorch. `project` maps adapted states to logits [N, Vd]."""
 
     def draws(adapted: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(adapted)
-        return logits.argmax(-1), router(adapted, scalar_features(logits, distance))
+        first = router(adapted, scalar_features(logits, distance))
+        top, indices = logits.topk(min(num_drafts, logits.shape[-1]))
+        shares = (top - logits.logsumexp(-1, keepdim=True)).exp()
+        return indices, with_others(first, shares)
 
     return draws
 

@@ -12,7 +12,7 @@ from shared.ladder.fused_head import FusedHead
 from shared.ladder.head_rows import Projection, projection
 from shared.ladder.heads import ExitHead
 from shared.ladder.native_chain import NativeChain, embedding_rows
-from shared.ladder.recorded_chain import MAX_CHAINS, RecordedChain
+from shared.ladder.recorded_chain import DRAFTS_PER_PLACE, MAX_CHAINS, RecordedChain
 from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import exit_name
 from shared.model.contiguous_runner import ContiguousRunner
@@ -53,7 +53,8 @@ class PlainExit:
         self, state: Tensor, deep_state: Tensor, distance: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `FusedExit.__call__`."""
-        return self._draws(self._head(state, deep_state, distance), distance)
+        indices, probabilities = self._draws(self._head(state, deep_state, distance), distance)
+        return indices[:, 0], probabilities[:, 0]
 
 
 # Those that draft whole chains in one call.
@@ -103,5 +104,5 @@ def _bind_chain(
         return ChainExit(
             head, one.router, rows, bias
         )  # without kernels, drafts in reserve cost too much
-    step = ChainExit(head, one.router, rows, bias, MAX_CHAINS)
+    step = ChainExit(head, one.router, rows, bias, DRAFTS_PER_PLACE, MAX_CHAINS)
     return RecordedChain(step, vocabulary, head.hidden_size, runner)

@@ -60,27 +60,39 @@ def router_weights(router: DepthRouter) -> RouterWeights:
 
 
 class KernelDraws:
-    """Drafts of adapted states [N, W], with their probabilities.
+    """The K most probable drafts of adapted states [N, W].
 
-    `num_tokens`: the most tokens of a call that is recorded. Larger calls replace a tensor that a recording would go on using.
+    `num_drafts`: K, at least 2, as the router compares two. `num_tokens`: the most tokens of a call that is recorded. Larger calls replace a tensor that a recording would go on using.
     """
 
     def __init__(
-        self, router: DepthRouter, drafts: DraftRows, num_tokens: int = ROUTE_TOKENS
+        self,
+        router: DepthRouter,
+        drafts: DraftRows,
+        num_drafts: int = 2,
+        num_tokens: int = ROUTE_TOKENS,
     ) -> None:
-        self._drafts = drafts
+        self._drafts, self._num_drafts = drafts, min(num_drafts, len(drafts.rows))
         self.router = router_weights(router)
         self._tickets = new_tickets(num_tokens, drafts.rows.device)
 
     def __call__(self, adapted: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices into the draft vocabulary [N] int64 and probabilities [N]. `distance` [N] int64: as `ExitHead.forward` takes it."""
+        """Indices into the draft vocabulary [N, K] int64, the most probable first, and probabilities [N, K]. `distance` [N] int64: as
+        `ExitHead.forward` takes it."""
         if len(adapted) > len(self._tickets) * ROUTE_TOKENS:
             self._tickets = new_tickets(len(adapted), adapted.device)
-        top, indices, log_mass = draft_top(adapted, self._drafts.rows, self._drafts.bias, 2)
-        probabilities = route(
-            adapted, self.router, top, log_mass, distance, LOWEST, HIGHEST, self._tickets
+        top, indices, log_mass = draft_top(
+            adapted, self._drafts.rows, self._drafts.bias, self._num_drafts
         )
-        return indices[:, 0], probabilities
+        first = route(adapted, self.router, top, log_mass, distance, LOWEST, HIGHEST, self._tickets)
+        return indices, with_others(first, (top - log_mass[:, None]).exp())
+
+
+def with_others(first: Tensor, shares: Tensor) -> Tensor:
+    """The probabilities [N, K] of drafts of which a router has judged the first: `first` [N]. `shares` [N, K]: the head's own
+    probabilities. The others share what is left as the head would."""
+    left = ((1 - first) / (1 - shares[:, 0]).clamp_min(1e-6))[:, None]
+    return torch.cat([first[:, None], (left * shares[:, 1:]).clamp(0, 1)], 1)
 
 
 class FusedExit:
@@ -105,7 +117,8 @@ class FusedExit:
         adapted = exit_head(
             state, deep_state, distance, self._mix, self._offset, self._out, self._scale, self._gain, EPSILON
         )  # fmt: skip
-        return self._draws(adapted, distance)
+        indices, probabilities = self._draws(adapted, distance)
+        return indices[:, 0], probabilities[:, 0]
 
 
 def is_supported(device: torch.device, vocabulary_size: int) -> bool:

@@ -165,7 +165,7 @@ class BoundLadder:
         """
         place = torch.tensor(places, device=self._vocabulary.device)
         found, probabilities, outputs = self._chain_exit(index).step(states, entering, place)
-        return self._drafts(index, found, probabilities), outputs
+        return self._drafts(index, found[:, 0], probabilities[:, 0]), outputs
 
     @torch.inference_mode()
     def chain_output(self, index: int, states: Tensor, entering: Tensor) -> Tensor:

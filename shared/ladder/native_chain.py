@@ -22,10 +22,12 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class HeadDraft(NamedTuple):
-    """A draft, and the head's output [W] from which it was made: a chain may go on from there with any token."""
+    """A draft, and the head's output [W] from which it was made: a chain may go on from there with any token. `others`: less probable
+    drafts for the same position."""
 
     draft: Draft
     output: Tensor
+    others: tuple[Draft, ...] = ()
 
 
 class NativeChain:

@@ -23,6 +23,8 @@ from shared.ops.chains import ChainStart, chain_length
 # Chains of one recording, and the drafts of each. Always as many: a call costs what was measured, whatever room its chains have.
 NUM_CHAINS, NUM_DRAFTS = (1, 4, 16, 64), 4
 MAX_CHAINS = NUM_CHAINS[-1]
+# Drafts of each place: the one that the chain goes on with, and others that may be leaves beside it.
+DRAFTS_PER_PLACE = 3
 
 
 class RecordedChain:
@@ -44,8 +46,10 @@ class RecordedChain:
             self._places = torch.ones(MAX_CHAINS, dtype=torch.int64, device=device)
             self._is_fed = torch.zeros(MAX_CHAINS, dtype=torch.bool, device=device)
             # What it writes.
-            self._drafted = torch.zeros(NUM_DRAFTS, MAX_CHAINS, dtype=torch.int64, device=device)
-            self._probabilities = torch.zeros(NUM_DRAFTS, MAX_CHAINS, device=device)
+            width = min(DRAFTS_PER_PLACE, len(vocabulary))
+            size = (NUM_DRAFTS, MAX_CHAINS, width)
+            self._drafted = torch.zeros(size, dtype=torch.int64, device=device)
+            self._probabilities = torch.zeros(size, device=device)
             self._outputs = torch.zeros(NUM_DRAFTS, MAX_CHAINS, hidden_size, device=device)
 
     def prepare(self) -> Iterator[None]:
@@ -87,15 +91,10 @@ class RecordedChain:
         step()
         read = torch.stack([self._drafted.double(), self._probabilities.double()])
         tokens, probabilities = read[:, :, :count].transpose(1, 2).tolist()
-        outputs = self._outputs[:, :count].clone()
+        outputs = self._outputs[:, :count].clone().unbind(1)
         return [
-            [
-                HeadDraft(Draft(int(own[i]), chances[i], exit_name(0), 0), outputs[i, row])
-                for i in range(chain_length(start, chances, HIGHEST))
-            ]
-            for row, (start, own, chances) in enumerate(
-                zip(starts, tokens, probabilities, strict=True)
-            )
+            _head_drafts(*chain)
+            for chain in zip(starts, tokens, probabilities, outputs, strict=True)
         ]
 
     def _recorded_for(self, size: int) -> tuple[Work, Work]:
@@ -119,10 +118,29 @@ class RecordedChain:
         for step in range(NUM_DRAFTS):
             places = self._places[:size] + step
             found, probabilities, output = self._exit.step(states, self._entering(newest), places)
-            states, newest = chained(output), self._vocabulary[found]
-            self._drafted[step, :size].copy_(newest)
+            tokens = self._vocabulary[found]
+            states, newest = chained(output), tokens[:, 0]
+            self._drafted[step, :size].copy_(tokens)
             self._probabilities[step, :size].copy_(probabilities)
             self._outputs[step, :size].copy_(output)
 
     def _entering(self, tokens: Tensor) -> Tensor:
         return self._runner.embed(tokens[None])[0]
+
+
+def _head_drafts(
+    start: ChainStart,
+    tokens: Sequence[Sequence[float]],
+    probabilities: Sequence[Sequence[float]],
+    outputs: Tensor,
+) -> list[HeadDraft]:
+    """The drafts of one chain that its start allows. `tokens` and `probabilities`: of each place, those of all its drafts."""
+    length = chain_length(start, [chances[0] for chances in probabilities], HIGHEST)
+    found = []
+    for own, chances, output in zip(tokens, probabilities, outputs[:length], strict=False):
+        first, *others = (
+            Draft(int(token), chance, exit_name(0), 0)
+            for token, chance in zip(own, chances, strict=True)
+        )
+        found.append(HeadDraft(first, output, tuple(others)))
+    return found

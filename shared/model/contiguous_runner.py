@@ -26,6 +26,7 @@ class ContiguousRunner(GatedModel):
     records = False
     compiles = False
     block_tokens = 1
+    supports_leaves = False
 
     def __init__(self, loaded: LoadedModel, why: str = "") -> None:
         super().__init__(loaded)
@@ -83,6 +84,9 @@ class ContiguousRunner(GatedModel):
             past_key_values=cache,
             use_cache=True,
         )
+
+    def move(self, moves: Sequence[tuple[KVCache, int, int]]) -> None:
+        raise NotImplementedError("contiguous caches hold no leaves")
 
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.embedding_is_direct:

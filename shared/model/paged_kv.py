@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shared.errors import Exhausted, InvalidInput
 from shared.model.cache import KVCache
@@ -58,19 +59,19 @@ class BlockPool:
         context_length: int,
         device: torch.device,
     ) -> None:
-        # Zeros, because positions that no query sees must still hold finite numbers.
-        self.keys = [
-            torch.zeros(
-                num_blocks, s.num_heads, BLOCK_TOKENS, s.key_width, dtype=s.dtype, device=device
-            )
-            for s in shapes
-        ]
-        self.values = [
-            torch.zeros(
-                num_blocks, s.num_heads, BLOCK_TOKENS, s.value_width, dtype=s.dtype, device=device
-            )
-            for s in shapes
-        ]
+        self.keys: list[Tensor] = [torch.empty(0)] * len(shapes)
+        self.values = list(self.keys)
+        # Layers of one shape share a tensor [layers, P, Hkv, G, D], so that a move takes one launch for all of them.
+        self._stores: list[Tensor] = []
+        for shape in dict.fromkeys(shapes):
+            layers = [index for index, own in enumerate(shapes) if own == shape]
+            for views, width in ((self.keys, shape.key_width), (self.values, shape.value_width)):
+                size = (len(layers), num_blocks, shape.num_heads, BLOCK_TOKENS, width)
+                # Zeros, because positions that no query sees must still hold finite numbers.
+                store = torch.zeros(size, dtype=shape.dtype, device=device)
+                self._stores.append(store)
+                for index, view in zip(layers, store, strict=True):
+                    views[index] = view
         self.block_bytes = sum(shape.block_bytes for shape in shapes)
         self.num_blocks = num_blocks
         self._blocks_per_table = num_blocks_of(context_length)
@@ -133,6 +134,20 @@ class BlockPool:
         listed = torch.tensor(cache.blocks, dtype=torch.int64)
         self.block_tables[table, : len(cache.blocks)].copy_(listed, non_blocking=True)
         return table
+
+    @torch.inference_mode()
+    def move(self, moves: Sequence[tuple["PagedCache", int, int]]) -> None:
+        """Moves keys and values: each (cache, from this position, to that). One copy to the device, and a few launches per kind of
+        layer, because each layer alone would take longer to launch than to copy."""
+        where = [
+            [cache.blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS]
+            for cache, source, target in moves
+            for at in (source, target)
+        ]
+        device = self.block_tables.device
+        blocks, places = torch.tensor(where).to(device, non_blocking=True).unbind(1)
+        for store in self._stores:
+            store[:, blocks[1::2], :, places[1::2]] = store[:, blocks[::2], :, places[::2]]
 
     def _release(self, number: int, blocks: tuple[int, ...]) -> None:
         self._closed.append(number)

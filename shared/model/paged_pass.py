@@ -26,15 +26,15 @@ LayerTransform = Callable[[int, Forward], Forward]
 class TokenBuffer:
     """The tokens of a pass, in tensors that stay in place. Every pass has T = `num_tokens` tokens.
 
-    `ids`, `positions` (negative: padding) and `table_indices`, the index of each token's block table: each [T] int64, views of
-    `stacked` [3, T].
+    `ids`, `positions` (negative: padding), `table_indices`, the index of each token's block table, and `kept_at`, the position at whose
+    place its keys and values are kept: each [T] int64, views of `stacked` [4, T].
     """
 
     @torch.inference_mode()
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.num_tokens = num_tokens
-        self.stacked = torch.zeros(3, num_tokens, dtype=torch.int64, device=device)
-        self.ids, self.positions, self.table_indices = self.stacked.unbind()
+        self.stacked = torch.zeros(4, num_tokens, dtype=torch.int64, device=device)
+        self.ids, self.positions, self.table_indices, self.kept_at = self.stacked.unbind()
         self.clear()
 
     @torch.inference_mode()
@@ -43,11 +43,20 @@ class TokenBuffer:
         self.positions.fill_(-1)
 
     @torch.inference_mode()
-    def fill(self, ids: Tensor, positions: list[int], table_indices: list[int]) -> None:
-        """Sets N <= T tokens: `ids` [N], their positions and the indices of their block tables. The rest is padding. One copy if `ids` are on the host."""
-        padding = self.num_tokens - len(positions)
+    def fill(
+        self, ids: Tensor, positions: list[int], table_indices: list[int], kept_at: list[int]
+    ) -> None:
+        """Sets N <= T tokens: `ids` [N], their positions, the indices of their block tables, and where they are kept. The rest is
+        padding. One copy if `ids` are on the host."""
+        padding = [0] * (self.num_tokens - len(positions))
+        nowhere = [-1] * len(padding)
         host = torch.tensor(
-            [[0] * self.num_tokens, positions + [-1] * padding, table_indices + [0] * padding]
+            [
+                [0] * self.num_tokens,
+                positions + nowhere,
+                table_indices + padding,
+                kept_at + padding,
+            ]
         )
         on_host = ids.device.type == "cpu"
         if on_host:
@@ -136,7 +145,14 @@ class PagedForward:
         def paged(*args: Any, **kwargs: Any) -> LayerOutput:
             tokens = self._tokens
             assert tokens is not None
-            layer = LayerBlocks(keys, values, block_tables, tokens.table_indices, tokens.positions)
+            layer = LayerBlocks(
+                keys,
+                values,
+                block_tables,
+                tokens.table_indices,
+                tokens.positions,
+                tokens.kept_at,
+            )
 
             def located(value: Any) -> Any:
                 return value.for_layer(layer) if isinstance(value, PagedMask) else value

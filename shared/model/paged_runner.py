@@ -51,6 +51,7 @@ class PagedRunner:
     """
 
     supports_ragged = True
+    supports_leaves = True
     block_tokens = BLOCK_TOKENS
 
     def __init__(
@@ -180,28 +181,34 @@ class PagedRunner:
     ) -> Tensor:
         caches: list[PagedCache] = []
         positions: list[int] = []
+        kept_at: list[int] = []
         for sequence in sequences:
             cache = as_paged(sequence.cache)
             cache.begin(sequence.base, sequence.num_tokens)
             caches += [cache] * sequence.num_tokens
-            positions += range(sequence.base, sequence.base + sequence.num_tokens)
+            positions += sequence.positions
+            kept_at += range(sequence.base, sequence.base + sequence.num_tokens)
         entering = None if hidden is None else hidden[0]
-        return self._run_in_buckets(token_ids[0], caches, positions, first, last, entering, taps)[
-            None
-        ]
+        return self._run_in_buckets(
+            token_ids[0], caches, positions, kept_at, first, last, entering, taps
+        )[None]
+
+    def move(self, moves: Sequence[tuple[KVCache, int, int]]) -> None:
+        self.pool.move([(as_paged(cache), source, target) for cache, source, target in moves])
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
         if self._model.embedding_is_direct:
             return self._model.embed(token_ids.to(self.loaded.device), base)
         positions = list(range(base, base + token_ids.shape[1]))
-        return self._run_in_buckets(token_ids[0], [], positions, 0, 0, None)[None]
+        return self._run_in_buckets(token_ids[0], [], positions, positions, 0, 0, None)[None]
 
     @torch.inference_mode()
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self._model.embedding_is_direct:
             return self.embed(self.ids(tokens))[0]
-        return self._run_in_buckets(torch.tensor(tokens), [], list(positions), 0, 0, None)
+        own = list(positions)
+        return self._run_in_buckets(torch.tensor(tokens), [], own, own, 0, 0, None)
 
     @torch.inference_mode()
     def logits(self, state: Tensor) -> Tensor:
@@ -220,12 +227,14 @@ class PagedRunner:
         ids: Tensor,
         caches: Sequence[PagedCache],
         positions: list[int],
+        kept_at: list[int],
         first: int,
         last: int,
         entering: Tensor | None,
         taps: Taps | None = None,
     ) -> Tensor:
-        """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D]. `caches`: each token's; empty if no layer runs.
+        """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D]. `caches`: each token's; empty if no layer runs. `kept_at`:
+        see `paged_attention`.
 
         More tokens than the largest bucket holds run in several passes. The result is that of one pass, because a token sees those
         before it through its cache.
@@ -240,7 +249,7 @@ class PagedRunner:
             bucket = bucket_of(count, BUCKETS)
             replay = self._recorded_layers(first, last, bucket)
             indices = [self.pool.table_index(cache) for cache in caches[piece]] or [0] * count
-            self._tokens[bucket].fill(ids[piece], positions[piece], indices)
+            self._tokens[bucket].fill(ids[piece], positions[piece], indices, kept_at[piece])
             assert (entering is None) == (first == 0)
             if entering is not None:
                 self._entering[:count].copy_(entering[piece])

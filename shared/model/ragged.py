@@ -19,11 +19,22 @@ from shared.ops.layer import LayerKV
 
 @dataclass(frozen=True)
 class RaggedSequence:
-    """One sequence of a ragged batch: `num_tokens` tokens at positions [base, base + num_tokens) of its own cache."""
+    """One sequence of a ragged batch: `num_tokens` tokens at positions [base, base + num_tokens) of its own cache.
+
+    `leaves`: positions of the last so many of them, which stand beside other tokens of the pass. A leaf sees the tokens at positions
+    before its own, and itself. It is kept in the cache where it would stand without `leaves`, after the others. Only for runners that
+    support them.
+    """
 
     cache: KVCache
     base: int
     num_tokens: int
+    leaves: tuple[int, ...] = ()
+
+    @property
+    def positions(self) -> list[int]:
+        num_others = self.num_tokens - len(self.leaves)
+        return [*range(self.base, self.base + num_others), *self.leaves]
 
 
 class RaggedCache(LengthlessCache):
@@ -31,6 +42,7 @@ class RaggedCache(LengthlessCache):
 
     def __init__(self, sequences: Sequence[RaggedSequence]) -> None:
         """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
+        assert not any(sequence.leaves for sequence in sequences)
         self.spans = tuple(Span(sequence.base, sequence.num_tokens) for sequence in sequences)
         super().__init__(RaggedOffset(self.spans))
         self._caches = tuple(as_contiguous(sequence.cache) for sequence in sequences)

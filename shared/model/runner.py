@@ -52,6 +52,10 @@ class Runner(Protocol):
         """Whether `run_ragged` works for this model. If not, each sequence needs a pass of its own."""
 
     @property
+    def supports_leaves(self) -> bool:
+        """Whether a pass may have leaves: see `RaggedSequence`."""
+
+    @property
     def block_tokens(self) -> int:
         """Tokens per block of KV memory: 1 where memory is not given out in blocks."""
 
@@ -135,6 +139,10 @@ class Runner(Protocol):
         `hidden` [1, T, D]: the tokens' state at depth `first`; None if and only if `first` is 0. Returns their state at depth
         `last` [1, T, D]. `taps` as in `run`. To be called only if `supports_ragged`.
         """
+
+    def move(self, moves: Sequence[tuple[KVCache, int, int]]) -> None:
+        """Moves keys and values within caches, in all layers: each (cache, from this position, to that). To be called only if
+        `supports_leaves`."""
 
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
         """The state at depth 0 [1, Q, D] of tokens [1, Q] at positions [base, base + Q). Runs no layer."""

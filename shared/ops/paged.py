@@ -20,6 +20,7 @@ def paged_attention(
     block_tables: Tensor,
     table_indices: Tensor,
     positions: Tensor,
+    kept_at: Tensor,
     scaling: float | None = None,
     softcap: float = 0.0,
     window: int = 0,
@@ -33,7 +34,9 @@ def paged_attention(
     written, and the result is 0.
 
     A query sees positions [0, its own] of its sequence, or the last `window` of them if `window` is not 0. That includes those written
-    by this call. No two tokens may have the same sequence and position. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
+    by this call. `kept_at` [T] int64: the position at whose place a token's keys and values are written, and from where it reads its
+    own. For most tokens it is their position. A leaf, a token that stands beside another one at the same position, is kept elsewhere:
+    it sees what is kept at the positions before its own, and itself. No two tokens may be kept at the same place. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
     D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in float32. The bits of a token's result do not
     depend on the other tokens of the pass.
 
@@ -44,6 +47,17 @@ def paged_attention(
     refuse_gradient(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.paged_attention.default(
-        q, k, v, keys, values, block_tables, table_indices, positions, scale, softcap, window
+        q,
+        k,
+        v,
+        keys,
+        values,
+        block_tables,
+        table_indices,
+        positions,
+        kept_at,
+        scale,
+        softcap,
+        window,
     )
     return out

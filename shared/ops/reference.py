@@ -110,23 +110,23 @@ def paged_attention(
     block_tables: Tensor,
     table_indices: Tensor,
     positions: Tensor,
+    kept_at: Tensor,
     scaling: float,
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
     """Writes tokens to blocks, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
     tokens, block_tokens, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
-    indices = zip(table_indices.tolist(), positions.tolist(), strict=True)
-    real = [
-        (token, table, position) for token, (table, position) in enumerate(indices) if position >= 0
-    ]
-    for token, table, position in real:
-        block, slot = block_tables[table, position // block_tokens], position % block_tokens
+    indices = zip(table_indices.tolist(), positions.tolist(), kept_at.tolist(), strict=True)
+    real = [(token, *own) for token, own in enumerate(indices) if own[1] >= 0]
+    for token, table, _, kept in real:
+        block, slot = block_tables[table, kept // block_tokens], kept % block_tokens
         keys[block, :, slot], values[block, :, slot] = k[token], v[token]
     out = q.new_zeros(tokens, q.shape[1], v.shape[2])
-    for token, table, position in real:
+    for token, table, position, kept in real:
         first = max(0, position - window + 1) if window else 0
         seen = torch.arange(first, position + 1, device=q.device)
+        seen[-1] = kept
         blocks, slots = block_tables[table, seen // block_tokens], seen % block_tokens
         key = keys[blocks, :, slots].float().repeat_interleave(group, 1)  # [S, Hq, D]
         value = values[blocks, :, slots].float().repeat_interleave(group, 1)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shared.ladder.native_chain import HeadDraft
-from shared.ladder.rungs import Draft
 
 
 @dataclass
@@ -31,13 +30,14 @@ class Ahead:
         """Adds drafts of the next position and of those after it."""
         self._drafts.extend(drafts)
 
-    def take(self, num_tokens: int) -> Draft | None:
+    def take(self, num_tokens: int) -> HeadDraft | None:
         """The draft of the next position of a chain of `num_tokens` tokens. None if there is none."""
         if not self._drafts:
             return None
-        draft, self.output = self._drafts.popleft()
-        self.num_seen, self._newest = num_tokens, draft.token
-        return draft
+        found = self._drafts.popleft()
+        self.output = found.output
+        self.num_seen, self._newest = num_tokens, found.draft.token
+        return found
 
     def follow(self, token: int) -> None:
         """The chain has been extended by `token`. If the exit has drafted another one, its later drafts are void."""

@@ -5,7 +5,7 @@ from collections import defaultdict
 from torch import Tensor
 
 from inference_service.engine.drafting.ahead import Ahead
-from inference_service.engine.drafting.chain import Chain
+from inference_service.engine.drafting.chain import Chain, Leaf
 from inference_service.engine.drafting.planner import MIN_SURVIVAL, PassCosts, least_survival
 from inference_service.engine.request.sequence import Sequence
 from shared.errors import Corrupt
@@ -21,11 +21,18 @@ class DraftBuilder:
     """Builds a chain: a sequence's last final token and the drafts after it. The planner later chooses how many of them to verify.
 
     `best` is the most probable draft so far for the next position. `best_probability` is its probability, adjusted by what this
-    request's drafts have shown (see `Reliability`). `survival` is the probability that all drafts of the chain are right.
+    request's drafts have shown (see `Reliability`). `survival` is the probability that all drafts of the chain are right. If leaves are
+    allowed, the chain gets the other drafts of each place as `possible_leaves`.
     """
 
     def __init__(
-        self, sequence: Sequence, costs: PassCosts, num_sequences: int, *, drafts: bool
+        self,
+        sequence: Sequence,
+        costs: PassCosts,
+        num_sequences: int,
+        *,
+        drafts: bool,
+        leaves: bool = False,
     ) -> None:
         policy = sequence.request.policy
         chained_depths = sequence.ladder.chained_depths if sequence.ladder else ()
@@ -43,6 +50,9 @@ class DraftBuilder:
         self.survival = 1.0
         self.best: Draft | None = None
         self.best_probability = 0.0
+        # A fixed number of drafts is what it says. Bounds are certified for chains alone.
+        self._allows_leaves = leaves and policy.name == "exact" and not policy.max_drafts
+        self._others: dict[int, tuple[Draft, float]] = {}  # by token: drafts of the next position
         # The deep pass itself gives one token of the answer.
         self._room = min(sequence.num_left - 1, costs.max_drafts)
         if policy.max_drafts:
@@ -98,6 +108,7 @@ class DraftBuilder:
     def look_up(self) -> None:
         """Begins the next position with the draft of the tables (suffix or successor), if they have one. Runs no layer."""
         self.best, self.best_probability = None, 0.0
+        self._others.clear()
         assert self.sequence.drafter is not None
         if self.min_layers == 0:
             draft = self.sequence.drafter.table_draft([draft.token for draft in self.chain.drafts])
@@ -110,15 +121,27 @@ class DraftBuilder:
         Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if the draft is not a token of the model. A pass over such a token would fail for
         all sequences that share it.
         """
+        probability = self._adjusted(draft)
+        if probability > self.best_probability:
+            self.best, self.best_probability = draft, probability
+        self._keep_beside(draft, probability)
+        return probability
+
+    def consider_beside(self, draft: Draft) -> None:
+        """Makes the draft a possible leaf. Raises as `consider`."""
+        self._keep_beside(draft, self._adjusted(draft))
+
+    def _adjusted(self, draft: Draft) -> float:
         if not 0 <= draft.token < self.sequence.vocabulary_size:
             raise Corrupt(
                 f"rung {draft.rung} of the router drafted token {draft.token}; the model has {self.sequence.vocabulary_size}",
                 reason="DRAFT_OUT_OF_RANGE",
             )
-        probability = self.sequence.reliability.adjusted(draft)
-        if probability > self.best_probability:
-            self.best, self.best_probability = draft, probability
-        return probability
+        return self.sequence.reliability.adjusted(draft)
+
+    def _keep_beside(self, draft: Draft, probability: float) -> None:
+        if self._allows_leaves and probability > self._others.get(draft.token, (draft, 0.0))[1]:
+            self._others[draft.token] = draft, probability
 
     def extend(self) -> bool:
         """Appends the best draft to the chain. Returns False if there is none."""
@@ -126,6 +149,7 @@ class DraftBuilder:
         if draft is None:
             return False
         probability = self.best_probability
+        self._keep_leaves(draft)
         all_final = chain.num_final == len(chain.drafts)
         if policy.commits(draft.probability) and all_final:
             chain.num_final += 1
@@ -134,3 +158,15 @@ class DraftBuilder:
         self.ahead.follow(draft.token)
         self.survival *= probability
         return True
+
+    def _keep_leaves(self, chosen: Draft) -> None:
+        """Makes the drafts beside `chosen` possible leaves."""
+        # Tables and exits do not know of one another, so their probabilities may add up to more than 1.
+        rest = 1.0 - self.best_probability
+        for draft, probability in sorted(self._others.values(), key=lambda one: -one[1]):
+            if draft.token != chosen.token:
+                probability = min(probability, rest)
+                rest -= probability
+                place = len(self.chain.drafts)
+                self.chain.possible_leaves.append(Leaf(place, draft, probability))
+        self._others.clear()

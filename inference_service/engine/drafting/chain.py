@@ -12,11 +12,22 @@ from shared.model.ragged import RaggedSequence
 from shared.model.runner import Runner, Taps
 
 
+@dataclass(frozen=True)
+class Leaf:
+    """Another draft in the place of `chain.drafts[place]`, with no drafts after it. `probability`: that it is right, and the chain's
+    draft wrong, given that all drafts before them are right."""
+
+    place: int
+    draft: Draft
+    probability: float
+
+
 @dataclass
 class Chain:
     """Tokens of one sequence from position `base` on: its last final token and the drafts after it, or a piece of its prompt.
 
-    The first `num_final` drafts are final already (policy relaxed). The chain's i-th token has been through `reached[i]` layers;
+    `tokens`, and all that is kept per token, ends with the `leaves`, which are chosen from `possible_leaves` when the chain itself is
+    complete. The first `num_final` drafts are final already (policy relaxed). The chain's i-th token has been through `reached[i]` layers;
     `states[i]` [D] is its state there, None at depth 0. `kept[depth]` are the states [D] of the first tokens at a depth that they
     have reached, for the depths that are its keys. The counts are of the layers that ran for these tokens.
     """
@@ -31,6 +42,8 @@ class Chain:
     reached: list[int] = field(default_factory=list)
     states: list[Tensor | None] = field(default_factory=list)
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    possible_leaves: list[Leaf] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
     num_layer_executions: int = 0
     num_token_layers: int = 0
 
@@ -44,11 +57,43 @@ class Chain:
         self.reached.append(0)
         self.states.append(None)
 
+    def add_leaves(self, leaves: Sequence[Leaf]) -> None:
+        """Adds leaves to a complete chain of which no token has run."""
+        assert not any(self.reached)
+        assert not self.leaves
+        self.leaves += leaves
+        self.tokens += [leaf.draft.token for leaf in leaves]
+        self.reached += [0] * len(leaves)
+        self.states += [None] * len(leaves)
+
+    def leaf_after(self, num_drafts: int, token: int) -> int | None:
+        """Which leaf is `token` in the place of the draft after the first `num_drafts`. None if there is none."""
+        found = (leaf.place == num_drafts and leaf.draft.token == token for leaf in self.leaves)
+        return next((number for number, is_it in enumerate(found) if is_it), None)
+
+    def move_of_leaf(self, number: int) -> tuple[KVCache, int, int]:
+        """The move of a leaf's keys and values to its position: see `Runner.move`."""
+        kept_at = self.base + self.index_of_leaf(number)
+        return self.cache, kept_at, self.base + 1 + self.leaves[number].place
+
+    def index_of_leaf(self, number: int) -> int:
+        """Its index in `tokens`, and the distance from `base` of where it is kept."""
+        return 1 + len(self.drafts) + number
+
+    def part_of_pass(self, part: slice) -> RaggedSequence:
+        """A range of the tokens as part of a pass."""
+        leaves = [self.base + 1 + leaf.place for leaf in self.leaves]
+        return RaggedSequence(
+            self.cache, self.base + part.start, part.stop - part.start, tuple(leaves)
+        )
+
     def truncate(self, num_drafts: int) -> None:
-        """Keeps the first `num_drafts` drafts. The keys and values of the others are overwritten by later tokens at their positions."""
+        """Keeps the first `num_drafts` drafts, before leaves are added. The keys and values of the others are overwritten by later
+        tokens at their positions."""
         del self.drafts[num_drafts:], self.probabilities[num_drafts:]
         del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
         del self.states[num_drafts + 1 :]
+        self.possible_leaves = [one for one in self.possible_leaves if one.place < num_drafts]
         for states in self.kept.values():
             del states[num_drafts + 1 :]
 
@@ -106,17 +151,14 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tenso
         hidden = torch.stack(entering)[None]
     kept = {depth for chain, _ in parts for depth in chain.kept}
     taps: Taps | None = {} if any(first < depth < last for depth in kept) else None
-    if len(parts) == 1:
+    if len(parts) == 1 and not parts[0][0].leaves:
         [(chain, part)] = parts
         base = chain.base + part.start
         states = runner.run(
             ids, chain.cache, first=first, last=last, base=base, hidden=hidden, taps=taps
         )[0]
     else:
-        sequences = [
-            RaggedSequence(chain.cache, chain.base + part.start, part.stop - part.start)
-            for chain, part in parts
-        ]
+        sequences = [chain.part_of_pass(part) for chain, part in parts]
         states = runner.run_ragged(
             ids, sequences, first=first, last=last, hidden=hidden, taps=taps
         )[0]

@@ -41,6 +41,11 @@ class Drafter:
         """How reliable the ladder's drafts were in earlier requests of this kind (greedy or sampled, with a margin or without)."""
         return self._served[request.sampling.is_greedy, request.policy.margin is not None]
 
+    def builder(self, sequence: Sequence, num_sequences: int, *, drafts: bool) -> DraftBuilder:
+        """The builder of a sequence's chain. See `draft_chains`."""
+        leaves = self._runner.supports_leaves
+        return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, leaves=leaves)
+
     def ask_exits(
         self, ladder: BoundLadder, builders: Rows[DraftBuilder], num_sequences: int
     ) -> None:
@@ -81,9 +86,11 @@ class Drafter:
         if asked:
             self._draft_ahead(ladder, index, asked)
         for one in builders:
-            draft = one.ahead.take(len(one.chain.tokens))
-            if draft is not None:
-                self._consider(index, one, draft)
+            found = one.ahead.take(len(one.chain.tokens))
+            if found is not None:
+                self._consider(index, one, found.draft)
+                for other in found.others:
+                    attempt(one.sequence, one.consider_beside, other)
 
     def _draft_ahead(
         self, ladder: BoundLadder, index: int, asked: Rows[tuple[DraftBuilder, float]]
@@ -156,7 +163,7 @@ def draft_chains(
     own, with all that shared an exit if the exit failed.
     """
     growing = [
-        (DraftBuilder(sequence, drafter.costs, num_sequences, drafts=drafts), drafter)
+        (drafter.builder(sequence, num_sequences, drafts=drafts), drafter)
         for sequence, drafter in members
     ]
     going = [(one, drafter) for one, drafter in growing if one.wants_more]

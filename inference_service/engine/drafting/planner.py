@@ -9,12 +9,16 @@ sequences share a pass, the more probable a draft must be to pay, and a full bat
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nlargest
+from itertools import accumulate
+from operator import mul
 
 from shared.ladder.rungs import Draft
 
 # Drafts with a lower probability of survival are not looked up.
 MIN_SURVIVAL = 0.02
+# The most tokens of one sequence in a pass that has leaves: its last token, drafts and leaves.
+MAX_TREE_TOKENS = 16
 # Weights of the priors, in expected acceptances: that a rung is as reliable in a request as in earlier requests, and in these as
 # calibrated.
 REQUEST_WEIGHT, SERVED_WEIGHT = 6.0, 24.0
@@ -152,6 +156,41 @@ def best_lengths(
         if lengths[index] < min(len(chains[index]), costs.max_drafts):
             heappush(candidates, (negative * chains[index][lengths[index]], index))
     return best
+
+
+def best_leaves(
+    chains: Sequence[Sequence[float]],
+    leaves: Sequence[Sequence[tuple[int, float]]],
+    costs: PassCosts,
+    *,
+    num_other_tokens: int = 0,
+) -> list[list[int]]:
+    """Which leaves to verify beside chains of which every draft is verified, so that the pass gives the most expected tokens per second.
+
+    `chains` as in `best_lengths`. `leaves[i]`: place in chain i and probability of each of its leaves. A leaf that is right gives one
+    more token than its chain. Returns indices into `leaves[i]`, the best first, at most as many as MAX_TREE_TOKENS has room for.
+    """
+    expected, num_tokens = 0.0, num_other_tokens
+    gains: list[tuple[float, int, int]] = []
+    for index, (probabilities, own) in enumerate(zip(chains, leaves, strict=True)):
+        survivals = list(accumulate(probabilities, mul, initial=1.0))
+        expected += sum(survivals)
+        num_tokens += len(survivals)
+        found = [
+            (survivals[place] * chance, index, number) for number, (place, chance) in enumerate(own)
+        ]
+        gains += nlargest(max(MAX_TREE_TOKENS - len(survivals), 0), found)
+    gains.sort(reverse=True)
+    best, best_rate = 0, expected / costs.of_pass(max(num_tokens, 1))
+    for count, (gain, _, _) in enumerate(gains, 1):
+        expected += gain
+        rate = expected / costs.of_pass(num_tokens + count)
+        if rate > best_rate:
+            best, best_rate = count, rate
+    chosen: list[list[int]] = [[] for _ in chains]
+    for _, index, number in gains[:best]:
+        chosen[index].append(number)
+    return chosen
 
 
 class ExitGains:

@@ -40,8 +40,8 @@ class PagedOffset(int):
 class LayerBlocks:
     """One layer's part of a block pool, and the tokens of a pass: the tensors that `paged_attention` takes after q, k and v.
 
-    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices and positions [T] int64: the index of each token's
-    block table, and its position.
+    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices, positions and kept_at [T] int64: the index of each
+    token's block table, its position, and the position at whose place its keys and values are kept.
     """
 
     keys: Tensor
@@ -49,6 +49,7 @@ class LayerBlocks:
     block_tables: Tensor
     table_indices: Tensor
     positions: Tensor
+    kept_at: Tensor
 
 
 class PagedMask:
@@ -128,6 +129,7 @@ def attention(
         layer.block_tables,
         layer.table_indices,
         layer.positions,
+        layer.kept_at,
         scaling,
         softcap or 0.0,
         attention_mask.window,

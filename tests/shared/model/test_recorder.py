@@ -159,7 +159,7 @@ def test_a_capture_that_fails_gives_its_memory_back(monkeypatch, ended):
 def test_inputs_are_padded_and_leave_nothing_of_the_pass_before():
     tokens = TokenBuffer(4, torch.device("cpu"))
     assert tokens.positions.tolist() == [-1] * 4
-    tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], [1, 1, 2])
-    assert tokens.stacked.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0]]
-    tokens.fill(torch.tensor([3]), [2], [5])
-    assert tokens.stacked.tolist() == [[3, 0, 0, 0], [2, -1, -1, -1], [5, 0, 0, 0]]
+    tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], [1, 1, 2], [4, 6, 0])
+    assert tokens.stacked.tolist() == [[7, 8, 9, 0], [4, 5, 0, -1], [1, 1, 2, 0], [4, 6, 0, 0]]
+    tokens.fill(torch.tensor([3]), [2], [5], [2])
+    assert tokens.stacked.tolist() == [[3, 0, 0, 0], [2, -1, -1, -1], [5, 0, 0, 0], [2, 0, 0, 0]]

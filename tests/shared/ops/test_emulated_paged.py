@@ -35,6 +35,18 @@ BUGS = [
         "min(from + piece_keys + 1, begin + count)",
     ),
     Bug(
+        "a leaf that sees its sibling in place of itself",
+        KERNELS,
+        "position == own ? kept_at : position",
+        "position",
+    ),
+    Bug(
+        "a leaf that is kept in its sibling's place",
+        KERNELS,
+        "slot_of(args, table, (int)kept_at, 0)",
+        "slot_of(args, table, (int)args.positions[token], 0)",
+    ),
+    Bug(
         "no fence before the ticket",
         "include/device.cuh",
         "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) *scratch",
@@ -58,7 +70,14 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
     numbers = (CODES[made.q.dtype], *sizes, *strides, made.scaling, made.softcap, made.window, shares)  # fmt: skip
     # The whole memory of a view, with the elements that its strides skip.
     inputs = [t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)) for t in (made.q, made.k, made.v)]  # fmt: skip
-    others = (made.keys, made.values, made.block_tables, made.table_indices, made.positions)
+    others = (
+        made.keys,
+        made.values,
+        made.block_tables,
+        made.table_indices,
+        made.positions,
+        made.kept_at,
+    )
     out = blank(tokens, heads, value_width, dtype=made.q.dtype)
     return Call("paged", numbers, (*(t.clone() for t in (*inputs, *others)), out), seed)
 
@@ -66,9 +85,9 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
 def check_paged(program: Path) -> None:
     short, long, longer = ([1, 1], [3, 40]), ([1, 2], [5, 140]), ([1, 1], [5, 270])
     cases = [  # sequences, padding, (group, kv heads), (width, value width), block size, dtype, transposed, options, shares to try
-        (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {}, (0, 1)),
+        (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {"num_leaves": 1}, (0, 1)),
         # In float32, because rounding to fewer bits would hide another order of sums.
-        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {"window": 260, "softcap": 2.0}, (2, 3, 1)),
+        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {"num_leaves": 2, "window": 260, "softcap": 2.0}, (2, 3, 1)),
         (short, 0, (1, 1), (8, 132), 3, torch.float32, True, {}, (1,)),
         (short, 1, (9, 1), (8, 8), 16, torch.bfloat16, False, {"window": 34}, (1,)),
         (short, 0, (2, 2), (40, 16), 16, torch.float16, False, {}, (0,)),
@@ -80,7 +99,7 @@ def check_paged(program: Path) -> None:
         # First every order of warps, then other numbers of thread blocks in a random order.
         orders = [(shares[0], seed) for seed in SEEDS] + [(share, 2) for share in shares[1:]]
         calls = [paged_call(made, share, seed) for share, seed in orders]
-        last = made.alone(made.positions.argmax()[None])
+        last = made.alone(made.kept_at.argmax()[None])
         earlier = replace(last, keys=expected.keys, values=expected.values)
         calls.append(paged_call(earlier, 0, 0))
         run(program, calls)
@@ -90,7 +109,7 @@ def check_paged(program: Path) -> None:
             assert torch.equal(raw(buffers[-1]), raw(company[0][-1]))
             assert torch.equal(raw(buffers[3]), raw(expected.keys))
             assert torch.equal(raw(buffers[4]), raw(expected.values))
-        assert torch.equal(alone[-1][0], company[0][-1][made.positions.argmax()])
+        assert torch.equal(alone[-1][0], company[0][-1][made.kept_at.argmax()])
 
 
 def check_lost_blocks(program: Path) -> None:

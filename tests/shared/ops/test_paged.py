@@ -27,6 +27,7 @@ DRAWN = settings(max_examples=60, deadline=None)
     transposed=st.booleans(),
     softcap=st.sampled_from([0.0, 2.0]),
     window=st.sampled_from([0, 1, 7, 100]),
+    num_leaves=st.integers(0, 3),
 )  # fmt: skip
 def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
     shape: list[tuple[int, int]],
@@ -38,10 +39,11 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
     transposed: bool,
     softcap: float,
     window: int,
+    num_leaves: int,
 ) -> None:
     counts, lengths = zip(*shape, strict=True)
     made = drawn_pass(
-        list(counts), list(lengths), padding, heads, widths, block_tokens, dtype, transposed, softcap=softcap, window=window
+        list(counts), list(lengths), padding, heads, widths, block_tokens, dtype, transposed, num_leaves, softcap=softcap, window=window
     )  # fmt: skip
     own, other = made.copied(), made.copied()
     out = own.run()
@@ -51,9 +53,9 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
     torch.testing.assert_close(out, expected, **CLOSE[dtype])
     for pool, same in ((own.keys, other.keys), (own.values, other.values)):
         assert torch.equal(pool.view(torch.uint8), same.view(torch.uint8))
-    # Token by token in the order of positions, the bits must be the same.
+    # Token by token in the order of positions, the bits must be the same. Leaves are kept after all others.
     one_by_one = made.copied()
-    for token in made.positions.argsort():
+    for token in made.kept_at.argsort():
         assert torch.equal(one_by_one.alone(token[None]).run()[0], out[token])
 
 
@@ -77,6 +79,19 @@ def test_the_same_bits_for_any_number_of_threads() -> None:
         results.append(made.copied().run())
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_a_leaf_gets_the_bits_that_it_would_have_in_its_siblings_place() -> None:
+    made = drawn_pass([4], [40], 0, (2, 2), (16, 16), 8, torch.float32, num_leaves=1)
+    [leaf] = (made.positions != made.kept_at).nonzero()
+    out = made.copied().run()
+    sibling = (made.kept_at == made.positions[leaf]).nonzero()[0]
+    assert not torch.equal(out[leaf], out[sibling])
+    # Without its sibling, and kept where it stands.
+    others = torch.tensor([token for token in range(5) if token != int(sibling)])
+    own = made.copied().alone(others)
+    own.kept_at[others == leaf] = made.positions[leaf]
+    assert torch.equal(own.run()[others == leaf], out[leaf])
 
 
 def test_padding_writes_nothing_and_gets_zeros() -> None:
@@ -116,6 +131,9 @@ def test_large_scores_do_not_overflow() -> None:
         ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
         ("table_indices", torch.tensor([0, 1]), "token 1 has table index 1, but there are 1 block tables"),
         ("positions", torch.tensor([0, 12]), "token 1 has position 12, but its block table has 3 blocks of 4 tokens"),
+        ("kept_at", torch.tensor([3, 12]), "token 1 is kept at position 12, but its block table has 3 blocks of 4 tokens"),
+        ("kept_at", torch.tensor([3, -1]), "token 1 is kept at position -1"),
+        ("kept_at", torch.zeros(1, dtype=torch.int64), "kept_at has shape"),
         ("block_tables", torch.tensor([[0, 3, 1]]), "entry 1 of block table 0 is 3, but the pool has 3 blocks"),
         ("window", -1, "at least 0"),
     ],
@@ -130,6 +148,7 @@ def test_wrong_arguments_are_named(name: str, value: Tensor | int, message: str)
         block_tables=torch.tensor([[2, 0, 1]]),
         table_indices=torch.tensor([0, 0]),
         positions=torch.tensor([3, 4]),
+        kept_at=torch.tensor([3, 4]),
     )
     made.run()
     with pytest.raises(RuntimeError, match=message):
@@ -148,6 +167,6 @@ def test_its_fake_works_for_gpus_where_there_is_none() -> None:
         q, k = torch.empty(5, 6, 64, dtype=torch.float16, device="cuda"), torch.empty(5, 2, 64, device="cuda")  # fmt: skip
         pool, places = torch.empty(9, 2, 16, 64, device="cuda"), torch.zeros(5, dtype=torch.int64, device="cuda")  # fmt: skip
         block_tables = torch.zeros(3, 4, dtype=torch.int64, device="cuda")
-        out = paged_attention(q, k, k, pool, pool.clone(), block_tables, places, places)
+        out = paged_attention(q, k, k, pool, pool.clone(), block_tables, places, places, places)
     assert (out.shape, out.dtype, out.device.type) == ((5, 6, 64), torch.float16, "cuda")
     assert out.is_contiguous()

@@ -1,16 +1,19 @@
 import random
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
+from math import prod
 
 import pytest
 
 from inference_service.engine.drafting.costs import smoothed
 from inference_service.engine.drafting.planner import (
+    MAX_TREE_TOKENS,
     REQUEST_WEIGHT,
     SERVED_WEIGHT,
     ExitCost,
     ExitGains,
     PassCosts,
     Reliability,
+    best_leaves,
     best_lengths,
     exit_gain_s,
     least_survival,
@@ -187,3 +190,58 @@ def test_smoothed_costs_lie_on_a_line_that_never_falls() -> None:
     assert smoothed([1.0, 3.0, 2.0, 1.0]) == pytest.approx((1.0, 2.0, 2.0, 2.0))
     assert smoothed([2.0, 1.0]) == (2.0, 2.0)
     assert smoothed([2.0]) == (2.0,)
+
+
+def tree_rate(
+    chains: list[list[float]],
+    leaves: list[list[tuple[int, float]]],
+    chosen: list[list[int]],
+    costs: PassCosts,
+    num_other_tokens: int,
+) -> float:
+    expected, num_tokens = 0.0, num_other_tokens
+    for chain, own, numbers in zip(chains, leaves, chosen, strict=True):
+        expected += sum(prod(chain[:length]) for length in range(len(chain) + 1))
+        expected += sum(prod(chain[: own[number][0]]) * own[number][1] for number in numbers)
+        num_tokens += 1 + len(chain) + len(numbers)
+    return expected / costs.of_pass(num_tokens)
+
+
+@pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
+def test_the_leaves_are_the_best_of_all(costs: PassCosts) -> None:
+    draw = random.Random(5)
+    counts = set()
+    for _ in range(40):
+        chains = [[draw.random() for _ in range(draw.randrange(4))] for _ in range(2)]
+        leaves = [
+            [(draw.randrange(len(chain)), draw.random() / 2) for _ in range(2)] if chain else []
+            for chain in chains
+        ]
+        others = draw.randrange(3)
+        chosen = best_leaves(chains, leaves, costs, num_other_tokens=others)
+        subsets = [
+            [
+                list(pick)
+                for size in range(len(own) + 1)
+                for pick in combinations(range(len(own)), size)
+            ]
+            for own in leaves
+        ]
+        best = max(
+            tree_rate(chains, leaves, list(picks), costs, others) for picks in product(*subsets)
+        )
+        assert tree_rate(chains, leaves, chosen, costs, others) == pytest.approx(best)
+        counts.add(sum(map(len, chosen)))
+    assert len(counts) > 1, "the costs decide"
+
+
+def test_free_positions_are_filled_with_the_best_leaves_up_to_the_limit() -> None:
+    leaves = [(0, 0.01 * number) for number in range(20)]
+    [chosen] = best_leaves([[0.5, 0.5, 0.5]], [leaves], PassCosts(deep=(1.0,) * 9))
+    assert chosen == list(range(19, 19 - (MAX_TREE_TOKENS - 4), -1))
+    [chosen] = best_leaves([[0.9] * 20], [leaves], PassCosts(deep=(1.0,) * 30))
+    assert chosen == []
+
+
+def test_without_chains_there_are_no_leaves() -> None:
+    assert best_leaves([], [], FLAT) == []
