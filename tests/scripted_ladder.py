@@ -58,6 +58,10 @@ class ScriptedLadder:
         proposal = self.table(self.context + self.drafted) if self.table else None
         return Draft(*proposal, rung="suffix", depth=0) if proposal else None
 
+    def table_drafts(self, drafted: Sequence[int]) -> list[Draft]:
+        draft = self.table_draft(drafted)
+        return [] if draft is None else [draft]
+
     def ask(
         self,
         index: int,

@@ -16,8 +16,7 @@ from inference_service.engine.drafting.drafter import Drafter, draft_chains
 from inference_service.engine.drafting.planner import (
     PassCosts,
     Reliability,
-    best_leaves,
-    best_lengths,
+    best_trees,
 )
 from inference_service.engine.failure import attempt, fail_all
 from inference_service.engine.memory.prefixes import Prefixes
@@ -226,10 +225,12 @@ class Decoder:
     # Plan.
 
     def _plan(self, drafted: Rows[_Part], prefills: Rows[_Part], costs: PassCosts) -> None:
-        """Truncates each chain to the number of drafts whose verification is expected to pay."""
-        lengths = best_lengths(
-            [part.chain.probabilities for part in drafted],
+        """Truncates each chain to what its verification is expected to pay for, and adds the leaves that are."""
+        chains = [part.chain for part in drafted]
+        trees = best_trees(
+            [chain.probabilities for chain in chains],
             costs,
+            leaves=[chain.chances_of_leaves for chain in chains],
             least=[
                 len(part.chain.drafts)
                 if part.sequence.request.policy.max_drafts
@@ -238,31 +239,9 @@ class Decoder:
             ],
             num_other_tokens=sum(len(part.chain.tokens) for part in prefills),
         )
-        for part, length in zip(drafted, lengths, strict=True):
-            part.chain.truncate(length)
-            part.num_logits = length - part.chain.num_final + 1
-        self._add_leaves(drafted, prefills, costs)
-
-    def _add_leaves(self, drafted: Rows[_Part], prefills: Rows[_Part], costs: PassCosts) -> None:
-        """Adds the leaves whose verification is expected to pay to chains that have only just been drafted."""
-        fresh = [part for part in drafted if not any(part.chain.reached)]
-        if not any(part.chain.possible_leaves for part in fresh):
-            return
-        others = [part for part in (*drafted, *prefills) if part not in fresh]
-        chosen = best_leaves(
-            [part.chain.probabilities for part in fresh],
-            [
-                [(leaf.place, leaf.probability) for leaf in part.chain.possible_leaves]
-                for part in fresh
-            ],
-            costs,
-            num_other_tokens=sum(len(part.chain.tokens) for part in others),
-        )
-        for part, numbers in zip(fresh, chosen, strict=True):
-            room = part.chain.cache.capacity - part.chain.base - len(part.chain.tokens)
-            leaves = [part.chain.possible_leaves[number] for number in numbers[: max(room, 0)]]
-            part.chain.add_leaves(leaves)
-            part.num_logits += len(leaves)
+        for part, tree in zip(drafted, trees, strict=True):
+            part.chain.prune(tree.num_drafts, tree.leaves)
+            part.num_logits = len(part.chain.tokens) - part.chain.num_final
 
     def _commit_final(self, drafted: Rows[_Part]) -> list[_Part]:
         """Commits the drafts that need no verification (policy relaxed). Returns the parts that still need the deep pass."""

@@ -213,12 +213,16 @@ class SequenceDrafter:
     def table_draft(self, drafted: Sequence[int] = ()) -> Draft | None:
         """The draft for the token after the sequence + `drafted`, from suffix lookup, successor table or learned table, whichever
         gives the highest probability. None if none knows the context. No layer runs."""
+        return max(self.table_drafts(drafted), key=lambda draft: draft.probability, default=None)
+
+    def table_drafts(self, drafted: Sequence[int] = ()) -> list[Draft]:
+        """All drafts that `table_draft` chooses from. Several may be the same token."""
         suffix, successors = self.table_matches(drafted)
-        best: Draft | None = None
+        found: list[Draft] = []
         chained = len(drafted)
         if suffix is not None and self._suffix_router is not None:
             evidence = suffix_evidence(suffix, successors, chained)
-            best = Draft(suffix.token, self._suffix_router.probability(evidence), SUFFIX, 0)
+            found.append(Draft(suffix.token, self._suffix_router.probability(evidence), SUFFIX, 0))
         if self._successor_router is not None:
             learned = (
                 self._learned.matches(self._tail_with(drafted)) if self._learned is not None else []
@@ -227,9 +231,8 @@ class SequenceDrafter:
                 for match in matches:
                     evidence = successor_evidence(match, suffix, chained)
                     probability = self._successor_router.probability(evidence)
-                    if best is None or probability > best.probability:
-                        best = Draft(match.token, probability, rung, 0)
-        return best
+                    found.append(Draft(match.token, probability, rung, 0))
+        return found
 
     def table_matches(
         self, drafted: Sequence[int]

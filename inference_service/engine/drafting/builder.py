@@ -111,8 +111,13 @@ class DraftBuilder:
         self._others.clear()
         assert self.sequence.drafter is not None
         if self.min_layers == 0:
-            draft = self.sequence.drafter.table_draft([draft.token for draft in self.chain.drafts])
-            if draft is not None:
+            drafted = [draft.token for draft in self.chain.drafts]
+            if self._allows_leaves:
+                drafts = self.sequence.drafter.table_drafts(drafted)
+            else:
+                best = self.sequence.drafter.table_draft(drafted)
+                drafts = [] if best is None else [best]
+            for draft in drafts:
                 self.consider(draft)
 
     def consider(self, draft: Draft) -> float:

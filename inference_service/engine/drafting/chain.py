@@ -57,14 +57,13 @@ class Chain:
         self.reached.append(0)
         self.states.append(None)
 
-    def add_leaves(self, leaves: Sequence[Leaf]) -> None:
-        """Adds leaves to a complete chain of which no token has run."""
-        assert not any(self.reached)
-        assert not self.leaves
-        self.leaves += leaves
-        self.tokens += [leaf.draft.token for leaf in leaves]
-        self.reached += [0] * len(leaves)
-        self.states += [None] * len(leaves)
+    @property
+    def chances_of_leaves(self) -> list[tuple[int, float]]:
+        """Place and probability of each possible leaf. There are none if drafting has taken tokens through layers: leaves would be at another
+        depth."""
+        if any(self.reached):
+            return []
+        return [(leaf.place, leaf.probability) for leaf in self.possible_leaves]
 
     def leaf_after(self, num_drafts: int, token: int) -> int | None:
         """Which leaf is `token` in the place of the draft after the first `num_drafts`. None if there is none."""
@@ -87,15 +86,20 @@ class Chain:
             self.cache, self.base + part.start, part.stop - part.start, tuple(leaves)
         )
 
-    def truncate(self, num_drafts: int) -> None:
-        """Keeps the first `num_drafts` drafts, before leaves are added. The keys and values of the others are overwritten by later
-        tokens at their positions."""
+    def prune(self, num_drafts: int, leaves: Sequence[int] = ()) -> None:
+        """Keeps the first `num_drafts` drafts and these of the `possible_leaves`, as far as the cache has room for them. The keys and
+        values of other drafts are overwritten by later tokens at their positions."""
         del self.drafts[num_drafts:], self.probabilities[num_drafts:]
         del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
         del self.states[num_drafts + 1 :]
-        self.possible_leaves = [one for one in self.possible_leaves if one.place < num_drafts]
         for states in self.kept.values():
             del states[num_drafts + 1 :]
+        assert not leaves or not any(self.reached)
+        room = max(self.cache.capacity - self.base - len(self.tokens), 0)
+        self.leaves = [self.possible_leaves[number] for number in leaves[:room]]
+        self.tokens += [leaf.draft.token for leaf in self.leaves]
+        self.reached += [0] * len(self.leaves)
+        self.states += [None] * len(self.leaves)
 
     def tokens_below(self, depth: int) -> tuple[slice, int]:
         """(tokens, first): the tokens that have not reached `depth`. All of them have reached depth `first`.

@@ -9,9 +9,8 @@ sequences share a pass, the more probable a draft must be to pay, and a full bat
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush, nlargest
-from itertools import accumulate
-from operator import mul
+from heapq import heappop, heappush
+from itertools import zip_longest
 
 from shared.ladder.rungs import Draft
 
@@ -19,6 +18,8 @@ from shared.ladder.rungs import Draft
 MIN_SURVIVAL = 0.02
 # The most tokens of one sequence in a pass that has leaves: its last token, drafts and leaves.
 MAX_TREE_TOKENS = 16
+# In the place of a leaf's index: the next draft of the chain itself.
+DRAFT = -1
 # Weights of the priors, in expected acceptances: that a rung is as reliable in a request as in earlier requests, and in these as
 # calibrated.
 REQUEST_WEIGHT, SERVED_WEIGHT = 6.0, 24.0
@@ -118,6 +119,14 @@ class Reliability:
             self._parent.record(drafts, num_accepted)
 
 
+@dataclass(frozen=True)
+class Tree:
+    """What of a chain to verify: its first `num_drafts` drafts, and beside them `leaves`, by their indices, the best first."""
+
+    num_drafts: int
+    leaves: tuple[int, ...] = ()
+
+
 def best_lengths(
     chains: Sequence[Sequence[float]],
     costs: PassCosts,
@@ -125,72 +134,109 @@ def best_lengths(
     least: Sequence[int] = (),
     num_other_tokens: int = 0,
 ) -> list[int]:
-    """How many drafts of each chain to verify, so that the pass gives the most expected tokens per second.
+    """How many drafts of each chain to verify: `best_trees` without leaves."""
+    trees = best_trees(chains, costs, least=least, num_other_tokens=num_other_tokens)
+    return [tree.num_drafts for tree in trees]
+
+
+def best_trees(
+    chains: Sequence[Sequence[float]],
+    costs: PassCosts,
+    *,
+    leaves: Sequence[Sequence[tuple[int, float]]] = (),
+    least: Sequence[int] = (),
+    num_other_tokens: int = 0,
+) -> list[Tree]:
+    """What to verify of each chain, so that the pass gives the most expected tokens per second.
 
     `chains[i]` are the probabilities of sequence i's drafts, each given that the drafts before it are right. The first `least[i]` of
-    them are verified in any case. `num_other_tokens` further tokens (pieces of prompts) are in the same pass.
+    them are verified in any case. `leaves[i]`: places in chain i and probabilities of other drafts, which may be verified beside the
+    chain's drafts at these places. A leaf that is right gives one more token. `num_other_tokens` further tokens (pieces of prompts)
+    are in the same pass.
     """
     if not chains:
         return []
-    lengths = list(least) or [0] * len(chains)
+    growing = [_Growing(*one) for one in zip_longest(chains, leaves, fillvalue=())]
     expected, num_tokens = float(len(chains)), len(chains) + num_other_tokens
-    # Survival falls along a chain, so taking the most probable remaining draft never skips one.
-    candidates: list[tuple[float, int]] = []
-    survival = [1.0] * len(chains)
-    for index, probabilities in enumerate(chains):
-        for probability in probabilities[: lengths[index]]:
-            survival[index] *= probability
-            expected += survival[index]
-        num_tokens += lengths[index]
-        if lengths[index] < min(len(probabilities), costs.max_drafts):
-            heappush(candidates, (-survival[index] * probabilities[lengths[index]], index))
-    best, best_rate = list(lengths), expected / costs.of_pass(num_tokens)
+    candidates: list[
+        tuple[float, int, int]
+    ] = []  # -gain, index of the chain, index of the leaf or DRAFT
+
+    def extend(index: int) -> float:
+        """Takes the next draft of a chain. Returns what it is expected to add, and makes what may follow candidates."""
+        one = growing[index]
+        for gain, leaf in one.leaves_here():
+            heappush(candidates, (-gain, index, leaf))
+        return one.take_draft()
+
+    def offer_next(index: int) -> None:
+        one = growing[index]
+        if one.num_drafts < min(len(one.probabilities), costs.max_drafts):
+            heappush(candidates, (-one.next_gain, index, DRAFT))
+
+    for index, count in enumerate(least):
+        for _ in range(count):
+            expected += extend(index)
+            num_tokens += 1
+    for index in range(len(chains)):
+        offer_next(index)
+    lengths = [one.num_drafts for one in growing]
+    taken: list[tuple[int, int]] = []  # index of the chain, index of the leaf or DRAFT
+    best, best_rate = 0, expected / costs.of_pass(num_tokens)
+    # Survival falls along a chain, and the chain's draft is the most probable one of its place. So taking the largest gain that remains
+    # never skips a draft.
     while candidates:
-        negative, index = heappop(candidates)
+        negative, index, leaf = heappop(candidates)
+        one = growing[index]
+        if leaf == DRAFT:
+            extend(index)
+            offer_next(index)
+        elif 1 + one.num_drafts + one.num_leaves < MAX_TREE_TOKENS:
+            one.num_leaves += 1
+        else:
+            continue
+        taken.append((index, leaf))
         expected -= negative
         num_tokens += 1
-        lengths[index] += 1
         rate = expected / costs.of_pass(num_tokens)
         if rate > best_rate:
-            best, best_rate = list(lengths), rate
-        if lengths[index] < min(len(chains[index]), costs.max_drafts):
-            heappush(candidates, (negative * chains[index][lengths[index]], index))
-    return best
-
-
-def best_leaves(
-    chains: Sequence[Sequence[float]],
-    leaves: Sequence[Sequence[tuple[int, float]]],
-    costs: PassCosts,
-    *,
-    num_other_tokens: int = 0,
-) -> list[list[int]]:
-    """Which leaves to verify beside chains of which every draft is verified, so that the pass gives the most expected tokens per second.
-
-    `chains` as in `best_lengths`. `leaves[i]`: place in chain i and probability of each of its leaves. A leaf that is right gives one
-    more token than its chain. Returns indices into `leaves[i]`, the best first, at most as many as MAX_TREE_TOKENS has room for.
-    """
-    expected, num_tokens = 0.0, num_other_tokens
-    gains: list[tuple[float, int, int]] = []
-    for index, (probabilities, own) in enumerate(zip(chains, leaves, strict=True)):
-        survivals = list(accumulate(probabilities, mul, initial=1.0))
-        expected += sum(survivals)
-        num_tokens += len(survivals)
-        found = [
-            (survivals[place] * chance, index, number) for number, (place, chance) in enumerate(own)
-        ]
-        gains += nlargest(max(MAX_TREE_TOKENS - len(survivals), 0), found)
-    gains.sort(reverse=True)
-    best, best_rate = 0, expected / costs.of_pass(max(num_tokens, 1))
-    for count, (gain, _, _) in enumerate(gains, 1):
-        expected += gain
-        rate = expected / costs.of_pass(num_tokens + count)
-        if rate > best_rate:
-            best, best_rate = count, rate
+            best, best_rate = len(taken), rate
     chosen: list[list[int]] = [[] for _ in chains]
-    for _, index, number in gains[:best]:
-        chosen[index].append(number)
-    return chosen
+    for index, leaf in taken[:best]:
+        chosen[index].append(leaf)
+    return [
+        Tree(length + own.count(DRAFT), tuple(leaf for leaf in own if leaf != DRAFT))
+        for length, own in zip(lengths, chosen, strict=True)
+    ]
+
+
+@dataclass
+class _Growing:
+    """A chain with leaves, while `best_trees` adds to it. `survival`: the probability that all drafts taken so far are right."""
+
+    probabilities: Sequence[float]
+    leaves: Sequence[tuple[int, float]]
+    num_drafts: int = 0
+    survival: float = 1.0
+    num_leaves: int = 0
+
+    @property
+    def next_gain(self) -> float:
+        return self.survival * self.probabilities[self.num_drafts]
+
+    def take_draft(self) -> float:
+        """Takes the next draft. Returns the survival with it, which is what it is expected to add."""
+        self.survival = self.next_gain
+        self.num_drafts += 1
+        return self.survival
+
+    def leaves_here(self) -> list[tuple[float, int]]:
+        """Expected gains and indices of the leaves beside the next draft."""
+        return [
+            (self.survival * probability, index)
+            for index, (place, probability) in enumerate(self.leaves)
+            if place == self.num_drafts
+        ]
 
 
 class ExitGains:

@@ -40,13 +40,13 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 def added(monkeypatch: pytest.MonkeyPatch) -> list[Leaf]:
     """All leaves that go through a pass."""
     found: list[Leaf] = []
-    add_leaves = Chain.add_leaves
+    prune = Chain.prune
 
-    def noted(self: Chain, leaves: Sequence[Leaf]) -> None:
-        found.extend(leaves)
-        add_leaves(self, leaves)
+    def noted(self: Chain, num_drafts: int, leaves: Sequence[int] = ()) -> None:
+        prune(self, num_drafts, leaves)
+        found.extend(self.leaves)
 
-    monkeypatch.setattr(Chain, "add_leaves", noted)
+    monkeypatch.setattr(Chain, "prune", noted)
     return found
 
 

@@ -1,4 +1,5 @@
 import random
+from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise, product
 from math import prod
 
@@ -13,8 +14,9 @@ from inference_service.engine.drafting.planner import (
     ExitGains,
     PassCosts,
     Reliability,
-    best_leaves,
+    Tree,
     best_lengths,
+    best_trees,
     exit_gain_s,
     least_survival,
     select_sequences,
@@ -195,53 +197,73 @@ def test_smoothed_costs_lie_on_a_line_that_never_falls() -> None:
 def tree_rate(
     chains: list[list[float]],
     leaves: list[list[tuple[int, float]]],
-    chosen: list[list[int]],
+    trees: Sequence[Tree],
     costs: PassCosts,
     num_other_tokens: int,
 ) -> float:
     expected, num_tokens = 0.0, num_other_tokens
-    for chain, own, numbers in zip(chains, leaves, chosen, strict=True):
-        expected += sum(prod(chain[:length]) for length in range(len(chain) + 1))
-        expected += sum(prod(chain[: own[number][0]]) * own[number][1] for number in numbers)
-        num_tokens += 1 + len(chain) + len(numbers)
+    for chain, own, tree in zip(chains, leaves, trees, strict=True):
+        expected += sum(prod(chain[:length]) for length in range(tree.num_drafts + 1))
+        for number in tree.leaves:
+            place, probability = own[number]
+            expected += prod(chain[:place]) * probability
+        num_tokens += 1 + tree.num_drafts + len(tree.leaves)
     return expected / costs.of_pass(num_tokens)
 
 
+def all_trees(chain: list[float], leaves: list[tuple[int, float]]) -> Iterator[Tree]:
+    for length in range(len(chain) + 1):
+        beside = [number for number, (place, _) in enumerate(leaves) if place < length]
+        for size in range(len(beside) + 1):
+            yield from (Tree(length, picked) for picked in combinations(beside, size))
+
+
 @pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
-def test_the_leaves_are_the_best_of_all(costs: PassCosts) -> None:
+def test_the_trees_are_the_best_of_all(costs: PassCosts) -> None:
     draw = random.Random(5)
-    counts = set()
-    for _ in range(40):
-        chains = [[draw.random() for _ in range(draw.randrange(4))] for _ in range(2)]
+    num_leaves = set()
+    for _ in range(30):
+        chains = [[draw.uniform(0.3, 1.0) for _ in range(draw.randrange(4))] for _ in range(2)]
         leaves = [
-            [(draw.randrange(len(chain)), draw.random() / 2) for _ in range(2)] if chain else []
+            [
+                (place := draw.randrange(len(chain)), (1 - chain[place]) * draw.random())
+                for _ in range(2)
+            ]
+            if chain
+            else []
             for chain in chains
         ]
+        for own, chain in zip(
+            leaves, chains, strict=True
+        ):  # less probable than the drafts beside them
+            own[:] = [(place, min(probability, chain[place])) for place, probability in own]
         others = draw.randrange(3)
-        chosen = best_leaves(chains, leaves, costs, num_other_tokens=others)
-        subsets = [
-            [
-                list(pick)
-                for size in range(len(own) + 1)
-                for pick in combinations(range(len(own)), size)
-            ]
-            for own in leaves
-        ]
-        best = max(
-            tree_rate(chains, leaves, list(picks), costs, others) for picks in product(*subsets)
-        )
+        chosen = best_trees(chains, costs, leaves=leaves, num_other_tokens=others)
+        pairs = product(*(all_trees(*one) for one in zip(chains, leaves, strict=True)))
+        best = max(tree_rate(chains, leaves, pair, costs, others) for pair in pairs)
         assert tree_rate(chains, leaves, chosen, costs, others) == pytest.approx(best)
-        counts.add(sum(map(len, chosen)))
-    assert len(counts) > 1, "the costs decide"
+        num_leaves.add(sum(len(tree.leaves) for tree in chosen))
+    assert len(num_leaves) > 1 or costs is STEEP
 
 
-def test_free_positions_are_filled_with_the_best_leaves_up_to_the_limit() -> None:
+def test_free_positions_hold_the_best_leaves_up_to_the_limit() -> None:
     leaves = [(0, 0.01 * number) for number in range(20)]
-    [chosen] = best_leaves([[0.5, 0.5, 0.5]], [leaves], PassCosts(deep=(1.0,) * 9))
-    assert chosen == list(range(19, 19 - (MAX_TREE_TOKENS - 4), -1))
-    [chosen] = best_leaves([[0.9] * 20], [leaves], PassCosts(deep=(1.0,) * 30))
-    assert chosen == []
+    [tree] = best_trees([[0.5, 0.5, 0.5]], PassCosts(deep=(1.0,) * 9), leaves=[leaves])
+    assert tree == Tree(3, tuple(range(19, 19 - (MAX_TREE_TOKENS - 4), -1)))
 
 
-def test_without_chains_there_are_no_leaves() -> None:
-    assert best_leaves([], [], FLAT) == []
+def test_a_probable_leaf_is_taken_before_an_improbable_draft() -> None:
+    costs = PassCosts(deep=(1.0, 1.0, 1.0, 9.0))
+    [tree] = best_trees([[0.5, 0.1]], costs, leaves=[[(0, 0.3)]])
+    assert tree == Tree(1, (0,))
+
+
+def test_leaves_beside_drafts_that_are_verified_in_any_case() -> None:
+    [tree] = best_trees([[0.1, 0.9]], FLAT, leaves=[[(0, 0.5), (1, 0.05)]], least=[2])
+    assert tree == Tree(2, (0, 1))
+    [tree] = best_trees([[0.1, 0.9]], STEEP, leaves=[[(0, 0.0), (1, 0.0)]], least=[2])
+    assert tree == Tree(2)
+
+
+def test_without_chains_there_are_no_trees() -> None:
+    assert best_trees([], FLAT) == []
