@@ -255,8 +255,9 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   while (tile.value_lanes < tile.value_chunks) tile.value_lanes *= 2;
   __syncthreads();
 
-  // Partial results of this token and tile: values [piece, head, columns], then marks [piece, head, 2]: the largest score and the sum.
-  float* partials = args.partials + (token * gridDim.y + blockIdx.y) * kPieces * kHeads * (columns + 2);
+  // Partial results of this token and tile: values [piece, head, columns], then marks [piece, head, 2]: the largest score and the sum. The last
+  // tile may have fewer columns than the others, but takes as much room.
+  float* partials = args.partials + (token * gridDim.y + blockIdx.y) * kPieces * kHeads * (min(kColumns, (int)args.value_width) + 2);
   float* marks = partials + kPieces * kHeads * columns;
   float running = -INFINITY, sum = 0.f;  // thread h < kHeads: largest score and sum of head h so far
   for (int piece = blockIdx.z; piece < pieces; piece += shares) {

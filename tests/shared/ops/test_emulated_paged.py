@@ -53,6 +53,12 @@ BUGS = [
         "  __syncthreads();\n  if (threadIdx.x == 0) *scratch",
     ),
     Bug(
+        "the partial results of a narrow tile of columns in the room of a wide one",
+        KERNELS,
+        "(min(kColumns, (int)args.value_width) + 2)",
+        "(columns + 2)",
+    ),
+    Bug(
         "pieces cut by the number of thread blocks",
         KERNELS,
         "((count + (int)kPieces - 1) / (int)kPieces +",
@@ -83,11 +89,18 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
 
 
 def check_paged(program: Path) -> None:
-    short, long, longer = ([1, 1], [3, 40]), ([1, 2], [5, 140]), ([1, 1], [5, 270])
+    short, long, longer, both = (
+        ([1, 1], [3, 40]),
+        ([1, 2], [5, 140]),
+        ([1, 1], [5, 270]),
+        ([2, 2], [270, 270]),
+    )
     cases = [  # sequences, padding, (group, kv heads), (width, value width), block size, dtype, transposed, options, shares to try
         (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {"num_leaves": 1}, (0, 1)),
         # In float32, because rounding to fewer bits would hide another order of sums.
-        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {"num_leaves": 2, "window": 260, "softcap": 2.0}, (2, 3, 1)),
+        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {"num_leaves": 1, "window": 260, "softcap": 2.0}, (2, 3, 1)),
+        # A tile of 4 columns beside one of 32, in several pieces.
+        (both, 0, (2, 1), (5, 36), 7, torch.float32, False, {}, (0, 2, 3)),
         (short, 0, (1, 1), (8, 132), 3, torch.float32, True, {}, (1,)),
         (short, 1, (9, 1), (8, 8), 16, torch.bfloat16, False, {"window": 34}, (1,)),
         (short, 0, (2, 2), (40, 16), 16, torch.float16, False, {}, (0,)),
