@@ -158,9 +158,8 @@ def best_trees(
         return []
     growing = [_Growing(*one) for one in zip_longest(chains, leaves, fillvalue=())]
     expected, num_tokens = float(len(chains)), len(chains) + num_other_tokens
-    candidates: list[
-        tuple[float, int, int]
-    ] = []  # -gain, index of the chain, index of the leaf or DRAFT
+    # -gain, index of the chain, index of the leaf or DRAFT
+    candidates: list[tuple[float, int, int]] = []
 
     def extend(index: int) -> float:
         """Takes the next draft of a chain. Returns what it is expected to add, and makes what may follow candidates."""
@@ -181,7 +180,7 @@ def best_trees(
     for index in range(len(chains)):
         offer_next(index)
     lengths = [one.num_drafts for one in growing]
-    taken: list[tuple[int, int]] = []  # index of the chain, index of the leaf or DRAFT
+    taken: list[tuple[int, int]] = []
     best, best_rate = 0, expected / costs.of_pass(num_tokens)
     # Survival falls along a chain, and the chain's draft is the most probable one of its place. So taking the largest gain that remains
     # never skips a draft.
