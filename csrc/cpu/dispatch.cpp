@@ -47,7 +47,7 @@ double product_seconds(const Kernels& kernels) {
   constexpr int64_t kInputs = 1024, kOutputs = 1024, kRows = 4, kTrials = 5;
   const std::vector<float> panels(kInputs * kOutputs), x(kRows * kInputs);
   std::vector<float> out(kRows * kOutputs);
-  const Matrix matrix{reinterpret_cast<const uint8_t*>(panels.data()), kPlain32, panel_bytes(kPlain32, kInputs)};
+  const Matrix matrix{reinterpret_cast<const uint8_t*>(panels.data()), kPlain32, panel_bytes(kPlain32, kInputs), false};
   double sum = 0;
   for (const int64_t rows : {int64_t(1), kRows}) {
     const LinearArgs args{x.data(), matrix, {}, nullptr, out.data(), rows, kInputs, kOutputs, kInputs, false, kIdentity, nullptr};

@@ -146,9 +146,10 @@ __device__ __forceinline__ void add_values(const PagedArgs& args, const KeyTile<
   }
 }
 
-// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence. That of position `own` is kept at `kept_at`.
+// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence. `own`: the token's position and where it is kept. They
+// are in shared memory because the widest kernels have no registers left for them.
 template <class E, int kHeads, int kSize>
-__device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t table, int64_t head, int begin, int end, int own, int kept_at,
+__device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t table, int64_t head, int begin, int end, const int* own,
                                        const float* query, float* weights, WarpState<kHeads, kSize>& state) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
@@ -156,7 +157,7 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
     state.largest[h] = -INFINITY, state.sums[h] = 0.f;
     for (int e = 0; e < kSize; ++e) state.values[h][e] = 0.f;
   }
-  const auto slot_at = [&](int position) { return position < end ? slot_of(args, table, position == own ? kept_at : position, head) : (int64_t)-1; };
+  const auto slot_at = [&](int position) { return position < end ? slot_of(args, table, position == own[0] ? own[1] : position, head) : (int64_t)-1; };
   int first = begin + (int)(threadIdx.x / kWarp) * kWarp;
   int64_t next = slot_at(first + lane);
 #pragma unroll 1
@@ -228,12 +229,14 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   NEAP_SHARED(float, keeps, kHeads * kWarp);
   NEAP_SHARED(float, adds, kHeads * kWarp);
   NEAP_SHARED(unsigned, arrived, 1);
+  NEAP_SHARED(int, own, 2);
   float* query = reinterpret_cast<float*>(query_memory);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = (int)(args.heads / args.kv_heads), width = (int)args.width;
   const int column_tiles = ((int)args.value_width + kColumns - 1) / kColumns, head_tiles = (group + kHeads - 1) / kHeads;
   const int column = (int)blockIdx.y % column_tiles * kColumns, columns = min(kColumns, (int)args.value_width - column);
   const int first_head = (int)blockIdx.y / column_tiles % head_tiles * kHeads, heads = min(kHeads, group - first_head);
-  const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x, table = args.table_indices[token], position = args.positions[token], kept_at = args.kept_at[token];
+  const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x, table = args.table_indices[token];
+  const int64_t position = args.positions[token], kept_at = args.kept_at[token];
   const int64_t first_row = token * args.heads + kv_head * group + first_head;  // of the output
   E* out = static_cast<E*>(args.out) + first_row * args.value_width + column;
   if (position < 0 || !has_slot(args, table, position) || !has_slot(args, table, kept_at)) {
@@ -249,6 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   const E* q = static_cast<const E*>(args.q) + token * args.q_token + (kv_head * group + first_head) * args.q_head;
   for (int i = threadIdx.x; i < kHeads * width; i += kThreads) query[i] = i / width < heads ? to_float(q[i / width * args.q_head + i % width]) : 0.f;
   for (int i = threadIdx.x; i < kItems; i += kThreads) total[i] = 0.f;
+  if (threadIdx.x == 0) own[0] = (int)position, own[1] = (int)kept_at;
   KeyTile<E> tile{};
   tile.keys = static_cast<const E*>(args.keys), tile.values = static_cast<const E*>(args.values) + column;
   tile.chunks = width / kSize, tile.value_chunks = columns / kSize, tile.value_lanes = 1;
@@ -263,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   for (int piece = blockIdx.z; piece < pieces; piece += shares) {
     WarpState<kHeads, kSize> state;
     const int from = begin + piece * piece_keys;
-    attend<E, kHeads, kSize>(args, tile, table, kv_head, from, min(from + piece_keys, begin + count), (int)position, (int)kept_at, query, weights + warp * kHeads * kWarp, state);
+    attend<E, kHeads, kSize>(args, tile, table, kv_head, from, min(from + piece_keys, begin + count), own, query, weights + warp * kHeads * kWarp, state);
     join_warps(state, tile.value_lanes, warp_largest, warp_sums, part, largest, sums);
     if (shares > 1) {
       for (int i = threadIdx.x; i < kHeads * columns; i += kThreads)

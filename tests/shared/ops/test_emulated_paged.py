@@ -37,7 +37,7 @@ BUGS = [
     Bug(
         "a leaf that sees its sibling in place of itself",
         KERNELS,
-        "position == own ? kept_at : position",
+        "position == own[0] ? own[1] : position",
         "position",
     ),
     Bug(
