@@ -34,8 +34,12 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
 _fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fields", default=None)
 _waits: ContextVar[ClientWaits | None] = ContextVar("neap_client_waits", default=None)
+_has_written: ContextVar[bool] = ContextVar("neap_has_written", default=False)
 # Auxiliary services: their calls are logged at info level only if they fail, and a drain does not wait for them.
 SIDE_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+
+# How long the first response of a call may still take once the call is ended. Only a client that does not read takes this long.
+FIRST_RESPONSE_S = 0.5
 
 # How a handler learns that the client is gone. `InternalError` comes from a write that failed just before the cancellation.
 CLIENT_GONE = (asyncio.CancelledError, GeneratorExit, grpc.aio.InternalError)
@@ -59,7 +63,26 @@ async def write_response(context: Any, response: Any, timeout_s: float | None = 
     """Send a response in the call that this task serves, bounded by `ClientWaits.delivery`. Raises Exhausted (SLOW_READER)."""
     waits = _waits.get()
     assert waits is not None, "outside of a call"
-    await waits.delivery(context.write(response), timeout_s)
+    if _has_written.get():
+        await waits.delivery(context.write(response), timeout_s)
+    else:
+        await waits.delivery(_write_first(context, response), timeout_s)
+        _has_written.set(True)
+
+
+async def _write_first(context: Any, response: Any) -> None:
+    """Write the first response of a call. If this is cancelled, the write may still end within `FIRST_RESPONSE_S`.
+
+    gRPC sends the initial metadata with it, and knows of that only when the write has ended. Otherwise `abort` would send them once more
+    and fail, and the client would not get its status.
+    """
+    writing = asyncio.ensure_future(context.write(response))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait({writing}, timeout=FIRST_RESPONSE_S)
+        writing.cancel()
+        raise
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
@@ -153,7 +176,7 @@ class _Wrapped:
                     request = await self._request(context)
                     async with aclosing(inner(request, context)) as responses:
                         async for response in responses:
-                            await self.waits.delivery(context.write(response))
+                            await write_response(context, response)
 
         return handle
 
@@ -214,6 +237,7 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
             ids["trace_id"] = trace_id
     _request_id.set(request_id)
     _waits.set(call.waits)
+    _has_written.set(False)
     set_current_caller(caller)
     _fields.set(fields)
     structlog.contextvars.bind_contextvars(**ids)

@@ -9,8 +9,8 @@ from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 from structlog.testing import capture_logs
 
 from shared.errors import Corrupt, NotFound
-from shared.rpc.interceptors import current_request_id
-from tests.shared.rpc.conftest import begun_call
+from shared.rpc.interceptors import ServiceInterceptor, current_request_id
+from tests.shared.rpc.conftest import Scripted, begun_call
 from tests.waiting import wait_until
 
 
@@ -159,3 +159,29 @@ def test_a_write_that_fails_because_the_client_is_gone_is_not_an_error(scripted,
         next(call)
         wait_until(lambda: logs)
     assert [(entry["event"], entry["code"]) for entry in logs] == [("call ended", "CANCELLED")]
+
+
+async def test_a_call_that_ends_while_its_first_response_is_written_is_told_why():
+    interceptor, scripted = ServiceInterceptor(), Scripted()
+
+    async def generate(request, context):
+        # Runs when the write has begun, and before anything that gRPC reports.
+        asyncio.get_running_loop().call_soon(interceptor.calls.end)
+        yield inference_pb2.GenerateResponse()
+
+    scripted.on_generate = generate
+    server = grpc.aio.server(interceptors=(interceptor,))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(scripted, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+                inference_pb2.GenerateRequest()
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match="is stopping") as caught:
+                async for _ in call:
+                    pass
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await server.stop(None)

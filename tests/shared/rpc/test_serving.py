@@ -216,8 +216,8 @@ def test_without_any_grace_running_and_arriving_calls_are_told_before_the_server
     tidying, tidied = threading.Event(), threading.Event()
 
     async def tidies_up(request, context):
-        yield inference_pb2.GenerateResponse()
         try:
+            yield inference_pb2.GenerateResponse()
             await asyncio.sleep(60)
         finally:
             tidying.set()
