@@ -100,7 +100,7 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
   m.def(
       "decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases, Tensor(a!)[] keys, "
-      "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt num_layers, SymInt heads, SymInt intermediate, str activation, "
+      "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt[] stops, SymInt num_layers, SymInt heads, SymInt intermediate, str activation, "
       "float eps, float weight_offset, float scaling, float? softcap=None) -> Tensor");
   m.def("tensor_table(Tensor[] tensors) -> Tensor");
   m.def("profile_layers(bool is_on) -> Tensor");

@@ -276,7 +276,7 @@ int64_t ranks_for(const Layer& layer) {
 
 Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tensor packed_table, Tensor bias_table, std::vector<Tensor> key_tables,
                       std::vector<Tensor> value_tables, std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks,
-                      int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset, double scaling,
+                      std::vector<int64_t> stops, int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset, double scaling,
                       std::optional<double> softcap) {
   check_float(kOp, "x", x, 3);
   check_float(kOp, "cos", cos, 3);
@@ -299,6 +299,10 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
   NEAP_CHECK((matrices == 5 || matrices == 7) && packed.count == matrices * layers && (biases.count == 0 || biases.count == packed.count - layers), kOp, ": ",
              packed.count, " matrices and ", biases.count, " biases for ", layers,
              " layers, want 7 and 6 each, or 5 and 4 if one matrix makes queries, keys and values; biases may be absent");
+  stops.push_back(num_layers);
+  for (size_t i = 0; i < stops.size(); ++i)
+    NEAP_CHECK(stops[i] > (i ? stops[i - 1] : 0) && stops[i] <= num_layers, kOp, ": stop ", stops[i], " is out of order, or not between 1 and ",
+               num_layers - 1);
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
   NEAP_CHECK(text(cos) == text(sin), kOp, ": cos ", text(cos), " and sin ", text(sin), " differ in shape");
@@ -306,15 +310,22 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
   for (Tensor* t : {&x, &cos, &sin})
     if (!t->is_contiguous()) *t = torch::stable::contiguous(*t);
   const Call call{x, cos, sin, keys, values, bases, counts, masks, heads, intermediate, gate_activation(kOp, activation), eps, weight_offset, scaling, softcap};
-  Tensor result = empty(sizes_of(x));
-  if (x.numel() == 0) return result;
+  Sizes sizes = sizes_of(x);
+  sizes.insert(sizes.begin(), (int64_t)stops.size());
+  Tensor states = empty(sizes);
+  if (x.numel() == 0) return states;
 
   std::vector<Layer> stack;
   stack.reserve(layers);
   int64_t ranks = 1, floats_used = 0;
-  for (int64_t i = 0; i < num_layers; ++i) {
+  // Layers up to a stop overwrite its state, the next ones read it and write to that of the next stop.
+  const float* entering = floats(x);
+  float* leaving = mutable_floats(states);
+  for (int64_t i = 0, stop = 0; i < num_layers; ++i) {
+    if (i == stops[stop]) ++stop, leaving += x.numel();
     const LayerTensors tensors{part(norms, i, num_layers), part(packed, i, num_layers), part(biases, i, num_layers)};
-    stack.push_back(make_layer(call, tensors, i, i == 0 ? floats(x) : floats(result), mutable_floats(result)));
+    stack.push_back(make_layer(call, tensors, i, entering, leaving));
+    entering = leaving;
     ranks = std::max(ranks, ranks_for(stack.back()));
   }
   int64_t covered = 0;
@@ -336,7 +347,7 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
   in_team(ranks, [&](const Team& team) {
     for (const Layer& layer : stack) layer.run(team);
   });
-  return result;
+  return states;
 }
 
 Tensor profile_layers(bool is_on) {

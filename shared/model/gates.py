@@ -219,20 +219,21 @@ class Gates:
         """
         if self._stack is None or any(self._hooks):
             return None
-        tapped = {}
         num_tokens = state.shape[0] * state.shape[1]
-        stops = [*sorted(depth for depth in taps or () if first <= depth < last), last]
+        wanted = [depth for depth in taps or () if first <= depth < last]
+        tapped = {first: state}
         depth = first
-        for stop in stops:
-            while depth < stop:
-                end = self._stack.end(depth, stop)
-                out = self._stack.run(depth, end, (state,), shared)
-                if out is None:
-                    return None
-                state, depth = out, end
-            tapped[stop] = state
+        while depth < last:
+            end = self._stack.end(depth, last)
+            inside = {stop - depth: state for stop in wanted if depth < stop < end}
+            out = self._stack.run(depth, end, (state,), shared, inside)
+            if out is None:
+                return None
+            tapped.update((depth + count, own) for count, own in inside.items())
+            state, depth = out, end
+            tapped[depth] = state
         if taps:
-            taps.update((depth, tapped[depth]) for depth in stops[:-1])
+            taps.update((depth, tapped[depth]) for depth in wanted)
         self.counters.add(first, last, num_tokens)
         return state
 

@@ -1,6 +1,6 @@
 """The fake of each op: the shape and dtype of its result, for torch.compile and export. Sizes may be symbolic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,22 @@ def _ragged_contiguous_attention(q: Tensor, k: Tensor, v: Tensor, *others: Any) 
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
 
-def _decoder_layers(x: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(x.shape)
+def _decoder_layers(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: Tensor,
+    packed: Tensor,
+    biases: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    bases: Sequence[int],
+    counts: Sequence[int],
+    masks: Sequence[Tensor],
+    stops: Sequence[int],
+    *others: Any,
+) -> Tensor:
+    return x.new_empty(len(stops) + 1, *x.shape)
 
 
 def _exit_head(

@@ -105,16 +105,20 @@ def decoder_layers(
     weights: LayerWeights,
     kv: LayerKV,
     masks: Sequence[Tensor] = (),
+    taps: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """Each layer: h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B, Q, D] -> [B, Q, D].
 
     The output of one layer is the x of the next. The tokens of x are those of all sequences, one after another: `kv.counts[s]` of sequence s. The first R numbers of queries and keys
     are rotated by cos, sin [B or 1, Q, R], halves paired. Keys and values are written to `kv`, then queries attend as in
     `shared.ops.ragged_contiguous_attention`; without `masks`, all causally. The bits are those of the single ops, called one after another.
+
+    `taps`: for each key n, 1 to `weights.num_layers` - 1, the state after the first n layers becomes its value [B, Q, D].
     """
     load()
     refuse_gradient(x)
-    out: Tensor = torch.ops.neap.decoder_layers.default(
+    stops = sorted(taps or ())
+    states: Tensor = torch.ops.neap.decoder_layers.default(
         x,
         cos,
         sin,
@@ -124,6 +128,7 @@ def decoder_layers(
         kv.bases,
         kv.counts,
         masks,
+        stops,
         weights.num_layers,
         weights.num_heads,
         weights.intermediate,
@@ -133,4 +138,7 @@ def decoder_layers(
         weights.scaling,
         weights.softcap,
     )
+    *tapped, out = states.unbind()
+    if taps:
+        taps.update(zip(stops, tapped, strict=True))
     return out

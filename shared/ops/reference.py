@@ -149,10 +149,13 @@ def decoder_layers(
     bases: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
+    stops: Sequence[int],
     num_layers: int,
     *others: Any,
 ) -> Tensor:
-    """See `shared.ops.layer.decoder_layers`. `matrices` are not packed."""
+    """See `shared.ops.layer.decoder_layers`: the states after each of `stops` layers and after the last [K, B, Q, D]. `matrices` are not
+    packed."""
+    states = []
 
     def part(tensors: Sequence[Tensor], layer: int) -> Sequence[Tensor]:
         count = len(tensors) // num_layers
@@ -162,7 +165,9 @@ def decoder_layers(
         own = (part(each, layer) for each in (norms, matrices, biases, keys, values))
         arguments: tuple[Any, ...] = (*own, bases, counts, masks, *others)
         x = _decoder_layer(x, cos, sin, *arguments)
-    return x
+        if layer + 1 in (*stops, num_layers):
+            states.append(x)
+    return torch.stack(states)
 
 
 def _decoder_layer(

@@ -194,9 +194,14 @@ class FusedLayer:
         return None if any(self._hooks) else self._plan
 
 
-def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def run_plan(
+    plan: LayerPlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    taps: dict[int, Tensor] | None = None,
+) -> Tensor | None:
     """The output [B, Q, D] of consecutive layers, of which the first is called with these arguments, and the others with the same but the
-    state. For a call that the op does not support, does nothing and returns None."""
+    state. For a call that the op does not support, does nothing and returns None. `taps` as in `decoder_layers`."""
     layers_kv = getattr(kwargs.get("past_key_values"), "layers_kv", None)
     angles = kwargs.get("position_embeddings")
     if layers_kv is None or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
@@ -211,7 +216,7 @@ def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if hidden.shape[0] > 1:
         keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
     kv = layers_kv(keys, values, plan.indices)
-    return decoder_layers(hidden, *angles, weights=plan.weights, kv=kv, masks=masks)
+    return decoder_layers(hidden, *angles, weights=plan.weights, kv=kv, masks=masks, taps=taps)
 
 
 class LayerStack:
@@ -244,7 +249,12 @@ class LayerStack:
         return min(self._ends[first], last)
 
     def run(
-        self, first: int, end: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        first: int,
+        end: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        taps: dict[int, Tensor] | None = None,
     ) -> Tensor | None:
         """Layers [first, end), as `end` has found them: see `run_plan`. None also if one of them must run its own forward."""
         plans = [layer.plan for layer in self._layers[first:end] if layer is not None]
@@ -255,7 +265,7 @@ class LayerStack:
         plan = self._stacked.get((first, end))
         if plan is None:
             plan = self._stacked[first, end] = stacked_plan(able)
-        return run_plan(plan, args, kwargs)
+        return run_plan(plan, args, kwargs, taps)
 
 
 def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:

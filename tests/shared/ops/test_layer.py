@@ -115,7 +115,7 @@ def _flat(weights: LayerWeights, matrices: list[Tensor], kv: LayerKV, masks: lis
     w = weights
     return (
         *(w.norms, matrices, w.biases, _stores(kv.keys), _stores(kv.values), kv.bases, kv.counts),
-        *(masks, w.num_layers, w.num_heads, w.intermediate),
+        *(masks, [], w.num_layers, w.num_heads, w.intermediate),
         *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap),
     )
 
@@ -140,7 +140,7 @@ def _step_by_step(
     with pytest.MonkeyPatch.context() as patch:
         for name, single in singles.items():
             patch.setattr(reference, name, single)
-        return reference.decoder_layers(x, cos, sin, *_flat(w, w.packed, kv, masks))
+        return reference.decoder_layers(x, cos, sin, *_flat(w, w.packed, kv, masks))[-1]
 
 
 @DRAWN
@@ -155,17 +155,23 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
     for kept, expected in zip(kv[:2], expected_kv[:2], strict=True):
         assert all(map(torch.equal, _stores(kept), _stores(expected)))
     matrices = [ops.unpack_linear(packed) for packed in weights.packed]
-    spec = reference.decoder_layers(x, cos, sin, *_flat(weights, matrices, spec_kv, masks))
+    spec = reference.decoder_layers(x, cos, sin, *_flat(weights, matrices, spec_kv, masks))[-1]
     # Sums in another order may round a key or a value of 16 bits to its neighbour.
     tolerance = 1e-4 if p["kv_dtype"] == torch.float32 else 1e-2
     torch.testing.assert_close(out, spec, atol=tolerance * float(spec.abs().max()), rtol=1e-3)
 
 
 @DRAWN
-@given(p=layers(), num_layers=st.sampled_from([2, 5]), threads=st.sampled_from([1, 2]))
+@given(
+    p=layers(),
+    num_layers=st.sampled_from([2, 5]),
+    threads=st.sampled_from([1, 2]),
+    wanted=st.sets(st.integers(1, 4)),
+)
 def test_a_stack_has_the_bits_of_its_layers_one_after_another(
-    isa: str, p: dict, num_layers: int, threads: int
+    isa: str, p: dict, num_layers: int, threads: int, wanted: set[int]
 ) -> None:
+    wanted = {count for count in wanted if count < num_layers}
     parts = [_weights(p) for _ in range(num_layers)]
     x, cos, sin, _, masks = _inputs(p)
     kvs = [_inputs(p)[3] for _ in parts]
@@ -178,12 +184,18 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
     )
     before = x.clone()
     torch.set_num_threads(threads)
-    out = decoder_layers(x, cos, sin, stacked(parts), LayerKV(keys, values, *kvs[0][2:]), masks)
+    taps = dict.fromkeys(wanted, x[:0])
+    kv = LayerKV(keys, values, *kvs[0][2:])
+    out = decoder_layers(x, cos, sin, stacked(parts), kv, masks, taps)
     torch.set_num_threads(1)
     assert torch.equal(x, before)
+    states = []
     for weights, kv in zip(parts, kvs, strict=True):
         x = decoder_layers(x, cos, sin, weights, kv, masks)
+        states.append(x)
     assert torch.equal(out, x)
+    assert taps.keys() == wanted
+    assert all(torch.equal(taps[count], states[count - 1]) for count in wanted)
     assert all(map(torch.equal, _stores(keys), (t for kv in kvs for t in _stores(kv.keys))))
     assert all(map(torch.equal, _stores(values), (t for kv in kvs for t in _stores(kv.values))))
 
@@ -269,14 +281,17 @@ def test_no_tokens_are_no_work() -> None:
         ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
         ({"masks": [PLAIN, PLAIN]}, "2 masks for 1 sequences"),
+        ({"taps": [1]}, "stop 1 is out of order, or not between 1 and 0"),
+        ({"taps": [0]}, "stop 0 is out of order"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     weights, (x, cos, sin, kv, masks) = _weights(SMALL), _inputs(SMALL)
     kv = kv._replace(**change.pop("kv", {}))
     x, masks = change.pop("x", x), change.pop("masks", masks)
+    taps = dict.fromkeys(change.pop("taps", []), x)
     with pytest.raises(RuntimeError, match=message):
-        decoder_layers(x, cos, sin, replace(weights, **change), kv, masks)
+        decoder_layers(x, cos, sin, replace(weights, **change), kv, masks, taps)
 
 
 def test_what_is_no_table_is_refused() -> None:
