@@ -22,6 +22,8 @@ LOSS = "generation_differs"
 Setting = Literal["threshold", "margin"]
 RISK_KEYS: Mapping[Setting, str] = {"threshold": "risk", "margin": "margin_risk"}
 MAX_BOUNDS = 16
+# The drafts of a chain that the certification takes into account. A worker drafts no more of them under policy relaxed.
+CERTIFIED_DRAFTS = 8
 
 
 @dataclass(frozen=True)

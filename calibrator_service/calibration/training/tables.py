@@ -13,9 +13,10 @@ from shared.ladder.ladder import (
     successor_evidence,
     suffix_evidence,
 )
+from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.table_router import Evidence, fit_table_router
 
-MAX_CHAIN = 8
+MAX_CHAIN = CERTIFIED_DRAFTS
 
 
 @dataclass(frozen=True)

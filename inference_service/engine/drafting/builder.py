@@ -10,6 +10,7 @@ from inference_service.engine.drafting.planner import MIN_SURVIVAL, PassCosts, l
 from inference_service.engine.request.sequence import Sequence
 from shared.errors import Corrupt
 from shared.ladder.fused_head import chained
+from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft
 from shared.ops.chains import ChainStart
 
@@ -55,6 +56,8 @@ class DraftBuilder:
         self._others: dict[int, tuple[Draft, float]] = {}  # by token: drafts of the next position
         # The deep pass itself gives one token of the answer.
         self._room = min(sequence.num_left - 1, costs.max_drafts)
+        if policy.name == "relaxed":
+            self._room = min(self._room, CERTIFIED_DRAFTS)
         if policy.max_drafts:
             self._room = min(self._room, policy.max_drafts)
         if (

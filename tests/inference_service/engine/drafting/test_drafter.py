@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from inference_service.engine.drafting import builder
 from inference_service.engine.drafting.drafter import Drafter, draft_chains
 from inference_service.engine.drafting.planner import ExitCost, ExitGains, PassCosts
 from inference_service.engine.request.request import GenerationRequest, StoppingParams
@@ -13,6 +14,7 @@ from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
+from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
@@ -39,7 +41,10 @@ def runner() -> Runner:
 
 
 def members(
-    runner: Runner, ladders: Rows[Ladder], policies: Rows[DepthPolicy]
+    runner: Runner,
+    ladders: Rows[Ladder],
+    policies: Rows[DepthPolicy],
+    costs: PassCosts = COSTS,
 ) -> list[tuple[Sequence, Drafter]]:
     """Sequences after the prefill of their own prompts, each with its ladder's drafter."""
     decoder = Decoder(runner)
@@ -49,7 +54,7 @@ def members(
         if id(ladder) not in bound:
             bound[id(ladder)] = (
                 ladder.bind(runner),
-                Drafter(runner, COSTS, _Eager((1.0,) * len(DEPTHS))),
+                Drafter(runner, costs, _Eager((1.0,) * len(DEPTHS))),
             )
         own, drafter = bound[id(ladder)]
         prompt = tuple(range(3 + number, 9 + 3 * number))
@@ -57,7 +62,7 @@ def members(
         request = GenerationRequest(prompt, stopping=stopping, policy=policy)
         sequence = decoder.admit(request, own, drafter.served(request))
         while not sequence.num_generated:
-            decoder.step([(sequence, drafter)], COSTS)
+            decoder.step([(sequence, drafter)], costs)
         found.append((sequence, drafter))
     return found
 
@@ -127,6 +132,16 @@ def test_drafts_that_a_margin_accepts_do_not_count_for_other_requests(runner, sa
     after = [drafter.served(request).factor("depth-0") for request in (near, exact)]
     assert after[0] > before[0] + 0.3
     assert after[1] == before[1]
+
+
+@pytest.mark.parametrize("limit", [CERTIFIED_DRAFTS, CERTIFIED_DRAFTS + 3])
+def test_relaxed_drafts_as_many_as_its_bounds_count(runner, monkeypatch, limit):
+    monkeypatch.setattr(builder, "CERTIFIED_DRAFTS", limit)
+    all_final = DepthPolicy("relaxed", threshold=1e-6)
+    costs = replace(COSTS, deep=(1.0,) * (CERTIFIED_DRAFTS + 8))
+    [member] = members(runner, [random_ladder(runner.loaded, 1)], [all_final], costs)
+    [chain] = draft_chains([member], 1)
+    assert len(chain.drafts) == limit
 
 
 def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
