@@ -178,14 +178,15 @@ def clock():
 def test_calls_that_end_early_count_once_and_end_their_spans(
     stub, worker, clock, metrics, spans, log_lines, code
 ):
-    """The clock of the engine passes the deadline that the client has set."""
+    """The client cancels, or the clock of the engine passes the deadline that the client has set."""
     call = stub.Generate(_request(2000), metadata=METADATA, timeout=1000)
     first, second = next(call), next(call)
     assert first.HasField("started")
     assert second.HasField("chunk")
     if code == "CANCELLED":
         call.cancel()
-    clock.later_s = 1000.0
+    else:
+        clock.later_s = 1000.0
     spans.wait_for(lambda: spans.named(GENERATE))
     assert _ended(metrics) == {("request_failures", "tiny", code): 1}
     assert worker.engine.num_running == 0
