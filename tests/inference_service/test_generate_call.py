@@ -189,7 +189,7 @@ def test_calls_that_end_early_count_once_and_end_their_spans(
         clock.later_s = 1000.0
     spans.wait_for(lambda: spans.named(GENERATE))
     assert _ended(metrics) == {("request_failures", "tiny", code): 1}
-    assert worker.engine.num_running == 0
+    wait_until(lambda: worker.engine.num_running == 0)
     (line,) = log_lines()
     assert line["code"] == code
     assert 0 < line["generated_tokens"] < 2000
