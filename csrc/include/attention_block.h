@@ -95,10 +95,12 @@ void pack_keys(const E* k, int64_t k_row, int64_t count, int64_t width, float* o
     }
 }
 
+constexpr int64_t kInputsAhead = 32;  // what a tile of attention prefetches, in rows of keys or values
+
 // c [rows, panels * 16] = a [rows, depth] @ b.
 template <class Reader>
 void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
-  const RowTiles tiles(rows, low_rows<Reader>());
+  const RowTiles tiles(rows);
   const int64_t group = panels_for<Reader>((int)tiles.height);
   const TileArgs base = t;
   for (int64_t p = 0; p < panels; p += group)
@@ -109,6 +111,7 @@ void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
         t.c = base.c + r * base.c_stride + p * kPanel;
         t.depth = min64(kDepthBlock, depth - k);
         t.accumulate = k > 0;
+        t.ahead = {t.b + kInputsAhead * base.row_bytes, base.row_bytes, base.panel_stride};
         pick_tile<Reader>((int)tiles.rows(i), (int)min64(group, panels - p))(t);
       }
 }
@@ -159,18 +162,18 @@ template <class E>
 void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, int64_t first, int64_t count) {
   const E* k = static_cast<const E*>(a.k) + t.batch * a.k_batch + t.kv_head * a.k_head + first * a.k_row;
   pack_keys(k, a.k_row, count, a.width, s.keys);
-  multiply<Rows<float>>({s.q, a.width, bytes_of(s.keys), a.width * kRowBytes, kRowBytes, 0, s.scores, kKeyBlock, false, 0, 0}, t.rows, ceil_div(count, kPanel), a.width);
+  multiply<Rows<float>>({s.q, a.width, bytes_of(s.keys), a.width * kRowBytes, kRowBytes, 0, s.scores, kKeyBlock, false, {}}, t.rows, ceil_div(count, kPanel), a.width);
   for (int64_t row = 0; row < t.rows; ++row) {
     const int64_t end = a.causal ? a.keys - a.queries + t.query + row / t.group + 1 : a.keys;
     softmax_row(a, s.scores + row * kKeyBlock, count, min64(count, end - first), mask_row(a, t, row, first), s.block_max + row, s.block_sum + row);
   }
   const E* v = static_cast<const E*>(a.v) + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
   const int64_t width = a.value_width, panels = width / kPanel, c_stride = padded_width(a), bytes = sizeof(E);
-  multiply<Rows<E, 0>>({s.scores, kKeyBlock, bytes_of(v), kPanel * bytes, a.v_row * bytes, 0, s.block, c_stride, false, 0, 0}, t.rows, panels, count);
+  multiply<Rows<E, 0>>({s.scores, kKeyBlock, bytes_of(v), kPanel * bytes, a.v_row * bytes, 0, s.block, c_stride, false, {}}, t.rows, panels, count);
   if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
     for (int64_t i = 0; i < count; ++i)
       for (int64_t c = 0; c < kPanel; ++c) s.tail[i * kPanel + c] = panels * kPanel + c < width ? to_float(v[i * a.v_row + panels * kPanel + c]) : 0.f;
-    multiply<Rows<float>>({s.scores, kKeyBlock, bytes_of(s.tail), 0, kRowBytes, 0, s.block + panels * kPanel, c_stride, false, 0, 0}, t.rows, 1, count);
+    multiply<Rows<float>>({s.scores, kKeyBlock, bytes_of(s.tail), 0, kRowBytes, 0, s.block + panels * kPanel, c_stride, false, {}}, t.rows, 1, count);
   }
 }
 

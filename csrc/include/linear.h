@@ -18,14 +18,13 @@ struct Product {
   int (*panels)(int rows);
   TileFn (*tile)(int rows, int panels);
   void (*widen)(const uint8_t* block, int64_t depth, float* out);
-  bool shared;   // see widen.h
-  int low_rows;  // see low_rows()
+  bool shared;  // see widen.h
 };
 
 template <Format kFormat>
 constexpr Product product_of() {
   using Reader = typename ReaderOf<kFormat>::Type;
-  return {panels_for<Reader>, pick_tile<Reader>, widen_block<Reader>, Reader::kShared, low_rows<Reader>()};
+  return {panels_for<Reader>, pick_tile<Reader>, widen_block<Reader>, Reader::kShared};
 }
 
 constexpr Product kProducts[kFormats] = {
@@ -34,7 +33,7 @@ constexpr Product kProducts[kFormats] = {
 };
 
 template <bool kNative>
-constexpr Product kDots = {panels_for<BfloatDots<kNative>>, pick_tile<BfloatDots<kNative>>, widen_block<BfloatPairs>, false, low_rows<BfloatDots<kNative>>()};
+constexpr Product kDots = {panels_for<BfloatDots<kNative>>, pick_tile<BfloatDots<kNative>>, widen_block<BfloatPairs>, false};
 
 // A gate and `up` share their inputs, so these are rounded only if both want it.
 inline bool rounds_inputs(const LinearArgs& args) { return args.weight.rounds_inputs && (!args.gated || args.up.rounds_inputs); }
@@ -120,37 +119,52 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
   }
 }
 
-// c [rows, panels * 16] = `rows` rows of x times `panels` panels of `matrix` from number `first` on.
-inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first, int64_t panels, float* c) {
+// What tile number `tile` of `tiles` prefetches while it reads `depth` inputs of depth block `block`. `next`: the panel that is read after
+// the tile's first one. Reading and multiplying overlap if there is always something on its way.
+inline Ahead prefetched(const Matrix& matrix, const uint8_t* panel, const uint8_t* next, int64_t block, int64_t depth, int64_t step, int64_t tile, int64_t tiles) {
+  const int64_t begin = block_begin(matrix.format, block), end = begin + depth * step;
+  Ahead ahead{panel + begin + kPrefetchBytes, step, matrix.panel_bytes};
+  if (tiles == 1) {
+    ahead.turn = (matrix.panel_bytes - begin - kPrefetchBytes) / step, ahead.jump = next - panel - matrix.panel_bytes;
+  } else {  // the first tile reads the block, and all of them prefetch a part of the next one
+    ahead.step = step / tiles;
+    ahead.next = (end < matrix.panel_bytes ? panel + end : next) + tile * depth * ahead.step;
+  }
+  return ahead;
+}
+
+// c [rows, panels * 16] = `rows` rows of x times `panels` panels of `matrix` from number `first` on. `next`: the panel that is multiplied
+// after them.
+inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first, int64_t panels, const uint8_t* next, float* c) {
   const Product& product = product_for(matrix, x.are_pairs);
   const int64_t pair = x.are_pairs ? 2 : 1;
-  const RowTiles tiles(rows, product.low_rows);
-  const bool widens = product.shared && tiles.count > 1;
+  const RowTiles tiles(rows);
+  const bool widens = product.shared && tiles.count > kOwnTiles;
   const Product& tile_product = widens ? kProducts[kPlain32] : product;
   const int64_t c_stride = panels * kPanel;
   const int64_t max_panels = min64(tile_product.panels((int)tiles.height), widens ? kWidenedPanels : panels);
   alignas(64) float widened[kDepthBlock * kPanel * kWidenedPanels];
-  TileArgs t{nullptr, x.stride, nullptr, matrix.panel_bytes, kPanel * 4, 0, nullptr, c_stride, false, 0, 0};
+  TileArgs t{nullptr, x.stride, nullptr, matrix.panel_bytes, kPanel * 4, 0, nullptr, c_stride, false, {}};
   if (args.in_features == 0)
     for (int64_t i = 0; i < rows * c_stride; ++i) c[i] = 0.f;
   for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {
-    const int64_t depth = min64(kDepthBlock, args.in_features - k), bytes = block_bytes(matrix.format, depth);
+    const int64_t depth = min64(kDepthBlock, args.in_features - k), block = k / kDepthBlock;
     t.depth = ceil_div(depth, pair);
     t.accumulate = k > 0;
+    const int64_t step = block_bytes(matrix.format, depth) / t.depth;
     for (int64_t p = 0; p < panels; p += max_panels) {
       const int width = (int)min64(max_panels, panels - p);
       const TileFn tall = tile_product.tile((int)tiles.height, width);
       const TileFn low = tiles.height > 1 ? tile_product.tile((int)tiles.height - 1, width) : tall;
-      t.b = matrix.panels + (first + p) * matrix.panel_bytes + block_begin(matrix.format, k / kDepthBlock);
+      const uint8_t* panel = matrix.panels + (first + p) * matrix.panel_bytes;
+      t.b = panel + block_begin(matrix.format, block);
       if (widens) {
         for (int64_t i = 0; i < width; ++i) product.widen(t.b + i * matrix.panel_bytes, depth, widened + i * kDepthBlock * kPanel);
         t.b = reinterpret_cast<const uint8_t*>(widened);
         t.panel_stride = kDepthBlock * kPanel * 4;
       }
-      // While this depth block is used, the next one is prefetched; each row tile prefetches a part of it.
-      t.prefetch_step = bytes / t.depth / tiles.count;
       for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
-        t.prefetch = bytes + i * t.depth * t.prefetch_step;
+        t.ahead = prefetched(matrix, panel, next + p * matrix.panel_bytes, block, t.depth, step, i, tiles.count);
         t.a = x.rows + r * x.stride + k / pair;
         t.c = c + r * c_stride + p * kPanel;
         (i < tiles.taller ? tall : low)(t);
@@ -165,11 +179,16 @@ inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int6
   const Product& product = product_for(args.weight, x.are_pairs);
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
   // As many panels as a tile takes, and as the buffers hold.
-  const int64_t group = max64(1, min64(product.panels((int)RowTiles(rows, product.low_rows).height), kChunkFloats / (rows * kPanel)));
+  const int64_t group = max64(1, min64(product.panels((int)RowTiles(rows).height), kChunkFloats / (rows * kPanel)));
   for (int64_t unit = begin; unit < end; unit += group) {
     const int64_t panels = min64(group, end - unit);
-    multiply_panels(args, args.weight, x, rows, unit, panels, c);
-    if (args.gated) multiply_panels(args, args.up, x, rows, unit, panels, up);
+    const uint8_t* following = args.weight.panels + (unit + panels) * args.weight.panel_bytes;
+    if (args.gated) {
+      multiply_panels(args, args.weight, x, rows, unit, panels, args.up.panels + unit * args.up.panel_bytes, c);
+      multiply_panels(args, args.up, x, rows, unit, panels, following, up);
+    } else {
+      multiply_panels(args, args.weight, x, rows, unit, panels, following, c);
+    }
     for (int64_t p = 0; p < panels; ++p) finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
   }
 }

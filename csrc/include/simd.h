@@ -23,30 +23,20 @@
 
 namespace neap::NEAP_ISA {
 
-// kMaxPanels: streams of weights that one tile reads. More than eight at once cost a fifth of the bandwidth on Zen 4 (bench.floor).
+// kAccumulators: vectors of sums in a tile. kMaxPanels: streams of weights that one tile reads; few, because tiles prefetch what they read
+// next, and then more streams only get into each other's way. kOwnTiles: up to so many row tiles of a quantised matrix widen it each for
+// itself, which takes less time than a copy that they share. Measured on Zen 5 (decision 030): AVX-512 and AVX2.
 #if defined(NEAP_AVX512)
-constexpr int kLanes = 16, kAccumulators = 24, kMaxTileRows = 8, kMaxPanels = 8, kRegisters = 32;
+constexpr int kLanes = 16, kAccumulators = 24, kMaxTileRows = 12, kMaxPanels = 3, kRegisters = 32, kOwnTiles = 3;
 #elif defined(NEAP_AVX2)
-constexpr int kLanes = 8, kAccumulators = 12, kMaxTileRows = 6, kMaxPanels = 6, kRegisters = 16;
+constexpr int kLanes = 8, kAccumulators = 12, kMaxTileRows = 6, kMaxPanels = 3, kRegisters = 16, kOwnTiles = 2;
 #elif defined(__ARM_NEON)
-constexpr int kLanes = 4, kAccumulators = 24, kMaxTileRows = 6, kMaxPanels = 6, kRegisters = 32;
+constexpr int kLanes = 4, kAccumulators = 24, kMaxTileRows = 6, kMaxPanels = 6, kRegisters = 32, kOwnTiles = 1;
 #elif defined(NEAP_PORTABLE_LANES)
 // For tests: runs the code paths of wider instruction sets on a machine without them.
-constexpr int kLanes = NEAP_PORTABLE_LANES, kAccumulators = 24, kMaxTileRows = 8, kMaxPanels = 8, kRegisters = 32;
+constexpr int kLanes = NEAP_PORTABLE_LANES, kAccumulators = 24, kMaxTileRows = 12, kMaxPanels = 3, kRegisters = 32, kOwnTiles = 3;
 #else
-constexpr int kLanes = 4, kAccumulators = 12, kMaxTileRows = 3, kMaxPanels = 3, kRegisters = 16;
-#endif
-
-// Tiles of up to kFollowedRows rows leave fetching to the hardware, which is faster then: they read many panels at once and multiply
-// little. Taller tiles prefetch what comes next. kLowTileRows: rows that fit in two float32 tiles of this height are cut into these,
-// because the first reads more panels at once and the second finds them in the cache; 0: never. Measured on Zen 4 (AVX-512; decision 027) and on a
-// machine that has AVX2 only; on other sets tiles always prefetch.
-#if defined(NEAP_AVX512)
-constexpr int kFollowedRows = 6, kLowTileRows = 0;
-#elif defined(NEAP_AVX2)
-constexpr int kFollowedRows = 3, kLowTileRows = 3;
-#else
-constexpr int kFollowedRows = 0, kLowTileRows = 0;
+constexpr int kLanes = 4, kAccumulators = 12, kMaxTileRows = 3, kMaxPanels = 3, kRegisters = 16, kOwnTiles = 1;
 #endif
 
 typedef float Vec __attribute__((vector_size(kLanes * 4)));

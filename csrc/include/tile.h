@@ -9,19 +9,24 @@
 namespace neap::NEAP_ISA {
 
 // The number of panels per tile of `rows` rows: as many as their accumulators fit in registers, so that enough chains of multiply-adds
-// are independent to hide the latency. At most kMaxPanels, because caches and prefetchers follow only so many streams. What a
-// reader holds takes registers, too.
+// are independent to hide the latency, but at most kMaxPanels. What a reader holds takes registers, too.
 template <class Reader>
 constexpr int panels_for(int rows) {
   const int fitting = Reader::kHeld ? (kRegisters - 3) / (kPanelVecs * (rows + Reader::kHeld)) : kAccumulators / (rows * kPanelVecs);
   return fitting < 1 ? 1 : fitting > kMaxPanels ? kMaxPanels : fitting;
 }
 
-// The height of low tiles, see kLowTileRows. Where reading means widening, fewer tiles are better.
-template <class Reader>
-constexpr int low_rows() {
-  return Reader::kHeld ? 0 : kLowTileRows;
-}
+// How far ahead of its reading a tile prefetches, in bytes of each panel: far enough for the latency of memory, and little enough for
+// the L1 cache.
+constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kNever = int64_t(1) << 62;
+
+// What a tile prefetches while it multiplies: at input k the byte `next` + k * `step` of its first panel, and the same of the others,
+// `panel_stride` bytes apart; `jump` bytes farther from input `turn` on.
+struct Ahead {
+  const uint8_t* next;
+  int64_t step, panel_stride, turn = kNever, jump = 0;
+};
 
 struct TileArgs {
   const float* a;        // [rows, depth], rows `a_stride` apart
@@ -33,18 +38,17 @@ struct TileArgs {
   float* c;              // [rows, panels * 16], rows `c_stride` apart
   int64_t c_stride;
   bool accumulate;       // add to c instead of overwriting it
-  // What this call prefetches for later ones: in each panel, `prefetch_step` bytes per input, beginning `prefetch` bytes ahead
-  // of b.
-  int64_t prefetch, prefetch_step;
+  Ahead ahead;
 };
 
 template <class Reader, int kRows, int kPanels>
 __attribute__((noinline)) void tile(const TileArgs& t) {
   constexpr int kColumns = kPanels * kPanelVecs, kUnit = Reader::kUnit;
-  constexpr bool kPrefetches = kRows > kFollowedRows;
   const int64_t a_stride = t.a_stride;
   const float* a = t.a;
-  const uint8_t* ahead = t.b + t.prefetch;
+  const uint8_t* ahead = t.ahead.next;
+  const int64_t ahead_step = kUnit * t.ahead.step, ahead_stride = t.ahead.panel_stride;
+  int64_t turn = t.ahead.turn;
   Reader readers[kPanels];
   for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.row_bytes);
   Vec sum[kRows][kColumns] = {};
@@ -54,7 +58,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
     for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 4
       for (int v = 0; v < kPanelVecs; ++v) column[p * kPanelVecs + v] = readers[p].template column<decltype(input)::value>(v);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const Vec value = splat(from[r * a_stride + decltype(input)::value]);
 #pragma GCC unroll 24
@@ -65,11 +69,12 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
   while (k + kUnit <= t.depth) {
 #pragma GCC unroll 24
     for (int p = 0; p < kPanels; ++p) readers[p].open(k);
-    for (int u = 0; u < Reader::kGroup / kUnit; ++u, k += kUnit, a += kUnit, ahead += kUnit * t.prefetch_step) {
+    if (k >= turn) ahead += t.ahead.jump, turn = kNever;
+    for (int u = 0; u < Reader::kGroup / kUnit; ++u, k += kUnit, a += kUnit, ahead += ahead_step) {
 #pragma GCC unroll 24
       for (int p = 0; p < kPanels; ++p) {
         readers[p].load(k);
-        if (kPrefetches) __builtin_prefetch(ahead + p * t.panel_stride);
+        if (k % Reader::kLineInputs == 0) __builtin_prefetch(ahead + p * ahead_stride);
       }
       for_inputs<kUnit>([&](auto input) __attribute__((always_inline)) { add_input(input, a); });
     }
@@ -78,7 +83,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
     for (int p = 0; p < kPanels; ++p) readers[p].load(k);
     add_input(Number<0>(), a);
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 24
     for (int c = 0; c < kColumns; ++c) {
@@ -106,12 +111,12 @@ TileFn pick_tile(int rows, int panels) {
   return TilePicker<Reader, kMaxTileRows, panels_for<Reader>(kMaxTileRows)>::pick(rows, panels);
 }
 
-// Cuts rows into tiles of nearly equal height: 8 rows become 4 + 4 rather than 6 + 2, because a tile of 2 rows has few independent
+// Cuts rows into tiles of nearly equal height: 14 rows become 7 + 7 rather than 12 + 2, because a tile of 2 rows has few independent
 // chains.
 struct RowTiles {
   int64_t count, height, taller;  // the first `taller` tiles have `height` rows, the others one less
-  RowTiles(int64_t rows, int low) {
-    count = ceil_div(rows, low > 0 && rows <= 2 * low ? low : kMaxTileRows);
+  explicit RowTiles(int64_t rows) {
+    count = ceil_div(rows, kMaxTileRows);
     height = count ? ceil_div(rows, count) : 0;
     taller = count ? rows - (height - 1) * count : 0;
   }

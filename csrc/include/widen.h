@@ -2,7 +2,7 @@
 //
 // kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kShared: whether several row tiles
 // share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a panel: begin(block, depth, row_bytes). open(k) prepares the group that begins at input k; load(k)
-// fetches the bytes of kUnit inputs; column<j>(v) gives vector v of input k + j. The float32 numbers are those of GGUF's reference code: a product of scale and
+// fetches the bytes of kUnit inputs, which begin a cache line at every kLineInputs-th input or oftener; column<j>(v) gives vector v of input k + j. The float32 numbers are those of GGUF's reference code: a product of scale and
 // quant is exact in float32, so one fused multiply-add rounds as the reference does.
 #pragma once
 #include "formats.h"
@@ -68,7 +68,7 @@ struct Sums {
 // Rows of 16 numbers, `stride` bytes apart: also keys, values and widened panels. kStride: the stride if known at compile time, else 0.
 template <class E, int kStride = kPanel * (int)sizeof(E)>
 struct Rows : Sums {
-  static constexpr int kUnit = 1, kGroup = 1;
+  static constexpr int kUnit = 1, kGroup = 1, kLineInputs = kStride ? 64 / kStride : 1;
   static constexpr int kHeld = sizeof(E) == 4 ? 0 : 1;
   static constexpr bool kShared = false;
   const uint8_t* base;
@@ -82,7 +82,7 @@ struct Rows : Sums {
 };
 
 struct BfloatPairs : Sums {
-  static constexpr int kUnit = 2, kGroup = 2;
+  static constexpr int kUnit = 2, kGroup = 2, kLineInputs = 2;
   static constexpr int kHeld = kRegisters >= 32 ? 2 : 1;
   static constexpr bool kShared = kRegisters < 32;
   const uint8_t* base;
@@ -107,7 +107,7 @@ struct Quants : Sums {
   static constexpr int kHeld = 2;  // scales and offsets; the bits are cheap to fetch again
   static constexpr bool kShared = true;
   static constexpr Layout kLayout = kLayouts[kFormat];
-  static constexpr int kUnit = kLayout.bits == 8 ? 1 : 8, kGroup = (int)kLayout.group;
+  static constexpr int kUnit = kLayout.bits == 8 ? 1 : 8, kGroup = (int)kLayout.group, kLineInputs = kLayout.bits == 8 ? 4 : 8;
   static constexpr int64_t kHighBytes = kLayout.bits == 5 || kLayout.bits == 6 ? kPanel * 4 : 0;  // lines of bits above the lowest 4
   // What is subtracted from each quant before it is scaled.
   static constexpr int kBias = kFormat == kQ4_0 ? 8 : kFormat == kQ5_0 ? 16 : kFormat == kQ6_K ? 32 : 0;
