@@ -119,13 +119,14 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
   }
 }
 
-// What tile number `tile` of `tiles` prefetches while it reads `depth` inputs of depth block `block`. `next`: the panel that is read after
-// the tile's first one. Reading and multiplying overlap if there is always something on its way.
-inline Ahead prefetched(const Matrix& matrix, const uint8_t* panel, const uint8_t* next, int64_t block, int64_t depth, int64_t step, int64_t tile, int64_t tiles) {
-  const int64_t begin = block_begin(matrix.format, block), end = begin + depth * step;
-  Ahead ahead{panel + begin + kPrefetchBytes, step, matrix.panel_bytes};
+// What tile number `tile` of `tiles` prefetches while it reads `depth` inputs of depth block `block` of `panels` panels from `panel` on.
+// `next`: the panel that is read after `panel`. Reading and multiplying overlap if there is always something on its way.
+inline Ahead prefetched(const Matrix& matrix, const uint8_t* panel, int64_t panels, const uint8_t* next, int64_t block, int64_t depth, int64_t step, int64_t tile,
+                        int64_t tiles) {
+  const int64_t begin = block_begin(matrix.format, block), end = begin + depth * step, distance = kPrefetchBytes / panels;
+  Ahead ahead{panel + begin + distance, step, matrix.panel_bytes};
   if (tiles == 1) {
-    ahead.turn = (matrix.panel_bytes - begin - kPrefetchBytes) / step, ahead.jump = next - panel - matrix.panel_bytes;
+    ahead.turn = (matrix.panel_bytes - begin - distance) / step, ahead.jump = next - panel - matrix.panel_bytes;
   } else {  // the first tile reads the block, and all of them prefetch a part of the next one
     ahead.step = step / tiles;
     ahead.next = (end < matrix.panel_bytes ? panel + end : next) + tile * depth * ahead.step;
@@ -164,7 +165,7 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
         t.panel_stride = kDepthBlock * kPanel * 4;
       }
       for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
-        t.ahead = prefetched(matrix, panel, next + p * matrix.panel_bytes, block, t.depth, step, i, tiles.count);
+        t.ahead = prefetched(matrix, panel, width, next + p * matrix.panel_bytes, block, t.depth, step, i, tiles.count);
         t.a = x.rows + r * x.stride + k / pair;
         t.c = c + r * c_stride + p * kPanel;
         (i < tiles.taller ? tall : low)(t);

@@ -16,9 +16,9 @@ constexpr int panels_for(int rows) {
   return fitting < 1 ? 1 : fitting > kMaxPanels ? kMaxPanels : fitting;
 }
 
-// How far ahead of its reading a tile prefetches, in bytes of each panel: far enough for the latency of memory, and little enough for
-// the L1 cache.
-constexpr int64_t kPrefetchBytes = 2048;
+// How far ahead of its reading a tile prefetches, in bytes of all its panels together: far enough for the latency of memory, and little
+// enough for the L1 cache.
+constexpr int64_t kPrefetchBytes = 6144;
 constexpr int64_t kNever = int64_t(1) << 62;
 
 // What a tile prefetches while it multiplies: at input k the byte `next` + k * `step` of its first panel, and the same of the others,

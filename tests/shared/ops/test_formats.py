@@ -16,7 +16,7 @@ DRAWN = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
-ROWS = st.one_of(st.integers(1, 20), st.sampled_from([33, 97]))
+ROWS = st.one_of(st.integers(1, 26), st.sampled_from([36, 37, 97]))
 
 
 def _blocks(kind: str, rows: int, num_blocks: int, seed: int) -> tuple[np.ndarray, int]:
