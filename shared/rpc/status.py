@@ -20,9 +20,12 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 NEVER_RETRY = "-1"
 ERROR_ID_KEY = "error_id"
-# Common proxies drop trailing metadata above 8 KiB, and the message is sent twice, once percent-encoded.
-MAX_MESSAGE_CHARACTERS = 1000
-MAX_METADATA_CHARACTERS = 400
+# Common proxies drop trailing metadata above 8 KiB. The message is sent twice: percent-encoded, where a byte may take three, and in
+# the details, which base64 makes a third longer. All limits are for UTF-8; the last one is for all values of the metadata together.
+MAX_MESSAGE_BYTES = 1000
+MAX_VALUE_BYTES = 400
+MAX_METADATA_BYTES = 1200
+_CUT = "…".encode()
 
 
 def code_of(error: NeapError) -> grpc.StatusCode:
@@ -36,18 +39,15 @@ def code_of(error: NeapError) -> grpc.StatusCode:
 def to_status(error: NeapError) -> status_pb2.Status:
     """Build a `google.rpc.Status` with ErrorInfo.
 
-    It has a RetryInfo if `retry_after_s` is set, and a BadRequest if an InvalidInput has a "field" in its metadata.
+    Long texts are cut. It has a RetryInfo if `retry_after_s` is set, and a BadRequest if an InvalidInput has a "field" in its metadata.
     """
-    info = error_details_pb2.ErrorInfo(
-        reason=error.reason,
-        domain=DOMAIN,
-        metadata={key: value[:MAX_METADATA_CHARACTERS] for key, value in error.metadata.items()},
-    )
+    limit = min(MAX_VALUE_BYTES, MAX_METADATA_BYTES // max(1, len(error.metadata)))
+    metadata = {key: _shortened(value, limit) for key, value in error.metadata.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     details = [_packed(info)]
-    if isinstance(error, errors.InvalidInput) and "field" in error.metadata:
+    if isinstance(error, errors.InvalidInput) and "field" in metadata:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.metadata["field"],
-            description=_shortened(error.message, MAX_METADATA_CHARACTERS),
+            field=metadata["field"], description=_shortened(error.message, MAX_VALUE_BYTES)
         )
         details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
     if isinstance(error, errors.Exhausted) and error.retry_after_s is not None:
@@ -56,7 +56,7 @@ def to_status(error: NeapError) -> status_pb2.Status:
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     return status_pb2.Status(
         code=code_of(error).value[0],
-        message=_shortened(error.message, MAX_MESSAGE_CHARACTERS),
+        message=_shortened(error.message, MAX_MESSAGE_BYTES),
         details=details,
     )
 
@@ -96,5 +96,8 @@ def _packed(message: Any) -> any_pb2.Any:
     return packed
 
 
-def _shortened(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _shortened(text: str, limit_bytes: int) -> str:
+    data = text.encode("utf-8", "replace")  # protobuf refuses unpaired surrogates, as in names of files
+    if len(data) > limit_bytes:
+        data = data[: limit_bytes - len(_CUT)].decode("utf-8", "ignore").encode() + _CUT
+    return data.decode()

@@ -1,5 +1,6 @@
 import asyncio
 import time
+import urllib.parse
 
 import grpc
 import pytest
@@ -8,7 +9,7 @@ from grpc_status import rpc_status
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 from structlog.testing import capture_logs
 
-from shared.errors import Corrupt, NotFound
+from shared.errors import Corrupt, InvalidInput, NotFound
 from shared.rpc.interceptors import ServiceInterceptor, current_request_id
 from tests.shared.rpc.conftest import Scripted, begun_call
 from tests.waiting import wait_until
@@ -185,3 +186,24 @@ async def test_a_call_that_ends_while_its_first_response_is_written_is_told_why(
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     finally:
         await server.stop(None)
+
+
+@pytest.mark.parametrize("character", ["a", "%", "é", "語", "😀", "\x01"])
+def test_an_error_with_long_texts_arrives_whatever_its_characters(scripted, stub, character):
+    text = character * 20_000
+    metadata = {"field": text, **{f"key_{number}": text for number in range(20)}}
+    scripted.on_get_model = _raising(InvalidInput(text, reason="BAD_SPEC", metadata=metadata))
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GetModel(inference_pb2.GetModelRequest(), metadata=(("x-request-id", "r" * 128),))
+    error = caught.value
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details().startswith(character * 100)
+    assert _info(error).reason == "BAD_SPEC"
+    # As HTTP/2 carries them: the text percent-encoded, the details in base64, 32 bytes for each header.
+    sizes = [len(key) + 32 + _encoded_bytes(key, value) for key, value in error.trailing_metadata()]
+    sizes.append(len(urllib.parse.quote(error.details(), safe="")) + len("grpc-message") + 32)
+    assert sum(sizes) < 8192
+
+
+def _encoded_bytes(key, value):
+    return -(-len(_as_bytes(value)) * 4 // 3) if key.endswith("-bin") else len(_as_bytes(value))

@@ -5,7 +5,7 @@ from neap_client.status import LOCALLY_CANCELLED, from_rpc_error
 
 from shared import errors
 from shared.rpc.status import (
-    MAX_MESSAGE_CHARACTERS,
+    MAX_MESSAGE_BYTES,
     PUSHBACK_KEY,
     code_of,
     to_status,
@@ -90,10 +90,17 @@ def test_pushback_says_the_same_as_retry_info(error, pushback):
     assert dict(trailing_metadata(to_status(error))).get(PUSHBACK_KEY) == pushback
 
 
-def test_long_texts_are_cut():
-    status = to_status(errors.NotFound("x" * 50_000, metadata={"a": "y" * 50_000}))
-    assert len(status.message) == MAX_MESSAGE_CHARACTERS
+@pytest.mark.parametrize("character", ["x", "é", "語", "😀"])
+def test_long_texts_are_cut_between_characters(character):
+    status = to_status(errors.NotFound(character * 50_000, metadata={"a": character * 50_000}))
+    assert MAX_MESSAGE_BYTES - 4 < len(status.message.encode()) <= MAX_MESSAGE_BYTES
+    assert set(status.message) == {character, "…"}
     assert status.ByteSize() < 4096
+
+
+def test_a_text_that_just_fits_and_one_that_is_not_unicode():
+    assert to_status(errors.NotFound("é" * 500)).message == "é" * 500
+    assert to_status(errors.NotFound("file \udcff")).message == "file ?"
 
 
 class _FailedCall(grpc.RpcError):
