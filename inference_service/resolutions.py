@@ -9,13 +9,15 @@ import structlog
 
 from inference_service.lru_cache import LruCache
 from shared.blocking import BlockingPool
-from shared.errors import Exhausted, Unavailable
+from shared.errors import Corrupt, Exhausted, NotFound, PreconditionFailed, Unavailable
 from shared.registry.base import AliasTarget
 
 # How long a request with a known alias waits for the registry, and how long after a failure the registry is asked again.
 PATIENCE_S = 1.0
 ASK_AGAIN_S = 2.0
 _LOG_INTERVAL_S = 10.0
+# The errors by which a registry answers.
+_ANSWERS = (NotFound, PreconditionFailed, Corrupt)
 # Aliases whose last answer is kept.
 MAX_KNOWN = 1024
 
@@ -118,12 +120,11 @@ class Resolutions:
     def _settle(self, task: asyncio.Task[Resolution]) -> None:
         if task.cancelled():
             return
-        # Any other error is an answer, too. Reading the exception also marks it as retrieved if no caller waits for it any more.
+        # Reading the exception also marks it as retrieved if no caller waits for it any more.
         error = task.exception()
-        if isinstance(error, Exhausted):
-            return  # the registry was not asked
         if isinstance(error, Unavailable):
             self._failed_at_s = time.monotonic()
-        elif self._failed_at_s is not None:
+        # Other errors, of an invalid alias or a full pool, arise before the registry is asked.
+        elif self._failed_at_s is not None and (error is None or isinstance(error, _ANSWERS)):
             log.info("the registry answers again", num_stale_resolutions=self.num_stale)
             self._failed_at_s = None

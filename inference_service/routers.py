@@ -18,6 +18,7 @@ from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, Precondi
 from shared.ladder.artefact import unpack_ladder
 from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion, Registry
+from shared.registry.names import check_alias
 from shared.registry.split import takes_canary
 
 __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
@@ -39,8 +40,9 @@ class RouterChoice:
     def __post_init__(self) -> None:
         if self.version is not None and self.version < 1:
             raise InvalidInput(f"router version is {self.version}; versions start at 1")
-        if self.alias == "":
-            raise InvalidInput("the router alias is empty")
+        if self.alias is not None:
+            # Here, so that it needs no place among the requests that wait for the registry.
+            check_alias(self.alias)
 
 
 class RouterStore:

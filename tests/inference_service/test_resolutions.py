@@ -1,5 +1,6 @@
 """While the registry is away, the last answers are used; its other errors are raised."""
 
+import asyncio
 import threading
 from contextlib import closing
 
@@ -9,11 +10,12 @@ from neap_client import NeapClient
 
 from inference_service import router_loader
 from inference_service.engine.engine import Engine
-from inference_service.pools import Pools
+from inference_service.pools import NUM_REGISTRY_THREADS, Pools
 from inference_service.resolutions import Resolutions
 from inference_service.routers import RouterChoice, RouterStore
-from shared.errors import NotFound, PreconditionFailed, Unavailable
+from shared.errors import InvalidInput, NotFound, PreconditionFailed, Unavailable
 from shared.registry.factory import open_registry
+from shared.registry.names import check_alias
 from tests.generation import EXACT, request_of
 from tests.registry_servers import shared_url
 from tests.waiting import wait_until, wait_until_async
@@ -32,6 +34,7 @@ class Flaky:
         self.num_asked = 0
 
     def target(self, model_id, alias):
+        check_alias(alias)  # as every registry does before it asks anybody
         self.num_asked += 1
         self.go.wait(60)
         if self.error is not None:
@@ -144,6 +147,43 @@ async def test_a_registry_that_hangs_costs_one_wait(registry, resolve, publish):
     registry.go.clear()
     assert [await latest() for _ in range(20)] == [1] * 20
     assert registry.num_asked <= 2
+
+
+async def test_an_invalid_alias_is_no_answer_of_a_registry_that_hangs(registry, publish):
+    pools = Pools()
+    known = Resolutions(
+        registry.target, pools.known_aliases, pools.new_aliases, patience_s=0.05, ask_again_s=3600.0
+    )
+    publish("first")
+    known.keep("tiny", "latest", await known.resolve("tiny", "latest"))
+    registry.go.clear()
+    try:
+        for alias in ("Latest", "", "7", "a/b", "..", "x" * 65, "é", "a\n"):
+            assert (await known.resolve("tiny", "latest")).target.published.version == 1
+            with pytest.raises(InvalidInput):
+                await known.resolve("tiny", alias)
+        await known.resolve("tiny", "latest")
+        assert registry.num_asked == 2, "known to be away, it is not asked for every request"
+    finally:
+        registry.go.set()
+        pools.close()
+
+
+async def test_an_invalid_alias_is_refused_although_every_lookup_hangs(
+    registry, store, loaded, publish
+):
+    registry.go.clear()
+    lookups = [
+        asyncio.create_task(store.select(loaded, RouterChoice(alias=f"a{number}")))
+        for number in range(NUM_REGISTRY_THREADS)
+    ]
+    await wait_until_async(lambda: registry.num_asked == len(lookups))
+    for alias in ("Latest", "", "7"):
+        with pytest.raises(InvalidInput, match="alias"):
+            await store.select(loaded, RouterChoice(alias=alias))
+    registry.go.set()
+    for result in await asyncio.gather(*lookups, return_exceptions=True):
+        assert isinstance(result, NotFound)
 
 
 async def test_an_alias_that_moved_to_a_version_that_cannot_be_fetched(
