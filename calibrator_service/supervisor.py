@@ -144,6 +144,8 @@ class Supervisor:
         """Runs the next job, or waits until there may be one."""
         try:
             self._wake.clear()
+            if self._stop.is_set():
+                return  # its wake-up may be the one that was just cleared
             self._record_outcomes()
             job = self.store.claim()
             self._is_held_up = False

@@ -79,3 +79,17 @@ def test_missing_heartbeats_count_only_if_they_can_be_recorded(supervisor, monke
     supervisor.start()
     wait_until(lambda: supervisor.store.get(job.calibration_id).num_deaths > 0)
     assert not looks
+
+
+def test_a_stop_just_before_the_queue_waits_is_not_missed(supervisor, monkeypatch):
+    """The queue's thread has seen that no stop is requested, and forgets what woke it up only then."""
+    clear = supervisor._wake.clear
+
+    def stop_and_clear():
+        supervisor._stop.set()
+        supervisor._wake.set()
+        clear()
+
+    monkeypatch.setattr(supervisor._wake, "clear", stop_and_clear)
+    supervisor.start()
+    wait_until(lambda: not supervisor.is_alive, timeout_s=20)
