@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 
 from shared.errors import Corrupt, NotFound, Unavailable
+from shared.registry.base import AliasChange
 from shared.registry.blobs import StepHook
 from shared.registry.journal import Entry, Journal, VersionRecord
 from shared.registry.redis import IndexDamaged, RedisIndex
@@ -90,8 +91,8 @@ class IndexKeeper:
     def version_of_request(self, model_id: str, request_id: str) -> int | None:
         return self._ask(model_id, lambda: self._index.version_of_request(model_id, request_id))
 
-    def events(self, model_id: str, after: int) -> list[tuple[int, dict[str, Any]]]:
-        """Return the next page of events with their numbers."""
+    def events(self, model_id: str, after: int) -> list[tuple[int, int | AliasChange | None]]:
+        """See `RedisIndex.events`."""
         return self._ask(model_id, lambda: self._index.events(model_id, after))
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:

@@ -6,10 +6,13 @@ folder, SQLite orders the changes, and the journal records those that were commi
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, Protocol
+
+import structlog
 
 from shared.errors import Corrupt, PreconditionFailed
 from shared.registry.base import AliasChange, Canary
@@ -18,6 +21,8 @@ from shared.registry.sealed import open_sealed, seal
 # Records with a canary have schema 2. All others keep schema 1, which older builds can read.
 _ENTRY_SCHEMA = 2
 _MAX_PARALLEL_READS = 16
+
+log = structlog.get_logger("neap.registry")
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ def _decode(record: dict[str, Any]) -> Entry:
         model_id=model_id,
         sequence=record["sequence"],
         changes=changes_from_records(model_id, record["changes"]),
-        published=None if published is None else VersionRecord(**published),
+        published=None if published is None else version_from_record(published),
         entry_id=record["entry_id"],
         event=record.get("event"),
     )
@@ -175,7 +180,25 @@ def changes_from_records(
     return tuple(change_from_record(model_id, record) for record in records)
 
 
-def change_from_record(model_id: str, record: dict[str, Any]) -> AliasChange:
+def change_from_record(model_id: str, record: Mapping[str, Any]) -> AliasChange:
     canary = record.get("canary")
-    fields = {**record, "canary": None if canary is None else Canary(**canary)}
-    return AliasChange(model_id=model_id, **fields)
+    canary = None if canary is None else Canary(**_known(Canary, canary))
+    return AliasChange(**_known(AliasChange, {**record, "model_id": model_id, "canary": canary}))
+
+
+def version_from_record(record: Mapping[str, Any]) -> VersionRecord:
+    return VersionRecord(**_known(VersionRecord, record))
+
+
+def _known(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the fields that a newer build has added. Changes that readers must understand have another schema version."""
+    names = {field.name for field in fields(kind)}
+    if unknown := record.keys() - names:
+        _log_unknown(kind.__name__, *sorted(unknown))
+    return {name: record[name] for name in names & record.keys()}
+
+
+@lru_cache(maxsize=64)
+def _log_unknown(kind: str, *names: str) -> None:
+    """Log once per process and set of names."""
+    log.warning("fields of a newer neap are left out", of=kind, fields=list(names))

@@ -9,8 +9,9 @@ A model's whole index is in one hash. A server that evicts keys therefore drops 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import redis
@@ -20,10 +21,13 @@ from redis.retry import Retry
 
 from shared.errors import Exhausted, NeapError, PreconditionFailed, Unavailable
 from shared.registry.address import SharedAddress
+from shared.registry.base import AliasChange
 from shared.registry.journal import (
     VersionRecord,
+    change_from_record,
     change_to_record,
     changes_from_records,
+    version_from_record,
 )
 from shared.registry.state import Advance, ModelState, request_field, version_field
 from shared.timeouts import REDIS_ANSWER_S, REDIS_CONNECT_S, REDIS_WAIT_S
@@ -144,25 +148,27 @@ class RedisIndex:
             owner, *found = self._client.hmget(_keys(model_id)[0], ["registry", *fields])
             if owner is not None:
                 self._check_owner(owner)
-            return [VersionRecord(**json.loads(text)) for text in found]
+            return [version_from_record(json.loads(text)) for text in found]
 
     def version_of_request(self, model_id: str, request_id: str) -> int | None:
         with _errors(), _parsed():
             found = self._client.hget(_keys(model_id)[0], request_field(request_id))
             return None if found is None else int(found)
 
-    def events(self, model_id: str, after: int) -> list[tuple[int, dict[str, Any]]]:
-        """Return the next page of events with their numbers. Raises IndexDamaged if the stream does not match the index."""
+    def events(self, model_id: str, after: int) -> list[tuple[int, int | AliasChange | None]]:
+        """Return the next page of events: their numbers, each with the version published, the change, or None for an event of a kind
+        that a newer build has added. Raises IndexDamaged if the stream does not match the index.
+        """
         with _errors(), _parsed():
             expected, found, rows = self._client.eval(
                 _EVENTS, 2, *_keys(model_id), f"{after + 1}-0", _EVENT_PAGE
             )
             if expected != found:
                 raise IndexDamaged(f"{found} events instead of {expected}")
-            page = [(int(number.split(b"-")[0]), json.loads(values[1])) for number, values in rows]
-            if not all(event.keys() & {"version", "change"} for _, event in page):
-                raise IndexDamaged("an event without data")
-            return page
+            return [
+                (int(number.split(b"-")[0]), _event(model_id, json.loads(values[1])))
+                for number, values in rows
+            ]
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
         """Wait until there is an event after `after`, for at most `timeout_s` and at most REDIS_WAIT_S."""
@@ -206,6 +212,23 @@ class RedisIndex:
 
     def close(self) -> None:
         self._client.close()
+
+
+def _event(model_id: str, event: Mapping[str, Any]) -> int | AliasChange | None:
+    if "change" in event:
+        return change_from_record(model_id, event["change"])
+    if "version" in event:
+        return int(event["version"])
+    if not event:
+        raise IndexDamaged("an event without data")
+    _log_unknown(*sorted(event))
+    return None
+
+
+@lru_cache(maxsize=64)
+def _log_unknown(*names: str) -> None:
+    """Log once per process and set of names."""
+    log.warning("events of a newer neap are passed over", fields=list(names))
 
 
 def _keys(model_id: str) -> tuple[str, str]:

@@ -36,7 +36,7 @@ from shared.registry.contents import (
     other_contents_error,
 )
 from shared.registry.index_keeper import IndexKeeper
-from shared.registry.journal import Entry, Journal, VersionRecord, change_from_record
+from shared.registry.journal import Entry, Journal, VersionRecord
 from shared.registry.lease import LeaseWatch
 from shared.registry.names import (
     check_alias,
@@ -263,9 +263,9 @@ class SharedRegistry(AliasOperations):
         check_alias(alias)
         self._change(model_id, alias, self._index.state(model_id))
         changes = [
-            event.change
-            for event in self._events(model_id, 0, with_versions=False)
-            if isinstance(event.change, AliasChange) and event.change.alias == alias
+            change
+            for _, change in self._events(model_id, 0)
+            if isinstance(change, AliasChange) and change.alias == alias
         ]
         return changes[::-1]
 
@@ -278,9 +278,16 @@ class SharedRegistry(AliasOperations):
         give_up_at = time.monotonic() + timeout_s
         while True:
             is_any = False
-            for event in self._events(model_id, after_event, with_versions=True):
+            for number, what in self._events(model_id, after_event):
+                after_event = number
+                if what is None:
+                    continue
                 is_any = True
-                yield event
+                if isinstance(what, int):
+                    published = self._listed(model_id, self._find_record(model_id, what))
+                    yield RegistryEvent(number, published)
+                else:
+                    yield RegistryEvent(number, what)
             remaining_s = give_up_at - time.monotonic()
             if is_any or remaining_s <= 0:
                 return
@@ -291,19 +298,13 @@ class SharedRegistry(AliasOperations):
         check_model_id(model_id)
         return self._index.state(model_id).num_events
 
-    def _events(self, model_id: str, after: int, *, with_versions: bool) -> Iterator[RegistryEvent]:
+    def _events(
+        self, model_id: str, after: int
+    ) -> Iterator[tuple[int, int | AliasChange | None]]:
         self._index.state(model_id)
-        while True:
-            page = self._index.events(model_id, after)
-            if not page:
-                return
-            for number, event in page:
-                after = number
-                if "change" in event:
-                    yield RegistryEvent(number, change_from_record(model_id, event["change"]))
-                elif with_versions:
-                    record = self._find_record(model_id, event["version"])
-                    yield RegistryEvent(number, self._listed(model_id, record))
+        while page := self._index.events(model_id, after):
+            yield from page
+            after = page[-1][0]
 
     def check_writable(self) -> None:
         """See `Registry.check_writable`."""

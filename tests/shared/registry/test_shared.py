@@ -10,12 +10,15 @@ from pathlib import Path
 
 import obstore
 import pytest
+import structlog
 from obstore.store import S3Store
 
 from shared.errors import AlreadyExists, Corrupt, NotFound, PreconditionFailed
+from shared.registry import journal
 from shared.registry.address import SharedAddress
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
+from shared.registry.sealed import open_sealed, seal
 from shared.registry.shared import SharedRegistry
 from tests.registry_damage import bucket_of, harm
 from tests.registry_servers import SERVERS, shared_registry, shared_url
@@ -238,6 +241,8 @@ def test_an_index_that_lost_one_key_is_restored(registry, redis_server, lost):
         ("HSET", "index", "request:one", "x"),
         ("SET", "index", "no hash"),
         ("SET", "events", "no stream"),
+        ("XADD", "events", "5-0", "event", '{"change":{"alias":"latest"}}'),
+        ("XADD", "events", "5-0", "event", "{}"),
     ],
     ids=" ".join,
 )
@@ -249,8 +254,11 @@ def test_garbage_in_redis_is_replaced_from_the_journal(registry, redis_server, g
     before = everything(registry)
     command, key, *values = garbage
     with redis_server.client() as client:
-        if (command, key) == ("SET", "events"):
+        if key == "events":
+            *earlier, _ = client.xrange("neap:{tiny}:events")
             client.delete("neap:{tiny}:events")
+            for number, fields in earlier if command == "XADD" else ():
+                client.xadd("neap:{tiny}:events", fields, id=number)
         client.execute_command(command, f"neap:{{tiny}}:{key}", *values)
     if first == "write":
         assert publish(registry, "one") == 1
@@ -259,6 +267,68 @@ def test_garbage_in_redis_is_replaced_from_the_journal(registry, redis_server, g
         assert len(list(registry.events("tiny", timeout_s=0.1))) == 7
     assert everything(registry)[0][-2:] == before[0]
     assert first == "write" or everything(registry) == before
+
+
+@pytest.mark.parametrize("is_rebuilt", [False, True])
+def test_what_a_newer_build_added_is_left_out_and_logged_once(
+    url, registry, redis_server, bucket, is_rebuilt
+):
+    """As in a rolling upgrade: fields in the index, in events and in journal records."""
+    publish(registry, "one")
+    registry.set_alias("tiny", "stable", 1, actor="ann")
+    registry.set_canary("tiny", "stable", Canary(publish(registry, "two"), 5))
+    before = everything(registry)
+    for number in range(1, 5):
+        path = f"models/tiny/journal/{number:020d}.json"
+        record = open_sealed(bytes(obstore.get(bucket, path).bytes()), path)
+        obstore.put(bucket, path, seal(with_new_fields(record)))
+    with redis_server.client() as client:
+        for name, value in client.hgetall("neap:{tiny}:index").items():
+            if value.startswith((b"{", b"[")):
+                new = with_new_fields(json.loads(value))
+                client.hset("neap:{tiny}:index", name, json.dumps(new))
+        events = client.xrange("neap:{tiny}:events")
+        client.delete("neap:{tiny}:events")
+        for number, fields in events:
+            new = with_new_fields(json.loads(fields[b"event"]))
+            client.xadd("neap:{tiny}:events", {"event": json.dumps(new)}, id=number)
+        if is_rebuilt:
+            client.flushall()
+    journal._log_unknown.cache_clear()
+    with structlog.testing.capture_logs() as logs, shared_registry(url) as reader:
+        assert [everything(reader) for _ in range(3)] == [before] * 3
+    assert not any(entry["event"] == "the index is damaged and is restored" for entry in logs)
+    logged = [entry["of"] for entry in logs if entry.get("fields") == ["new_field"]]
+    assert logged
+    assert len(logged) == len(set(logged))
+
+
+def with_new_fields(value):
+    if isinstance(value, list):
+        return [with_new_fields(part) for part in value]
+    if isinstance(value, dict):
+        return {**{key: with_new_fields(part) for key, part in value.items()}, "new_field": [1]}
+    return value
+
+
+def test_an_event_of_a_kind_that_a_newer_build_added_is_passed_over(registry, redis_server):
+    publish(registry)
+    last_event = registry.last_event("tiny")
+    with redis_server.client() as client:
+        new = {"event": json.dumps({"retired": {"version": 1}})}
+        client.xadd("neap:{tiny}:events", new, id=f"{last_event + 1}-0")
+        client.hset("neap:{tiny}:index", "events", last_event + 1)
+    assert list(registry.events("tiny", after_event=last_event)) == []
+    waits = []
+    wait = registry._index.wait
+    registry._index.wait = lambda *arguments: waits.append(arguments) or wait(*arguments)
+    assert list(registry.events("tiny", after_event=last_event, timeout_s=0.5)) == []
+    assert len(waits) <= 2, "it waits for a later event, not in a loop"
+    assert registry.last_event("tiny") == last_event + 1, "the index was not rebuilt"
+    registry.set_alias("tiny", "stable", 1)
+    (event,) = registry.events("tiny", after_event=last_event)
+    assert (event.event, event.change.alias) == (last_event + 2, "stable")
+    assert len(registry.alias_history("tiny", "stable")) == 1
 
 
 def test_garbage_in_redis_is_not_replaced_while_the_journal_is_damaged(
