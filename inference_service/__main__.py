@@ -11,7 +11,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -123,8 +122,14 @@ async def serve(settings: WorkerSettings) -> int:
             # If an engine fails, the worker drains and exits, so that it is restarted.
             engine = await asyncio.to_thread(_load_engine, source, settings, stop_soon)
             engines.append(engine)
-            changed = partial(_refresh_soon, loop, routers, engine.loaded)
-            watches.append(RouterWatch(registry, source.model_id, changed))
+            watches.append(
+                RouterWatch(
+                    registry,
+                    source.model_id,
+                    partial(_refresh, loop, routers, engine.loaded),
+                    on_error=partial(metrics.count_watch_error, source.model_id),
+                )
+            )
             servicer.add_model(
                 engine,
                 max_active=settings.max_queue + settings.max_running,
@@ -149,12 +154,11 @@ async def serve(settings: WorkerSettings) -> int:
     return 0
 
 
-def _refresh_soon(
+def _refresh(
     loop: asyncio.AbstractEventLoop, routers: RouterStore, loaded: LoadedModel
 ) -> None:
-    """Schedules a refresh of the routers. A watch's thread calls it."""
-    with suppress(RuntimeError):  # the loop is closed: the worker is stopping
-        asyncio.run_coroutine_threadsafe(routers.refresh(loaded), loop)
+    """Refreshes the routers. A watch's thread calls it, and gets the error of a refresh that fails."""
+    asyncio.run_coroutine_threadsafe(routers.refresh(loaded), loop).result()
 
 
 def _load_engine(

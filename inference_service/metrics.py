@@ -112,6 +112,16 @@ class WorkerMetrics:
             registry=self.registry,
         )
 
+        self.router_watch_errors = Counter(
+            "neap_router_watch_errors",
+            "Failed attempts to learn of published routers and moved aliases, by reason; INTERNAL is a fault of the worker.",
+            ["model_id", "reason"],
+            registry=self.registry,
+        )
+
+    def count_watch_error(self, model_id: str, reason: str) -> None:
+        self.router_watch_errors.labels(model_id, reason).inc()
+
     def add_engine(
         self, engine: ObservedEngine, *, versions: Callable[[], Collection[int]] = tuple
     ) -> None:

@@ -53,6 +53,7 @@ def busy_metrics() -> WorkerMetrics:
     metrics.router_version.labels("tiny").set(3)
     metrics.stale_resolutions.labels("tiny").inc()
     metrics.router_fallbacks.labels("tiny", "canary", "CORRUPT").inc()
+    metrics.count_watch_error("tiny", "INTERNAL")
     return metrics
 
 

@@ -5,6 +5,7 @@ import threading
 from contextlib import closing
 
 import pytest
+import structlog
 
 from inference_service.router_watch import RouterWatch
 from shared.errors import Unavailable
@@ -113,3 +114,47 @@ def test_a_poll_goes_on_while_the_stream_is_away(registry, watch):
     watch(changed.release, poll_s=0.05)
     for _ in range(3):
         assert changed.acquire(timeout=60)
+
+
+@pytest.mark.parametrize("method", ["last_event", "events", "on_change"])
+def test_the_watch_goes_on_after_an_unexpected_error(registry, watch, method):
+    changed, reasons, faults = threading.Semaphore(0), [], ["a fault of ours"] * 3
+
+    def failing(function):
+        def call(*args, **kwargs):
+            if faults:
+                raise TypeError(faults.pop())
+            return function(*args, **kwargs)
+
+        return call
+
+    publish(registry, 1)
+    on_change = changed.release
+    if method == "on_change":
+        on_change = failing(on_change)
+    else:
+        setattr(registry, method, failing(getattr(registry, method)))
+    with structlog.testing.capture_logs() as logs:
+        watch(on_change, on_error=reasons.append, pause_s=0.001, poll_s=0.05)
+        assert changed.acquire(timeout=60)
+        wait_until(lambda: logs and logs[-1]["event"] == "routers are watched again")
+    assert reasons == ["INTERNAL"] * 3
+    warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [entry["reason"] for entry in warnings[:1]] == ["INTERNAL"]
+    assert warnings[0]["exc_info"], "the traceback of what nobody expected is logged"
+
+
+def test_pauses_after_errors_grow_up_to_a_limit(registry, watch, monkeypatch):
+    registry.is_away = True
+    pauses, reasons = [], []
+    begun = watch(lambda: None, on_error=reasons.append, pause_s=1.0)
+    begun.stop()
+    begun._thread.join(60)
+    monkeypatch.setattr(begun._stopping, "is_set", lambda: len(pauses) > 6)
+    monkeypatch.setattr(begun._stopping, "wait", pauses.append)
+    begun._run()
+    assert all(
+        0.5 * expected <= pause <= 1.5 * expected
+        for pause, expected in zip(pauses, [1, 2, 4, 8, 8, 8, 8], strict=True)
+    )
+    assert set(reasons) == {"UNAVAILABLE"}
