@@ -154,9 +154,7 @@ async def serve(settings: WorkerSettings) -> int:
     return 0
 
 
-def _refresh(
-    loop: asyncio.AbstractEventLoop, routers: RouterStore, loaded: LoadedModel
-) -> None:
+def _refresh(loop: asyncio.AbstractEventLoop, routers: RouterStore, loaded: LoadedModel) -> None:
     """Refreshes the routers. A watch's thread calls it, and gets the error of a refresh that fails."""
     asyncio.run_coroutine_threadsafe(routers.refresh(loaded), loop).result()
 

@@ -24,6 +24,8 @@ OBJECT_STORE_STALL_S = 10
 OBJECT_STORE_SENDING_STALL_S = 60
 # No further attempt begins after this time, which includes pauses.
 OBJECT_STORE_RETRY_S = 10
+# Pauses before a write is repeated that the store has refused because of a concurrent one, times 0.5 to 1.5.
+OBJECT_STORE_CONFLICT_PAUSES_S = (0.05, 0.2, 0.8)
 
 # A publisher writes its record within this time after it checked for a sweep. Also how long a writer retries if others are faster.
 COMMIT_S = 60.0

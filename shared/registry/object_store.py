@@ -9,7 +9,9 @@ probes/<random>                         empty; exists for a moment, see `check_w
 sweep.json                              exists while a sweep runs, see lease.py; the only object that changes
 """
 
+import random
 import threading
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -40,6 +42,7 @@ from shared.registry.contents import (
 )
 from shared.registry.sealed import open_sealed, seal
 from shared.timeouts import (
+    OBJECT_STORE_CONFLICT_PAUSES_S,
     OBJECT_STORE_CONNECT_S,
     OBJECT_STORE_CONTENT_S,
     OBJECT_STORE_RECORD_S,
@@ -122,8 +125,7 @@ class ObjectStore:
                 obstore.put(self._sending, path, data, use_multipart=False)
             else:
                 # Another publisher of the same bytes may be faster. They are read back in any case.
-                with suppress(AlreadyExistsError):
-                    obstore.put(self._sending, path, data, mode="create", use_multipart=False)
+                self._create(self._sending, path, data)
         self._step(f"written:{kind}")
         self.read(kind, digest)
         self._step(f"verified:{kind}")
@@ -173,12 +175,22 @@ class ObjectStore:
 
         If an answer is lost and the attempt repeated, the result may be False although this call created the object.
         """
-        with _errors():
-            try:
-                obstore.put(self._small, path, data, mode="create", use_multipart=False)
-            except AlreadyExistsError:
-                return False
-        return True
+        return self._create(self._small, path, data)
+
+    def _create(self, client: S3Store, path: str, data: bytes) -> bool:
+        # S3 refuses a write also while another one of the same object is in progress (409 ConditionalRequestConflict), and the library
+        # reports both refusals alike.
+        for pause_s in (*OBJECT_STORE_CONFLICT_PAUSES_S, 0.0):
+            with _errors():
+                try:
+                    obstore.put(client, path, data, mode="create", use_multipart=False)
+                except AlreadyExistsError:
+                    if self.exists(path):
+                        return False
+                else:
+                    return True
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
+        raise _unavailable("refuses concurrent writes of one object", "OBJECT_STORE_BUSY")
 
     def get(self, path: str) -> bytes | None:
         """Return a small object, or None if it does not exist."""

@@ -298,9 +298,7 @@ class SharedRegistry(AliasOperations):
         check_model_id(model_id)
         return self._index.state(model_id).num_events
 
-    def _events(
-        self, model_id: str, after: int
-    ) -> Iterator[tuple[int, int | AliasChange | None]]:
+    def _events(self, model_id: str, after: int) -> Iterator[tuple[int, int | AliasChange | None]]:
         self._index.state(model_id)
         while page := self._index.events(model_id, after):
             yield from page

@@ -97,7 +97,9 @@ def _packed(message: Any) -> any_pb2.Any:
 
 
 def _shortened(text: str, limit_bytes: int) -> str:
-    data = text.encode("utf-8", "replace")  # protobuf refuses unpaired surrogates, as in names of files
+    data = text.encode(
+        "utf-8", "replace"
+    )  # protobuf refuses unpaired surrogates, as in names of files
     if len(data) > limit_bytes:
         data = data[: limit_bytes - len(_CUT)].decode("utf-8", "ignore").encode() + _CUT
     return data.decode()

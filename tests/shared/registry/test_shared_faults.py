@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 
 import pytest
@@ -15,6 +15,7 @@ from shared.registry.factory import open_registry
 from shared.registry.shared import SharedRegistry
 from tests.registry_servers import shared_registry, shared_url
 from tests.relay import relay
+from tests.s3_gate import s3_gate
 from tests.servers import RedisServer, S3Server, free_ports, redis_programs
 
 # A command is tried twice; opening a connection may time out as well.
@@ -325,6 +326,46 @@ def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(url, 
             assert attempt() == 1, step
             (made,) = registry.list_versions(model_id)
             assert registry.read_blob(made, "x") == model_id.encode()
+
+
+WRITTEN = ["/blobs/", "/manifests/", "/requests/", "/journal/", "neap-registry.json"]
+
+
+@pytest.mark.parametrize("part", WRITTEN)
+def test_a_write_that_s3_refuses_because_of_a_concurrent_one_is_repeated(own_redis, s3, part):
+    """409 ConditionalRequestConflict: nothing was written, and the client is to try again."""
+    refused: list[str] = []
+
+    def gate(method: str, path: str, headers: Mapping[str, str]) -> int | None:
+        if method == "PUT" and part in path and len(refused) < 2:
+            assert headers["If-None-Match"] == "*"
+            refused.append(path)
+            return 409
+        return None
+
+    url = shared_url(own_redis, s3)
+    with s3_gate(s3.port, gate) as at, shared_registry(url.replace(s3.endpoint, at)) as registry:
+        assert publish(registry) == 1
+    assert len(refused) == 2
+    with closing(open_registry(url)) as registry:
+        assert registry.read_blob(registry.get("tiny", 1), "x") == b"weights" * 1000
+        assert publish(registry) == 1, "it happened once"
+
+
+def test_conflicts_that_do_not_end_make_the_object_store_unavailable(own_redis, s3, monkeypatch):
+    monkeypatch.setattr(object_store, "OBJECT_STORE_CONFLICT_PAUSES_S", (0.0,))
+    is_refusing = False
+
+    def gate(method: str, path: str, headers: Mapping[str, str]) -> int | None:
+        return 409 if is_refusing and method == "PUT" and "/journal/" in path else None
+
+    url = shared_url(own_redis, s3)
+    with s3_gate(s3.port, gate) as at, shared_registry(url.replace(s3.endpoint, at)) as registry:
+        is_refusing = True
+        with fails(Unavailable, "OBJECT_STORE_BUSY"):
+            publish(registry)
+        is_refusing = False
+        assert publish(registry) == 1
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip"])
