@@ -19,6 +19,11 @@ T = TypeVar("T")
 log = structlog.get_logger("neap.registry")
 
 
+def elapsed_s() -> float:
+    """Return the seconds of a clock that, where there is one, also runs while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 class IndexKeeper:
     """At most once every `freshness_s` seconds per model, the journal is checked for records that the index lacks.
 
@@ -109,17 +114,17 @@ class IndexKeeper:
         """Call `propose` with the newest state, record the Entry it returns and add it to the index.
 
         If `propose` returns anything but an Entry, nothing is recorded and the value is returned. Nothing is recorded after
-        `give_up_at` (monotonic seconds).
+        `give_up_at` (of `elapsed_s`), unless the process stands still just then.
         """
         if give_up_at is None:
-            give_up_at = time.monotonic() + COMMIT_S
+            give_up_at = elapsed_s() + COMMIT_S
         state = self.state(model_id)
-        while time.monotonic() < give_up_at:
+        while elapsed_s() < give_up_at:
             proposed = propose(state)
             if not isinstance(proposed, Entry):
                 return proposed
             self._step("journal:begin")
-            if time.monotonic() >= give_up_at:
+            if elapsed_s() >= give_up_at:
                 break
             if self._journal.append(proposed):
                 self._step("journal:written")

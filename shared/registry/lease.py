@@ -1,7 +1,9 @@
 """A lease that gives one holder at a time the right to remove objects from a bucket. Publishers can see that it is held.
 
 The lease is one object, which its holder rewrites every few seconds. A process that sees it unchanged for long enough, by its own
-clock, treats the holder as dead. A holder whose renewal fails stops well before that. Clocks of two machines are never compared.
+clock, treats the holder as dead. The holder may stand still at any point and go on later, so it never judges by its own clock whether
+it still holds the lease. Each renewal has a time by the object store's clock. If two of them lie too far apart, the lease was lost in
+between. Removals carry the time when the lease ends, and the store refuses them afterwards.
 """
 
 import time
@@ -15,9 +17,9 @@ from shared.registry.sealed import open_sealed, seal
 
 PATH = "sweep.json"
 RENEW_S = 5.0
-# How long the holder relies on a renewal, and after how long without a change others treat it as dead. The difference is longer than
-# any request to the object store can take.
-TRUST_S, DEAD_S = 20.0, 60.0
+# How long after a renewal the store accepts removals, and after how long without a change others treat the holder as dead. The
+# difference covers times in whole seconds and how long the store takes to carry out what it has accepted.
+TRUST_S, DEAD_S = 45.0, 60.0
 
 
 class LeaseWatch:
@@ -41,7 +43,10 @@ class LeaseWatch:
 
 
 class Lease:
-    """The lease of its holder, valid inside the block of `held`."""
+    """The lease of its holder, valid inside the block of `held`.
+
+    `ends_at_s`: when it ends unless it is renewed, in Unix seconds by the store's clock. None before it is taken.
+    """
 
     path = PATH
 
@@ -50,6 +55,7 @@ class Lease:
         self._id = uuid.uuid4().hex
         self._beat = 0
         self._renewed_s = time.monotonic()
+        self.ends_at_s: float | None = None
 
     def _content(self) -> bytes:
         return seal({"lease_id": self._id, "beat": self._beat})
@@ -58,22 +64,26 @@ class Lease:
         found = self._objects.get(PATH)
         return found is not None and open_sealed(found, PATH)["lease_id"] == self._id
 
-    def renew(self) -> None:
-        """Renew the lease. Call it before every removal, and every RENEW_S while waiting.
+    def renew(self) -> float:
+        """Renew the lease if that is due, and return `ends_at_s`. Call it before every removal, and every RENEW_S while waiting.
 
-        Raises Conflict if another holder has taken the lease, and Unavailable.
+        Raises Conflict (SWEEP_TAKEN_OVER), and Unavailable, also if the lease has run out (SWEEP_TOO_SLOW).
         """
         now_s = time.monotonic()
-        if self._beat and now_s - self._renewed_s < RENEW_S:
-            return
+        if self.ends_at_s is not None and now_s - self._renewed_s < RENEW_S:
+            return self.ends_at_s
         if not self._is_own():
             raise Conflict("another sweep has taken over", reason="SWEEP_TAKEN_OVER")
         self._beat += 1
         self._objects.replace(PATH, self._content())
-        # Counted from before the requests, so that others see a renewal at least as new.
-        self._renewed_s = now_s
-        if time.monotonic() - now_s > TRUST_S:
-            raise Unavailable("the lease was renewed too slowly", reason="SWEEP_TOO_SLOW")
+        written_at_s = self._objects.last_modified_s(PATH)
+        if self.ends_at_s is not None and written_at_s > self.ends_at_s:
+            raise Unavailable(
+                "the sweep stood still until its lease had run out; it removes nothing more",
+                reason="SWEEP_TOO_SLOW",
+            )
+        self._renewed_s, self.ends_at_s = now_s, written_at_s + TRUST_S
+        return self.ends_at_s
 
     def wait(self, seconds: float) -> None:
         """Sleep and keep the lease renewed."""
@@ -95,9 +105,10 @@ class Lease:
                 time.sleep(min(1.0, dead_s / 4))
             self._objects.replace(PATH, self._content())
         try:
+            self.renew()
             yield self
         finally:
-            # If the lease cannot be removed, publishers wait for it for at most a minute.
+            # If the lease cannot be removed, publishers wait for it for at most a minute. A late removal could hit another's lease.
             with suppress(Unavailable):
-                if self._is_own():
-                    self._objects.remove(PATH)
+                if self.ends_at_s is not None and self._is_own():
+                    self._objects.remove_before(PATH, self.ends_at_s)

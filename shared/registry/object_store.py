@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 import obstore
@@ -41,6 +42,7 @@ from shared.registry.contents import (
     content_path,
 )
 from shared.registry.sealed import open_sealed, seal
+from shared.registry.timed_removal import send_removal, signed_removal
 from shared.timeouts import (
     OBJECT_STORE_CONFLICT_PAUSES_S,
     OBJECT_STORE_CONNECT_S,
@@ -57,6 +59,8 @@ if TYPE_CHECKING:  # the library has these for type checkers only
 SCHEMA_VERSION = 1
 _MARKER = "neap-registry.json"
 _MAX_CACHED_MANIFESTS = 64
+# How long a probe of `check_removals` is accepted.
+PROBE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,36 @@ class ObjectStore:
         with _errors(), suppress(FileNotFoundError):
             obstore.delete(self._small, path)
 
+    def remove_before(self, path: str, before_s: float) -> None:
+        """Remove an object by a request that the store refuses after `before_s`, in Unix seconds by its own clock.
+
+        Raises Unavailable (also SWEEP_TOO_SLOW).
+        """
+        with _errors():
+            url, _ = signed_removal(self._small, path, before_s)
+            if not send_removal(url):
+                raise Unavailable(
+                    "the registry's object store refuses a removal: it came too late, or the credentials do not allow it",
+                    reason="OBJECT_STORE_REFUSED",
+                )
+
+    def check_removals(self) -> None:
+        """Check that the store refuses a removal that comes too late. Raises PreconditionFailed (NO_EXPIRING_REQUESTS)."""
+        path = f"probes/{uuid.uuid4().hex}"
+        self.create(path, b"")
+        with _errors():
+            url, ends_at_s = signed_removal(self._small, path, time.time() + PROBE_S)
+            while self.last_modified_s(path) <= ends_at_s:
+                time.sleep(PROBE_S / 4)
+                self.replace(path, b"")
+            send_removal(url)
+        if not self.exists(path):
+            raise PreconditionFailed(
+                "the object store accepts signed requests whose time has passed; a sweep could remove what is in use",
+                reason="NO_EXPIRING_REQUESTS",
+            )
+        self.remove(path)
+
     def last_modified_s(self, path: str) -> float:
         """Return the time of the last write in Unix seconds by the store's clock. Raises Unavailable, also if the object is missing."""
         with _errors():
@@ -244,9 +278,9 @@ class ObjectStore:
                         written_s = entry["last_modified"].timestamp()
                         yield StoredContent(digest, entry["size"], written_s)
 
-    def remove_content(self, kind: Kind, digest: str) -> None:
-        """Remove a content. Only for the holder of the lease."""
-        self.remove(content_path(kind, digest))
+    def remove_content(self, kind: Kind, digest: str, before_s: float) -> None:
+        """See `remove_before`. Only for the holder of the lease."""
+        self.remove_before(content_path(kind, digest), before_s)
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
         """List the names in `folder` in order, beginning after `after`."""
@@ -299,7 +333,7 @@ def _errors() -> Iterator[None]:
         yield
     except (PermissionDeniedError, UnauthenticatedError) as error:
         raise _unavailable("refuses the credentials", "OBJECT_STORE_REFUSED") from error
-    except (BaseError, OSError) as error:
+    except (BaseError, OSError, HTTPException) as error:
         raise _unavailable("does not answer", "OBJECT_STORE_UNAVAILABLE") from error
 
 

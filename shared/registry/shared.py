@@ -35,7 +35,7 @@ from shared.registry.contents import (
     no_version_error,
     other_contents_error,
 )
-from shared.registry.index_keeper import IndexKeeper
+from shared.registry.index_keeper import IndexKeeper, elapsed_s
 from shared.registry.journal import Entry, Journal, VersionRecord
 from shared.registry.lease import LeaseWatch
 from shared.registry.names import (
@@ -109,7 +109,7 @@ class SharedRegistry(AliasOperations):
         digest = digest_of(encoded)
         size_bytes = sum(map(len, blobs.values()))
         self._index.state(model_id)
-        done = self._find_request(request_id, model_id, digest)
+        done, is_sure = self._find_request(request_id, model_id, digest), False
         if done is None:
             self._store(blobs, encoded)
             self._claim(request_id, model_id)
@@ -133,6 +133,10 @@ class SharedRegistry(AliasOperations):
             committed = self._index.commit(model_id, propose, give_up_at)
             done = committed.published if isinstance(committed, Entry) else committed
             assert done is not None
+            is_sure = isinstance(committed, Entry) and elapsed_s() < give_up_at
+        if not is_sure:
+            # The record was late, or an earlier attempt wrote it, which may have been late and have ended here.
+            self._restore_swept(blobs, encoded)
         # The manifest has the same digest, so it is not read again: the publication is final even if the object store fails now.
         return version_of(model_id, done, json.loads(encoded))
 
@@ -144,15 +148,15 @@ class SharedRegistry(AliasOperations):
     def _restore_swept(self, blobs: Mapping[str, bytes], manifest: bytes) -> float:
         """Wait for a running sweep to end and store again what it removed.
 
-        Returns the time (monotonic seconds) until which no other sweep can remove the contents. Raises Unavailable (REGISTRY_BUSY)
-        if the sweep takes longer than SWEEP_WAIT_S.
+        Returns the time (of `elapsed_s`) until which no other sweep can remove contents that no record names. Raises Unavailable
+        (REGISTRY_BUSY) if the sweep takes longer than SWEEP_WAIT_S.
         """
-        give_up_at = time.monotonic() + SWEEP_WAIT_S
+        give_up_at = elapsed_s() + SWEEP_WAIT_S
         watch = LeaseWatch(self._objects)
         contents: list[tuple[Kind, str]] = [("manifests", digest_of(manifest))]
         contents += [("blobs", digest_of(data)) for data in blobs.values()]
         while True:
-            asked_at = time.monotonic()
+            asked_at = elapsed_s()
             if watch.is_held():
                 if asked_at >= give_up_at:
                     raise Unavailable(
@@ -319,7 +323,12 @@ class SharedRegistry(AliasOperations):
         return self._index.rebuild(model_id)
 
     def sweep(self, *, grace_s: float = GRACE_S, is_rehearsal: bool = False) -> Sweep:
-        """See `shared.registry.sweep.sweep`. Takes at least a minute and a half, during which publications wait."""
+        """See `shared.registry.sweep.sweep`. Takes at least a minute and a half, during which publications wait.
+
+        Raises also PreconditionFailed (NO_EXPIRING_REQUESTS).
+        """
+        if not is_rehearsal:
+            self._objects.check_removals()
         return sweep(self._objects, grace_s=grace_s, is_rehearsal=is_rehearsal)
 
     def close(self) -> None:

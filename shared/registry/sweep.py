@@ -2,7 +2,8 @@
 
 A publisher may be about to record contents that no record names yet. Therefore a sweep holds a lease, for which publishers check after
 storing contents and before writing their record (docs/decisions/009). A publisher that checked before the lease existed writes its
-record within COMMIT_S or not at all, and the sweep waits that long before it reads the journals.
+record within COMMIT_S, and the sweep waits that long before it reads the journals. A publisher that was later checks again before it
+answers. A sweep that outlives its lease cannot remove anything (docs/decisions/034).
 """
 
 import json
@@ -72,8 +73,7 @@ def sweep(
                     num_kept += 1
                     continue
                 if not is_rehearsal:
-                    lease.renew()
-                    objects.remove_content(kind, content.digest)
+                    objects.remove_content(kind, content.digest, lease.renew())
                     log.info("unused content removed", kind=kind, digest=content.digest)
                 num_removed += 1
                 num_bytes += content.size_bytes
