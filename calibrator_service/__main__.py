@@ -27,6 +27,7 @@ from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import export_traces
+from shared.timeouts import ROUTER_CALL_WAIT_S
 
 log = structlog.get_logger("neap.calibration")
 
@@ -62,7 +63,10 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
     """
     models = {model.model_id: model.source for model in settings.models}
     security = open_security(settings, settings.listen)
-    pool, watchers, metrics = BlockingPool(), Watchers(), CalibratorMetrics()
+    # Calls about jobs do not use the registry, so one that hangs must not delay them.
+    job_pool = BlockingPool(name="neap-jobs")
+    router_pool = BlockingPool(name="neap-routers", max_wait_s=ROUTER_CALL_WAIT_S)
+    watchers, metrics = Watchers(), CalibratorMetrics()
     metrics.registry.register(SecurityCollector(security))
     registry = open_registry(settings.registry)
     try:
@@ -95,13 +99,13 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                     settings.hub_datasets,
                     max_queued_jobs=settings.max_queued_jobs,
                     max_time_budget_s=settings.max_time_budget_s,
-                    pool=pool,
+                    pool=job_pool,
                     watchers=watchers,
                 ),
                 server.grpc_server,
             )
             router_pb2_grpc.add_RouterServiceServicer_to_server(
-                router_servicer.RouterServicer(registry, pool=pool, watchers=watchers),
+                router_servicer.RouterServicer(registry, pool=router_pool, watchers=watchers),
                 server.grpc_server,
             )
 
@@ -117,7 +121,8 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
         finally:
             await asyncio.to_thread(supervisor.stop)
     finally:
-        pool.close()
+        job_pool.close()
+        router_pool.close()
         registry.close()
 
 

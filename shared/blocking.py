@@ -15,7 +15,8 @@ _RETRY_S = 1.0
 
 
 class BlockingPool:
-    """A thread pool whose queue is bounded: `call` raises Exhausted (TOO_MANY_CALLS) if too many calls are pending.
+    """A thread pool whose queue is bounded: `call` raises Exhausted (TOO_MANY_CALLS) if too many calls are pending, or if its own has not
+    begun after `max_wait_s`.
 
     `name` is the prefix of the names of its threads.
     """
@@ -26,22 +27,38 @@ class BlockingPool:
         max_pending: int = MAX_PENDING_CALLS,
         *,
         name: str = "blocking",
+        max_wait_s: float | None = None,
     ) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._max_pending = max_pending
+        self._max_wait_s = max_wait_s
         self._num_pending = 0
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` in the pool. Cancelling the caller drops a call that has not begun; a running call is not interrupted."""
         if self._num_pending >= self._max_pending:
-            raise Exhausted(
-                "too many calls at once", reason="TOO_MANY_CALLS", retry_after_s=_RETRY_S
-            )
+            raise _too_many_calls_error()
         self._num_pending += 1
         future = self._executor.submit(function, *args, **kwargs)
         loop = asyncio.get_running_loop()
         future.add_done_callback(lambda _: _call_soon(loop, self._ended))
-        return await asyncio.wrap_future(future)
+        if self._max_wait_s is None:
+            return await asyncio.wrap_future(future)
+        is_withdrawn = False
+
+        def withdraw() -> None:
+            nonlocal is_withdrawn
+            is_withdrawn = future.cancel()  # has no effect on a call that has begun
+
+        timer = loop.call_later(self._max_wait_s, withdraw)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if is_withdrawn:
+                raise _too_many_calls_error() from None
+            raise
+        finally:
+            timer.cancel()
 
     def _ended(self) -> None:
         self._num_pending -= 1
@@ -49,6 +66,10 @@ class BlockingPool:
     def close(self, *, wait: bool = True) -> None:
         """Drop calls that have not begun. With `wait`, return only once the running calls have ended."""
         self._executor.shutdown(wait=wait, cancel_futures=True)
+
+
+def _too_many_calls_error() -> Exhausted:
+    return Exhausted("too many calls at once", reason="TOO_MANY_CALLS", retry_after_s=_RETRY_S)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:

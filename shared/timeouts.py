@@ -31,3 +31,6 @@ OBJECT_STORE_CONFLICT_PAUSES_S = (0.05, 0.2, 0.8)
 COMMIT_S = 60.0
 # How long a publisher waits for a sweep to end.
 SWEEP_WAIT_S = 600.0
+
+# How long a call about routers waits for a free thread of the calibration service. While the registry hangs, all of them wait for it.
+ROUTER_CALL_WAIT_S = 10.0
