@@ -22,6 +22,7 @@ from inference_service.engine.engine import Engine
 from inference_service.engine_watch import EngineWatch
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
+from inference_service.router_preload import preload_routers
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(settings: WorkerSettings) -> int:
-    """Answers health checks at once, loads and warms up the models, serves, and drains. Raises NeapError if it cannot start."""
+    """Answers health checks at once, loads and warms up the models, loads routers, serves, and drains. Raises NeapError if it cannot start."""
     if not settings.models:
         raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
     num_threads = settings.threads or min(torch.get_num_threads(), usable_cpus())
@@ -135,6 +136,12 @@ async def serve(settings: WorkerSettings) -> int:
                 max_active=settings.max_queue + settings.max_running,
                 max_active_per_client=settings.max_active_per_client,
             )
+        await preload_routers(
+            routers,
+            [engine.loaded for engine in engines],
+            settings.preload_aliases or None,
+            timeout_s=settings.preload_timeout_s,
+        )
         servicer.set_ready()
 
     with serve_metrics(settings.metrics_listen, metrics.registry):

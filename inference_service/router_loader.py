@@ -92,6 +92,11 @@ class RouterLoader:
         mine = [router for router in list(self._loaded.values()) if router.model_id == model_id]
         return sorted(mine, key=lambda router: router.version)
 
+    @property
+    def num_loaded(self) -> int:
+        """Of all models."""
+        return len(self._loaded)
+
     def find(self, model_id: str, version: int) -> LoadedRouter | None:
         """The router if it is loaded, else None. Counts as a use."""
         router = self._loaded.get((model_id, version))

@@ -1,8 +1,10 @@
 """Chooses the loaded ladder for a request's router selector."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+
+import structlog
 
 from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
@@ -14,7 +16,14 @@ from inference_service.router_loader import (
     RouterLoader,
     Unpack,
 )
-from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, PreconditionFailed
+from shared.errors import (
+    Exhausted,
+    InvalidInput,
+    NeapError,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+)
 from shared.ladder.artefact import unpack_ladder
 from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion, Registry
@@ -28,6 +37,8 @@ DEFAULT_ALIAS = "latest"
 ALIAS, CANARY = "alias", "canary"
 # Requests that may wait for the registry at once, because their alias or version is not known here.
 MAX_WAITING = 32
+
+log = structlog.get_logger("neap.routers")
 
 
 @dataclass(frozen=True)
@@ -127,9 +138,55 @@ class RouterStore:
             self._on_fallback(loaded.model_id, CANARY, candidate)
         return await self._own(loaded, alias, resolution)
 
+    async def preload(
+        self, served: Sequence[LoadedModel], aliases: Sequence[str] | None = None
+    ) -> None:
+        """Loads what requests will ask for first: the default alias of every model, then `aliases`, canaries included. None: all aliases
+        of the models, newest versions first. Stops at `capacity`.
+
+        What cannot be loaded is logged, and requests for it get the error. Raises Unavailable if the registry does not answer; what was
+        loaded until then stays loaded.
+        """
+        for loaded in served:
+            await self._preload(loaded, self._default_alias)
+        for loaded in served:
+            for alias in await self._all_aliases(loaded.model_id) if aliases is None else aliases:
+                if alias != self._default_alias:
+                    await self._preload(loaded, alias)
+
+    async def _all_aliases(self, model_id: str) -> list[str]:
+        found = await self._pools.fetches.call(self._registry.aliases, model_id)
+        return sorted(found, key=lambda alias: found[alias], reverse=True)
+
+    async def _preload(self, loaded: LoadedModel, alias: str) -> None:
+        try:
+            resolution = await self._resolutions.resolve(loaded.model_id, alias)
+            target = resolution.target
+            canary = () if target.canary is None else (target.canary.version,)
+            wanted = {target.published.version, *canary}
+            missing = wanted - {router.version for router in self.loaded(loaded.model_id)}
+            if len(missing) > self._capacity - self._loader.num_loaded:
+                return
+            await self._own(loaded, alias, resolution)
+            for version in canary:
+                await self._get(loaded, version)
+        except Unavailable:
+            raise
+        except Exception as error:  # it must not keep the worker from serving other requests
+            log.warning(
+                "no router was loaded in advance",
+                model_id=loaded.model_id,
+                alias=alias,
+                reason=error.reason if isinstance(error, NeapError) else "INTERNAL",
+                exc_info=not isinstance(error, NeapError),
+            )
+
     async def refresh(self, loaded: LoadedModel) -> None:
-        """Begins to load the versions that the aliases in use name now, canaries included. Never raises NeapError: the next request
-        that needs the registry reports its error."""
+        """Begins to load the versions that the aliases in use name now, canaries included, and loads the first version of the default
+        alias. Never raises NeapError: the next request that needs the registry reports its error."""
+        if self._serving.peek((loaded.model_id, self._default_alias)) is None:
+            with suppress(Unavailable):
+                await self._preload(loaded, self._default_alias)
         mine = [
             (key, version)
             for key, version in self._serving.newest_first()

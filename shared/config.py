@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from platformdirs import user_data_path
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from shared.errors import InvalidInput
@@ -40,6 +40,9 @@ _SERVICE_LINK = re.compile(
 
 B = TypeVar("B", bound=BaseSettings)
 S = TypeVar("S", bound=ProcessSettings)
+
+
+Alias = Annotated[str, StringConstraints(pattern=r"^[a-z0-9._-]{1,64}$")]
 
 
 @dataclass(frozen=True)
@@ -240,10 +243,22 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="MiB on disk, below the data folder, for routers fetched from a shared registry. 0 keeps none.",
     )
-    default_alias: str = Field(
+    default_alias: Alias = Field(
         default="latest",
-        pattern=r"^[a-z0-9._-]{1,64}$",
         description="Alias of the router for requests that name none.",
+    )
+    preload_aliases: Annotated[tuple[Alias, ...], NoDecode] = Field(
+        default=(),
+        description="An alias whose router is loaded before the worker is ready, besides the default alias. May be repeated; the variable takes a "
+        "comma-separated list. Unset: all aliases, the newest versions first, as far as max_routers allows.",
+        json_schema_extra={"metavar": "ALIAS"},
+    )
+    preload_timeout_s: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after which a worker that starts is ready although the registry does not answer. It then serves policy full. Unset: it "
+        "waits for the registry.",
     )
     shadow_share: float = Field(
         default=0.0,
@@ -262,6 +277,11 @@ class WorkerSettings(ServiceSettings):
         "exceed the published ones. Without it, such margins are refused. A version that breaks its bound is served as exact. Unset: no bound.",
         json_schema_extra={"metavar": "SHARE"},
     )
+
+    @field_validator("preload_aliases", mode="before")
+    @classmethod
+    def _aliases_from_text(cls, value: Any) -> Any:
+        return _listed(value)
 
 
 class CalibratorSettings(ServiceSettings):

@@ -6,6 +6,7 @@ pydantic-settings' own command line is not used: it adds a flag for every alias 
 
 import argparse
 import inspect
+import re
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +50,7 @@ def flag_of(kind: type[BaseSettings], name: str) -> str | None:
     """
     if not variables_of(kind, name)[0].startswith("NEAP_"):
         return None
-    singular = name.removesuffix("s") if _is_repeated(kind.model_fields[name]) else name
+    singular = re.sub("(?<=s)es$|s$", "", name) if _is_repeated(kind.model_fields[name]) else name
     return "--" + singular.replace("_", "-")
 
 

@@ -3,16 +3,21 @@
 import json
 import signal
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import structlog
 from neap_client import NeapClient
+from neap_client.inference.v1.inference_pb2 import RouterSelector
 
 from inference_service.servicer import SERVICE_NAME
 from shared.errors import Unavailable
-from tests.generation import request_of
+from shared.ladder.artefact import pack_ladder
+from shared.model.load import load_model
+from shared.registry.factory import open_registry
+from tests.generation import EXACT, request_of
 from tests.waiting import wait_until
+from tests.worker import build_ladder
 from tests.worker_process import worker_process
 
 pytestmark = pytest.mark.e2e
@@ -56,6 +61,24 @@ def test_not_serving_until_warm_then_sigterm_finishes_streams(folder, tmp_path):
             client.get_model("tiny")
     events = [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()]
     assert {"model loaded", "serving", "call ended"} <= set(events)
+
+
+@pytest.mark.parametrize("alias", [None, "stable"])
+def test_the_first_requests_find_the_routers(folder, tmp_path, alias):
+    """48 at once, where at most 32 may wait for the registry."""
+    loaded = load_model(folder, model_id="tiny")
+    with closing(open_registry(str(tmp_path / "registry"))) as registry:
+        manifest, blobs = pack_ladder(build_ladder(loaded), {})
+        aliases = ("latest", "stable")
+        registry.publish("tiny", manifest, blobs, request_id="one", aliases=aliases)
+    router = RouterSelector() if alias is None else RouterSelector(alias=alias)
+    with _worker(folder, tmp_path) as (_, client):
+        client.wait_ready(SERVICE_NAME, timeout_s=60)
+        assert [router.version for router in client.get_model("tiny").routers] == [1]
+        streams = [
+            client.generate(request_of(4, depth=EXACT, router=router)) for _ in range(48)
+        ]
+        assert {next(stream).started.router_version for stream in streams} == {1}
 
 
 # Run by Python as it starts. It replaces the engine's step by one that never ends.

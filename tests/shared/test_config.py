@@ -110,6 +110,17 @@ def test_a_variable_that_nothing_reads_is_refused(monkeypatch, kind, name, hint)
     assert "secret" not in caught.value.message
 
 
+def test_aliases_to_load_in_advance(monkeypatch):
+    assert WorkerSettings().preload_aliases == ()
+    flags = ["--preload-alias", "stable", "--preload-alias", "a"]
+    given = settings_from_command_line(WorkerSettings, "worker", flags)
+    assert given.preload_aliases == ("stable", "a")
+    monkeypatch.setenv("NEAP_PRELOAD_ALIASES", "latest, b")
+    assert WorkerSettings().preload_aliases == ("latest", "b")
+    with pytest.raises(InvalidInput):
+        settings_from_command_line(WorkerSettings, "worker", ["--preload-alias", "No Alias"])
+
+
 def test_other_variables_are_ignored(monkeypatch):
     """Those of the other service, of clients, of the build and of tests, and those that Kubernetes adds for Services named neap-..."""
     links = [
