@@ -75,9 +75,7 @@ def test_the_first_requests_find_the_routers(folder, tmp_path, alias):
     with _worker(folder, tmp_path) as (_, client):
         client.wait_ready(SERVICE_NAME, timeout_s=60)
         assert [router.version for router in client.get_model("tiny").routers] == [1]
-        streams = [
-            client.generate(request_of(4, depth=EXACT, router=router)) for _ in range(48)
-        ]
+        streams = [client.generate(request_of(4, depth=EXACT, router=router)) for _ in range(48)]
         assert {next(stream).started.router_version for stream in streams} == {1}
 
 
