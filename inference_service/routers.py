@@ -1,6 +1,6 @@
 """Chooses the loaded ladder for a request's router selector."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -148,44 +148,39 @@ class RouterStore:
         loaded until then stays loaded.
         """
         for loaded in served:
-            await self._preload(loaded, self._default_alias)
+            await self._preload_or_log(loaded, self._default_alias)
         for loaded in served:
             for alias in await self._all_aliases(loaded.model_id) if aliases is None else aliases:
                 if alias != self._default_alias:
-                    await self._preload(loaded, alias)
+                    await self._preload_or_log(loaded, alias)
 
     async def _all_aliases(self, model_id: str) -> list[str]:
-        found = await self._pools.fetches.call(self._registry.aliases, model_id)
+        found: Mapping[str, int] = {}
+        with _logged(model_id, alias="all"):
+            found = await self._pools.fetches.call(self._registry.aliases, model_id)
         return sorted(found, key=lambda alias: found[alias], reverse=True)
 
+    async def _preload_or_log(self, loaded: LoadedModel, alias: str) -> None:
+        with _logged(loaded.model_id, alias):
+            await self._preload(loaded, alias)
+
     async def _preload(self, loaded: LoadedModel, alias: str) -> None:
-        try:
-            resolution = await self._resolutions.resolve(loaded.model_id, alias)
-            target = resolution.target
-            canary = () if target.canary is None else (target.canary.version,)
-            wanted = {target.published.version, *canary}
-            missing = wanted - {router.version for router in self.loaded(loaded.model_id)}
-            if len(missing) > self._capacity - self._loader.num_loaded:
-                return
+        resolution = await self._resolutions.resolve(loaded.model_id, alias)
+        target = resolution.target
+        canary = () if target.canary is None else (target.canary.version,)
+        missing = {target.published.version, *canary}
+        missing -= {router.version for router in self.loaded(loaded.model_id)}
+        has_room = len(missing) <= self._capacity - self._loader.num_loaded
+        if has_room or alias == self._default_alias:
             await self._own(loaded, alias, resolution)
             for version in canary:
                 await self._get(loaded, version)
-        except Unavailable:
-            raise
-        except Exception as error:  # it must not keep the worker from serving other requests
-            log.warning(
-                "no router was loaded in advance",
-                model_id=loaded.model_id,
-                alias=alias,
-                reason=error.reason if isinstance(error, NeapError) else "INTERNAL",
-                exc_info=not isinstance(error, NeapError),
-            )
 
     async def refresh(self, loaded: LoadedModel) -> None:
         """Begins to load the versions that the aliases in use name now, canaries included, and loads the first version of the default
         alias. Never raises NeapError: the next request that needs the registry reports its error."""
         if self._serving.peek((loaded.model_id, self._default_alias)) is None:
-            with suppress(Unavailable):
+            with suppress(NeapError):
                 await self._preload(loaded, self._default_alias)
         mine = [
             (key, version)
@@ -268,3 +263,22 @@ class RouterStore:
                 reason="ROUTER_REQUIRED",
                 metadata={"model_id": model_id, "alias": self._default_alias},
             ) from error
+
+
+@contextmanager
+def _logged(model_id: str, alias: str) -> Iterator[None]:
+    """Logs errors of loading routers in advance, so that they do not keep the worker from serving. Raises Unavailable."""
+    try:
+        yield
+    except Unavailable:
+        raise
+    except NotFound as error:
+        log.info("no router is published", model_id=model_id, alias=alias, reason=error.reason)
+    except Exception as error:
+        log.warning(
+            "no router was loaded in advance",
+            model_id=model_id,
+            alias=alias,
+            reason=error.reason if isinstance(error, NeapError) else "INTERNAL",
+            exc_info=not isinstance(error, NeapError),
+        )

@@ -65,7 +65,7 @@ class Lease:
         return found is not None and open_sealed(found, PATH)["lease_id"] == self._id
 
     def renew(self) -> float:
-        """Renew the lease if that is due, and return `ends_at_s`. Call it before every removal, and every RENEW_S while waiting.
+        """Renew the lease if that is due, and return `ends_at_s`. Call it before every removal, and every few seconds.
 
         Raises Conflict (SWEEP_TAKEN_OVER), and Unavailable, also if the lease has run out (SWEEP_TOO_SLOW).
         """

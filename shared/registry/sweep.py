@@ -64,6 +64,7 @@ def sweep(
         kinds: tuple[Kind, ...] = ("manifests", "blobs")
         for kind in kinds:
             for content in objects.contents(kind):
+                ends_at_s = lease.renew()
                 if content.digest in in_use[kind]:
                     continue
                 if now_s - content.last_modified_s < grace_s:
@@ -73,7 +74,7 @@ def sweep(
                     num_kept += 1
                     continue
                 if not is_rehearsal:
-                    objects.remove_content(kind, content.digest, lease.renew())
+                    objects.remove_content(kind, content.digest, ends_at_s)
                     log.info("unused content removed", kind=kind, digest=content.digest)
                 num_removed += 1
                 num_bytes += content.size_bytes

@@ -8,7 +8,14 @@ import structlog
 
 from inference_service.router_preload import preload_routers
 from inference_service.routers import RouterChoice, RouterStore
-from shared.errors import Exhausted, NotFound, PreconditionFailed, Unavailable
+from shared.errors import (
+    Corrupt,
+    Exhausted,
+    InvalidInput,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+)
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from tests.registry_damage import content_path
@@ -176,6 +183,21 @@ async def test_an_unexpected_error_does_not_stop_the_worker(registry, store, loa
         await preload_routers(routers, [loaded], None, timeout_s=None)
     assert versions(routers) == [1]
     assert [entry["reason"] for entry in logs if "exc_info" in entry] == ["INTERNAL"]
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidInput("bad id"), Corrupt("damaged"), TypeError("a fault")]
+)
+async def test_a_registry_that_refuses_every_question_does_not_stop_the_worker(
+    registry, store, loaded, error
+):
+    def refuse(*_):
+        raise error
+
+    registry.aliases = registry.target = refuse
+    await preload_routers(store(), [loaded], None, timeout_s=None)
+    with pytest.raises(type(error)):
+        await store().select(loaded, RouterChoice())
 
 
 @pytest.mark.parametrize("part", ["is_away", "is_store_away"])
