@@ -3,10 +3,10 @@
 import math
 import os
 from collections.abc import MutableMapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-PROCESS_CGROUPS = Path("/proc/self/cgroup")
+from shared import cgroups
+
 THREADS_VARIABLE = "NEAP_THREADS"
 # Libraries read these when they are loaded or create their first pool: OpenMP (torch and the kernels of shared.ops), numpy's BLAS,
 # tokenizers and safetensors (rayon), obstore (tokio). Without these variables they use all CPUs of the machine.
@@ -19,18 +19,14 @@ POOL_VARIABLES = (
 )
 
 
-def usable_cpus(
-    *,
-    cgroup_root: Path = CGROUP_ROOT,
-    process_cgroups: Path = PROCESS_CGROUPS,
-) -> int:
+def usable_cpus() -> int:
     """Return the smaller of the CPU affinity and the container's CPU quota (rounded up), at least 1.
 
     The quota is the smallest quota of this process' cgroup and its ancestors, in cgroup version 2 (`cpu.max`) or version 1
     (`cpu.cfs_quota_us`).
     """
     num_allowed = _num_allowed()
-    quota = _quota(cgroup_root, process_cgroups)
+    quota = _quota()
     return max(1, num_allowed if quota is None else min(num_allowed, math.ceil(quota)))
 
 
@@ -54,35 +50,13 @@ def _num_allowed() -> int:
     return os.cpu_count() or 1
 
 
-def _quota(root: Path, process_cgroups: Path) -> float | None:
+def _quota() -> float | None:
     """Return the CPU quota in CPUs. None if there is no limit or there are no cgroups."""
-    try:
-        lines = process_cgroups.read_text().splitlines()
-    except OSError:
-        return None
-    quotas: list[float] = []
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            # On a system with both versions, version 2 is mounted below the root.
-            folders, read = [root, root / "unified"], _quota_v2
-        elif "cpu" in controllers.split(","):
-            folders, read = [root / controllers, root / "cpu"], _quota_v1
-        else:
-            continue
-        for folder in folders:
-            quotas += [quota for place in _upwards(folder, path) if (quota := read(place))]
-    return min(quotas, default=None)
-
-
-def _upwards(folder: Path, path: str) -> list[Path]:
-    """Return the cgroup's folder and its ancestors.
-
-    In a container, `path` may be the path on the host, of which only the last part exists here.
-    """
-    parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
-    return [folder.joinpath(*parts[:length]) for length in range(len(parts), -1, -1)]
+    quotas = [
+        _quota_v2(folder) if version == 2 else _quota_v1(folder)
+        for version, folder in cgroups.folders("cpu")
+    ]
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_v2(folder: Path) -> float | None:

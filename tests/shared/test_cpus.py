@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from shared import cgroups
 from shared.cpus import size_thread_pools, usable_cpus
 
 
@@ -13,7 +14,7 @@ def _sixteen_cpus(monkeypatch):
 
 
 @pytest.fixture
-def machine(tmp_path):
+def machine(tmp_path, monkeypatch):
     """Return a function that maps (files below the cgroup root, /proc/self/cgroup) to the result of `usable_cpus`."""
 
     def cpus(files, process):
@@ -22,8 +23,9 @@ def machine(tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         (tmp_path / "process").write_text(process)
-        root, processes = tmp_path / "cgroup", tmp_path / "process"
-        return usable_cpus(cgroup_root=root, process_cgroups=processes)
+        monkeypatch.setattr(cgroups, "ROOT", tmp_path / "cgroup")
+        monkeypatch.setattr(cgroups, "PROCESS_CGROUPS", tmp_path / "process")
+        return usable_cpus()
 
     return cpus
 

@@ -1,14 +1,21 @@
 """The memory budget of keys and values. It is fixed at start-up, so that requests queue when it is used up and nothing crashes."""
 
+import math
 from pathlib import Path
 
 import torch
 
+from shared import cgroups
 from shared.model.runner import Runner
 
 # Share of the memory that is free once the model is loaded. Activations and other processes need the rest.
 BUDGET_SHARE = 0.5
-CGROUP = Path("/sys/fs/cgroup")
+# A cgroup's files: limits in bytes, use in bytes, statistics, and the name of the statistic of cached files that can be dropped.
+# Above memory.high the kernel slows a process down, so it counts as a limit.
+_CGROUP_FILES = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -46,16 +53,23 @@ def _machine_bytes() -> int:
 
 
 def _container_bytes() -> float:
-    """Memory that the limit of this process' cgroup (version 2) leaves; infinite without a limit."""
+    """Memory that the limits of this process' cgroups leave; infinite without a limit."""
+    left = (_left(version, folder) for version, folder in cgroups.folders("memory"))
+    return min(left, default=math.inf)
+
+
+def _left(version: int, folder: Path) -> float:
+    """Memory that the limits of one cgroup leave; infinite if it has none or cannot be read."""
+    limit_names, usage_name, droppable_name = _CGROUP_FILES[version]
     try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
+        texts = [path.read_text() for name in limit_names if (path := folder / name).exists()]
+        limits = [int(text) for text in texts if text.strip() != "max"]
+        if not limits:
+            return math.inf
+        used = int((folder / usage_name).read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
         # The kernel drops cached files before it kills anybody.
-        statistics = dict(
-            line.split() for line in (CGROUP / "memory.stat").read_text().splitlines()
-        )
-    except OSError:
-        return float("inf")
-    if limit == "max":
-        return float("inf")
-    return max(int(limit) - used + int(statistics.get("inactive_file", 0)), 0)
+        droppable = int(dict(line.split() for line in lines).get(droppable_name, 0))
+    except (OSError, ValueError):
+        return math.inf
+    return max(min(limits) - used + droppable, 0)

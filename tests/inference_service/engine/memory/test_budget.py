@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from inference_service.engine.memory import budget
+from shared import cgroups
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from tests.families import NUM_LAYERS, build_family
@@ -11,28 +12,70 @@ from tests.families import NUM_LAYERS, build_family
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(budget, "CGROUP", tmp_path)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
-    return tmp_path
+def v2(limit: str, used: int = 700, *, high: str = "max", cached: int = 150) -> dict[str, str]:
+    return {
+        "memory.max": f"{limit}\n",
+        "memory.high": f"{high}\n",
+        "memory.current": f"{used}\n",
+        "memory.stat": f"anon 500\ninactive_file {cached}\n",
+    }
 
 
-def test_a_container_limit_counts(cgroup: Path) -> None:
-    unlimited = budget.available_bytes(CPU)
-    assert unlimited > 1 << 20
-    (cgroup / "memory.max").write_text("1000\n")
-    assert budget.available_bytes(CPU) == 1000 - 700 + 150
-    assert budget.default_budget(CPU) == 225
-    (cgroup / "memory.current").write_text("1200\n")
-    assert budget.available_bytes(CPU) == 0
+def v1(limit: int, used: int = 700) -> dict[str, str]:
+    return {
+        "memory.limit_in_bytes": f"{limit}\n",
+        "memory.usage_in_bytes": f"{used}\n",
+        # The first counts this group alone, its use those below it as well.
+        "memory.stat": "inactive_file 20\ntotal_inactive_file 150\n",
+    }
 
 
-def test_without_cgroups_the_machine_counts(cgroup: Path) -> None:
-    (cgroup / "memory.max").unlink()
-    assert budget.available_bytes(CPU) > 1 << 20
+V1_UNLIMITED = 9223372036854771712
+SERVICE = "system.slice/neap.service"
+# (the files of each cgroup by its folder, /proc/self/cgroup, the bytes that are left; None: those of the machine)
+CASES: dict[str, tuple[dict[str, dict[str, str]], str, int | None]] = {
+    "a container": ({"": v2("1000")}, "0::/\n", 1000 - 700 + 150),
+    "used up": ({"": v2("1000", 1200)}, "0::/\n", 0),
+    "without a limit": ({"": v2("max")}, "0::/\n", None),
+    "MemoryMax of a systemd service": ({SERVICE: v2("1000")}, f"0::/{SERVICE}\n", 450),
+    "MemoryHigh is lower": ({SERVICE: v2("1000", high="800")}, f"0::/{SERVICE}\n", 250),
+    "MemoryHigh alone": ({SERVICE: v2("max", high="900")}, f"0::/{SERVICE}\n", 350),
+    "the slice has less left than the service": (
+        {"system.slice": v2("5000", 4900, cached=0), SERVICE: v2("1000")},
+        f"0::/{SERVICE}\n",
+        100,
+    ),
+    "the machine's path in a container": ({"": v2("1000")}, "0::/kubepods/pod1/c1\n", 450),
+    "another service's limit": ({"system.slice/other": v2("1000")}, f"0::/{SERVICE}\n", None),
+    "version 1": ({"memory/docker/a": v1(1000)}, "4:memory:/docker/a\n3:cpu:/x\n", 450),
+    "version 1 limited above": (
+        {"memory/docker": v1(1000), "memory/docker/a": v1(V1_UNLIMITED)},
+        "4:memory:/docker/a\n0::/\n",
+        450,
+    ),
+    "version 1 without a limit": ({"memory": v1(V1_UNLIMITED)}, "4:memory:/\n", None),
+    "damaged": ({"": v2("nonsense")}, "0::/\n", None),
+    "no cgroups": ({}, "", None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_limits_of_cgroups_count(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, process, left = CASES[name]
+    for folder, files in groups.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for file, text in files.items():
+            (tmp_path / folder / file).write_text(text)
+    (tmp_path / "process").write_text(process)
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "PROCESS_CGROUPS", tmp_path / "process")
+    if left is None:
+        assert budget.available_bytes(CPU) > 1 << 20
+    else:
+        assert budget.available_bytes(CPU) == left
+        assert budget.default_budget(CPU) == left // 2
 
 
 @pytest.mark.parametrize(("kv_dtype", "number_bytes"), [(None, 4), (torch.bfloat16, 2)])
