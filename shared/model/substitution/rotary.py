@@ -6,6 +6,7 @@ the same bits. Calls that the kernel does not support go to the original. Users 
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ _Rotary = Callable[..., tuple[Tensor, Tensor]]
 _lock = threading.Lock()
 _users: dict[str, int] = {}
 _originals: dict[str, _Rotary] = {}
+# A finaliser may run at any line of the thread that holds the lock, so it only notes what it releases.
+_released: deque[str] = deque()
 
 
 def has_rotary(file: str) -> bool:
@@ -30,21 +33,35 @@ def has_rotary(file: str) -> bool:
 
 def acquire(file: str) -> None:
     """Replaces the function in `file`, or counts one more user. Raises `Unsuitable` if the kernel does not give the same bits."""
-    with _lock:
-        if file not in _originals:
-            original = getattr(sys.modules[file], FUNCTION)
-            _check_same_bits(original)
-            _originals[file] = original
-            setattr(sys.modules[file], FUNCTION, _with_kernel(original))
-        _users[file] = _users.get(file, 0) + 1
+    try:
+        with _lock:
+            if file not in _originals:
+                original = getattr(sys.modules[file], FUNCTION)
+                _check_same_bits(original)
+                _originals[file] = original
+                setattr(sys.modules[file], FUNCTION, _with_kernel(original))
+            _users[file] = _users.get(file, 0) + 1
+    finally:
+        _settle()
 
 
 def release(file: str) -> None:
-    """Undoes one `acquire`. The last one puts the original back."""
-    with _lock:
-        _users[file] -= 1
-        if _users[file] == 0:
-            setattr(sys.modules[file], FUNCTION, _originals.pop(file))
+    """Undoes one `acquire`. The last one puts the original back. Waits for nothing, so that a finaliser may call it."""
+    _released.append(file)
+    _settle()
+
+
+def _settle() -> None:
+    """Counts what was released. Whoever holds the lock meanwhile does so once the lock is free."""
+    while _released and _lock.acquire(blocking=False):
+        try:
+            while _released:
+                file = _released.popleft()
+                _users[file] -= 1
+                if _users[file] == 0:
+                    setattr(sys.modules[file], FUNCTION, _originals.pop(file))
+        finally:
+            _lock.release()
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -1,13 +1,17 @@
 import gc
+import threading
 import weakref
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
 
 from shared.errors import UnsupportedModel
 from shared.model.cache import ContiguousCache
+from shared.model.substitution import rotary
 from shared.model.substitution.apply import accelerate, restore
 from shared.model.substitution.match import agrees
 from shared.model.weights.lazy import lazy
@@ -200,8 +204,6 @@ def test_a_model_that_comes_out_different_is_left_as_it_was(monkeypatch):
 
 
 def test_the_rotary_function_comes_back_with_the_last_user():
-    from transformers.models.mistral import modeling_mistral
-
     gc.collect()  # models of other tests may still use it
     original = modeling_mistral.apply_rotary_pos_emb
     first, second = build_family("mistral"), build_family("mistral-sliding")
@@ -213,6 +215,31 @@ def test_the_rotary_function_comes_back_with_the_last_user():
     del second
     gc.collect()
     assert modeling_mistral.apply_rotary_pos_emb is original
+
+
+def test_a_model_may_be_dropped_while_another_is_accelerated(monkeypatch):
+    """The collector may run the finaliser of a dropped model inside the call that replaces the function of the next one."""
+    gc.collect()
+    own = [module.apply_rotary_pos_emb for module in (modeling_llama, modeling_mistral)]
+    check = rotary._check_same_bits
+    models = [build_family("llama")]
+    accelerate(models[0])
+
+    def drop_and_check(function):
+        models.clear()
+        gc.collect()
+        check(function)
+
+    monkeypatch.setattr(rotary, "_check_same_bits", drop_and_check)
+    second = build_family("mistral")
+    accelerating = threading.Thread(target=accelerate, args=(second,), daemon=True)
+    accelerating.start()
+    accelerating.join(60)
+    assert not accelerating.is_alive(), "it waits for a lock that it holds"
+    assert modeling_llama.apply_rotary_pos_emb is own[0]
+    assert modeling_mistral.apply_rotary_pos_emb is not own[1]
+    restore(second)
+    assert modeling_mistral.apply_rotary_pos_emb is own[1]
 
 
 def test_a_growing_cache_gives_the_bits_of_a_preallocated_one():
