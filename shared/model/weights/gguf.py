@@ -24,7 +24,7 @@ from shared.errors import NeapError
 from shared.model.weights.files import StableFile
 from shared.model.weights.gguf_file import Field, GgufContents, TensorEntry, read_contents
 from shared.model.weights.lazy import LazyWeight
-from shared.model.weights.reading import Checkpoint, Replacement
+from shared.model.weights.reading import Checkpoint, Replacement, replaced
 from shared.model.weights.stored import (
     BLOCK_KINDS,
     PLAIN_KINDS,
@@ -146,19 +146,13 @@ class GgufModel:
     def _run(self, **options: Any) -> Any:
         """Transformers' own `load_gguf_checkpoint` over this file's contents."""
         self._first_rows, self._next_row = {}, 0
-        own = {
-            (gguf, "GGUFReader"): lambda _: _Reader(self.contents),
-            (gguf, "dequantize"): lambda data, _: self._numbers(str(data)),
-            (checkpoints, "_gguf_parse_value"): lambda value, _: value,
-        }
-        before = {place: getattr(*place) for place in own}
-        try:
-            for (module, name), function in own.items():
-                setattr(module, name, function)
+        own: list[Replacement] = [
+            (gguf, "GGUFReader", lambda _: _Reader(self.contents)),
+            (gguf, "dequantize", lambda data, _: self._numbers(str(data))),
+            (checkpoints, "_gguf_parse_value", lambda value, _: value),
+        ]
+        with replaced(own):
             return _load_gguf_checkpoint(self._path, **options)
-        finally:
-            for (module, name), function in before.items():
-                setattr(module, name, function)
 
     def _numbers(self, name: str) -> np.ndarray:
         """For a matrix that may stay in its format two columns of counting numbers, int64 [N, 2]; for others the weights, float32."""

@@ -5,7 +5,7 @@ numbers are read when they are packed, one matrix at a time, so that no second c
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ Replacement = tuple[
     Any, str, Any
 ]  # a module, the name of one of its functions, and what takes its place
 
-# Functions of modules are replaced, so for the whole process.
-_lock = threading.Lock()
+# The attributes of modules that are replaced are those of the whole process.
+_lock = threading.RLock()
 
 
 class Checkpoint:
@@ -63,12 +63,29 @@ class Checkpoint:
 
 @contextmanager
 def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """Within it, functions of transformers are replaced. One thread at a time can be inside; others wait."""
+    """Within it, functions of transformers are replaced for the thread that entered; for other threads they stay what they were.
+
+    One thread at a time can be inside; others wait.
+    """
+    entered = threading.local()
     with _lock, ExitStack() as stack:
         for module, name, replacement in replacements:
-            stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, replacement)
-        yield
+            own = getattr(module, name)
+            stack.callback(setattr, module, name, own)
+            setattr(module, name, _replaced_where(entered, own, replacement))
+        entered.is_inside = True
+        try:
+            yield
+        finally:
+            entered.is_inside = False
+
+
+def _replaced_where(entered: threading.local, own: Any, replacement: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = replacement if getattr(entered, "is_inside", False) else own
+        return chosen(*args, **kwargs)
+
+    return call
 
 
 def safetensors_replacements(checkpoint: Checkpoint, *, lazy: bool) -> list[Replacement]:

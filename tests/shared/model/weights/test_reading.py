@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable, UnsupportedModel
 from shared.model.load import load_model
@@ -18,6 +20,7 @@ from shared.model.weights.files import StableFile
 from shared.model.weights.lazy import lazy
 from shared.model.weights.reading import SafetensorsReader
 from tests.families import build_family
+from tests.gguf_files import write_llama
 
 # Families without a kernel for everything keep those weights as float32.
 SAVED = [
@@ -109,6 +112,37 @@ def test_no_matrix_is_read_before_it_is_packed(
     matrices = [p for p in loaded.model.parameters() if p.dim() == 2]
     assert matrices
     assert all(lazy(p).memory for p in matrices)
+
+
+def test_other_threads_load_as_ever_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads load the same files at once: one with neap, the other with transformers alone."""
+    file = write_llama(tmp_path / "tiny.gguf")
+    folder = save(tmp_path / "plain", "llama", torch.bfloat16)
+    places = (
+        {"pretrained_model_name_or_path": folder},
+        {"pretrained_model_name_or_path": tmp_path, "gguf_file": file.name},
+    )
+    beside: list[PreTrainedModel] = []
+
+    def load_beside(**_: object) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            beside.extend(pool.map(theirs, places))
+
+    def theirs(place: dict[str, object]) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(**place)
+
+    expected = [model.state_dict() for model in map(theirs, places)]
+    monkeypatch.setattr("shared.model.load.AutoTokenizer.from_pretrained", load_beside)
+    for source in (folder, file):
+        beside.clear()
+        assert _formats(load_model(source))
+        for model, wanted in zip(beside, expected, strict=True):
+            assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+            assert all(
+                torch.equal(value, wanted[name]) for name, value in model.state_dict().items()
+            )
 
 
 def test_what_has_no_kernel_is_widened_and_named(
