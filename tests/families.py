@@ -68,6 +68,18 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         layer_types=ALTERNATING,
         query_pre_attn_scalar=8,
     ),
+    # Heads of the full layers are wider, so that not all layers have the same configuration.
+    "gemma4": lambda: _llama_like(
+        hf.Gemma4TextConfig,
+        head_dim=8,
+        global_head_dim=16,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        sliding_window=5,
+        layer_types=ALTERNATING,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+    ),
     "gpt2": lambda: hf.GPT2Config(
         n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=128, **SHARED
     ),

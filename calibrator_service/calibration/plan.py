@@ -12,6 +12,7 @@ from shared.ladder.forms import HeadForm
 from shared.ladder.fused_head import default_mlp_width
 from shared.ladder.head_rows import head_width
 from shared.ladder.heads import default_rank
+from shared.model.layer_configs import layer_configs
 from shared.model.loaded import LoadedModel
 from shared.model.runner import tap_depths
 
@@ -201,9 +202,11 @@ def num_decoded_rows(loaded: LoadedModel) -> int:
     must not decide which text is written.
     """
     config = loaded.model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * loaded.num_layers * heads * width * loaded.model.dtype.itemsize
+    token_bytes = 0
+    for layer in layer_configs(config):
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        token_bytes += 2 * heads * width * loaded.model.dtype.itemsize
     max_rows, cache_bytes = 64, ROW_CACHE_BYTES
     if loaded.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(loaded.device).total_memory

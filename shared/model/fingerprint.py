@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.cpus import usable_cpus
+from shared.model.layer_configs import setting_of
 from shared.model.weights.lazy import lazy
 from shared.model.weights.quantised import is_plain, quantised_digest
 
@@ -39,7 +40,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     read or widened a few matrices at a time. A model that another package has quantised is hashed with its quantised numbers, too.
     """
     config = model.config.get_text_config(decoder=True)
-    functional = {key: getattr(config, key, None) for key in FUNCTIONAL_KEYS}
+    functional = {key: setting_of(config, key) for key in FUNCTIONAL_KEYS}
     identity = {"architecture": type(model).__name__, "functional": functional}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
     parameters = sorted(

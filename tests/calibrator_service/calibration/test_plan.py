@@ -40,6 +40,13 @@ def test_rows_on_a_gpu_fit_a_quarter_of_its_memory(counting, monkeypatch):
     assert pass_sizes_for(counting).keeps_states
 
 
+def test_rows_count_the_keys_of_each_kind_of_layer(monkeypatch):
+    """Three layers have two heads of 8, three have one of 16."""
+    loaded = wrap_model(build_family("gemma4"))
+    row_bytes = 2 * (3 * 2 * 8 + 3 * 16) * 2 * 512
+    assert num_decoded_rows(on_gpu(loaded, 4 * 300 * row_bytes, monkeypatch)) == 300
+
+
 def test_more_text_means_fewer_epochs_and_on_a_gpu_larger_batches():
     def chosen(tokens: int, device: torch.device) -> tuple[int, int]:
         params = head_training(CalibrationSpec(max_tokens=tokens), device)
