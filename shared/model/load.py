@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from shared.errors import Exhausted, NeapError, NotFound, UnsupportedModel
+from shared.errors import Exhausted, NeapError, UnsupportedModel
 from shared.memory import release_free_memory
 from shared.model.cache import is_out_of_memory
 from shared.model.device import check_device
@@ -26,6 +26,7 @@ from shared.model.fingerprint import fingerprint
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import refuse_config
+from shared.model.source import arguments_of, not_found, size_mb
 from shared.model.weights.lazy import realise
 from shared.model.weights.quantised import missing_package, quantisation, widens
 from shared.model.weights.reading import (
@@ -57,13 +58,14 @@ def load_model(
     `compute_dtype` are as in `shared.model.loaded.wrap_model`.
     Logs the size on disk before loading, and the seconds taken and the formats of the weights afterwards.
 
-    Raises `NotFound` (reason MODEL_NOT_FOUND), `UnsupportedModel` (also with reason PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT),
-    `Unavailable` (MODEL_FILE_CHANGED), `Exhausted` (OUT_OF_MEMORY), and the errors of `check_device`.
+    Raises `NotFound` (reason MODEL_NOT_FOUND), `PermissionDenied` (MODEL_GATED), `UnsupportedModel` (also with reason PACKAGE_MISSING),
+    `Corrupt` (MODEL_FILE_CORRUPT), `Unavailable` (MODEL_FILE_CHANGED, HUB_UNAVAILABLE), `Exhausted` (OUT_OF_MEMORY), and the errors of
+    `check_device`.
     """
     started_s = time.monotonic()
     check_device(device)
     name = model_id or str(source)
-    log.info("loading model", model_id=name, source=str(source), size_mb=_size_mb(Path(source)))
+    log.info("loading model", model_id=name, source=str(source), size_mb=size_mb(Path(source)))
     loaded = run_in_own_thread(
         _load_model,
         source,
@@ -95,10 +97,11 @@ def _load_model(
     kv_dtype: torch.dtype | None,
     compute_dtype: torch.dtype | None,
 ) -> LoadedModel:
-    where = _where(source)
-    with Checkpoint(dtype) as checkpoint, _errors_of_files(source):
+    where = arguments_of(source)
+    theirs = f"transformers cannot load {source} as a causal language model"
+    with Checkpoint(dtype) as checkpoint, _load_errors(source, f"neap cannot prepare {source}"):
         readers = _gguf_readers(checkpoint) if "gguf_file" in where else []
-        with replaced(readers):
+        with _load_errors(source, theirs), replaced(readers):
             config = AutoConfig.from_pretrained(**where)
         refuse_config(config)
         method = quantisation(config)
@@ -108,11 +111,13 @@ def _load_model(
         if "gguf_file" not in where:
             readers = safetensors_replacements(checkpoint, lazy=in_float32)
         with replaced(readers):
-            model = _build(where, torch.float32 if in_float32 else dtype or "auto")
+            with _load_errors(source, theirs):
+                model = _build(where, torch.float32 if in_float32 else dtype or "auto")
             # Hashing does not hold the interpreter lock, so it runs while the tokenizer is built.
             with ThreadPoolExecutor(1) as pool:
                 hashing = pool.submit(fingerprint, model)
-                tokenizer = AutoTokenizer.from_pretrained(**where)
+                with _load_errors(source, theirs):
+                    tokenizer = AutoTokenizer.from_pretrained(**where)
             identity = hashing.result()
         if not accelerate or not on_cpu:
             realise(model)
@@ -175,25 +180,6 @@ def _is_widened(model: PreTrainedModel, method: str, model_id: str) -> bool:
     return widened
 
 
-def _where(source: str | Path) -> dict[str, Any]:
-    """The arguments by which transformers finds the model. Raises `NotFound`."""
-    path = Path(source)
-    # Code that comes with a model is never run. If this were not set, transformers would ask on standard input.
-    where: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(source),
-        "trust_remote_code": False,
-    }
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise _not_found(source, "there is no such file")
-        return where | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    if path.exists() and not (path / "config.json").is_file():
-        raise _not_found(source, "the folder has no config.json")
-    if not path.exists() and (path.is_absolute() or str(source).startswith(".")):
-        raise _not_found(source, "there is no such folder")
-    return where
-
-
 def _build(where: Mapping[str, Any], dtype: torch.dtype | str) -> PreTrainedModel:
     """Raises `UnsupportedModel` (reason WEIGHTS_MISSING) if the checkpoint lacks weights, which transformers would make up."""
     weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
@@ -213,8 +199,8 @@ def _build(where: Mapping[str, Any], dtype: torch.dtype | str) -> PreTrainedMode
 
 
 @contextmanager
-def _errors_of_files(source: str | Path) -> Iterator[None]:
-    """Raises what is wrong with the files at `source` as neap's errors. The log has what transformers raised."""
+def _load_errors(source: str | Path, failure: str) -> Iterator[None]:
+    """Raises other errors than neap's as neap's, with the message `failure` if nothing more is known. The log has the error itself."""
     try:
         yield
     except NeapError:
@@ -229,7 +215,7 @@ def _errors_of_files(source: str | Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         log.warning("cannot load model", source=str(source), exc_info=True)
-        raise _not_found(source, "its files are missing or unreadable") from error
+        raise not_found(source, "its files are missing or unreadable") from error
     except Exception as error:
         log.warning("cannot load model", source=str(source), exc_info=True)
         if is_out_of_memory(error):
@@ -237,7 +223,7 @@ def _errors_of_files(source: str | Path) -> Iterator[None]:
                 f"there is not enough memory for {source}", reason="OUT_OF_MEMORY"
             ) from error
         raise UnsupportedModel(
-            f"transformers does not know how to load {source} as a causal language model",
+            f"{failure} ({type(error).__name__}; the log has the error)",
             metadata={"source": str(source)},
         ) from error
 
@@ -247,19 +233,3 @@ def _gguf_readers(checkpoint: Checkpoint) -> list[Replacement]:
     from shared.model.weights.gguf import gguf_replacements
 
     return gguf_replacements(checkpoint)
-
-
-def _size_mb(path: Path) -> float | None:
-    """Size of the weights on disk, in MB. None if they are on the hub or in its cache."""
-    if path.is_file():
-        return round(path.stat().st_size / 1e6, 1)
-    files = [*path.glob("*.safetensors")] if path.is_dir() else []
-    return round(sum(file.stat().st_size for file in files) / 1e6, 1) if files else None
-
-
-def _not_found(source: str | Path, why: str) -> NotFound:
-    return NotFound(
-        f"model {str(source)!r} cannot be loaded: {why}",
-        reason="MODEL_NOT_FOUND",
-        metadata={"source": str(source)},
-    )

@@ -13,6 +13,16 @@ def test_lines_go_to_logging_and_not_to_standard_output(caplog, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_line_about_an_error_has_the_error(caplog):
+    log_to_logging()
+    try:
+        raise OSError("the disk is on fire: 100 %")
+    except OSError:
+        structlog.get_logger("neap.model").warning("cannot load model", exc_info=True)
+    assert caplog.messages == ["event='cannot load model'"]
+    assert "OSError: the disk is on fire: 100 %" in caplog.text
+
+
 def test_an_application_that_has_configured_structlog_keeps_its_own(capsys):
     structlog.configure(processors=[structlog.processors.JSONRenderer()])
     log_to_logging()

@@ -17,13 +17,13 @@ from huggingface_hub import DatasetCard, HfApi
 from huggingface_hub.errors import (
     DisabledRepoError,
     GatedRepoError,
-    HfHubHTTPError,
     RepositoryNotFoundError,
 )
 
 from calibrator_service.calibration.spec import HubDataset
 from calibrator_service.hub_datasets import check_hub_dataset
 from shared.errors import InvalidInput, NeapError, NotFound, PermissionDenied, Unavailable
+from shared.hub import HTTP_ERROR
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,6 @@ READERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 CARD_OPTIONS: Mapping[str, tuple[str, ...]] = {"csv": ("sep", "delimiter"), "json": ("field",)}
 DEFAULT_CONFIG = "default"
 TIMEOUT_S = 30.0
-# The base of all errors of huggingface_hub's HTTP library. Its module differs between versions of huggingface_hub.
-_HTTP_ERROR: type[Exception] = next(
-    base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
-)
 
 
 @dataclass(frozen=True)
@@ -237,11 +233,11 @@ def _translated(name: str, error: Exception) -> NeapError:
             reason="DATASET_NOT_FOUND",
         )
     # EmptyDatasetError of `datasets` is a FileNotFoundError; patterns that match no file raise one, too.
-    if isinstance(error, FileNotFoundError) and not isinstance(error, _HTTP_ERROR):
+    if isinstance(error, FileNotFoundError) and not isinstance(error, HTTP_ERROR):
         return InvalidInput(
             f"dataset {name!r} has no data files where its card says", reason="DATASET_UNSUPPORTED"
         )
-    if isinstance(error, OSError | _HTTP_ERROR | RuntimeError):
+    if isinstance(error, OSError | HTTP_ERROR | RuntimeError):
         return Unavailable(f"dataset {name!r} cannot be reached", reason="DATASET_UNAVAILABLE")
     return InvalidInput(
         f"the files of dataset {name!r} cannot be read as text in columns",
