@@ -29,6 +29,8 @@ Names:
 The names of `__all__` are stable: a later version that changes one announces it in CHANGELOG.md. docs/library.md has examples, and
 `neap_engine.tide` takes the calls of TIDE. This module only gathers the names; each is documented where it is defined. neap logs
 through `logging`, to loggers whose names begin with `neap.`, unless the application has configured structlog before the import.
+The import lowers torch's number of threads to the CPUs that the process' quota allows, unless OMP_NUM_THREADS or
+`torch.set_num_threads` has chosen another number.
 """
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
@@ -50,6 +52,7 @@ from shared.model.load import load_model as load
 from shared.model.loaded import LoadedModel
 from shared.model.loaded import wrap_model as wrap
 from shared.model.sampling import SamplingParams
+from shared.threads import fit_torch_threads
 
 __all__ = [
     "AnswerFile",
@@ -72,3 +75,4 @@ __all__ = [
 ]
 
 log_to_logging()
+fit_torch_threads()
