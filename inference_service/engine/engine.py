@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Unpack
 
 from inference_service.engine.drafting.costs import CostMeter
 from inference_service.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
@@ -15,25 +15,23 @@ from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.admission import Admission
 from inference_service.engine.request.handle import GenerationHandle, OnEvent
 from inference_service.engine.request.job import Job
-from inference_service.engine.request.prompt import Prompt, encode_prompt
+from inference_service.engine.request.options import RequestOptions, request_of
+from inference_service.engine.request.prompt import Prompt
 from inference_service.engine.request.request import (
     Finished,
     GeneratedToken,
     Generation,
     GenerationRequest,
-    StoppingParams,
 )
 from inference_service.engine.scheduler import Scheduler, SchedulerLimits
 from inference_service.engine.step import Decoder
-from shared.errors import Unavailable
+from shared.errors import InvalidInput, Unavailable
 from shared.ladder.ladder import Ladder
 from shared.ladder.learned_successors import LearnedSuccessors
-from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
-from shared.model.sampling import SamplingParams
 
 # Default number of requests that share each step.
 MAX_RUNNING = 16
@@ -211,16 +209,24 @@ class Engine:
 
     def submit(
         self,
-        request: GenerationRequest,
+        prompt: Prompt | GenerationRequest,
         ladder: Ladder | None = None,
         *,
         on_event: OnEvent | None = None,
+        **options: Unpack[RequestOptions],
     ) -> GenerationHandle:
-        """Checks a request and queues it. `on_event` receives its events on the engine's thread; without it they come through the handle.
+        """Checks a request and queues it. `prompt` and `options` as in `generate`, or a whole request, whose options it has itself.
 
+        `on_event` receives its events on the engine's thread; without it they come through the handle.
         Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
         `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
         """
+        if not isinstance(prompt, GenerationRequest):
+            request = request_of(self.loaded, prompt, options)
+        elif options:
+            raise InvalidInput(f"{', '.join(options)}: a GenerationRequest has its options itself")
+        else:
+            request = prompt
         ladder = ladder or self._ladder
         self._admission.check(request, ladder, lambda: self._num_cached(request.prompt_ids))
         handle = GenerationHandle(request, self._wake, on_event)
@@ -236,26 +242,16 @@ class Engine:
         self._loop.wake()
         return handle
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        policy: DepthPolicy | str = "exact",
-        sampling: SamplingParams | None = None,
-        logprobs: int | None = None,
-        **stopping: Any,
-    ) -> Generation:
-        """Generates in one call. `prompt` is text, token ids or chat messages; `stopping` as in `StoppingParams`."""
-        request = GenerationRequest(
-            prompt_ids=encode_prompt(self.loaded, prompt),
-            sampling=sampling or SamplingParams(),
-            stopping=StoppingParams(**stopping),
-            policy=DepthPolicy(policy) if isinstance(policy, str) else policy,  # type: ignore[arg-type]
-            logprobs=logprobs,
-        )
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generation:
+        """Generates in one call. `prompt` is text, token ids or chat messages.
+
+        Options: `policy` ("exact", "full" or a `DepthPolicy`), `sampling` (`SamplingParams`; without it, answers are greedy),
+        `logprobs` (alternatives for each token), and those of `StoppingParams`: `max_tokens`, `stop_strings`, `stop_token_ids`,
+        `ignore_eos`. Raises as `submit`, and the error that ends the request.
+        """
         text = ""
         tokens: list[GeneratedToken] = []
-        for event in self.submit(request).events():
+        for event in self.submit(prompt, **options).events():
             text += event.text
             if isinstance(event, Finished):
                 return Generation(text, tuple(tokens), event)

@@ -1,6 +1,7 @@
 """Converts a client's prompt to token ids."""
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 from shared.errors import InvalidInput, PromptTooLong
@@ -16,8 +17,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
     """Plain text, token ids, or chat messages ({"role", "content"}) -> token ids.
 
-    Raises `InvalidInput` (reasons EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, NO_TOKENIZER, NO_CHAT_TEMPLATE) and `PromptTooLong`.
+    Raises `InvalidInput` (also with the reasons EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, NO_TOKENIZER, NO_CHAT_TEMPLATE) and `PromptTooLong`.
     """
+    if not isinstance(prompt, str):
+        prompt = _as_list(prompt)
     if not prompt:
         raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
     if isinstance(prompt, str):
@@ -25,9 +28,23 @@ def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
     elif isinstance(prompt[0], Mapping):
         ids = _encode_chat(loaded, prompt)  # type: ignore[arg-type]
     else:
-        ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+        try:
+            ids = [index(token) for token in prompt]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise _bad_prompt(f"a list of {type(prompt[0]).__name__}") from error
     check_prompt_ids(loaded, ids)
     return tuple(ids)
+
+
+def _as_list(prompt: Any) -> list[Any]:
+    """The token ids or messages of a prompt that is no text. An array of ids [S] counts as a list."""
+    if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
+        raise _bad_prompt(f"of type {type(prompt).__name__}")
+    return prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+
+
+def _bad_prompt(found: str) -> InvalidInput:
+    return InvalidInput(f"the prompt is {found}; it must be one text, chat messages, or token ids")
 
 
 def check_prompt_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
@@ -58,6 +75,10 @@ def _encode_chat(loaded: LoadedModel, messages: Sequence[Mapping[str, str]]) -> 
             "this model has no chat template; send text or token ids", reason="NO_CHAT_TEMPLATE"
         )
     for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise InvalidInput(
+                'a message must be {"role": .., "content": ..}, with a text as its content'
+            )
         if message.get("role") not in ROLES:
             raise InvalidInput(
                 f"a message's role is {message.get('role')!r}; it must be one of {', '.join(ROLES)}"

@@ -27,11 +27,20 @@ class StoppingParams:
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidInput(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if isinstance(self.stop_strings, str):
+            raise InvalidInput(
+                f"stop_strings is the text {self.stop_strings!r}; it must be a list of texts"
+            )
+        # Frozen from here on; this is still construction.
+        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise InvalidInput(
                 f"{len(self.stop_strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed"
             )
         for stop in self.stop_strings:
+            if not isinstance(stop, str):
+                raise InvalidInput(f"a stop string is {stop!r}; it must be a text")
             # "replace": a lone surrogate has no bytes of its own.
             if not 0 < len(stop.encode(errors="replace")) <= MAX_STOP_STRING_BYTES:
                 raise InvalidInput(
