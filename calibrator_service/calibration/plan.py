@@ -22,7 +22,7 @@ ARTEFACT_BYTES, FUSED_ARTEFACT_BYTES = 8_000_000, 16_000_000
 DEFAULT_NEW_TOKENS = 128
 # Shares of the time budget at which the phases end.
 COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
-# Prompts of the risk split if there is no time budget: enough to tell a risk of zero from a risk of one in fifty.
+# Prompts of the risk split if neither the time nor the text is limited to less: enough to tell a risk of zero from a risk of one in fifty.
 RISK_PROMPTS = 300
 MAX_STATE_BYTES = 12 << 30
 MAX_DEFAULT_VOCABULARY = 8192
@@ -38,6 +38,7 @@ MIN_STEPS, MAX_BATCH_SIZE = 3000, 4096
 HEADS_SHARE = SPLIT_PATTERN.count("heads") / len(SPLIT_PATTERN)
 # Keys and values of the rows that are decoded together: their memory on a CPU and the length it is computed for.
 ROW_CACHE_BYTES, ROW_TOKENS = 2 << 30, 512
+MIN_DECODED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,19 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     largest_bytes = FUSED_ARTEFACT_BYTES if spec.head_form == "fused" else ARTEFACT_BYTES
     source = spec.source
     max_new_tokens = source.max_new_tokens if isinstance(source, SelfGenerated) else 0
+    max_new_tokens = max_new_tokens or DEFAULT_NEW_TOKENS
+    sizes = pass_sizes_for(loaded)
+    if spec.max_tokens:  # text is written in whole batches
+        fewest = max(MIN_DECODED_ROWS, math.ceil(spec.max_tokens / max_new_tokens))
+        sizes = replace(sizes, rows=min(sizes.rows, fewest))
     return Plan(
         spec=spec,
         depths=depths,
         draft_vocabulary_size=vocabulary_size,
         inner_width=width,
         max_tokens=spec.max_tokens or math.inf,
-        max_new_tokens=max_new_tokens or DEFAULT_NEW_TOKENS,
-        sizes=pass_sizes_for(loaded),
+        max_new_tokens=max_new_tokens,
+        sizes=sizes,
         table_bytes=max(largest_bytes - other_bytes, 1 << 20),
         training=head_training(spec, loaded.device),
         budget_s=spec.time_budget_s or math.inf,
@@ -211,4 +217,4 @@ def num_decoded_rows(loaded: LoadedModel) -> int:
     if loaded.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(loaded.device).total_memory
         max_rows, cache_bytes = 2048, total_bytes // 4
-    return int(min(max_rows, max(4, cache_bytes // (token_bytes * ROW_TOKENS))))
+    return int(min(max_rows, max(MIN_DECODED_ROWS, cache_bytes // (token_bytes * ROW_TOKENS))))

@@ -18,7 +18,7 @@ unless a request asks for the policy `relaxed`.
 
 Names:
     load, wrap          a model from its source; a model that transformers has built already
-    calibrate           trains a ladder of exits; `CalibrationSpec` says on which text and for how long
+    calibrate           trains a ladder of exits; `CalibrationSpec` says on which text and for how long, `ProgressLine` shows how far it is
     read_router         the ladder that `CalibrationResult.save` has written
     Engine              generates: `generate` for one answer, `submit` for streams and for many requests at once
     attach              lets an engine decode for `model.generate(...)` and `pipeline(...)` of transformers
@@ -45,6 +45,7 @@ from inference_service.engine.engine import Engine
 from inference_service.engine.request.request import Generation
 from inference_service.hugging_face.attach import attach
 from neap_engine.logs import log_to_logging
+from neap_engine.progress import ProgressLine
 from shared.errors import NeapError
 from shared.ladder.folder import read_ladder as read_router
 from shared.ladder.policy import DepthPolicy
@@ -64,6 +65,7 @@ __all__ = [
     "HubDataset",
     "LoadedModel",
     "NeapError",
+    "ProgressLine",
     "SamplingParams",
     "SelfGenerated",
     "TextFile",

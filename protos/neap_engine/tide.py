@@ -10,7 +10,7 @@
 `model` is a model of transformers, which runs on neap's kernels from then on, or one that `neap_engine.load` returned.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, Sel
 from inference_service.engine.engine import Engine
 from inference_service.hugging_face.attach import attach
 from inference_service.hugging_face.exit_stats import ExitStats
+from neap_engine.progress import ProgressLine
 from shared.errors import InvalidInput
 from shared.ladder.folder import read_ladder
 from shared.ladder.forms import DEFAULT_ROUTER_WIDTH
@@ -104,10 +105,16 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: TIDEConfig | None = None,
     save_path: str | Path = "./router",
+    *,
+    time_budget_s: float | None = None,
 ) -> CalibrationResult:
-    """Calibrates a router and saves it in the folder `save_path`. Raises as `neap_engine.calibrate`."""
+    """Calibrates a router, shows its progress on standard error, and saves it in the folder `save_path`.
+
+    `time_budget_s`: a limit, beside the number of samples. Raises as `neap_engine.calibrate`.
+    """
     loaded = _loaded(model, tokenizer)
-    result = calibrate_ladder(loaded, (config or TIDEConfig()).spec(loaded.num_layers))
+    spec = replace((config or TIDEConfig()).spec(loaded.num_layers), time_budget_s=time_budget_s)
+    result = calibrate_ladder(loaded, spec, progress=ProgressLine())
     result.save(save_path)
     return result
 

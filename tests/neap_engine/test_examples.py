@@ -7,11 +7,12 @@ from pathlib import Path
 import neap_engine
 import pytest
 from neap_engine.logs import log_to_logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.worker import save_model
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(py\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def run(text: str, name: str, **names: object) -> None:
@@ -37,6 +38,24 @@ def test_the_example_of_the_module(source):
     run(neap_engine.__doc__ or "", "neap_engine", source=source)
 
 
+def blocks(document: str, kind: str) -> list[str]:
+    """The Python of a document. All of it is of one `kind`, so that none is left out."""
+    found = BLOCK.findall((ROOT / "docs" / document).read_text())
+    assert {language for language, _ in found} == {kind}
+    return [text for _, text in found]
+
+
 def test_the_examples_of_the_document(source):
-    text = (ROOT / "docs" / "library.md").read_text()
-    run("".join(EXAMPLE.findall(text)), "docs/library.md", source=source)
+    run("".join(blocks("library.md", "pycon")), "docs/library.md", source=source)
+
+
+def test_the_example_for_users_of_tide(source, monkeypatch, capsys):
+    monkeypatch.setattr("calibrator_service.calibration.plan.QUICK_BUDGET_S", 3.0)
+    names = {
+        "model": AutoModelForCausalLM.from_pretrained(source),
+        "tokenizer": AutoTokenizer.from_pretrained(source),
+    }
+    names["input_ids"] = names["tokenizer"]("hello", return_tensors="pt")["input_ids"]
+    for text in blocks("from-tide.md", "python"):
+        exec(text, names)
+    assert "left early" in capsys.readouterr().out

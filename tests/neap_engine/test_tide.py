@@ -54,6 +54,41 @@ def test_a_calibration_saves_what_the_engine_reads(tmp_path, monkeypatch):
         engine.generate(PROMPT, max_new_tokens=4, temperature=0)
 
 
+def test_a_calibration_of_few_samples_writes_little_text_and_shows_its_progress(
+    tmp_path, monkeypatch, capsys
+):
+    """A sample is 512 tokens. The answers that certify the risk may have as many again, and their prompts are written, too."""
+    seen = []
+    monkeypatch.setattr(tide.ProgressLine, "__call__", _noting(tide.ProgressLine.__call__, seen))
+    config = TIDEConfig(calibration_samples=1)
+    calibrate(build_model(), build_tokenizer(), config, tmp_path / "router")
+    figures = seen[-1].figures
+    assert figures["risk_tokens"] <= 2 * 512
+    assert figures["generated_tokens"] <= 2 * 512
+    assert "calibrating: 100%, publishing" in capsys.readouterr().err
+
+
+def test_a_calibration_has_a_limit(tmp_path, monkeypatch):
+    specs = []
+
+    def note(loaded, spec, **_):
+        specs.append(spec)
+        return CalibrationResult(random_ladder(loaded, 0), {})
+
+    monkeypatch.setattr(tide, "calibrate_ladder", note)
+    config = TIDEConfig(calibration_samples=2)
+    calibrate(build_model(), build_tokenizer(), config, tmp_path / "router", time_budget_s=9)
+    assert specs == [CalibrationSpec(max_tokens=1024, time_budget_s=9)]
+
+
+def _noting(show, seen):
+    def call(self, progress):
+        seen.append(progress)
+        show(self, progress)
+
+    return call
+
+
 def test_fields_mean_what_the_document_says():
     assert TIDEConfig().policy == DepthPolicy("exact")
     assert TIDEConfig(exit_threshold=0.7, min_layers=2).policy == DepthPolicy(
