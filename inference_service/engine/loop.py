@@ -13,7 +13,7 @@ from inference_service.engine.drafting.costs import CostMeter
 from inference_service.engine.drafting.ladder_cache import LadderCache
 from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.failure import failure_of
-from inference_service.engine.lifetime import stop_at_exit
+from inference_service.engine.lifetime import ForkGate, stop_at_exit
 from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.admission import Admission
 from inference_service.engine.request.handle import EngineEvent
@@ -69,10 +69,7 @@ class EngineLoop:
         self._is_stopping = False
         # When the thread began what it does now, by `time.monotonic`; None while it waits for work, and before it is ready.
         self.turn_began_s: float | None = None
-        # The thread holds `_working` while it works. A fork takes it, and clears `_may_work` first so that it gets it.
-        self._working = threading.Lock()
-        self._may_work = threading.Event()
-        self._may_work.set()
+        self.gate = ForkGate()
         # An entry wakes the thread. A queue, because finalisers may put entries, while a condition's lock could deadlock them.
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -104,18 +101,6 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def hold(self) -> None:
-        """See `Stoppable`. The thread itself may fork, in a callback."""
-        if threading.current_thread() is not self._thread:
-            self._may_work.clear()
-            self._working.acquire()
-
-    def release(self) -> None:
-        """See `Stoppable`."""
-        if threading.current_thread() is not self._thread:
-            self._working.release()
-            self._may_work.set()
-
     def forget(self) -> None:
         """See `Stoppable`. The parent's thread may have held the lock."""
         self.lock = threading.Lock()
@@ -131,12 +116,11 @@ class EngineLoop:
     def _run(self, ladder: Ladder | None) -> None:
         ended = stopping_error()
         try:
-            with self._working:
+            with self.gate:
                 self._make_ready(ladder)
             self.is_ready.set()
             while self._wait_for_work():
-                self._may_work.wait()
-                with self._working:
+                with self.gate:
                     self.turn_began_s = time.monotonic()
                     try:
                         self._run_once()
@@ -181,10 +165,7 @@ class EngineLoop:
 
     def _check_stop(self) -> None:
         """Between the passes of `_make_ready`: lets a fork happen. Raises `_Stopped`."""
-        if not self._may_work.is_set():
-            self._working.release()
-            self._may_work.wait()
-            self._working.acquire()
+        self.gate.let_fork()
         if self._is_stopping:
             raise _Stopped
 

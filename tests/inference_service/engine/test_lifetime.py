@@ -82,6 +82,21 @@ ENDINGS = {
         5,
         "FORKED",
     ),
+    "threads fork at once": (
+        "engines = [Engine(loaded), Engine(wrap_model(build_model()))]\n"
+        "def forks(event=None):\n"
+        "    child = os.fork()\n"
+        "    if child == 0: os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        "handles = [engine.submit(request, on_event=forks) for engine in engines]\n"
+        "forking = [threading.Thread(target=lambda: [forks() for _ in range(100)]) for _ in range(3)]\n"
+        "for thread in forking: thread.start()\n"
+        "for thread in forking: thread.join()\n"
+        "for handle in handles: handle.cancel()\n"
+        "print(len(engines[0].generate((1, 2), policy='full', max_tokens=5, ignore_eos=True).tokens))",
+        0,
+        "5",
+    ),
 }  # fmt: skip
 
 
