@@ -228,7 +228,8 @@ class Engine:
         else:
             request = prompt
         ladder = ladder or self._ladder
-        self._admission.check(request, ladder, lambda: self._num_cached(request.prompt_ids))
+        self._admission.check(request, ladder, lambda: self._num_cached(request.prompt_key))
+        _ = request.prompt_key  # made here, not on the engine's thread
         handle = GenerationHandle(request, self._wake, on_event)
         job = Job(
             handle,
@@ -269,14 +270,14 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _num_cached(self, prompt: tuple[int, ...]) -> int:
+    def _num_cached(self, prompt: bytes) -> int:
         """Tokens of the longest prefix of `prompt` that is cached, or will be once earlier requests have been prefilled."""
         prefixes = self._decoder.prefixes
         if not prefixes.is_enabled:
             return 0
         with self._loop.lock:
             jobs = list(self._loop.scheduler)
-        others = [common_prefix(prompt, job.handle.request.prompt_ids) for job in jobs]
+        others = [common_prefix(prompt, job.handle.request.prompt_key) for job in jobs]
         return max(prefixes.match_length(prompt), *others, 0)
 
     def _wake(self) -> None:

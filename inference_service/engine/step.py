@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Prompt tokens per step, so that a long prompt can be cancelled. Fewer, but at least the second number, the more streams wait for them.
 MAX_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 256, 64
+# Prompt tokens per step whose keys and values are copied. So many take about as long as a pass.
+MAX_COPIED_TOKENS = 1024
 FULL = "full"
 
 # A sequence, and the drafter of its ladder.
@@ -170,7 +172,7 @@ class Decoder:
 
         chunks_of = {id(part.sequence): part.chunks for part in (*drafted, *prefills)}
         results = [chunks_of.get(id(sequence), []) for sequence, _ in batch]
-        if num_adaptive and not prefills:
+        if num_adaptive and not reading:
             num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
             seconds = time.perf_counter() - start_s
             self._adaptive.record(shape, drafts, num_tokens, seconds)
@@ -182,23 +184,32 @@ class Decoder:
         self, reading: Rows[Sequence], running: Rows[Sequence], num_decoding: int
     ) -> list[_Part]:
         """The next pieces of prompts, first come, first served, within the token budget of a step."""
-        budget = prefill_budget(len(reading), num_decoding)
+        budget, copies = prefill_budget(len(reading), num_decoding), MAX_COPIED_TOKENS
         parts: list[_Part] = []
         for sequence in reading:
             if budget:
-                others = [part.sequence for part in parts]
-                part = attempt(sequence, self._prefill_piece, sequence, running, others, budget)
+                others, num_cached = [part.sequence for part in parts], sequence.num_cached
+                part = attempt(
+                    sequence, self._prefill_piece, sequence, running, others, budget, copies
+                )
+                copies = max(copies - sequence.num_cached + num_cached, 0)
                 if part is not None:
                     parts.append(part)
                     budget -= len(part.chain.tokens)
         return parts
 
     def _prefill_piece(
-        self, sequence: Sequence, running: Rows[Sequence], others: Rows[Sequence], budget: int
+        self,
+        sequence: Sequence,
+        running: Rows[Sequence],
+        others: Rows[Sequence],
+        budget: int,
+        copies: int,
     ) -> _Part | None:
-        """The next piece of a prompt. None if one of `others` computes the same keys and values in this step: they are copied in the
-        next step."""
-        self.prefixes.match(sequence, running)
+        """The next piece of a prompt. None if more of it is copied in the next step, which includes what one of `others` computes in
+        this step."""
+        if self.prefixes.match(sequence, running, copies):
+            return None
         if self.prefixes.is_being_computed(sequence, others):
             return None
         start, prompt = sequence.num_settled, sequence.request.prompt_ids

@@ -1,124 +1,156 @@
 """The prefix cache: keys and values of a common prompt prefix are copied instead of being computed again."""
 
+from array import array
+from bisect import bisect, bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from sys import byteorder
 from typing import Protocol
+
+import numpy as np
 
 from shared.model.cache import KVCache
 
 # A shorter prefix is computed faster than it is found, and every chat starts with the same few tokens of its template.
 MIN_SHARED = 16
+TOKEN_BYTES = 4
+
+
+def key_of(tokens: Sequence[int]) -> bytes:
+    """Token ids as bytes, TOKEN_BYTES each, the most significant first: the order of keys is that of their tokens."""
+    ids = array("I", tokens)
+    if byteorder == "little":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def common_prefix(left: bytes, right: bytes) -> int:
+    """Length in tokens of the common prefix of two keys."""
+    size = min(len(left), len(right)) // TOKEN_BYTES
+    if not size:
+        return 0
+    differs = np.frombuffer(left, np.uint32, size) != np.frombuffer(right, np.uint32, size)
+    first = int(differs.argmax())
+    return first if differs[first] else size
 
 
 class Donor(Protocol):
-    """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer."""
+    """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer. `prompt_key`: of the tokens that are
+    its prompt."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
+    @property
+    def prompt_key(self) -> bytes: ...
     @property
     def num_settled(self) -> int: ...
     @property
     def cache(self) -> KVCache: ...
 
 
-class Reader(Donor, Protocol):
+class Reader(Protocol):
     """A sequence whose prompt is still being prefilled."""
 
     num_settled: int
     num_cached: int
 
     @property
-    def num_prompt_tokens(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The cache of an ended sequence. `num_tokens`: its capacity, used or not."""
-
-    tokens: tuple[int, ...]
-    cache: KVCache
-    num_tokens: int
-
+    def prompt_key(self) -> bytes: ...
     @property
-    def num_settled(self) -> int:
-        return len(self.tokens)
+    def cache(self) -> KVCache: ...
 
 
 class Prefixes:
     """Keeps the KV caches of ended sequences, with a capacity of at most `max_tokens` tokens in all, in LRU order.
 
-    Prefixes are also copied from running sequences. With `max_tokens` 0 nothing is shared. Only the engine's thread may use it;
-    any thread may call `match_length`.
+    Prefixes of prompts are also copied from running sequences. With `max_tokens` 0 nothing is shared. Only the engine's thread may use
+    it; any thread may call `match_length`, which sees keys alone: a cache that is dropped is free at once.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        # The tuple is replaced and never changed, so that other threads can read it.
-        self._kept: tuple[_Kept, ...] = ()
+        self.num_tokens = 0
+        # The least recently used first. No key is a prefix of another one.
+        self._kept: dict[bytes, KVCache] = {}
+        # Its keys in their order: the longest match of a prompt is beside the prompt's own place. The tuple is replaced and never
+        # changed, so that other threads can read it.
+        self._sorted: tuple[bytes, ...] = ()
 
     @property
     def is_enabled(self) -> bool:
         """Whether prefixes are shared at all."""
         return self._max_tokens > 0
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(kept.num_tokens for kept in self._kept)
-
     def insert(self, sequence: Donor) -> None:
         """Takes over the cache of an ended sequence. Drops caches that it makes redundant and those that no longer fit."""
-        tokens = tuple(sequence.tokens[: sequence.num_settled])
-        new = _Kept(tokens, sequence.cache, sequence.cache.capacity)
-        if len(tokens) < MIN_SHARED or new.num_tokens > self._max_tokens:
+        num_settled, cache = sequence.num_settled, sequence.cache
+        if num_settled < MIN_SHARED or cache.capacity > self._max_tokens:
             return
-        if any(kept.tokens[: len(tokens)] == tokens for kept in self._kept):
-            return
-        others = (kept for kept in self._kept if tokens[: len(kept.tokens)] != kept.tokens)
-        self._kept = (*others, new)
+        key = sequence.prompt_key[: num_settled * TOKEN_BYTES]
+        key += key_of(sequence.tokens[len(key) // TOKEN_BYTES : num_settled])
+        place = bisect(self._sorted, key)
+        for near in self._sorted[max(place - 1, 0) : place + 1]:
+            if near.startswith(key):
+                return
+            if key.startswith(near):
+                self._drop(near)
+        place = bisect(self._sorted, key)
+        self._sorted = (*self._sorted[:place], key, *self._sorted[place:])
+        self._kept[key] = cache
+        self.num_tokens += cache.capacity
         self.shrink_to(self._max_tokens)
 
     def shrink_to(self, num_tokens: int) -> None:
         """Drops the least recently used caches until they hold at most `num_tokens` tokens."""
         while self.num_tokens > max(num_tokens, 0):
-            self._kept = self._kept[1:]
+            self._drop(next(iter(self._kept)))
 
-    def match(self, reader: Reader, running: Iterable[Donor]) -> None:
+    def _drop(self, key: bytes) -> None:
+        self.num_tokens -= self._kept.pop(key).capacity
+        place = bisect_left(self._sorted, key)
+        self._sorted = self._sorted[:place] + self._sorted[place + 1 :]
+
+    def match(self, reader: Reader, running: Iterable[Donor], most: int) -> int:
         """Copies the longest prefix of the prompt that a kept or running sequence has, and moves `reader` behind it.
 
-        The last token of a prompt is always computed, because the next token is chosen from its state.
+        Copies `most` tokens, or a few more if it is done then. Returns how many are left to copy. The last token of a prompt is always
+        computed, because the next token is chosen from its state.
         """
         if not self.is_enabled:
-            return
-        prompt = reader.tokens[: reader.num_prompt_tokens - 1]
-        best: Donor | None = None
-        shared = reader.num_settled + MIN_SHARED - 1
-        for donor in (*self._kept, *running):
-            if donor is not reader and donor.num_settled > shared:
-                common = min(common_prefix(prompt, donor.tokens), donor.num_settled)
+            return 0
+        prompt, start = reader.prompt_key[:-TOKEN_BYTES], reader.num_settled
+        shared, kept = self._longest(prompt)
+        best = self._kept[kept] if shared else None
+        least = start + MIN_SHARED
+        for donor in running:
+            if donor is not reader and donor.num_settled >= max(least, shared + 1):
+                common = min(common_prefix(prompt, donor.prompt_key), donor.num_settled)
                 if common > shared:
-                    best, shared = donor, common
-        if best is None:
-            return
-        reader.cache.copy(best.cache, reader.num_settled, shared)
-        reader.num_cached += shared - reader.num_settled
-        reader.num_settled = shared
-        if isinstance(best, _Kept):
-            self._kept = (*(kept for kept in self._kept if kept is not best), best)
+                    best, shared, kept = donor.cache, common, b""
+        if best is None or shared < least:
+            return 0
+        end = shared if shared - start < most + MIN_SHARED else start + most
+        reader.cache.copy(best, start, end)
+        reader.num_cached += end - start
+        reader.num_settled = end
+        if kept:
+            self._kept[kept] = self._kept.pop(kept)
+        return shared - end
 
     def is_being_computed(self, reader: Reader, reading: Iterable[Donor]) -> bool:
         """Whether a sequence of `reading` computes in this step what `reader` would compute next."""
-        prompt = reader.tokens[: reader.num_prompt_tokens - 1]
+        prompt = reader.prompt_key[:-TOKEN_BYTES]
         wanted = reader.num_settled + MIN_SHARED
         return self.is_enabled and any(
-            common_prefix(prompt, other.tokens) >= wanted for other in reading
+            common_prefix(prompt, other.prompt_key) >= wanted for other in reading
         )
 
-    def match_length(self, prompt: Sequence[int]) -> int:
-        """Length of the longest prefix of `prompt` that a kept cache holds. Any thread may call it."""
-        return max((common_prefix(prompt, kept.tokens) for kept in self._kept), default=0)
+    def match_length(self, prompt_key: bytes) -> int:
+        """Tokens of the longest prefix of a prompt that a kept cache holds. Any thread may call it."""
+        return self._longest(prompt_key)[0]
 
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix of two token sequences."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+    def _longest(self, prompt: bytes) -> tuple[int, bytes]:
+        """Length in tokens and key of the longest match."""
+        keys = self._sorted
+        place = bisect(keys, prompt)
+        near = keys[max(place - 1, 0) : place + 1]
+        return max(((common_prefix(prompt, key), key) for key in near), default=(0, b""))

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 32
 # Tokens per slice. A request that arrives during a slice waits for about a step at most.
 SLICE_TOKENS = 16
+# Tokens per slice whose keys and values are copied from a kept prefix.
+COPIED_TOKENS = 16 * SLICE_TOKENS
 
 # (router version, share of generations that may differ, or None if there is no bound).
 Stratum = tuple[int, float | None]
@@ -51,6 +53,8 @@ class ShadowCounts:
 @dataclass
 class _Check:
     """A check that has begun. `tokens` are prompt and answer; `cache` holds the first `num_settled`. A `Reader` for `Prefixes.match`."""
+
+    prompt_key: bytes
 
     tokens: Rows[int]
     num_prompt_tokens: int
@@ -163,13 +167,13 @@ class Shadow:
             max_tokens - round_up_to_blocks(len(tokens), self._runner.block_tokens)
         )
         check = self._check = _Check(
+            request.prompt_key,
             tokens,
             len(request.prompt_ids),
             request.sampling,
             (request.router_version, request.risk_bound),
             self._runner.new_cache(len(tokens)),
         )
-        self._prefixes.match(check, ())
         return check
 
     def _drop(self) -> None:
@@ -180,6 +184,8 @@ class Shadow:
 
     def _read(self, check: _Check) -> bool:
         """Takes the next tokens through all layers. Returns whether a token of the answer differs from the full model's choice."""
+        if self._prefixes.match(check, (), COPIED_TOKENS):
+            return False
         start = check.num_settled
         # The last token is verified by the state of the one before it, so it need not run.
         piece = list(check.tokens[start : min(start + SLICE_TOKENS, len(check.tokens) - 1)])

@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from operator import index
 
+from inference_service.engine.memory.prefixes import key_of
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.sampling import SamplingParams
@@ -94,6 +96,11 @@ class GenerationRequest:
                 "a margin needs greedy decoding without a repetition penalty",
                 reason="MARGIN_NEEDS_GREEDY",
             )
+
+    @cached_property
+    def prompt_key(self) -> bytes:
+        """The prompt as `Prefixes` compares it. Only for token ids that have been checked."""
+        return key_of(self.prompt_ids)
 
 
 class FinishReason(Enum):

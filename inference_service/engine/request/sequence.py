@@ -94,6 +94,10 @@ class Sequence:
         return len(self.request.prompt_ids)
 
     @property
+    def prompt_key(self) -> bytes:
+        return self.request.prompt_key
+
+    @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 

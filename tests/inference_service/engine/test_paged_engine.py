@@ -2,7 +2,10 @@
 
 import gc
 import random
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 
 from bench.imposed import SHAPES, impose
 from inference_service.engine.engine import Engine
-from inference_service.engine.memory.prefixes import Prefixes
+from inference_service.engine.memory import prefixes as prefixes_module
+from inference_service.engine.memory.prefixes import Prefixes, key_of
 from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.request import (
     Finished,
@@ -18,13 +22,14 @@ from inference_service.engine.request.request import (
     StoppingParams,
     TokenChunk,
 )
-from shared.errors import Cancelled
+from shared.errors import Cancelled, DeadlineExceeded
 from shared.ladder.policy import DepthPolicy
+from shared.model import paged_runner
 from shared.model.loaded import LoadedModel
 from shared.model.paged_kv import BLOCK_TOKENS
 from shared.model.paged_runner import PagedRunner
 from tests.families import VOCABULARY_SIZE
-from tests.fixed_costs import fixed_cost_engine
+from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
@@ -188,7 +193,9 @@ def test_a_shadow_check_takes_blocks_from_kept_caches(loaded):
     prefixes = Prefixes(4 * BLOCK_TOKENS)
     for start in (0, 1):  # kept, and all there is but the reserve
         kept = runner.new_cache(2 * BLOCK_TOKENS)
-        prefixes.insert(SimpleNamespace(tokens=STEM[start:], num_settled=30, cache=kept))  # type: ignore[arg-type]
+        prefixes.insert(
+            SimpleNamespace(tokens=(), prompt_key=key_of(STEM[start:]), num_settled=30, cache=kept)
+        )  # type: ignore[arg-type]
     del kept
     reserve = []
     while runner.pool.num_free:
@@ -233,3 +240,44 @@ def test_right_drafts_are_accepted_in_shared_passes():
             start = int((imposed.cycle == prompt[-1]).nonzero()) + 1
             assert tokens == imposed.prompt(start, 40)
             assert finished.depth.num_accepted > 0.5 * finished.depth.num_drafted
+
+
+def test_a_caller_that_looks_for_prefixes_holds_no_blocks(loaded, monkeypatch):
+    """Its deadline is close, so its thread looks how much of the prompt is known. It stands still there while the prefix is dropped."""
+    monkeypatch.setattr(paged_runner, "RESERVED_TOKENS", BLOCK_TOKENS)
+    looks, goes_on = threading.Event(), threading.Event()
+    compare = prefixes_module.common_prefix
+
+    def waiting(*pair):
+        if threading.current_thread() is caller:
+            looks.set()
+            goes_on.wait(60)
+        return compare(*pair)
+
+    def ask():
+        soon = GenerationRequest(
+            STEM,
+            policy=DepthPolicy("full"),
+            stopping=StoppingParams(max_tokens=NUM_NEW),
+            deadline_s=monotonic() + 1000,
+        )
+        with suppress(DeadlineExceeded):
+            engine.submit(soon)
+
+    caller = threading.Thread(target=ask)
+    budget = (-(-(len(STEM) + NUM_NEW) // BLOCK_TOKENS)) * make_runner(loaded).pool.block_bytes
+    with fixed_cost_engine(
+        loaded,
+        kv_budget_bytes=budget,
+        prefix_cache_bytes=budget,
+        runner_of=make_runner,
+        cost_meter=FixedCosts(wide=((len(STEM), 10000.0),)),
+    ) as engine:
+        engine.generate(STEM, policy="full", max_tokens=NUM_NEW, ignore_eos=True)
+        monkeypatch.setattr(prefixes_module, "common_prefix", waiting)
+        caller.start()
+        assert looks.wait(60)
+        others = engine.generate(STEM[::-1], policy="full", max_tokens=NUM_NEW, ignore_eos=True)
+        assert len(others.token_ids) == NUM_NEW
+        goes_on.set()
+        caller.join()

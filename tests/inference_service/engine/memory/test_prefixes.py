@@ -1,13 +1,15 @@
 """The prefix cache: what is copied between requests, and what is dropped when memory is needed."""
 
 import dataclasses
+import random
+from itertools import takewhile
 
 import pytest
 import torch
 
 from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.engine import Engine
-from inference_service.engine.memory.prefixes import MIN_SHARED, Prefixes, common_prefix
+from inference_service.engine.memory.prefixes import MIN_SHARED, Prefixes, common_prefix, key_of
 from inference_service.engine.request.request import (
     Finished,
     GenerationEvent,
@@ -31,7 +33,7 @@ class _Sequence:
     tokens: list[int]
     num_settled: int
     cache: ContiguousCache
-    num_prompt_tokens: int = 0
+    prompt_key: bytes
     num_cached: int = 0
 
 
@@ -42,14 +44,14 @@ def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _
     keys, values = cache.layer_tensors(states, states, 0)
     keys[:, :, :num_settled] = fill
     values[:, :, :num_settled] = -fill
-    return _Sequence(tokens, num_settled, cache, num_prompt_tokens=len(tokens))
+    return _Sequence(tokens, num_settled, cache, key_of(tokens))
 
 
 def test_only_keys_and_values_of_the_common_prefix_are_copied():
     prefixes = Prefixes(1000)
     prefixes.insert(sequence([*STEM, 900, 901], num_settled=LENGTH + 1, fill=3.0))
     reader = sequence([*STEM[:20], 700, 701, 702])
-    prefixes.match(reader, [])
+    prefixes.match(reader, [], 1000)
     assert (reader.num_settled, reader.num_cached) == (20, 20)
     assert (reader.cache.keys[0][0, 0, :20] == 3).all()
     assert (reader.cache.values[0][0, 0, :20] == -3).all()
@@ -60,7 +62,7 @@ def test_the_last_token_of_a_prompt_is_always_computed():
     prefixes = Prefixes(1000)
     prefixes.insert(sequence([*STEM, 900], num_settled=LENGTH + 1, fill=3.0))
     reader = sequence(list(STEM))
-    prefixes.match(reader, [])
+    prefixes.match(reader, [], 1000)
     assert reader.num_settled == LENGTH - 1
 
 
@@ -68,13 +70,13 @@ def test_only_settled_tokens_are_copied_from_a_running_sequence():
     prefixes = Prefixes(1)
     donor = sequence([*STEM, 900], num_settled=MIN_SHARED + 4, fill=1.0)
     reader = sequence([*STEM, 800])
-    prefixes.match(reader, [reader, donor])
+    prefixes.match(reader, [reader, donor], 1000)
     assert reader.num_settled == MIN_SHARED + 4
     donor.num_settled = MIN_SHARED + 8  # a few more are not worth a look
-    prefixes.match(reader, [donor])
+    prefixes.match(reader, [donor], 1000)
     assert reader.num_settled == MIN_SHARED + 4
     donor.num_settled = LENGTH
-    prefixes.match(reader, [donor])
+    prefixes.match(reader, [donor], 1000)
     assert reader.num_settled == reader.num_cached == LENGTH
 
 
@@ -85,11 +87,11 @@ def test_the_longest_prefix_is_copied_and_counts_as_used():
     prefixes.insert(short)
     prefixes.insert(other)
     reader = sequence([*STEM[:20], 1, 1, 1])
-    prefixes.match(reader, [])
+    prefixes.match(reader, [], 1000)
     assert reader.num_settled == 20
     prefixes.insert(sequence(list(range(800, 800 + LENGTH)), num_settled=LENGTH))
-    assert prefixes.match_length(short.tokens) == LENGTH  # used last, so the other one went
-    assert prefixes.match_length(other.tokens) == 0
+    assert prefixes.match_length(key_of(short.tokens)) == LENGTH  # used last, so the other one went
+    assert prefixes.match_length(key_of(other.tokens)) == 0
 
 
 def test_kept_tokens_are_bounded_and_dropped_on_demand():
@@ -101,7 +103,7 @@ def test_kept_tokens_are_bounded_and_dropped_on_demand():
     prefixes.insert(sequence(list(range(3 * LENGTH)), num_settled=3 * LENGTH))
     assert prefixes.num_tokens == 2 * LENGTH  # larger than all the room there is
     prefixes.shrink_to(LENGTH)
-    assert prefixes.match_length(list(range(400, 400 + LENGTH))) == LENGTH
+    assert prefixes.match_length(key_of(list(range(400, 400 + LENGTH)))) == LENGTH
     prefixes.shrink_to(-5)
     assert prefixes.num_tokens == 0
 
@@ -113,13 +115,49 @@ def test_redundant_caches_are_not_kept():
     assert prefixes.num_tokens == LENGTH
     prefixes.insert(sequence(list(STEM), num_settled=30))
     assert prefixes.num_tokens == LENGTH
-    assert prefixes.match_length(STEM) == LENGTH
+    assert prefixes.match_length(key_of(STEM)) == LENGTH
 
 
 def test_common_prefix():
-    assert common_prefix([1, 2, 3], (1, 2, 4, 5)) == 2
-    assert common_prefix([1, 2], [1, 2, 3]) == 2
-    assert common_prefix([], [1]) == 0
+    assert common_prefix(key_of([1, 2, 3]), key_of((1, 2, 4, 5))) == 2
+    assert common_prefix(key_of([1, 2]), key_of([1, 2, 3])) == 2
+    assert common_prefix(key_of([]), key_of([1])) == 0
+
+
+def test_keys_are_in_the_order_of_their_tokens():
+    tokens = [(1,), (1, 2), (1, 255), (1, 256), (1, 1 << 16), (2,)]
+    assert sorted(map(key_of, reversed(tokens))) == list(map(key_of, tokens))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_longest_match_is_found_among_many(seed):
+    """Of prompts of few kinds of tokens, which share prefixes of all lengths."""
+    draw = random.Random(seed)
+    prefixes = Prefixes(10_000)
+    kept: list[list[int]] = []
+    for _ in range(40):
+        tokens = [draw.choice((1, 2, 300)) for _ in range(MIN_SHARED)]
+        start = draw.choice(kept)[: draw.randrange(60)] if kept else []
+        tokens = [*start, *tokens]
+        prefixes.insert(sequence(tokens, num_settled=len(tokens)))
+        kept.append(tokens)
+        asked = [*draw.choice(kept)[: draw.randrange(60)], 7]
+        pairs = [zip(asked, other, strict=False) for other in kept]
+        expected = max(len(list(takewhile(lambda pair: pair[0] == pair[1], own))) for own in pairs)
+        assert prefixes.match_length(key_of(asked)) == expected
+
+
+def test_a_long_prefix_is_copied_in_parts():
+    prefixes = Prefixes(1000)
+    prefixes.insert(sequence([*STEM, 900], num_settled=LENGTH + 1, fill=3.0))
+    reader = sequence([*STEM, 1])
+    assert prefixes.match(reader, [], 0) == LENGTH
+    assert prefixes.match(reader, [], 20) == LENGTH - 20
+    assert (reader.cache.keys[0][0, 0, :20] == 3).all()
+    assert (reader.cache.keys[0][0, 0, 20:] == 0).all()
+    # What is left is not worth a match of its own, so it is copied at once.
+    assert prefixes.match(reader, [], LENGTH - 20 - MIN_SHARED + 1) == 0
+    assert reader.num_settled == reader.num_cached == LENGTH
 
 
 @pytest.fixture(scope="module")
