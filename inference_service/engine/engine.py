@@ -47,7 +47,7 @@ class Engine:
     Args:
         loaded: the model. At most one engine may use it at a time.
         ladder: used for requests that are submitted without a ladder.
-        max_running: requests that share each step. Paused requests do not count.
+        max_running: requests that share each step. Paused requests do not count; if more go on than this, they take turns.
         max_queue: requests that may wait.
         max_queue_tokens: prompt tokens that waiting requests may have together.
         max_ladders: ladders that are kept bound. Those of running requests are kept in any case.

@@ -186,11 +186,11 @@ class EngineLoop:
         return False
 
     def _run_once(self) -> None:
-        """Ends cancelled and late requests, admits waiting ones, and steps all that are not paused; else does background work."""
+        """Ends cancelled and late requests, admits waiting ones, and steps those whose turn it is; else does background work."""
         with self.lock:
             ended = self.scheduler.remove_ended(self._clock())
             self.scheduler.admit()
-            runnable = self.scheduler.runnable
+            turn = self.scheduler.next_turn()
             num_free_tokens = self.scheduler.num_free_kv_tokens
         for job in ended:
             if job.is_cancelled:
@@ -200,7 +200,7 @@ class EngineLoop:
         # Caches that are only kept for reuse, and shadow checks, give way to running requests.
         self._shadow.make_room(num_free_tokens)
         self._decoder.prefixes.shrink_to(num_free_tokens - self._shadow.num_tokens)
-        ready = [job for job in runnable if self._is_started(job)]
+        ready = [job for job in turn if self._is_started(job)]
         if ready:
             self._step(ready)
             self.background.after_step()

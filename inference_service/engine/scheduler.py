@@ -46,7 +46,8 @@ class Scheduler(Generic[R]):
     """First come, first served. A request that does not fit yet holds back those behind it, so that no large request starves.
 
     A paused request (its client has stopped reading) keeps its keys and values, but it does not count against `max_running`:
-    clients that stop reading must not stop the others. Not thread-safe: the caller holds a lock.
+    clients that stop reading must not stop the others. If more go on than may share a step, they take turns. Not thread-safe: the
+    caller holds a lock.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -73,8 +74,16 @@ class Scheduler(Generic[R]):
 
     @property
     def runnable(self) -> list[R]:
-        """Running requests that are not paused, in the order in which they were admitted."""
+        """Running requests that are not paused, in the order in which they were admitted, or of their turns."""
         return [request for request in self._running if not request.is_paused]
+
+    def next_turn(self) -> list[R]:
+        """The runnable requests of the next step, at most `max_running`. Those left out come first in the turn after it."""
+        runnable = self.runnable
+        turn = runnable[: self.limits.max_running]
+        if len(turn) < len(runnable):
+            self._running = [request for request in self._running if request not in turn] + turn
+        return turn
 
     @property
     def num_kv_tokens(self) -> int:

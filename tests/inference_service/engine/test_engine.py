@@ -13,6 +13,7 @@ from inference_service.engine.request.request import (
     StoppingParams,
     TokenChunk,
 )
+from inference_service.engine.step import Decoder
 from shared.errors import (
     Cancelled,
     Corrupt,
@@ -216,6 +217,32 @@ def test_no_more_run_at_once_than_asked(loaded):
             list(handle.events())
     assert (2, 2) in seen
     assert max(running for running, _ in seen) == 2
+
+
+def test_no_more_share_a_step_than_asked_after_all_have_paused(loaded, monkeypatch):
+    """Each has paused when the next is admitted, and then all go on."""
+    sizes = []
+    step = Decoder.step
+
+    def counted(decoder, batch, costs):
+        sizes.append(len(batch))
+        return step(decoder, batch, costs)
+
+    monkeypatch.setattr(Decoder, "step", counted)
+    with fixed_cost_engine(loaded, max_running=2) as engine:
+        handles = []
+        for _ in range(7):
+            handles.append(engine.submit(request(100)))
+            handles[-1].pause()
+        wait_until(lambda: engine.num_running == 7)
+        for handle in handles:
+            handle.resume()
+        answers = [
+            [t.token_id for e in handle.events() if isinstance(e, TokenChunk) for t in e.tokens]
+            for handle in handles
+        ]
+    assert max(sizes) == 2
+    assert answers == [answers[0]] * 7
 
 
 def test_a_failure_of_the_engine_itself_is_reported(loaded):

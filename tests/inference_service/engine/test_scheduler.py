@@ -52,6 +52,23 @@ def test_a_request_that_ends_makes_room_for_the_next():
     assert names(queue.runnable) == "bc"
 
 
+def test_requests_that_go_on_after_a_pause_take_turns():
+    requests = [Request(name) for name in "abcde"]
+    queue = filled(scheduler(max_queue=5), *requests)
+    for request in requests:
+        queue.admit()
+        request.is_paused = True
+    assert names(queue.next_turn()) == ""
+    for request in requests:
+        request.is_paused = False
+    assert [names(queue.next_turn()) for _ in range(5)] == ["ab", "cd", "ea", "bc", "de"]
+    requests[1].is_paused = True
+    queue.remove(requests[0])
+    assert [names(queue.next_turn()) for _ in range(3)] == ["cd", "ec", "de"]
+    queue.remove(requests[2])
+    assert [names(queue.next_turn()) for _ in range(2)] == ["de", "de"], "nobody is left out"
+
+
 def test_a_large_request_is_not_overtaken_by_small_ones_behind_it():
     running, large, small = (
         Request("a", num_kv_tokens=60),
