@@ -99,11 +99,16 @@ class Engine:
         if prefix_cache_bytes is None:
             prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
         token_bytes = run_in_own_thread(kv_token_bytes, runner)
-        self._admission = Admission(
-            loaded, token_bytes, kv_budget_bytes, runner.block_tokens, clock=clock
-        )
         learned = LearnedSuccessors(learned_bytes) if learned_bytes else None
         self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes), learned)
+        self._admission = Admission(
+            loaded,
+            token_bytes,
+            kv_budget_bytes,
+            runner.block_tokens,
+            prefill_rate=self._decoder.prefill_rate,
+            clock=clock,
+        )
         self.statistics = self._decoder.statistics
         self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
         self._ladders = LadderCache(runner, max_ladders, cost_meter)

@@ -21,6 +21,7 @@ from inference_service.engine.drafting.planner import (
 from inference_service.engine.failure import attempt, fail_all
 from inference_service.engine.memory.prefixes import Prefixes
 from inference_service.engine.request.admission import max_num_tokens
+from inference_service.engine.request.prefill_rate import PrefillRate
 from inference_service.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
 from inference_service.engine.request.sequence import Sequence
 from inference_service.engine.statistics import EngineStatistics
@@ -109,6 +110,7 @@ class Decoder:
         self.prefixes = prefixes or Prefixes(0)
         self.learned = learned
         self.statistics = EngineStatistics(runner.num_layers)
+        self.prefill_rate = PrefillRate()
         self._adaptive = AdaptiveDrafting()
 
     def admit(
@@ -172,9 +174,12 @@ class Decoder:
 
         chunks_of = {id(part.sequence): part.chunks for part in (*drafted, *prefills)}
         results = [chunks_of.get(id(sequence), []) for sequence, _ in batch]
+        seconds = time.perf_counter() - start_s
+        # Where nothing is read from the device, the time is not that of the pass.
+        if any(part.num_logits and part.sequence.failure is None for part in parts):
+            self.prefill_rate.record(sum(len(part.chain.tokens) for part in prefills), seconds)
         if num_adaptive and not reading:
             num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
-            seconds = time.perf_counter() - start_s
             self._adaptive.record(shape, drafts, num_tokens, seconds)
         return results
 

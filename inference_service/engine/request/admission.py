@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.memory.budget import round_up_to_blocks
+from inference_service.engine.request.prefill_rate import PrefillRate
 from inference_service.engine.request.prompt import check_prompt_ids
 from inference_service.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
@@ -22,7 +22,7 @@ class Admission:
     """Checks a request against the model, its router, the memory and its deadline before it is queued.
 
     `kv_token_bytes`: bytes of the keys and values of one token, over all layers. `kv_budget_bytes` is shared by all running
-    requests and is allocated in blocks of `block_tokens` tokens. `costs` is None until the costs of passes have been measured.
+    requests and is allocated in blocks of `block_tokens` tokens. `prefill_rate`: how fast prompts are read.
     `clock` returns the time in seconds with which deadlines are compared.
     """
 
@@ -33,13 +33,14 @@ class Admission:
         kv_budget_bytes: int,
         block_tokens: int = 1,
         *,
+        prefill_rate: PrefillRate,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._block_tokens = block_tokens
         self.kv_token_bytes = kv_token_bytes
         self.kv_budget_bytes = kv_budget_bytes
-        self.costs: PassCosts | None = None
+        self._prefill_rate = prefill_rate
         self._loaded = loaded
 
     @property
@@ -64,17 +65,18 @@ class Admission:
         needed = self.num_kv_tokens(request) * self.kv_token_bytes
         if needed > self.kv_budget_bytes:
             raise Exhausted(
-                f"keys and values of this request may take {needed} bytes; this worker has {self.kv_budget_bytes} for all",
+                f"keys and values of this request may take {needed} bytes; {self.kv_budget_bytes} are there for all",
                 reason="KV_BUDGET",
                 metadata={"needed": str(needed), "budget": str(self.kv_budget_bytes)},
             )
-        left_s = request.deadline_s - self._clock()
+        now_s = self._clock()
+        left_s = request.deadline_s - now_s
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed before the request was queued")
-        prefill_s = self._least_prefill_s(len(request.prompt_ids))
+        prefill_s = self._prefill_rate.least_s(len(request.prompt_ids))
         if left_s < prefill_s:
-            prefill_s = self._least_prefill_s(len(request.prompt_ids) - num_known())
-        if left_s < prefill_s:
+            prefill_s = self._prefill_rate.least_s(len(request.prompt_ids) - num_known())
+        if left_s < prefill_s and self._prefill_rate.may_refuse(now_s):
             raise DeadlineExceeded(
                 f"reading the prompt alone takes at least {prefill_s:.1f} s, longer than the deadline allows",
                 reason="DEADLINE_TOO_SHORT",
@@ -105,10 +107,3 @@ class Admission:
                     reason="ROUTER_REQUIRED",
                 )
             ladder.check_model(self._loaded)
-
-    def _least_prefill_s(self, num_tokens: int) -> float:
-        """A lower bound of the time to prefill so many tokens: half the measured time of wide passes; 0 before it is measured."""
-        if self.costs is None or not self.costs.wide:
-            return 0.0
-        width, seconds = self.costs.wide[-1]
-        return 0.5 * seconds * (num_tokens // width)
