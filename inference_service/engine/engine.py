@@ -3,6 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Unpack
 
 from inference_service.engine.drafting.costs import CostMeter
@@ -11,6 +12,7 @@ from inference_service.engine.failure import failure_of
 from inference_service.engine.loop import EngineLoop
 from inference_service.engine.memory.budget import default_budget, kv_token_bytes
 from inference_service.engine.memory.prefixes import Prefixes, common_prefix
+from inference_service.engine.model_claim import ModelClaim
 from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.admission import Admission
 from inference_service.engine.request.handle import GenerationHandle, OnEvent
@@ -45,7 +47,8 @@ class Engine:
     A request is admitted when the keys and values of its prompt and its longest possible answer fit into the KV budget.
 
     Args:
-        loaded: the model. At most one engine may use it at a time.
+        loaded: the model. At most one engine may use it at a time: another one is refused (`PreconditionFailed`, reason MODEL_IN_USE)
+            until this one is closed, or has ended after it was dropped.
         ladder: used for requests that are submitted without a ladder.
         max_running: requests that share each step. Paused requests do not count; if more go on than this, they take turns.
         max_queue: requests that may wait.
@@ -92,41 +95,46 @@ class Engine:
         self.loaded = loaded
         self._ladder = ladder
         cost_meter = cost_meter or CostMeter()
-        if kv_budget_bytes is None:
-            kv_budget_bytes = default_budget(loaded.device)
-        runner = run_in_own_thread(runner_of, loaded, kv_budget_bytes)
-        kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
-        if prefix_cache_bytes is None:
-            prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
-        token_bytes = run_in_own_thread(kv_token_bytes, runner)
-        learned = LearnedSuccessors(learned_bytes) if learned_bytes else None
-        self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes), learned)
-        self._admission = Admission(
-            loaded,
-            token_bytes,
-            kv_budget_bytes,
-            runner.block_tokens,
-            prefill_rate=self._decoder.prefill_rate,
-            clock=clock,
-        )
-        self.statistics = self._decoder.statistics
-        self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
-        self._ladders = LadderCache(runner, max_ladders, cost_meter)
-        self._loop = EngineLoop(
-            self._decoder,
-            self.shadow,
-            self._admission,
-            self._ladders,
-            Scheduler(
-                SchedulerLimits(
-                    max_running, max_queue, max_queue_tokens, self._admission.kv_budget_tokens
-                )
-            ),
-            ladder=ladder,
-            on_failure=on_failure,
-            cost_meter=cost_meter,
-            clock=clock,
-        )
+        claim = ModelClaim(loaded.model)
+        with ExitStack() as failing:
+            failing.callback(claim.release)
+            if kv_budget_bytes is None:
+                kv_budget_bytes = default_budget(loaded.device)
+            runner = run_in_own_thread(runner_of, loaded, kv_budget_bytes)
+            kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
+            if prefix_cache_bytes is None:
+                prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
+            token_bytes = run_in_own_thread(kv_token_bytes, runner)
+            learned = LearnedSuccessors(learned_bytes) if learned_bytes else None
+            self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes), learned)
+            self._admission = Admission(
+                loaded,
+                token_bytes,
+                kv_budget_bytes,
+                runner.block_tokens,
+                prefill_rate=self._decoder.prefill_rate,
+                clock=clock,
+            )
+            self.statistics = self._decoder.statistics
+            self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
+            self._ladders = LadderCache(runner, max_ladders, cost_meter)
+            self._loop = EngineLoop(
+                self._decoder,
+                self.shadow,
+                self._admission,
+                self._ladders,
+                Scheduler(
+                    SchedulerLimits(
+                        max_running, max_queue, max_queue_tokens, self._admission.kv_budget_tokens
+                    )
+                ),
+                ladder=ladder,
+                claim=claim,
+                on_failure=on_failure,
+                cost_meter=cost_meter,
+                clock=clock,
+            )
+            failing.pop_all()
         weakref.finalize(self, self._loop.request_stop).atexit = False
 
     @property

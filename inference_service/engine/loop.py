@@ -14,6 +14,7 @@ from inference_service.engine.drafting.ladder_cache import LadderCache
 from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.failure import failure_of
 from inference_service.engine.lifetime import ForkGate, stop_at_exit
+from inference_service.engine.model_claim import ModelClaim
 from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.request.admission import Admission
 from inference_service.engine.request.handle import EngineEvent
@@ -36,7 +37,7 @@ class EngineLoop:
 
     `cost_meter` measures the costs of passes, and `ladder` is bound, before the loop is ready. `clock` tells when deadlines
     have passed. The thread calls `on_failure` if it ends because of an error. It ends when
-    `request_stop` has been called, and no later than the interpreter.
+    `request_stop` has been called, and no later than the interpreter. Then it releases `claim`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class EngineLoop:
         scheduler: Scheduler[Job],
         *,
         ladder: Ladder | None,
+        claim: ModelClaim,
         on_failure: Callable[[], object],
         cost_meter: CostMeter,
         clock: Callable[[], float] = time.monotonic,
@@ -60,10 +62,13 @@ class EngineLoop:
         self.ended: NeapError | None = None
         self.is_ready = threading.Event()
         self.ladder_failure: NeapError | None = None
+        # When the thread was ready for requests, by `time.monotonic`. What came before waited for that, and not in the queue.
+        self._ready_s = math.inf
         self._decoder, self._shadow = decoder, shadow
         self._admission, self._ladders = admission, ladders
         self._ladders.in_use = lambda: {id(job.ladder) for job in scheduler.running}
         self._on_failure = on_failure
+        self._claim = claim
         self._cost_meter = cost_meter
         self._clock = clock
         self._is_stopping = False
@@ -94,7 +99,7 @@ class EngineLoop:
 
     def request_stop(self) -> None:
         """See `Stoppable`."""
-        self._is_stopping = True
+        self._is_stopping = self._claim.is_ending = True
         self.wake()
 
     def join(self) -> None:
@@ -103,6 +108,7 @@ class EngineLoop:
 
     def forget(self) -> None:
         """See `Stoppable`. The parent's thread may have held the lock."""
+        self._claim.release()
         self.lock = threading.Lock()
         self.ended = Unavailable(
             "the engine runs in the process that forked this one", reason="FORKED"
@@ -115,9 +121,11 @@ class EngineLoop:
 
     def _run(self, ladder: Ladder | None) -> None:
         ended = stopping_error()
+        self._claim.thread = threading.get_ident()
         try:
             with self.gate:
                 self._make_ready(ladder)
+            self._ready_s = time.monotonic()
             self.is_ready.set()
             while self._wait_for_work():
                 with self.gate:
@@ -136,6 +144,7 @@ class EngineLoop:
             jobs = self.scheduler.clear()
             self.background.close(ended)
         self.is_ready.set()
+        self._claim.release()
         for job in jobs:
             self._end(job, ended)
         if ended.reason == "ENGINE_FAILED":
@@ -224,7 +233,7 @@ class EngineLoop:
             bound, drafter = job.binding
             request = job.handle.request
             job.sequence = self._decoder.admit(request, bound, drafter.served(request))
-            job.sequence.submitted_s = job.handle.submitted_s
+            job.sequence.submitted_s = max(job.handle.submitted_s, self._ready_s)
             job.handle.started_s = time.monotonic()
         except Exception as error:
             logger.exception("a request could not be started: %s", job.handle.request.request_id)
@@ -321,4 +330,4 @@ def _member(job: Job) -> Member:
 
 
 def stopping_error() -> Unavailable:
-    return Unavailable("the worker is stopping", reason="SHUTTING_DOWN")
+    return Unavailable("the engine is closed", reason="SHUTTING_DOWN")

@@ -25,6 +25,7 @@ from shared.errors import (
     PromptTooLong,
     RouterMismatch,
     Unavailable,
+    UnsupportedModel,
 )
 from shared.ladder.policy import DepthPolicy
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE
@@ -376,3 +377,37 @@ def test_one_requests_failure_is_its_own(loaded):
         with pytest.raises(Exception, match="failed inside the engine"):
             list(bad.events())
         assert len(engine.generate(PROMPT, policy="full", max_tokens=4).tokens) == 4
+
+
+def test_a_second_engine_on_a_model_is_refused_until_the_first_has_ended(loaded):
+    def failing(*_: object) -> NoReturn:
+        raise UnsupportedModel("no runner")
+
+    with pytest.raises(UnsupportedModel):
+        fixed_cost_engine(loaded, runner_of=failing)
+    with fixed_cost_engine(loaded) as first:
+        for _ in range(2):
+            with pytest.raises(PreconditionFailed) as caught:
+                fixed_cost_engine(loaded)
+            assert caught.value.reason == "MODEL_IN_USE"
+        [expected] = {first.generate(PROMPT, policy="full", max_tokens=5).token_ids}
+    fixed_cost_engine(loaded).warm_up()  # it is dropped, so the next one waits for its end
+    with fixed_cost_engine(loaded) as second:
+        assert second.generate(PROMPT, policy="full", max_tokens=5).token_ids == expected
+
+
+def test_the_time_until_the_engine_is_ready_is_no_time_in_the_queue(loaded):
+    submitted = threading.Event()
+
+    class Waiting(FixedCosts):
+        def measure_passes(self, *args, **options):
+            submitted.wait(60)
+            return super().measure_passes(*args, **options)
+
+    with fixed_cost_engine(loaded, cost_meter=Waiting()) as engine:
+        handle = engine.submit(request())
+        handle.submitted_s -= 1000.0
+        submitted.set()
+        *_, finished = handle.events()
+        assert finished.queue_s < 1000.0
+        assert engine.statistics.queue_s.sum < 1000.0
