@@ -9,7 +9,7 @@ enum Weighting : int32_t { kWeights32 = 0, kWeights16 = 1, kWeightsB16 = 2, kWei
 struct ChoiceArgs {
   const void* scores;      // [rows, vocabulary], rows `stride` elements apart: logits, or probabilities where `uniforms`
   const double* uniforms;  // [rows] in [0, 1), or null: greedy
-  int64_t* choices;        // [rows]
+  int64_t* choices;        // [rows]; -1 where the largest score, or the sum of the probabilities, is not finite, or all probabilities are 0
   Weighting type;
   int64_t rows, vocabulary, stride;
 };

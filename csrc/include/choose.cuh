@@ -19,11 +19,14 @@ struct Largest {
   }
 };
 
+// A NaN and an infinity differ from themselves by a NaN.
+__device__ __forceinline__ bool is_finite(double value) { return value - value == 0; }
+
 __device__ __forceinline__ double weight_of(double value) { return value; }
 template <class E>
 __device__ __forceinline__ double weight_of(E value) { return (double)to_float(value); }
 
-// Greedy choice of one row: the index of the largest score.
+// Greedy choice of one row: the index of the largest score, -1 if that is not finite.
 template <class E>
 __device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs& args, Largest* found) {
   Largest best{0, -1};
@@ -41,11 +44,11 @@ __device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs
   if (threadIdx.x) return;
   for (int warp = 1; warp < kChoiceWarps; ++warp)
     if (found[warp].beats(best)) best = found[warp];
-  args.choices[blockIdx.x] = best.index;
+  args.choices[blockIdx.x] = is_finite(best.value) ? best.index : -1;
 }
 
 // Draws from the distribution with weights weight(i): the first i whose running total exceeds `point` times the total. Every thread sums a
-// piece of the weights; the thread whose piece contains the point then searches it. Returns -1 if all weights are 0. All threads of
+// piece of the weights; the thread whose piece contains the point then searches it. Returns -1 if all weights are 0 or their sum is not finite. All threads of
 // the block must call it and get the result.
 template <class F>
 __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* ends, int64_t* answer, const F& weight) {
@@ -69,7 +72,7 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
   }
   const double wanted = point * total;
   // Rounding can make neighbouring sums an ulp out of order, so several pieces may contain the point. The first one counts.
-  const bool passes = own > 0 && before + sum > wanted;
+  const bool passes = own > 0 && before + sum > wanted && is_finite(total);
   const unsigned passing = __ballot_sync(kAll, passes);
   NEAP_SHARED(int, firsts, kChoiceWarps);
   if (lane == 0) firsts[warp] = passing ? warp * kWarp + __ffs((int)passing) - 1 : kChoiceThreads;
@@ -102,7 +105,7 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_kernel(ChoiceArgs args)
   const E* scores = static_cast<const E*>(args.scores) + blockIdx.x * args.stride;
   if (args.uniforms == nullptr) return choose_largest(scores, args, found);
   const int64_t token = at_point(args.vocabulary, args.uniforms[blockIdx.x], ends, answer, [=](int64_t i) { return weight_of(scores[i]); });
-  if (threadIdx.x == 0) args.choices[blockIdx.x] = max(token, (int64_t)0);
+  if (threadIdx.x == 0) args.choices[blockIdx.x] = token;
 }
 
 }  // namespace neap::gpu

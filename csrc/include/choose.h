@@ -1,4 +1,5 @@
-// The token a row of scores chooses: the largest, or the one at a uniform number's place in the distribution.
+// The token a row of scores chooses: the largest, or the one at a uniform number's place in the distribution. -1 where there is none: see
+// ChoiceArgs.
 #pragma once
 #include "choices.h"
 #include "half_simd.h"
@@ -8,6 +9,9 @@ namespace neap::NEAP_ISA {
 NEAP_INLINE double weight_of(double value) { return value; }
 template <class E>
 NEAP_INLINE double weight_of(E value) { return (double)to_float(value); }
+
+// A NaN and an infinity differ from themselves by a NaN.
+NEAP_INLINE bool is_finite(double value) { return value - value == 0; }
 
 template <class E>
 NEAP_INLINE int64_t first_nan(const E* x, int64_t size) {
@@ -56,7 +60,7 @@ inline int64_t largest(const double* x, int64_t size) {
 }
 
 // The first token at which the running total of weight(i) exceeds `point` of the whole, summed in order as torch.cumsum does;
-// -1 where nothing has any mass. The total at the start of every piece is noted, so that one piece is summed again, not all.
+// -1 where nothing has any mass, or the total is not finite. The total at the start of every piece is noted, so that one piece is summed again, not all.
 template <class F>
 inline int64_t at_point(int64_t size, double point, const F& weight) {
   constexpr int64_t kPieces = 512;
@@ -71,6 +75,7 @@ inline int64_t at_point(int64_t size, double point, const F& weight) {
       last = value > 0 ? i : last;
     }
   }
+  if (!is_finite(total)) return -1;
   const double wanted = point * total;
   while (pieces > 0 && starts[pieces - 1] > wanted) --pieces;
   if (pieces == 0) return last;
@@ -86,8 +91,13 @@ template <class E>
 inline void choose_rows(const ChoiceArgs& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const E* scores = (const E*)args.scores + row * args.stride;
-    args.choices[row] = args.uniforms ? max64(0, at_point(args.vocabulary, args.uniforms[row], [=](int64_t i) { return weight_of(scores[i]); }))
-                                      : largest(scores, args.vocabulary);
+    int64_t& choice = args.choices[row];
+    if (args.uniforms) {
+      choice = at_point(args.vocabulary, args.uniforms[row], [=](int64_t i) { return weight_of(scores[i]); });
+    } else {
+      choice = largest(scores, args.vocabulary);
+      if (!is_finite(weight_of(scores[choice]))) choice = -1;
+    }
   }
 }
 

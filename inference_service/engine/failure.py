@@ -37,6 +37,14 @@ def failure_of(error: BaseException) -> NeapError:
     return NeapError("the request failed inside the engine")
 
 
+def non_finite_logits() -> NeapError:
+    """For a request whose next token the model cannot choose."""
+    return NeapError(
+        "the model's logits are not finite after this text, so there is no next token",
+        reason="NON_FINITE_LOGITS",
+    )
+
+
 def attempt(
     sequence: FailableSequence, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T | None:

@@ -18,7 +18,7 @@ from inference_service.engine.drafting.planner import (
     Reliability,
     best_trees,
 )
-from inference_service.engine.failure import attempt, fail_all
+from inference_service.engine.failure import attempt, fail_all, non_finite_logits
 from inference_service.engine.memory.prefixes import Prefixes
 from inference_service.engine.request.admission import max_num_tokens
 from inference_service.engine.request.prefill_rate import PrefillRate
@@ -361,8 +361,12 @@ class Decoder:
         sequence.num_settled = chain.base + num_through
         kept = [chain.kept[depth][newest] for depth in sequence.kept_depths]
         sequence.settled_states = torch.stack(kept)
-        if verdict is not None:
-            part.chunks += sequence.emit(self._tokens(chain, verdict))
+        if verdict is None:
+            return
+        tokens = self._tokens(chain, verdict)
+        part.chunks += sequence.emit(tokens if verdict.is_sound else tokens[:-1])
+        if not verdict.is_sound and not sequence.is_finished:
+            raise non_finite_logits()
 
     def _record_drafts(self, part: _Part, verdict: Verdict) -> None:
         chain, version = part.chain, part.sequence.request.router_version

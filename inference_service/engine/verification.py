@@ -11,11 +11,12 @@ from inference_service.engine.request.logprobs import Logprobs, logprobs, logpro
 from shared.model.choosing import choose, num_confirmed, within_margins
 from shared.model.distribution import reads_without_sync
 from shared.model.sampling import Trial
+from shared.ops.choices import NO_TOKEN
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`tokens`: the confirmed drafts and the token that the full model chooses after them. `logprobs`: of these tokens, if asked for.
+    """`tokens`: the confirmed drafts and the token that the full model chooses after them, NO_TOKEN if it has none. `logprobs`: of these tokens, if asked for.
     `num_relaxed`: how many of the drafts were confirmed by the request's margin alone, where the full model chose another token.
     `leaf`: the number of the chain's leaf that is the last confirmed draft, if one is.
     """
@@ -24,6 +25,11 @@ class Verdict:
     logprobs: list[Logprobs] | None = None
     num_relaxed: int = 0
     leaf: int | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the model has chosen a last token. It does not where its logits are not finite."""
+        return self.tokens[-1] != NO_TOKEN
 
     @property
     def num_confirmed(self) -> int:

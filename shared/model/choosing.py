@@ -17,13 +17,13 @@ from shared.model.distribution import (
 )
 from shared.model.sampling import Trial
 from shared.ops import library
-from shared.ops.choices import choose_greedy, choose_sampled
+from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled
 
 
 def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
     """The tokens chosen at each trial's rows: per trial [n] int64. logits [T, V] float: the rows of all trials, trial after trial.
 
-    A row counts only if every row before it chose its draft, so rows after the first that did not may be missing from the result.
+    NO_TOKEN where a logit is NaN, or the largest one is infinite. A row counts only if every row before it chose its draft, so rows after the first that did not may be missing from the result.
     All greedy trials take one launch, all others another one. Nothing waits for the device.
     """
     num_greedy = sum(trial.sampling.is_greedy for trial in trials)
@@ -58,8 +58,8 @@ def _within_margin(logits: Tensor, drafts: Sequence[int], margin: float, choices
     """Row i of logits [n + 1, V] judges draft i of n; the last row judges none. Logits differ as log-probabilities do."""
     drafted = torch.tensor(drafts, dtype=torch.int64).to(logits.device, non_blocking=True)
     chosen, last = choices.split([len(drafted), 1])
-    scores = logits[:-1].gather(1, torch.stack([chosen, drafted], 1))
-    is_near = scores[:, 0] - scores[:, 1] <= margin
+    scores = logits[:-1].gather(1, torch.stack([chosen.clamp(min=0), drafted], 1))
+    is_near = (scores[:, 0] - scores[:, 1] <= margin) & (chosen != NO_TOKEN)
     return torch.cat([torch.where(is_near, drafted, chosen), last])
 
 
@@ -71,7 +71,12 @@ def num_confirmed(chosen: Sequence[int], drafts: Sequence[int]) -> int:
 def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The first of the largest scores of each row, after the repetition penalty."""
     scores = penalised(logits, trials)
-    tokens = choose_greedy(scores) if library.runs_on(logits.device.type) else scores.argmax(-1)
+    if library.runs_on(logits.device.type):
+        tokens = choose_greedy(scores)
+    else:
+        tokens = scores.argmax(-1)  # of a NaN, if there is one
+        top = scores.gather(1, tokens[:, None])[:, 0]
+        tokens = torch.where(top.isfinite(), tokens, NO_TOKEN)
     rows: Sequence[Tensor] = tokens.split_with_sizes([trial.num_rows for trial in trials])
     return rows
 

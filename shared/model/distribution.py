@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.model.sampling import SamplingParams, Trial
+from shared.ops.choices import NO_TOKEN
 
 _MANTISSA_BITS = 53
 # Devices whose tensors the host reads without a synchronisation. There, what is computed next may depend on the numbers.
@@ -76,12 +77,15 @@ def nucleus(scores: Tensor, masses: Tensor, params: Sequence[SamplingParams]) ->
 
 
 def drawn(masses: Tensor, uniforms: Tensor) -> Tensor:
-    """The token [T] int64 of each row at its uniform number. masses [T, V], uniforms [T] float64. In PyTorch, for devices without kernels."""
+    """The token [T] int64 of each row at its uniform number. masses [T, V], uniforms [T] float64. In PyTorch, for devices without kernels.
+
+    NO_TOKEN for a row whose sum is not finite.
+    """
     running, total = masses.cumsum(-1), masses.sum(-1, keepdim=True)
     tokens = torch.searchsorted(running, uniforms[:, None] * total, right=True)
-    # Rounding may put the point past the last token that has any mass. The clamp is for rows of NaNs, where nothing is found.
-    last = torch.searchsorted(running, total).clamp_(max=masses.shape[1] - 1)
-    return torch.minimum(tokens, last)[:, 0]
+    # Rounding may put the point past the last token that has any mass.
+    last = torch.searchsorted(running, total)
+    return torch.where(total.isfinite(), torch.minimum(tokens, last), NO_TOKEN)[:, 0]
 
 
 def _penalised(logits: Tensor, trial: Trial) -> Tensor:

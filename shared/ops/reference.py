@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared.ops.choices import NO_TOKEN
+
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] @ weight.T + bias -> [..., N], with the unpacked weight [N, K]."""
@@ -297,7 +299,8 @@ def route(
 
 def choose_greedy(logits: Tensor) -> Tensor:
     """Choices [T]: see `shared.ops.choices.choose_greedy`."""
-    return logits.argmax(-1)
+    largest = logits.argmax(-1)
+    return torch.where(logits.gather(1, largest[:, None])[:, 0].isfinite(), largest, NO_TOKEN)
 
 
 def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -305,6 +308,9 @@ def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     choices = []
     for target, uniform in zip(probabilities.double(), uniforms.tolist(), strict=True):
         total = target.cumsum(0)
+        if not 0 < total[-1] < torch.inf:
+            choices.append(NO_TOKEN)
+            continue
         point = torch.searchsorted(total, uniform * total[-1], right=True)
         choices.append(min(int(point), int(torch.searchsorted(total, total[-1]))))
     return torch.tensor(choices, dtype=torch.int64)

@@ -1,5 +1,6 @@
 """A chain of drafts while it is built."""
 
+import math
 from collections import defaultdict
 
 from torch import Tensor
@@ -145,7 +146,9 @@ class DraftBuilder:
                 f"rung {draft.rung} of the router drafted token {draft.token}; the model has {self.sequence.vocabulary_size}",
                 reason="DRAFT_OUT_OF_RANGE",
             )
-        return self.sequence.reliability.adjusted(draft)
+        probability = self.sequence.reliability.adjusted(draft)
+        # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
+        return 0.0 if math.isnan(probability) else probability
 
     def _keep_beside(self, draft: Draft, probability: float) -> None:
         if self._allows_leaves and probability > self._others.get(draft.token, (draft, 0.0))[1]:

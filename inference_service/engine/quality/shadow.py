@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+from inference_service.engine.failure import non_finite_logits
 from inference_service.engine.memory.budget import round_up_to_blocks
 from inference_service.engine.memory.prefixes import Prefixes
 from inference_service.engine.quality.disagreement import exceeds, lower_limit
@@ -201,6 +202,8 @@ class Shadow:
         answered = list(check.tokens[first : start + len(piece) + 1])
         # All but the last are verified as drafts; the last is compared with the token that is chosen after them.
         [verdict] = verify(logits, [Trial(check.sampling, check.tokens[:first], answered[:-1])])
+        if not verdict.is_sound:
+            raise non_finite_logits()
         return verdict.tokens != answered
 
     def _conclude(self, stratum: Stratum, differs: bool) -> None:

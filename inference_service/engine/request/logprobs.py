@@ -16,9 +16,12 @@ class Logprobs:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_alternatives: int) -> Tensor:
-    """logits [n, V] float32, tokens [n] int64 -> [n, 1 + 2 * num_alternatives] float64. `logprobs_from_row` reads a row."""
+    """logits [n, V] float32, tokens [n] int64 -> [n, 1 + 2 * num_alternatives] float64. `logprobs_from_row` reads a row.
+
+    The row of a token that is NO_TOKEN says nothing.
+    """
     values = logits.log_softmax(-1)
-    parts = [values.gather(1, tokens[:, None])]
+    parts = [values.gather(1, tokens.clamp(min=0)[:, None])]
     if num_alternatives:
         top = values.topk(num_alternatives)
         parts += [top.values, top.indices]

@@ -1,8 +1,9 @@
 """A failure of one request's work ends that request alone, one of a shared pass ends those that shared it, and the engine goes on."""
 
+import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from inference_service.engine.request.request import (
     TokenChunk,
 )
 from inference_service.engine.statistics import EngineStatistics
+from inference_service.engine.step import Decoder
 from shared.errors import Cancelled, Corrupt, Exhausted, NeapError, Unavailable
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel, wrap_model
@@ -324,6 +326,73 @@ def test_a_failed_pass_ends_those_that_shared_it(loaded, alone, part):
         assert tokens == kept
         assert finished.num_cached_tokens > 0
         check_nothing_is_left(engine)
+
+
+SOUND_TOKENS = 17
+
+
+def spoil(patch: pytest.MonkeyPatch, value: float, rows: Any) -> None:
+    """Sets logits of the victim: the rows that choose the tokens of its answer from SOUND_TOKENS on."""
+    deep_pass = Decoder._deep_pass
+
+    def spoiled(decoder: Decoder, parts: Any) -> Any:
+        logits, row = deep_pass(decoder, parts), 0
+        if logits is None:
+            return None
+        logits = logits.clone()
+        for part in parts:
+            sequence = part.sequence
+            for place in range(sequence.num_generated, sequence.num_generated + part.num_logits):
+                if sequence.request.prompt_ids == VICTIM and place >= SOUND_TOKENS:
+                    logits[row, rows] = value
+                row += 1
+        return logits
+
+    patch.setattr(Decoder, "_deep_pass", spoiled)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"logprobs": 2},
+        {"policy": EXACT},
+        {"policy": EXACT, "logprobs": 2, "sampling": SamplingParams(1.0, seed=5)},
+        {"policy": DepthPolicy("relaxed", threshold=1.0, margin=0.5)},
+        {"sampling": SamplingParams(0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1)},
+    ],
+    ids=str,
+)
+def test_logits_that_are_not_finite_end_their_own_request(loaded, alone, changes, value):
+    """After the tokens before them, which may be drafts that the same pass confirms."""
+    asked = request(**changes)
+    with fixed_cost_engine(loaded) as engine, pytest.MonkeyPatch.context() as patch:
+        whole = collected(engine.submit(replace(asked, policy=FULL)))[0]
+        right = [token for token, *_ in whole]
+
+        def oracle(context: list[int]) -> tuple[int, float] | None:
+            place = len(context) - len(VICTIM)
+            return (right[place], 0.9) if 0 <= place < len(right) and place % 5 else None
+
+        spoil(patch, value, slice(None) if value == -math.inf else 7)
+        neighbours = start_neighbours(engine)
+        tokens, [error] = collected(engine.submit(asked, ScriptedLadder(oracle)))  # type: ignore[arg-type]
+        assert (type(error), error.reason) == (NeapError, "NON_FINITE_LOGITS")
+        assert tokens == whole[:SOUND_TOKENS]
+        for handle, expected in zip(neighbours, alone, strict=False):
+            assert collected(handle)[0] == expected
+        check_nothing_is_left(engine)
+        patch.undo()
+        assert collected(engine.submit(replace(asked, policy=FULL)))[0] == whole
+
+
+def test_logits_after_the_end_of_an_answer_need_not_be_finite(loaded, alone, monkeypatch):
+    with fixed_cost_engine(loaded) as engine:
+        spoil(monkeypatch, math.nan, slice(None))
+        tokens, [finished] = collected(engine.submit(request(max_tokens=SOUND_TOKENS)))
+        assert isinstance(finished, Finished)
+        assert tokens == alone[3][:SOUND_TOKENS]
 
 
 def test_an_engine_ends_if_its_model_cannot_run_any_more(loaded):

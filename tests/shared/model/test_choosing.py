@@ -13,6 +13,7 @@ from shared.model import choosing, distribution
 from shared.model.choosing import choose
 from shared.model.sampling import MAX_PENALTY, MIN_TEMPERATURE, SamplingParams, Trial
 from shared.ops import library
+from shared.ops.choices import NO_TOKEN
 from tests.device_waits import Crossings, Reads
 from tests.drawn_trials import SAMPLED, cases
 
@@ -92,7 +93,9 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(has_kernels, cas
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("lazily", [True, False])
-def test_a_row_of_nans_is_some_token_and_harms_nobody(has_kernels, lazily, monkeypatch):
+def test_a_row_that_is_not_finite_chooses_no_token_and_harms_nobody(
+    has_kernels, lazily, monkeypatch
+):
     if not has_kernels:
         monkeypatch.setattr(library, "runs_on", lambda device: False)
     if not lazily:
@@ -105,10 +108,17 @@ def test_a_row_of_nans_is_some_token_and_harms_nobody(has_kernels, lazily, monke
     ):
         trial = Trial(params, [1])
         for bad in (math.nan, -math.nan, math.inf, -math.inf):
-            logits = torch.cat([torch.full((1, 30), bad), sound])
-            [lost], [token] = choose(logits, [trial, trial])
-            assert 0 <= int(lost) < 30
-            assert int(token) == choose_one(sound[0], params, [1])
+            for place in (slice(None), 17):
+                if place == 17 and bad == -math.inf:
+                    continue  # a token that is masked out
+                row = sound.clone()
+                row[:, place] = bad
+                [lost], [token] = choose(torch.cat([row, sound]), [trial, trial])
+                assert int(lost) == NO_TOKEN
+                assert int(token) == choose_one(sound[0], params, [1])
+        masked = sound.clone()
+        masked[:, 17] = -math.inf
+        assert choose_one(masked[0], params, [1]) in set(range(30)) - {17}
 
 
 def mixed() -> tuple[Tensor, list[Trial]]:

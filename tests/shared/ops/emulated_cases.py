@@ -115,6 +115,8 @@ def check_choose(program: Path) -> None:
         target = torch.randn(rows, vocabulary).mul(2).softmax(-1).to(dtype)
         # The reference's argmax need not take the first of equal numbers, so each row has a unique largest one.
         logits[torch.arange(rows), torch.tensor([0, 3, 5, 6, 2])] = 9
+        logits[3, 1], logits[4, 5] = float("nan"), float("inf")
+        target[3, 1], target[4, 5] = float("nan"), float("inf")
         wanted = [
             (logits, None, reference.choose_greedy(logits)),
             (target, draws, reference.choose_sampled(target, draws)),

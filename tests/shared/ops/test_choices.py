@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.ops import reference
-from shared.ops.choices import choose_greedy, choose_sampled
+from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled
 
 DRAWN = settings(
     max_examples=40,
@@ -32,13 +32,28 @@ def test_the_first_of_the_largest_is_chosen(
     assert choose_greedy(logits).tolist() == expected
 
 
-def test_greedy_choices_of_infinities_and_nan_are_those_of_torch(isa: str) -> None:
-    logits = torch.randn(4, 777)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_rows_that_are_not_finite_choose_no_token(isa: str, dtype: torch.dtype) -> None:
+    """Single numbers may be -inf: masks and filters make them so."""
+    logits = torch.randn(7, 777).to(dtype)
     logits[0] = float("-inf")
     logits[1, [5, 600]] = float("inf")
     logits[2, [700, 300]] = float("nan")
-    logits[3, 776] = 50.0
-    assert choose_greedy(logits).tolist() == [0, 5, 300, 776]
+    logits[3] = float("nan")
+    logits[4, :] = float("-inf")
+    logits[4, 3] = 1.0
+    logits[5, 776] = 50.0
+    logits[6, 776] = float("nan")
+    expected = [NO_TOKEN] * 4 + [3, 776, NO_TOKEN]
+    assert choose_greedy(logits).tolist() == expected
+    assert reference.choose_greedy(logits).tolist() == expected
+    masses = logits.clamp(min=0)
+    masses[0, 0] = float("-inf")
+    uniforms = torch.full((7,), 1 - 1e-16, dtype=torch.float64)
+    expected = reference.choose_sampled(masses, uniforms).tolist()
+    assert choose_sampled(masses, uniforms).tolist() == expected
+    assert expected[:5] == [NO_TOKEN] * 4 + [3]
+    assert choose_sampled(masses * 0 + 0.0, uniforms).tolist()[4:6] == [NO_TOKEN] * 2
 
 
 @DRAWN

@@ -1,5 +1,6 @@
 """Drafting for several sequences: a sequence's drafts do not depend on the others, and each asks its own ladder."""
 
+import math
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
@@ -150,3 +151,15 @@ def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
     drafter.costs = replace(COSTS, exits=(ExitCost(1e-6, 1e-7), ExitCost(2.0, 0.1)))
     [chain] = draft_chains([(sequence, drafter)], 1)
     assert [draft.depth for draft in chain.drafts] == [0, 0]
+
+
+def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
+    ladder = random_ladder(runner.loaded, 0, DEPTHS)
+    for parameter in ladder.exits[0].router.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    [(sequence, drafter)] = members(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
+    [chain] = draft_chains([(sequence, drafter)], 1)
+    assert sequence.failure is None
+    assert {draft.depth for draft in chain.drafts} == {DEPTHS[1]}
+    gains = [ExitGains.expected(drafter._gains, index, 0.0) for index in range(len(DEPTHS))]
+    assert all(map(math.isfinite, gains)), "nor is that exit out of use for ever"
