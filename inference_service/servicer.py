@@ -172,13 +172,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
+        self._check_ready()
         names, token = named_page(request, sorted(self._served), str)
         models = [self._describe(self._served[name].engine) for name in names]
         return inference_pb2.ListModelsResponse(models=models, next_page_token=token)
 
-    def _find(self, model_id: str) -> _Served:
+    def _check_ready(self) -> None:
         if not self._ready:
             raise Unavailable("the worker is still loading its models", reason="NOT_READY")
+
+    def _find(self, model_id: str) -> _Served:
+        self._check_ready()
         served = self._served.get(model_id)
         if served is None:
             names = ", ".join(sorted(self._served))

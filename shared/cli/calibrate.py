@@ -12,12 +12,11 @@ import typer
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
-from shared.cli.connection import connect, equivalent_command
+from shared.cli.connection import calls_service, connect, equivalent_command
 from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
     Model,
-    exit_on_error,
     print_line,
 )
 from shared.cli.interruption import interruptible_call
@@ -63,7 +62,7 @@ PRESETS = {
 LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
 
 
-@exit_on_error
+@calls_service
 def calibrate(
     model: Model,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,

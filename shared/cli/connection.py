@@ -1,16 +1,24 @@
 """Connects commands to services. The flags before the command's name and the variables `NEAP_CLIENT_*` and `NEAP_TOKEN` say how."""
 
+import functools
+import inspect
+import math
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from neap_client import ClientSecurity, NeapClient
+from neap_client.addresses import is_loopback_target
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from shared.cli.console import DEFAULT_CALIBRATOR, err
+from shared.cli.console import DEFAULT_CALIBRATOR, err, exit_on_error
+from shared.cli.interruption import interruptible_call
 from shared.config import make_settings, unknown_variables
+from shared.errors import NeapError, Unavailable
 from shared.security_settings import ClientSettings
 from shared.version import installed_version
 
@@ -23,6 +31,26 @@ _FLAGS = {
     "server_name": "--tls-server-name",
     "token_file": "--token-file",
 }
+# How long a process on this machine may take until it answers. A worker imports torch first.
+START_S = 60.0
+# The system's words in gRPC's text, for TCP and for a Unix socket.
+NOBODY_LISTENS = ("Connection refused", "No such file or directory")
+HEALTH_TIMEOUT_S = 5.0
+POLL_S = 0.2
+P = ParamSpec("P")
+T = TypeVar("T")
+Wait = Annotated[
+    float | None,
+    typer.Option(
+        "--wait",
+        min=0,
+        metavar="SECONDS",
+        help="How long to wait for a service that is starting; 0 does not wait. Default: on this machine, "
+        f"{START_S:.0f} until it answers, then as long as it loads its models; 0 for other machines.",
+    ),
+]
+# The flag --wait of the command. 0 outside of commands that have it.
+_wait_s: ContextVar[float | None] = ContextVar("neap_wait_s", default=0.0)
 # The flags given before the command's name.
 _flags: ContextVar[Mapping[str, Any]] = ContextVar("neap_flags", default={})  # noqa: B039 (never changed)
 
@@ -71,9 +99,75 @@ def global_options(
     context.call_on_close(lambda: _flags.reset(token))
 
 
+def calls_service(command: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a command that calls a service: it fails as `exit_on_error` says, and its flag --wait applies to `connect`."""
+
+    def run(*args: Any, wait: float | None = None, **kwargs: Any) -> T:
+        token = _wait_s.set(wait)
+        try:
+            return command(*args, **kwargs)
+        finally:
+            _wait_s.reset(token)
+
+    functools.update_wrapper(run, command)
+    signature = inspect.signature(command)
+    flag = inspect.Parameter("wait", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Wait)
+    run.__annotations__ = {**command.__annotations__, "wait": Wait}
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # typer reads it
+        parameters=[*signature.parameters.values(), flag]
+    )
+    return exit_on_error(run)
+
+
 def connect(target: str, **options: Any) -> NeapClient:
-    """Return a client of `target`. `options` are those of NeapClient. Raises InvalidInput for settings that cannot work."""
-    return NeapClient(target, security=client_security(), **options)
+    """Return a client of `target`, once it serves or the time for that is over. `options` are those of NeapClient.
+
+    Raises InvalidInput for settings that cannot work.
+    """
+    client = NeapClient(target, security=client_security(), **options)
+    try:
+        _wait_until_serving(client, _wait_s.get())
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
+    """Wait, and say so, while nothing answers or the health is NOT_SERVING. `wait_s`: the flag --wait.
+
+    Returns without an error when the time is over, because the command's own call says best what is wrong.
+    """
+    if wait_s is None and not is_loopback_target(client.target):
+        return
+    began_s = time.monotonic()
+    limits_s = (START_S, math.inf) if wait_s is None else (wait_s, wait_s)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    said = ""
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        while True:
+            try:
+                if interruptible_call(lambda: client.is_serving(timeout_s=HEALTH_TIMEOUT_S)):
+                    return
+                state, limit_s = "loads its models", limits_s[1]
+            except Unavailable as error:
+                # By default only where nobody listens. A peer that speaks something else would not change.
+                if wait_s is None and not any(text in error.message for text in NOBODY_LISTENS):
+                    return
+                state, limit_s = "does not answer yet", limits_s[0]
+            except NeapError:  # it answers
+                return
+            if time.monotonic() - began_s >= limit_s:
+                return
+            if state != said:
+                said = state
+                say(f"waiting for {client.target}, which {state} (--wait 0 does not wait)")
+                progress.add_task(state)
+            time.sleep(POLL_S)
+
+
+def say(line: str) -> None:
+    err.print(line, markup=False, style="dim")
 
 
 def equivalent_command(*arguments: str, calibrator: str) -> str:

@@ -45,6 +45,7 @@ TRACEBACK_VARIABLE = "NEAP_TRACEBACK"
 HINTS = {
     "GRPC_UNAVAILABLE": "does a service run at this address (`neap serve calibrator`, `neap serve worker`)? --tls-ca or --tls, before the"
     " command, are for services with TLS and for no others",
+    "NOT_READY": "--wait SECONDS waits for it",
     "GRPC_UNIMPLEMENTED": "another service runs at this address: --worker names an inference worker, --calibrator a calibration service",
 }
 

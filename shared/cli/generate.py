@@ -9,8 +9,8 @@ from neap_client import NeapClient, generate_request
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import Policy, set_prompt
 
-from shared.cli.connection import connect
-from shared.cli.console import DEFAULT_WORKER, Worker, err, exit_on_error, out
+from shared.cli.connection import calls_service, connect
+from shared.cli.console import DEFAULT_WORKER, Worker, err, out
 from shared.cli.depth_view import DepthView
 from shared.cli.json_lines import print_message
 from shared.cli.measure import statistics_line
@@ -21,7 +21,7 @@ NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
 PLAIN_TEXT_NOTE = "the model has no chat template: prompts are continued as plain text"
 
 
-@exit_on_error
+@calls_service
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt. - reads it from standard input.")],
     worker: Worker = DEFAULT_WORKER,

@@ -8,11 +8,10 @@ from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from rich.table import Table
 
-from shared.cli.connection import connect
+from shared.cli.connection import calls_service, connect
 from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
-    exit_on_error,
     fail,
     out,
     print_line,
@@ -41,7 +40,7 @@ JobId = Annotated[
 
 
 @app.command("list")
-@exit_on_error
+@calls_service
 def list_jobs(
     model: Annotated[
         str, typer.Option("--model", help="Only jobs of this model. Default: jobs of all models.")
@@ -71,7 +70,7 @@ def list_jobs(
 
 
 @app.command("watch")
-@exit_on_error
+@calls_service
 def watch(
     job_id: JobId,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
@@ -93,7 +92,7 @@ def watch(
 
 
 @app.command("cancel")
-@exit_on_error
+@calls_service
 def cancel(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """Cancel a job and wait until it has ended. A cancelled job publishes nothing.
 

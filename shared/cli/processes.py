@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from shared.cli.connection import connect
+from neap_client import NeapClient
+
+from shared.cli.connection import client_security
 from shared.errors import Unavailable
 
 LISTENING = "listening on "
@@ -61,7 +63,8 @@ class ServiceProcess:
         """Wait until the health check says SERVING and return the address. Raises Unavailable with the end of the log."""
         deadline_s = time.monotonic() + timeout_s
         self.address = self._read_address(deadline_s)
-        with connect(self.address, num_attempts=1, timeout_s=5.0) as client:
+        security = client_security()
+        with NeapClient(self.address, security=security, num_attempts=1, timeout_s=5.0) as client:
             while True:
                 try:
                     client.wait_ready(timeout_s=CHECK_ALIVE_S)

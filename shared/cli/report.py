@@ -7,14 +7,13 @@ from typing import Annotated
 import typer
 
 from shared.cli import charts
-from shared.cli.connection import connect
+from shared.cli.connection import calls_service, connect
 from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     DEFAULT_WORKER,
     Calibrator,
     Model,
     Worker,
-    exit_on_error,
     out,
 )
 from shared.cli.curve_view import print_curve
@@ -24,7 +23,7 @@ from shared.cli.risk_view import print_risk
 from shared.cli.routers import selector
 
 
-@exit_on_error
+@calls_service
 def report(
     model: Model,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,

@@ -10,12 +10,11 @@ from neap_client.router.v1 import router_pb2
 from rich.table import Table
 
 from shared.cli.alias_text import aliases_by_version, canary_text, describe_change, share_per_mille
-from shared.cli.connection import connect
+from shared.cli.connection import calls_service, connect
 from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
     Model,
-    exit_on_error,
     out,
     print_line,
     table_cell,
@@ -41,7 +40,7 @@ Reason = Annotated[str, typer.Option("--reason", help="Reason to record in the a
 
 
 @app.command("list")
-@exit_on_error
+@calls_service
 def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """List the versions of a model, newest first, with their aliases."""
     with connect(calibrator) as client:
@@ -69,7 +68,7 @@ def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> N
 
 
 @app.command("show")
-@exit_on_error
+@calls_service
 def show(
     model: Model,
     version: Annotated[str, typer.Argument(help="A version number or an alias.")] = "latest",
@@ -106,7 +105,7 @@ def show(
 
 
 @app.command("promote")
-@exit_on_error
+@calls_service
 def promote(
     model: Model,
     version: Annotated[
@@ -137,7 +136,7 @@ def promote(
 
 
 @app.command("canary")
-@exit_on_error
+@calls_service
 def canary(
     model: Model,
     version: Annotated[
@@ -171,7 +170,7 @@ def canary(
 
 
 @app.command("abort")
-@exit_on_error
+@calls_service
 def abort(
     model: Model,
     alias: Alias = "stable",
@@ -188,7 +187,7 @@ def abort(
 
 
 @app.command("rollback")
-@exit_on_error
+@calls_service
 def rollback(
     model: Model,
     alias: Alias = "stable",
@@ -205,7 +204,7 @@ def rollback(
 
 
 @app.command("history")
-@exit_on_error
+@calls_service
 def history(
     model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR
 ) -> None:

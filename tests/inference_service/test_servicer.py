@@ -84,6 +84,10 @@ def _ids(events):
 
 async def test_not_ready_is_unavailable(loaded):
     servicer = InferenceServicer(routers=None)
-    with pytest.raises(Unavailable) as caught:
-        await servicer.GetModel(pb.GetModelRequest(model_id="tiny"), None)
-    assert caught.value.reason == "NOT_READY"
+    for call in (
+        servicer.GetModel(pb.GetModelRequest(model_id="tiny"), None),
+        servicer.ListModels(pb.ListModelsRequest(), None),
+    ):
+        with pytest.raises(Unavailable) as caught:
+            await call
+        assert caught.value.reason == "NOT_READY"

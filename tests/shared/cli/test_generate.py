@@ -138,12 +138,6 @@ def test_errors_are_one_line(service, neap, flags, code, reason):
         assert result.stderr.count("\n") == 1
 
 
-def test_an_address_without_a_server_is_an_error(neap):
-    result = neap("generate", "hi", "--worker", "127.0.0.1:1")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: ")
-
-
 def test_colours_follow_depth():
     assert rung_colour("full", 30, 30) == FULL_STYLE
     assert rung_colour("suffix", 0, 30) != rung_colour("successor", 0, 30)

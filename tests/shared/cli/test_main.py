@@ -58,7 +58,7 @@ def test_help_imports_nothing_heavy():
 def test_no_service_at_the_address(neap):
     (port,) = free_ports(1)
     for command in (["generate", "hi", "--worker"], ["jobs", "list", "--calibrator"]):
-        result = neap(*command, f"127.0.0.1:{port}")
+        result = neap(*command, f"127.0.0.1:{port}", "--wait", "0")
         assert result.exit_code == 1
         assert f"127.0.0.1:{port}" in result.stderr
         assert "does a service run at this address" in result.stderr
