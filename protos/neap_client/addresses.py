@@ -3,6 +3,14 @@
 import ipaddress
 import re
 
+from neap_client.errors import InvalidInput
+
+_NAME = r"([^\s:/,\[\]]+|\[[^\s/,\[\]]+\]):[0-9]+"
+# gRPC's forms, and HOST:PORT. Where gRPC can do without a port, it takes 443.
+_TARGET = re.compile(
+    rf"(dns:(//[^\s/]*/)?)?{_NAME}|ipv[46]:{_NAME}(,{_NAME})*|(unix|unix-abstract|vsock):\S+|(xds|google-c2p):///\S+"
+)
+
 
 def is_loopback(host: str) -> bool:
     """Return whether `host` is certainly this machine. Names other than localhost are not, because they may resolve elsewhere."""
@@ -16,8 +24,16 @@ def is_loopback(host: str) -> bool:
 
 
 def with_scheme(target: str) -> str:
-    """Return `target` with the scheme dns:///, unless it has one of gRPC's schemes."""
-    has_scheme = re.match(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock):|[a-z][a-z0-9+.-]*://", target)
+    """Return `target` with the scheme dns:///, unless it has one of gRPC's schemes.
+
+    Raises InvalidInput (BAD_ADDRESS) for what is no target, or has no port.
+    """
+    if not _TARGET.fullmatch(target):
+        raise InvalidInput(
+            f"{target!r} is not an address HOST:PORT (a worker's port is 7071 and a calibration service's 7070, unless set)",
+            reason="BAD_ADDRESS",
+        )
+    has_scheme = re.match(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock):|[a-z0-9-]+://", target)
     return target if has_scheme else f"dns:///{target}"
 
 

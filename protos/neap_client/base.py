@@ -25,7 +25,7 @@ class ChangeOptions(TypedDict, total=False):
 class ClientBase:
     """A client of one target, which may be a worker, a calibrator, or both.
 
-    `target` is HOST:PORT or any other form that gRPC accepts. Calls are shared in turn among all addresses of a name, or of a list
+    `target` is HOST:PORT or any other form that gRPC accepts; a port is needed. Calls are shared in turn among all addresses of a name, or of a list
     such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left out. With `health_service`, so are those whose
     health check of this service ("" for the whole server) does not say SERVING, because they load or drain. `timeout_s` is the
     deadline of every unary call. `num_attempts` includes the first attempt. Unless `waits_when_full`, a generation that a full

@@ -12,7 +12,7 @@ from neap_client.base import POLL_S, ChangeOptions, ClientBase
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.channel import open_channel
 from neap_client.errors import Unavailable
-from neap_client.generation import GenerationStream
+from neap_client.generation import Answer, GenerationStream
 from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import Metadata
 from neap_client.methods import Method, Request, Response
@@ -73,6 +73,22 @@ class NeapClient(ClientBase):
         the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own.
         """
         return GenerationStream(**self._generation(request, timeout_s, request_id, metadata))
+
+    def answer(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        request_id: str | None = None,
+        metadata: Metadata = (),
+    ) -> Answer:
+        """Return the whole answer. The arguments are those of `generate`, whose stream this reads. Raises what the stream raises."""
+        with self.generate(
+            request, timeout_s=timeout_s, request_id=request_id, metadata=metadata
+        ) as stream:
+            for _ in stream:
+                pass
+            return stream.answer()
 
     def get_model(self, model_id: str, *, metadata: Metadata = ()) -> inference_pb2.Model:
         request = inference_pb2.GetModelRequest(model_id=model_id)

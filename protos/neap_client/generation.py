@@ -5,14 +5,43 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from neap_client.errors import Cancelled
+from neap_client.errors import Cancelled, Unavailable
+from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
 from neap_client.retry import Attempts, is_unavailable, repeat, was_not_started
 from neap_client.status import from_rpc_error
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer. `started` says what ran; `finished` why it ended, token counts, times, and what depth execution saved."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    started: pb.Started
+    finished: pb.Finished
+
+    @property
+    def finish_reason(self) -> str:
+        """ "eos", "length", "stop_string" or "stop_token"."""
+        return pb.FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_").lower()
+
+    @property
+    def usage(self) -> pb.Usage:
+        return self.finished.usage
+
+    @property
+    def timing(self) -> pb.Timing:
+        return self.finished.timing
+
+    @property
+    def depth(self) -> pb.DepthStatistics:
+        return self.finished.depth
 
 
 class Generation:
@@ -29,6 +58,8 @@ class Generation:
         """`open_call` starts a call with the given deadline in seconds. The constructor starts the first call."""
         self.token_ids: list[int] = []
         self.text = ""
+        self.started: pb.Started | None = None
+        self.finished: pb.Finished | None = None
         self.num_attempts = 0
         self._open_call = open_call
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -48,6 +79,12 @@ class Generation:
         self._is_closed = True
         self._call.cancel()
 
+    def answer(self) -> Answer:
+        """Return the whole answer of a stream that was read to its end. Raises Unavailable (INCOMPLETE_ANSWER) for any other stream."""
+        if self.started is None or self.finished is None:
+            raise Unavailable("the answer has not been read to its end", reason="INCOMPLETE_ANSWER")
+        return Answer(self.text, tuple(self.token_ids), self.started, self.finished)
+
     def _begin_attempt(self) -> None:
         """Start a call, except for the first attempt, which the constructor has started."""
         if self.num_attempts:
@@ -63,6 +100,10 @@ class Generation:
     def _record(self, event: GenerateResponse) -> GenerateResponse:
         self.token_ids += [token.id for token in event.chunk.tokens]
         self.text += event.chunk.text + event.finished.text
+        if event.HasField("started"):
+            self.started = event.started
+        elif event.HasField("finished"):
+            self.finished = event.finished
         return event
 
     def _open(self) -> Any:
@@ -78,7 +119,7 @@ class GenerationStream(Generation, Iterator[GenerateResponse]):
     A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk has arrived.
     Later it is not repeated, because sampling could return other tokens and the caller may have shown the first ones. Started is
     held back until the first chunk, so it belongs to the call that delivers the tokens. Later failures are raised unchanged, and
-    `token_ids` and `text` hold what arrived before. Only one thread may iterate; any thread may `close`.
+    `token_ids` and `text` hold what arrived before; `started` and `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
     """
 
     def __init__(self, open_call: Callable[[float | None], Any], **options: Any) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar, cast
 
 import typer
 from neap_client import ClientSecurity, NeapClient
@@ -116,7 +116,7 @@ def calls_service(command: Callable[P, T]) -> Callable[P, T]:
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # typer reads it
         parameters=[*signature.parameters.values(), flag]
     )
-    return exit_on_error(run)
+    return exit_on_error(cast(Callable[P, T], run))
 
 
 def connect(target: str, **options: Any) -> NeapClient:

@@ -2,19 +2,19 @@
 
 import functools
 import os
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, NoReturn, ParamSpec, TypeVar
 
 import platformdirs
 import typer
+from neap_client.addresses import with_scheme
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.segment import Segment
 from rich.text import Text
 
-from shared.errors import NeapError
+from shared.errors import InvalidInput, NeapError
 from shared.plain_text import one_line, printable
 
 P = ParamSpec("P")
@@ -49,16 +49,13 @@ HINTS = {
     "GRPC_UNIMPLEMENTED": "another service runs at this address: --worker names an inference worker, --calibrator a calibration service",
 }
 
-# HOST:PORT, or what else gRPC dials. Without a port gRPC would take 443.
-_ADDRESS = re.compile(
-    r"(dns|ipv4|ipv6|unix|unix-abstract|vsock):\S+|xds:///\S+|([^\s:/,]+|\[[0-9A-Fa-f:.]+\]):[0-9]+"
-)
-
 
 def checked_address(address: str) -> str:
     """Return `address`. Raises BadParameter if it cannot be one."""
-    if not _ADDRESS.fullmatch(address):
-        raise typer.BadParameter(f"{address!r} is not an address HOST:PORT")
+    try:
+        with_scheme(address)
+    except InvalidInput as error:
+        raise typer.BadParameter(error.message) from error
     return address
 
 

@@ -23,7 +23,7 @@ EXAMPLES = ROOT / "docs/examples/python"
 CLIENT = tomllib.loads((ROOT / "protos/pyproject.toml").read_text())["project"]
 SERVER = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TYPED = """
-from neap_client import AsyncNeapClient, ClientSecurity, NeapClient, generate_request
+from neap_client import AsyncNeapClient, ChatMessage, ClientSecurity, NeapClient, generate_request
 from neap_client.errors import Exhausted
 
 def answer(client: NeapClient) -> str:
@@ -31,6 +31,10 @@ def answer(client: NeapClient) -> str:
         for event in stream:
             print(event.chunk.text)
         return stream.text
+
+async def whole(client: AsyncNeapClient) -> str:
+    request = generate_request("m", [ChatMessage(role="user", content="p")])
+    return (await client.answer(request)).finish_reason
 
 async def models(client: AsyncNeapClient) -> list[str]:
     return [model.model_id for model in await client.list_models()]

@@ -11,6 +11,7 @@ from neap_client import NeapClient
 from neap_client.addresses import with_scheme
 from neap_client.inference.v1 import inference_pb2
 
+from shared.errors import InvalidInput
 from tests.dns_server import DnsServer, dns_server
 from tests.servers import free_ports
 from tests.shared.rpc.conftest import Scripted, running
@@ -134,3 +135,22 @@ def test_no_stream_is_lost_when_connections_end_by_age(replicas):
 )
 def test_names_are_resolved_by_dns(target, dialled):
     assert with_scheme(target) == dialled
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "",
+        "neap-worker",
+        "[::1]",
+        "::1",
+        "dns:///neap-worker",
+        "dns://127.0.0.1:53/neap-worker",
+        "ipv4:10.0.0.7:1,10.0.0.8",
+        "http://neap-worker:7071",
+    ],
+)
+def test_a_target_without_a_port_is_refused_instead_of_port_443(target, make_client):
+    with pytest.raises(InvalidInput, match="HOST:PORT") as caught, make_client(target):
+        pass
+    assert caught.value.reason == "BAD_ADDRESS"

@@ -41,6 +41,30 @@ def _script(scripted, *attempts):
     scripted.on_generate = generate
 
 
+def test_a_whole_answer_has_what_the_stream_brought(scripted, client):
+    usage, depth = pb.Usage(num_completion_tokens=2), pb.DepthStatistics(num_drafted=3)
+    reason = pb.FINISH_REASON_STOP_STRING
+    last = pb.Finished(reason=reason, usage=usage, depth=depth, text="!")
+    broken = [_started(1), errors.Unavailable("gone")]
+    whole = [_started(2), _chunk(97), _chunk(98), pb.GenerateResponse(finished=last)]
+    _script(scripted, broken, whole)
+    answer = client.answer(REQUEST, timeout_s=60)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("ab!", (97, 98), "stop_string")
+    assert (answer.started.seed, answer.usage, answer.depth) == (2, usage, depth)
+
+
+@pytest.mark.parametrize("events", [[_started(1), _chunk(97)], [_started(1)], []])
+def test_half_an_answer_is_no_answer(scripted, client, events):
+    _script(scripted, events)
+    with pytest.raises(errors.Unavailable) as caught:
+        client.answer(REQUEST)
+    assert caught.value.reason == "INCOMPLETE_ANSWER"
+    _script(scripted, [_started(1), errors.Exhausted("too slow", reason="SLOW_READER")])
+    scripted.num_calls = 0
+    with pytest.raises(errors.Exhausted, match="too slow"):
+        client.answer(REQUEST)
+
+
 def test_a_call_that_broke_after_started_is_made_again_and_shows_one_started(scripted, client):
     gone = errors.Unavailable("gone")
     _script(scripted, [_started(1), gone], [gone], [_started(3), _chunk(97), FINISHED])
