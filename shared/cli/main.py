@@ -12,7 +12,7 @@ from shared.cli import (
     jobs,
     models,
     report,
-    router_import,
+    router_files,
     router_rebuild,
     router_sweep,
     routers,
@@ -36,7 +36,8 @@ app.command("report")(report.report)
 app.command("tune")(tune.tune)
 app.command("evaluate")(evaluate.evaluate)
 app.add_typer(serve.app, name="serve")
-routers.app.command("import")(router_import.import_router)
+routers.app.command("export")(router_files.export_router)
+routers.app.command("import")(router_files.import_router)
 routers.app.command("rebuild-index")(router_rebuild.rebuild_index)
 routers.app.command("sweep")(router_sweep.sweep)
 app.add_typer(jobs.app, name="jobs")

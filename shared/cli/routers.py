@@ -20,6 +20,7 @@ from shared.cli.console import (
     table_cell,
 )
 from shared.cli.curve_view import print_curve
+from shared.cli.json_lines import print_message
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
 
@@ -41,11 +42,21 @@ Reason = Annotated[str, typer.Option("--reason", help="Reason to record in the a
 
 @app.command("list")
 @calls_service
-def list_routers(model: Model, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
+def list_routers(
+    model: Model,
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each version as one line of JSON.")
+    ] = False,
+) -> None:
     """List the versions of a model, newest first, with their aliases."""
     with connect(calibrator) as client:
         versions = list(client.list_versions(model))
         names = aliases_by_version(client.list_aliases(model))
+    if as_json:
+        for version in versions:
+            print_message(version, aliases=names.get(version.version, []))
+        return
     if not versions:
         print_line(f"no router is published for {model}")
         return

@@ -21,6 +21,14 @@ MAX_LIST = 1000
 Kind = Literal["blobs", "manifests"]
 
 
+def blob_entries(blobs: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
+    """Return what a registry adds to a manifest as "blobs". Raises InvalidInput (BAD_BLOB_NAME)."""
+    return {
+        check_blob_name(name): {"digest": digest_of(data), "size_bytes": len(data)}
+        for name, data in blobs.items()
+    }
+
+
 def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:
     """Encode the manifest with its list of blobs as canonical JSON. Raises InvalidInput."""
     if "blobs" in manifest:
@@ -31,11 +39,7 @@ def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> 
         raise InvalidInput(
             f"a router has 1 to {MAX_BLOBS} blobs; this one has {len(blobs)}", reason="BAD_BLOBS"
         )
-    entries = {
-        check_blob_name(name): {"digest": digest_of(data), "size_bytes": len(data)}
-        for name, data in blobs.items()
-    }
-    encoded = canonical_json({**manifest, "blobs": entries})
+    encoded = canonical_json({**manifest, "blobs": blob_entries(blobs)})
     if len(encoded) > MAX_MANIFEST_BYTES:
         raise InvalidInput(
             f"the manifest has {len(encoded)} bytes; at most {MAX_MANIFEST_BYTES} are allowed",

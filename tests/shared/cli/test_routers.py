@@ -14,6 +14,15 @@ def test_list(service, neap):
     assert rows[0][5].strip() == "2.50"
 
 
+def test_list_as_json(service, neap):
+    command = ["routers", "list", "--json", "--calibrator", service.address, "--model"]
+    versions = [json.loads(line) for line in neap(*command, "tiny").stdout.splitlines()]
+    assert [version["version"] for version in versions] == ["2", "1"]
+    assert [version["aliases"] for version in versions] == [[], ["stable"]]
+    assert versions[0]["rungs"][0]["name"] == "suffix"
+    assert neap(*command, "none").stdout == ""
+
+
 def test_list_of_an_unknown_model_prints_that_it_has_no_router(service, neap):
     result = neap("routers", "list", "--model", "none", "--calibrator", service.address)
     assert result.stdout == "no router is published for none\n"

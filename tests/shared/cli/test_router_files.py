@@ -1,4 +1,4 @@
-"""`neap routers import` publishes a complete, checked ladder or nothing."""
+"""`neap routers import` publishes a complete, checked ladder or nothing; `export` writes what it reads."""
 
 import json
 import shutil
@@ -67,6 +67,44 @@ def test_the_same_files_again_are_the_same_version(neap, folder, tmp_path):
     assert "version 1 of org/other" in other.stdout
 
 
+@pytest.mark.parametrize("chosen", [[], ["1"]])
+def test_an_exported_router_has_the_same_digest_where_it_is_imported(
+    neap, folder, tmp_path, chosen
+):
+    here, there, files = tmp_path / "here", tmp_path / "there", tmp_path / "files"
+    flags = ["--registry", str(here)]
+    assert neap("routers", "import", str(folder), *flags, "--alias", "latest").exit_code == 0
+    command = ["routers", "export", str(files), *chosen, "--model", "tiny"]
+    result = neap(*command, *flags)
+    made = LocalRegistry(here).get("tiny", 1)
+    said = f"wrote version 1 of tiny ({made.manifest_digest}) to {files}\n"
+    assert (result.exit_code, result.stdout) == (0, said), result.output
+    assert sorted(path.name for path in files.iterdir()) == [BLOB, MANIFEST]
+    assert neap("routers", "import", str(files), "--registry", str(there)).exit_code == 0
+    assert LocalRegistry(there).get("tiny", 1).manifest_digest == made.manifest_digest
+    again = neap(*command, *flags)
+    assert (again.exit_code, "exists" in again.stderr) == (1, True)
+
+
+def test_a_router_copied_out_of_a_registry_can_be_imported(neap, folder, tmp_path):
+    """Its manifest has the key that the registry adds."""
+    registry = LocalRegistry(tmp_path / "registry")
+    assert neap("routers", "import", str(folder), "--data-dir", str(tmp_path)).exit_code == 0
+    made = registry.get("tiny", 1)
+    (folder / MANIFEST).write_text(json.dumps(made.manifest))
+    result = neap("routers", "import", str(folder), "--data-dir", str(tmp_path / "other"))
+    assert result.exit_code == 0, result.output
+    assert made.manifest_digest in result.stdout
+
+
+def test_what_is_not_published_is_not_exported(neap, tmp_path):
+    command = ["routers", "export", str(tmp_path / "files"), "--model", "tiny"]
+    for version, reason in (("latest", "ALIAS_NOT_FOUND"), ("7", "ROUTER_VERSION_NOT_FOUND")):
+        result = neap(*command, version, "--data-dir", str(tmp_path))
+        assert (result.exit_code, reason in result.stderr) == (1, True), result.output
+    assert not (tmp_path / "files").exists()
+
+
 def test_the_registry_setting_of_the_services_is_used(neap, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("NEAP_REGISTRY", str(tmp_path / "from-environment"))
     assert neap("routers", "import", str(folder)).exit_code == 0
@@ -98,7 +136,10 @@ DAMAGES = {
     "fewer rungs": (lambda f: edit(f, rungs=[]), "[CORRUPT]"),
     "another width": (lambda f: edit(f, model={"id": "tiny"}), "[CORRUPT]"),
     "a later format": (lambda f: edit(f, schema_version=SCHEMA_VERSION + 1), "[SCHEMA_TOO_NEW]"),
-    "the registry's key": (lambda f: edit(f, blobs={}), "[BAD_MANIFEST]"),
+    "another blob": (
+        lambda f: edit(f, blobs={BLOB: {"digest": "sha256:" + "0" * 64, "size_bytes": 1}}),
+        "does not have the files that its manifest names [CORRUPT]",
+    ),
 }
 
 
