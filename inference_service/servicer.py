@@ -208,6 +208,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 )
                 for router in self._routers.loaded(loaded.model_id)
             ],
+            load=inference_pb2.Load(
+                num_running=engine.num_running,
+                num_waiting=engine.num_waiting,
+                kv_usage_ratio=engine.kv_usage_ratio,
+            ),
         )
 
 

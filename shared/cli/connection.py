@@ -1,6 +1,5 @@
 """Connects commands to services. The flags before the command's name and the variables `NEAP_CLIENT_*` and `NEAP_TOKEN` say how."""
 
-import functools
 import inspect
 import math
 import shlex
@@ -8,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import typer
 from neap_client import ClientSecurity, NeapClient
@@ -16,6 +15,7 @@ from neap_client.addresses import is_loopback_target
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shared.cli.console import DEFAULT_CALIBRATOR, err, exit_on_error
+from shared.cli.flags import with_flags
 from shared.cli.interruption import interruptible_call
 from shared.config import make_settings, unknown_variables
 from shared.errors import NeapError, Unavailable
@@ -37,7 +37,6 @@ START_S = 60.0
 NOBODY_LISTENS = ("Connection refused", "No such file or directory")
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.2
-P = ParamSpec("P")
 T = TypeVar("T")
 Wait = Annotated[
     float | None,
@@ -99,7 +98,7 @@ def global_options(
     context.call_on_close(lambda: _flags.reset(token))
 
 
-def calls_service(command: Callable[P, T]) -> Callable[P, T]:
+def calls_service(command: Callable[..., T]) -> Callable[..., T]:
     """Wrap a command that calls a service: it fails as `exit_on_error` says, and its flag --wait applies to `connect`."""
 
     def run(*args: Any, wait: float | None = None, **kwargs: Any) -> T:
@@ -109,14 +108,8 @@ def calls_service(command: Callable[P, T]) -> Callable[P, T]:
         finally:
             _wait_s.reset(token)
 
-    functools.update_wrapper(run, command)
-    signature = inspect.signature(command)
     flag = inspect.Parameter("wait", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Wait)
-    run.__annotations__ = {**command.__annotations__, "wait": Wait}
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # typer reads it
-        parameters=[*signature.parameters.values(), flag]
-    )
-    return exit_on_error(cast(Callable[P, T], run))
+    return exit_on_error(with_flags(run, command, [flag]))
 
 
 def connect(target: str, **options: Any) -> NeapClient:

@@ -76,6 +76,12 @@ Worker = Annotated[
 Model = Annotated[
     str, typer.Option("--model", help="Id of the model, as configured on the service.")
 ]
+ServedModel = Annotated[
+    str,
+    typer.Option(
+        "--model", help="Id of the model. Needed only if the worker serves more than one model."
+    ),
+]
 RegistryUrl = Annotated[
     str | None,
     typer.Option(
@@ -104,8 +110,8 @@ def exit_on_error(command: Callable[P, T]) -> Callable[P, T]:
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except NeapError as error:
-            hint = f"; {HINTS[error.reason]}" if error.reason in HINTS else ""
-            fail(f"{error.message} [{error.reason}]{hint}")
+            err.print(error_line(error))
+            raise typer.Exit(1) from error
         except OSError as error:
             fail(f"{error.filename or 'system'}: {error.strerror or error}")
         except Exception as error:
@@ -131,5 +137,15 @@ def table_cell(text: str) -> Text:
 
 def fail(message: str) -> NoReturn:
     """Print the message to standard error as one line and exit with code 1."""
-    err.print(f"[bold red]error:[/] {escape(one_line(' '.join(message.split())))}")
+    err.print(_error_line(message))
     raise typer.Exit(1)
+
+
+def error_line(error: NeapError) -> str:
+    """Return one line about the error, with what to do about it, as rich markup."""
+    hint = f"; {HINTS[error.reason]}" if error.reason in HINTS else ""
+    return _error_line(f"{error.message} [{error.reason}]{hint}")
+
+
+def _error_line(message: str) -> str:
+    return f"[bold red]error:[/] {escape(one_line(' '.join(message.split())))}"

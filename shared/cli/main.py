@@ -4,12 +4,14 @@ import typer
 
 from shared.cli import (
     calibrate,
+    chat,
     connection,
     demo,
     doctor,
     evaluate,
     generate,
     jobs,
+    loaded_models,
     models,
     report,
     router_files,
@@ -31,11 +33,14 @@ app.callback()(connection.global_options)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("calibrate")(calibrate.calibrate)
+app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
+app.command("ps")(loaded_models.ps)
 app.command("report")(report.report)
 app.command("tune")(tune.tune)
 app.command("evaluate")(evaluate.evaluate)
 app.add_typer(serve.app, name="serve")
+models.app.command("list")(loaded_models.list_models)
 routers.app.command("export")(router_files.export_router)
 routers.app.command("import")(router_files.import_router)
 routers.app.command("rebuild-index")(router_rebuild.rebuild_index)

@@ -10,7 +10,9 @@ import typer
 from shared.cli.console import exit_on_error, print_line
 from shared.errors import NotFound, Unavailable
 
-app = typer.Typer(help="Fetch the files of models.", no_args_is_help=True)
+app = typer.Typer(
+    help="List the models of a worker, and fetch the files of models.", no_args_is_help=True
+)
 
 # What `load_model` reads. No pickles, and no code.
 PATTERNS = (

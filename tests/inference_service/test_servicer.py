@@ -65,6 +65,16 @@ def test_models_are_described(worker, loaded):
     assert model.vocabulary_size == 263
 
 
+def test_a_model_says_what_its_engine_does(worker):
+    with NeapClient(worker.target) as client:
+        assert client.get_model("tiny").load == pb.Load()
+        with client.generate(request_of(CONTEXT_LENGTH - 20)) as stream:
+            next(stream)
+            load = client.get_model("tiny").load
+    assert (load.num_running, load.num_waiting) == (1, 0)
+    assert 0 < load.kv_usage_ratio <= 1
+
+
 def test_started_carries_the_callers_request_id_and_the_seed_in_use(worker):
     request = request_of(12, sampling=pb.Sampling(temperature=2.0))
     with grpc.insecure_channel(worker.target) as channel:

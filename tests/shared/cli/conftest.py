@@ -36,6 +36,9 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.requests: list[Any] = []
         self.text = " there"
         self.has_chat_template = True
+        # Called with every request; may raise NeapError.
+        self.on_generate: Callable[[Any], object] = lambda request: None
+        self.load = inference_pb2.Load(num_running=2, num_waiting=1, kv_usage_ratio=0.25)
 
     def GetModel(self, request: Any, context: Any) -> Any:
         if request.model_id != "tiny":
@@ -47,16 +50,25 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
     def model(self) -> Any:
         return inference_pb2.Model(
-            model_id="tiny", num_layers=NUM_LAYERS, fingerprint="sha256:" + "a" * 64
+            model_id="tiny",
+            num_layers=NUM_LAYERS,
+            context_length=2048,
+            fingerprint="sha256:" + "a" * 64,
+            load=self.load,
+            routers=[inference_pb2.LoadedRouter(version=version) for version in (3, 7)],
         )
 
     def Generate(self, request: Any, context: Any) -> Iterator[Any]:
         self.requests.append(request)
         if request.HasField("chat") and not self.has_chat_template:
             refuse(context, InvalidInput("no chat template", reason="NO_CHAT_TEMPLATE"))
+        try:
+            self.on_generate(request)
+        except NeapError as error:
+            refuse(context, error)
         exact = request.depth.WhichOneof("policy") != "full"
         response = inference_pb2.GenerateResponse
-        started = inference_pb2.Started(request_id="r", model_id="tiny")
+        started = inference_pb2.Started(request_id="r", model_id="tiny", num_prompt_tokens=3)
         started.policy = request.depth.WhichOneof("policy")
         if request.depth.relaxed.threshold >= 0.9:
             started.risk_bound, started.risk_bound_tokens = 0.2, 128
