@@ -1,4 +1,4 @@
-"""`neap models fetch` from a bucket and from a hub."""
+"""`neap models fetch` from a hub, and from a bucket. test_bucket_download.py has the faults of a bucket."""
 
 import threading
 from collections.abc import Iterator
