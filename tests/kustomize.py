@@ -19,10 +19,10 @@ Objects = dict[tuple[str, str], dict[str, Any]]
 # What one may put together, as (name of an overlay or "base", components).
 COMPOSITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((overlay, ()) for overlay in OVERLAYS),
-    ("local", ("gateway", "security", "monitoring", "grpc-route", "trace-export")),
-    ("cpu", ("gateway", "security", "monitoring", "autoscaling", "grpc-route", "trace-export")),
+    ("local", ("security", "monitoring", "grpc-route", "trace-export")),
+    ("cpu", ("security", "monitoring", "autoscaling", "grpc-route", "trace-export")),
     ("gpu", ("surge", "monitoring", "autoscaling", "security", "grpc-route")),
-    ("gpu", ("gateway", "monitoring")),
+    ("gpu", ("monitoring", "autoscaling")),
     ("base", ("one-pod", "models-from-claim")),
     ("base", ("one-pod", "models-from-s3", "security")),
     ("base", ("gateway", "shared-registry", "models-from-s3", "autoscaling")),

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 
 import pytest
@@ -11,8 +12,14 @@ from tests.k8s.test_settings import parse
 from tests.kustomize import COMPOSITIONS, K8S, OVERLAYS, name_of, pods, program, render
 
 ROOT = K8S.parent
+OWN = "k8s/overlays/$NAME"  # the reader's
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
-SHORT = {"statefulset": "StatefulSet", "service": "Service", "cronjob": "CronJob"}
+SHORT = {
+    "statefulset": "StatefulSet",
+    "deployment": "Deployment",
+    "service": "Service",
+    "cronjob": "CronJob",
+}
 
 
 def commands() -> list[list[str]]:
@@ -54,7 +61,8 @@ def test_kubectl_commands_name_what_is_rendered():
     checked = [words for words in commands() if words[0] == "kubectl"]
     for words in checked:
         if "-k" in words:
-            assert (ROOT / words[words.index("-k") + 1] / "kustomization.yaml").exists()
+            overlay = words[words.index("-k") + 1]
+            assert overlay == OWN or (ROOT / overlay / "kustomization.yaml").exists()
             continue
         if words[1:3] == ["create", "namespace"]:
             assert ("Namespace", words[3]) in objects
@@ -81,11 +89,30 @@ def test_kubectl_commands_name_what_is_rendered():
     assert len(checked) > 8
 
 
+def test_commands_after_apply_name_what_this_overlay_has():
+    """Other compositions may have the object. Who follows the page has this one."""
+    objects, checked = {}, 0
+    for words in commands():
+        if "-k" in words:
+            overlay = words[words.index("-k") + 1].rpartition("/")[2]
+            objects = render(overlay) if overlay in OVERLAYS else {}
+        for kind, name in (word.split("/") for word in words if re.fullmatch(r"\w+/[\w-]+", word)):
+            if not objects or kind == "job":
+                continue
+            assert (SHORT[kind], name) in objects, words
+            checked += 1
+            if "--container" in words:
+                spec = objects[SHORT[kind], name]["spec"]["template"]["spec"]
+                container = words[words.index("--container") + 1]
+                assert container in {one["name"] for one in spec["containers"]}
+    assert checked > 5
+
+
 def test_neap_commands_exist_and_name_the_model_of_the_overlay():
     settings = (K8S / "base" / "kustomization.yaml").read_text()
     model = re.search(r"NEAP_MODELS=([\w-]+)=", settings)[1]
     found = [shlex.split(line) for line in PAGE.splitlines() if line.startswith("neap ")]
-    assert len(found) == 2
+    assert len(found) == 2, found
     for words in found:
         parse(words[1:])
         assert words[words.index("--model") + 1] == model
@@ -106,12 +133,23 @@ def test_the_example_renders(tmp_path):
     (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
     inside = os.path.relpath(K8S, tmp_path)
     (tmp_path / "kustomization.yaml").write_text(text.replace("../../", f"{inside}/"))
+    (copied,) = [line.split() for line in PAGE.splitlines() if line.startswith("cp ")]
+    assert copied[2] == f"{OWN}/"
+    shutil.copy(ROOT / copied[1], tmp_path)
     command = [program("kubectl"), "kustomize", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "MODEL_SOURCE: s3://models/my-model" in result.stdout
     assert "NEAP_MODELS: my-model=/models/my-model" in result.stdout
     assert set(re.findall(r"image: (\S+)", result.stdout)) == {"neap:0.1.0-gpu"}
+    assert "kind: Namespace" in result.stdout
+    needed = set(re.findall(r"secretRef:\s+name: (\S+)", result.stdout))
+    own = PAGE.partition("## An overlay of your own")[2]
+    assert (
+        needed
+        == set(re.findall(r"create secret generic (\S+)", own))
+        == {"neap-registry", "neap-models"}
+    )
 
 
 def test_tables_list_every_overlay_and_component():
@@ -133,7 +171,7 @@ def test_labels_that_open_doors_are_the_documented_ones():
                 for peer in rule.get(peers, ()):
                     for selector in peer.values():
                         used |= set(selector.get("matchLabels", {}).items())
-    assert used - {("k8s-app", "kube-dns")} == documented
+    assert used == documented
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=name_of)
