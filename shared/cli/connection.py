@@ -137,7 +137,9 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
     limits_s = (START_S, math.inf) if wait_s is None else (wait_s, wait_s)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     said = ""
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+    progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+    task = progress.add_task("")
+    try:
         while True:
             try:
                 if interruptible_call(lambda: client.is_serving(timeout_s=HEALTH_TIMEOUT_S)):
@@ -155,8 +157,11 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
             if state != said:
                 said = state
                 say(f"waiting for {client.target}, which {state} (--wait 0 does not wait)")
-                progress.add_task(state)
+                progress.update(task, description=state)
+                progress.start()
             time.sleep(POLL_S)
+    finally:
+        progress.stop()
 
 
 def say(line: str) -> None:

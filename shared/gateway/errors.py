@@ -102,7 +102,7 @@ def error_object(error: NeapError) -> dict[str, Any]:
     """
     message = error.message
     if error.reason.startswith("GRPC_") and isinstance(error, Unavailable):
-        message = "no worker answers, or the connection to the worker was lost"
+        message = "no worker serves: none answers, all load their models or end, or the connection was lost"
     elif error.reason.startswith("GRPC_"):
         message = f"the call to the worker failed ({error.reason})"
     return {
