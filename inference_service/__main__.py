@@ -119,9 +119,12 @@ async def serve(settings: WorkerSettings) -> int:
     stop_soon = partial(loop.call_soon_threadsafe, server.request_stop)
 
     async def prepare() -> None:
-        for source in settings.models:
+        for number, source in enumerate(settings.models, 1):
+            place = f"{source.model_id}, {number} of {len(settings.models)}"
             # If an engine fails, the worker drains and exits, so that it is restarted.
-            engine = await asyncio.to_thread(_load_engine, source, settings, stop_soon)
+            engine = await asyncio.to_thread(
+                _load_engine, source, settings, stop_soon, partial(servicer.set_loading, place)
+            )
             engines.append(engine)
             watches.append(
                 RouterWatch(
@@ -167,8 +170,12 @@ def _refresh(loop: asyncio.AbstractEventLoop, routers: RouterStore, loaded: Load
 
 
 def _load_engine(
-    source: ModelSource, settings: WorkerSettings, on_failure: Callable[[], object]
+    source: ModelSource,
+    settings: WorkerSettings,
+    on_failure: Callable[[], object],
+    say: Callable[[str], object],
 ) -> Engine:
+    say("reading")
     loaded = load_configured(source, settings)
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
@@ -189,6 +196,7 @@ def _load_engine(
             compile_layers=SWITCH[settings.compile_layers],
         ),
     )
+    say("warming up")
     engine.warm_up()
     log.info("model warm", model_id=source.model_id)
     return engine

@@ -88,6 +88,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._relaxed_bound = relaxed_bound
         self._served: dict[str, _Served] = {}
         self._ready = False
+        self._loading = ""
+
+    def set_loading(self, model: str, step: str) -> None:
+        """Sets what calls are told until `set_ready`. Any thread may call it."""
+        self._loading = f"({step} {model})"
 
     def add_model(
         self, engine: Engine, *, max_active: int = 80, max_active_per_client: int | None = None
@@ -179,7 +184,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _check_ready(self) -> None:
         if not self._ready:
-            raise Unavailable("the worker is still loading its models", reason="NOT_READY")
+            raise Unavailable(
+                f"the worker is still loading its models {self._loading}".rstrip(),
+                reason="NOT_READY",
+            )
 
     def _find(self, model_id: str) -> _Served:
         self._check_ready()

@@ -144,24 +144,34 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
             try:
                 if interruptible_call(lambda: client.is_serving(timeout_s=HEALTH_TIMEOUT_S)):
                     return
-                state, limit_s = "loads its models", limits_s[1]
+                state, limit_s = interruptible_call(lambda: _loading(client)), limits_s[1]
             except Unavailable as error:
                 # By default only where nobody listens. A peer that speaks something else would not change.
                 if wait_s is None and not any(text in error.message for text in NOBODY_LISTENS):
                     return
-                state, limit_s = "does not answer yet", limits_s[0]
+                state, limit_s = "nobody answers yet", limits_s[0]
             except NeapError:  # it answers
                 return
             if time.monotonic() - began_s >= limit_s:
                 return
             if state != said:
                 said = state
-                say(f"waiting for {client.target}, which {state} (--wait 0 does not wait)")
+                say(f"waiting for {client.target}: {state} (--wait 0 does not wait)")
                 progress.update(task, description=state)
                 progress.start()
             time.sleep(POLL_S)
     finally:
         progress.stop()
+
+
+def _loading(client: NeapClient) -> str:
+    """Return what a service that is not ready does. A worker says which of its models it loads."""
+    try:
+        client.list_models()
+    except NeapError as error:
+        if error.reason == "NOT_READY":
+            return error.message
+    return "the service is not ready yet"
 
 
 def say(line: str) -> None:

@@ -94,6 +94,7 @@ def _ids(events):
 
 async def test_not_ready_is_unavailable(loaded):
     servicer = InferenceServicer(routers=None)
+    servicer.set_loading("tiny, 1 of 2", "reading")
     for call in (
         servicer.GetModel(pb.GetModelRequest(model_id="tiny"), None),
         servicer.ListModels(pb.ListModelsRequest(), None),
@@ -101,3 +102,4 @@ async def test_not_ready_is_unavailable(loaded):
         with pytest.raises(Unavailable) as caught:
             await call
         assert caught.value.reason == "NOT_READY"
+        assert caught.value.message.endswith("(reading tiny, 1 of 2)")

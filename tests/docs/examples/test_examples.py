@@ -78,6 +78,11 @@ def test_curl(target, answer, tmp_path):
     assert printed.rstrip().endswith("data: [DONE]")
 
 
+@pytest.mark.parametrize("name", ["node/node_modules/x", "node/package-lock.json", "go/gen/x"])
+def test_what_the_tools_leave_is_ignored(name):
+    run("git", "check-ignore", EXAMPLES / name, cwd=ROOT)
+
+
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
 def test_node(target, answer, tmp_path):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from calibrator_service.convert import version_to_proto
 from shared.cli.console import out
 from shared.cli.main import app
-from shared.errors import InvalidInput, NeapError, NotFound
+from shared.errors import InvalidInput, NeapError, NotFound, Unavailable
 from shared.registry.base import PublishedVersion
 from shared.rpc.status import code_of, to_status, trailing_metadata
 from tests.manifests import real_manifest
@@ -36,6 +36,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.requests: list[Any] = []
         self.text = " there"
         self.has_chat_template = True
+        self.loading = ""
         # Called with every request; may raise NeapError.
         self.on_generate: Callable[[Any], object] = lambda request: None
         self.load = inference_pb2.Load(num_running=2, num_waiting=1, kv_usage_ratio=0.25)
@@ -46,6 +47,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetModelResponse(model=self.model())
 
     def ListModels(self, request: Any, context: Any) -> Any:
+        if self.loading:
+            refuse(context, Unavailable(self.loading, reason="NOT_READY"))
         return inference_pb2.ListModelsResponse(models=[self.model()])
 
     def model(self) -> Any:

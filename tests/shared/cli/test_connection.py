@@ -23,6 +23,8 @@ class StartingWorker:
             taken.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{taken.getsockname()[1]}"
         self._output = output
+        self.inference = FakeInference()
+        self.inference.loading = "loading (reading tiny, 1 of 2)"
         self._health = health.HealthServicer()
         self._health.set("", STATUS.NOT_SERVING)
         self._server: grpc.Server | None = None
@@ -31,10 +33,11 @@ class StartingWorker:
         if self._server is None:
             self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-            inference_pb2_grpc.add_InferenceServiceServicer_to_server(FakeInference(), self._server)
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, self._server)
             self._server.add_insecure_port(self.address)
             self._server.start()
-        elif "loads its models" in self._output():
+        elif "(reading tiny, 1 of 2)" in self._output():
+            self.inference.loading = ""
             self._health.set("", STATUS.SERVING)
         _sleep(0.01)
 
@@ -61,9 +64,9 @@ def test_a_command_waits_for_a_service_that_starts_and_loads(starting, neap, fla
     worker, said = starting
     result = neap("generate", "hi", "--worker", worker.address, *flags)
     assert (result.exit_code, result.stdout) == (0, "Héllo there\n"), result.output
-    assert [line.partition(", which ")[2] for line in said] == [
-        "does not answer yet (--wait 0 does not wait)",
-        "loads its models (--wait 0 does not wait)",
+    assert [line.partition(": ")[2] for line in said] == [
+        "nobody answers yet (--wait 0 does not wait)",
+        "loading (reading tiny, 1 of 2) (--wait 0 does not wait)",
     ]
 
 
