@@ -55,13 +55,17 @@ def open_bucket(bucket: str, prefix: str) -> S3Store:
 def download(
     store: S3Store, item: "ObjectMeta", target: Path, say: Callable[[str], object]
 ) -> None:
-    """Download the object `item` to the file `target`, whose folder exists. `say` gets a line about what happens.
+    """Download the object `item` to the file `target`, unless it is there. Its folder exists. `say` gets a line about what happens.
 
     All bytes come from the object with the ETag of `item`, and there are as many as it has. Raises Unavailable (BUCKET_UNAVAILABLE) if
     nothing arrives any more, or if the object has changed.
     """
     part = target.with_name(target.name + PART)
     mark = target.with_name(target.name + SYNCED)
+    if target.exists():
+        mark.unlink(missing_ok=True)
+        return
+    say(f"fetching {item['path']} ({item['size'] / 1e6:.1f} MB)")
     with part.open("ab") as file:
         # A mark that was just being written when the machine ended is empty or too low.
         file.truncate(int(mark.read_text() or 0) if mark.exists() else 0)

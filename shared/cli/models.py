@@ -126,8 +126,5 @@ def fetch_from_bucket(source: str, work: Path) -> None:
     begin(work, json.dumps([source, *sorted(listing)]))
     for item in wanted:
         target = work / item["path"]
-        if target.exists():
-            continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        print_line(f"fetching {item['path']} ({item['size'] / 1e6:.1f} MB)")
         download(store, item, target, print_line)
