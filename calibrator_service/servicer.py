@@ -28,7 +28,7 @@ from shared.rpc.pages import page_token, read_numbered_page
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CalibrationService"].full_name
 WATCH_INTERVAL_S = 0.2
 MAX_ALIASES = 16
-# The alias of a model's newest version: every calibration moves it, besides the aliases of its spec.
+# The alias that a calibration moves if its spec names none.
 LATEST = "latest"
 
 
@@ -63,7 +63,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     async def CreateCalibration(  # noqa: N802
         self, request: pb.CreateCalibrationRequest, context: Any
     ) -> pb.CreateCalibrationResponse:
-        # Aliases decide which version every client is served with, as in RouterService.SetAlias. "latest" moves with every calibration.
+        # Aliases decide which version every client is served with, as in RouterService.SetAlias. "latest" is there for calibrations.
         if any(alias != LATEST for alias in request.spec.aliases):
             require_role(Role.ADMIN, "an alias other than latest")
         calibration = await self._pool.call(self._create, request)
@@ -78,7 +78,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         spec = spec_from_proto(request.spec, max_time_budget_s=self._max_time_budget_s)
         if len(request.spec.aliases) > MAX_ALIASES:
             raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
-        aliases = unique_aliases((LATEST, *request.spec.aliases))
+        aliases = unique_aliases(request.spec.aliases or (LATEST,))
         self._check_model(spec)
         if isinstance(spec.source, TextFile | AnswerFile):
             find_text_file(spec.source.path, self._text_folders)

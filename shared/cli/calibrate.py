@@ -176,7 +176,7 @@ def calibrate(
         list[str] | None,
         typer.Option(
             "--alias",
-            help="Alias to point at the published version. May be given several times. Default: latest.",
+            help="Alias to point at the published version; no other alias moves. May be given several times. Default: latest.",
         ),
     ] = None,
     request_id: Annotated[

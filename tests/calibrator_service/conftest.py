@@ -132,6 +132,12 @@ class Service:
         request = router_pb2.GetVersionRequest(model_id="tiny", version=number)
         return self.routers.GetVersion(request, timeout=60).version
 
+    def aliases(self) -> dict[str, int]:
+        """Of the model "tiny"."""
+        request = router_pb2.ListAliasesRequest(model_id="tiny")
+        found = self.routers.ListAliases(request, timeout=60).aliases
+        return {alias.name: alias.version for alias in found}
+
     def health(self, name: str = "neap.calibration.v1.CalibrationService") -> int:
         assert self.channel is not None
         stub: Any = health_pb2_grpc.HealthStub(self.channel)

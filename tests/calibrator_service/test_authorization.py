@@ -38,7 +38,7 @@ def test_only_admins_move_aliases(start_service, tokens, tmp_path):
     *_, last = service.calibrations.WatchCalibration(request, metadata=calibrate, timeout=60)
     assert last.calibration.state == pb.STATE_SUCCEEDED, last
     allowed = create(_create("3", "canary"), metadata=bearer(tokens["all"]), timeout=60)
-    assert list(allowed.calibration.spec.aliases) == ["latest", "canary"]
+    assert list(allowed.calibration.spec.aliases) == ["canary"]
 
     move = router_pb2.SetAliasRequest(model_id="tiny", alias="stable", version=1, actor="root")
     denied = error_of(lambda: service.routers.SetAlias(move, metadata=calibrate, timeout=60))

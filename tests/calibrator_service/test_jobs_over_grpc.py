@@ -6,7 +6,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from neap_client.calibration.v1 import calibration_pb2 as pb
-from neap_client.router.v1 import router_pb2
 
 from shared.errors import AlreadyExists
 from tests.calibrator_service.conftest import Service, error_of
@@ -35,8 +34,7 @@ def test_job_from_create_to_published(service):
     assert pb.PHASE_TRAINING_HEADS in {now.phase for now in seen}
     (published,) = service.versions()
     assert (end.router_version, end.manifest_digest) == (1, published.manifest_digest)
-    aliases = service.routers.ListAliases(router_pb2.ListAliasesRequest(model_id="tiny")).aliases
-    assert [(alias.name, alias.version) for alias in aliases] == [("latest", 1), ("stable", 1)]
+    assert service.aliases() == {"stable": 1}, "latest moves only if the spec names no alias"
     assert service.get(job) == end
     assert list(service.watch(job)) == [end]
     assert end.spec.seed == 7
@@ -55,6 +53,7 @@ def test_request_id_names_one_job(service):
     service.end_of(job)
     assert service.create().calibration_id == job.calibration_id
     assert len(service.versions()) == 1
+    assert service.aliases() == {"latest": 1}
 
 
 @pytest.mark.parametrize("behaviour", ["wait", "deaf"])
