@@ -19,7 +19,9 @@ class Watchers:
 
     @contextmanager
     def track_stream(self) -> Iterator[None]:
-        """Scope of one open stream. Raises Exhausted (TOO_MANY_WATCHERS)."""
+        """Scope of one open stream. Raises Exhausted (TOO_MANY_WATCHERS), and Unavailable (SHUTTING_DOWN) once the service stops."""
+        if self._stopping.is_set():
+            raise _stopping_error()
         if self._num_watchers >= MAX_WATCHERS:
             raise Exhausted(
                 "too many watch streams are open",
@@ -38,7 +40,11 @@ class Watchers:
             await asyncio.wait_for(self._stopping.wait(), seconds)
         except TimeoutError:
             return
-        raise Unavailable("the service is shutting down; watch again", reason="SHUTTING_DOWN")
+        raise _stopping_error()
 
     def stop(self) -> None:
         self._stopping.set()
+
+
+def _stopping_error() -> Unavailable:
+    return Unavailable("the service is shutting down; watch again", reason="SHUTTING_DOWN")

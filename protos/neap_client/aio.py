@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2
 
 from neap_client import methods
 from neap_client.aio_generation import AsyncGenerationStream
-from neap_client.base import POLL_S, ChangeOptions, ClientBase
+from neap_client.base import POLL_S, ChangeOptions, ClientBase, WatchOptions
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.channel import open_async_channel
-from neap_client.errors import Unavailable
+from neap_client.errors import Exhausted, Unavailable
 from neap_client.generation import Answer
 from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import Metadata
@@ -137,11 +137,11 @@ class AsyncNeapClient(ClientBase):
         return (await self._unary(methods.CANCEL_CALIBRATION, request)).calibration
 
     async def watch_calibration(
-        self, calibration_id: str
+        self, calibration_id: str, **options: Unpack[WatchOptions]
     ) -> AsyncIterator[calibration_pb2.Calibration]:
-        """Yield the job now and after every change until it ends. Watching resumes after a lost connection."""
+        """Yield the job now and after every change until it ends. Watching goes on after a lost connection or a restart."""
         request = calibration_pb2.WatchCalibrationRequest(calibration_id=calibration_id)
-        async for reply in self._watch(methods.WATCH_CALIBRATION, request):
+        async for reply in self._watch(methods.WATCH_CALIBRATION, request, **options):
             yield reply.calibration
 
     # routers
@@ -199,11 +199,11 @@ class AsyncNeapClient(ClientBase):
         return [change async for page in pages for change in page.changes]
 
     async def watch_routers(
-        self, model_id: str, *, after_event: int = 0
+        self, model_id: str, *, after_event: int = 0, **options: Unpack[WatchOptions]
     ) -> AsyncIterator[router_pb2.WatchResponse]:
-        """Yield the events of a model after `after_event`, then new ones for ever. Watching resumes after a lost connection."""
+        """Yield the events of a model after `after_event`, then new ones for ever, also after a lost connection or a restart."""
         request = router_pb2.WatchRequest(model_id=model_id, after_event=after_event)
-        async for reply in self._watch(methods.WATCH, request):
+        async for reply in self._watch(methods.WATCH, request, **options):
             request.after_event = reply.event
             yield reply
 
@@ -239,29 +239,25 @@ class AsyncNeapClient(ClientBase):
                 return
 
     async def _watch(
-        self, method: Method[Request, Response], request: Request
+        self,
+        method: Method[Request, Response],
+        request: Request,
+        **options: Unpack[WatchOptions],
     ) -> AsyncIterator[Response]:
-        """Yield replies until the service ends the stream. Whenever the connection is lost, call again with `request` as it is then."""
-        call: Any = None
-
-        async def open_stream() -> Any:
-            nonlocal call
-            call = self._start_stream(method, request)
-            return await _called(call.read())
-
-        try:
-            while True:
-                reply = await repeat_async(open_stream, self._attempts(method))
-                try:
-                    while reply is not grpc.aio.EOF:
-                        yield reply
-                        reply = await _called(call.read())
-                    return
-                except Unavailable:
-                    continue
-        finally:
-            if call is not None:
+        """Yield replies until the service ends the stream. After a lost stream, call again with `request` as it is then."""
+        attempts = self._watch_attempts(**options)
+        while True:
+            call = self._start_stream(method, request, timeout_s=attempts.open())
+            try:
+                while (reply := await _called(call.read())) is not grpc.aio.EOF:
+                    attempts.note_message()
+                    yield reply
+                return
+            except (Exhausted, Unavailable) as error:
+                wait_s = attempts.wait_s(error)
+            finally:
                 call.cancel()
+            await asyncio.sleep(wait_s)
 
 
 async def _called(call: Awaitable[T]) -> T:

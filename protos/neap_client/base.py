@@ -1,15 +1,16 @@
 """What the synchronous and the asynchronous client have in common."""
 
 import secrets
-from typing import Any, TypedDict
+from collections.abc import Callable
+from typing import Any, TypedDict, Unpack
 
 from neap_client import methods
 from neap_client.channel import ClientSecurity, RenewedChannel
-from neap_client.errors import Unavailable
+from neap_client.errors import NeapError, Unavailable
 from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, Metadata, trace_context
 from neap_client.methods import Method
-from neap_client.retry import Attempts, is_unavailable
+from neap_client.retry import Attempts, WatchAttempts, is_unavailable
 
 POLL_S = 0.1
 
@@ -20,6 +21,16 @@ class ChangeOptions(TypedDict, total=False):
     expected_version: int | None
     actor: str
     reason: str
+
+
+class WatchOptions(TypedDict, total=False):
+    """How long to watch. A watch that has begun ends with an error only after `timeout_s`; None, as if absent, is no limit.
+
+    `on_lost` gets the error whenever a watch loses the service, before it waits for the service to come back.
+    """
+
+    timeout_s: float | None
+    on_lost: Callable[[NeapError], object]
 
 
 class ClientBase:
@@ -33,8 +44,8 @@ class ClientBase:
     token. Raises InvalidInput as `open_channel` does.
 
     Every method raises NeapError as the service raised it (`neap_client.status.from_rpc_error`). On UNAVAILABLE the client repeats
-    only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, generations that have returned no
-    token yet, and watches, which go on where they were.
+    only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, and generations that have returned no
+    token yet. A watch that has begun goes on where it was, however long the service is away (see WatchOptions).
     """
 
     def __init__(
@@ -89,6 +100,11 @@ class ClientBase:
 
     def _attempts(self, method: Method[Any, Any]) -> Attempts:
         return Attempts(is_unavailable, num_attempts=self._num_attempts if method.repeatable else 1)
+
+    def _watch_attempts(self, **options: Unpack[WatchOptions]) -> WatchAttempts:
+        return WatchAttempts(
+            self._num_attempts, options.get("timeout_s"), options.get("on_lost", lambda _: None)
+        )
 
     def _not_ready(self, timeout_s: float) -> Unavailable:
         return Unavailable(

@@ -8,10 +8,10 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from neap_client import methods
-from neap_client.base import POLL_S, ChangeOptions, ClientBase
+from neap_client.base import POLL_S, ChangeOptions, ClientBase, WatchOptions
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.channel import open_channel
-from neap_client.errors import Unavailable
+from neap_client.errors import Exhausted, Unavailable
 from neap_client.generation import Answer, GenerationStream
 from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import Metadata
@@ -132,10 +132,12 @@ class NeapClient(ClientBase):
         request = calibration_pb2.CancelCalibrationRequest(calibration_id=calibration_id)
         return self._unary(methods.CANCEL_CALIBRATION, request).calibration
 
-    def watch_calibration(self, calibration_id: str) -> Iterator[calibration_pb2.Calibration]:
-        """Yield the job now and after every change until it ends. Watching resumes after a lost connection."""
+    def watch_calibration(
+        self, calibration_id: str, **options: Unpack[WatchOptions]
+    ) -> Iterator[calibration_pb2.Calibration]:
+        """Yield the job now and after every change until it ends. Watching goes on after a lost connection or a restart."""
         request = calibration_pb2.WatchCalibrationRequest(calibration_id=calibration_id)
-        for reply in self._watch(methods.WATCH_CALIBRATION, request):
+        for reply in self._watch(methods.WATCH_CALIBRATION, request, **options):
             yield reply.calibration
 
     # routers
@@ -190,11 +192,11 @@ class NeapClient(ClientBase):
         return [change for page in pages for change in page.changes]
 
     def watch_routers(
-        self, model_id: str, *, after_event: int = 0
+        self, model_id: str, *, after_event: int = 0, **options: Unpack[WatchOptions]
     ) -> Iterator[router_pb2.WatchResponse]:
-        """Yield the events of a model after `after_event`, then new ones for ever. Watching resumes after a lost connection."""
+        """Yield the events of a model after `after_event`, then new ones for ever, also after a lost connection or a restart."""
         request = router_pb2.WatchRequest(model_id=model_id, after_event=after_event)
-        for reply in self._watch(methods.WATCH, request):
+        for reply in self._watch(methods.WATCH, request, **options):
             request.after_event = reply.event
             yield reply
 
@@ -227,28 +229,26 @@ class NeapClient(ClientBase):
             if not asked.page_token:
                 return
 
-    def _watch(self, method: Method[Request, Response], request: Request) -> Iterator[Response]:
-        """Yield replies until the service ends the stream. Whenever the connection is lost, call again with `request` as it is then."""
-        call: Any = None
-
-        def open_stream() -> Any:
-            nonlocal call
-            call = self._start_stream(method, request)
-            return _called(lambda: next(call, None))
-
-        try:
-            while True:
-                reply = repeat(open_stream, self._attempts(method))
-                try:
-                    while reply is not None:
-                        yield reply
-                        reply = _called(lambda: next(call, None))
-                    return
-                except Unavailable:
-                    continue
-        finally:
-            if call is not None:
+    def _watch(
+        self,
+        method: Method[Request, Response],
+        request: Request,
+        **options: Unpack[WatchOptions],
+    ) -> Iterator[Response]:
+        """Yield replies until the service ends the stream. After a lost stream, call again with `request` as it is then."""
+        attempts = self._watch_attempts(**options)
+        while True:
+            call = self._start_stream(method, request, timeout_s=attempts.open())
+            try:
+                while (reply := _called(lambda call=call: next(call, None))) is not None:
+                    attempts.note_message()
+                    yield reply
+                return
+            except (Exhausted, Unavailable) as error:
+                wait_s = attempts.wait_s(error)
+            finally:
                 call.cancel()
+            time.sleep(wait_s)
 
 
 def _called(call: Callable[[], T]) -> T:

@@ -11,6 +11,8 @@ from neap_client.errors import Exhausted, NeapError, Unavailable
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+# A watch that is lost later than this after its opening was no failed attempt.
+STEADY_S = 5.0
 
 T = TypeVar("T")
 
@@ -40,7 +42,7 @@ class Attempts:
         self,
         may_repeat: Callable[[BaseException], bool],
         *,
-        num_attempts: int,
+        num_attempts: float,
         deadline_s: float = math.inf,
     ) -> None:
         self._may_repeat = may_repeat
@@ -58,7 +60,7 @@ class Attempts:
         if self._num_failed >= self._num_attempts or not self._may_repeat(error):
             raise error
         delay_s = random.uniform(
-            0.0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (self._num_failed - 1))
+            0.0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._num_failed - 1, 30))
         )
         asked_s = error.retry_after_s if isinstance(error, Exhausted) else None
         if asked_s is not None:
@@ -66,6 +68,47 @@ class Attempts:
         if time.monotonic() + delay_s >= self._deadline_s:
             raise error
         return delay_s
+
+
+class WatchAttempts:
+    """Says when a watch opens its next stream after one was lost.
+
+    Until its first message a watch has `num_attempts`, as any call has. After it the service may stop and start again: the watch
+    goes on until `timeout_s`, None for no limit, has passed. Streams that are lost soon after their opening are failed attempts even if
+    they had a message, because a service that is about to stop may send one on each. `on_lost` gets the first error of each outage.
+    """
+
+    def __init__(
+        self, num_attempts: int, timeout_s: float | None, on_lost: Callable[[NeapError], object]
+    ) -> None:
+        self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._on_lost = on_lost
+        self._attempts = self._new_attempts(num_attempts)
+        self._opened_s = 0.0
+        self._has_begun = self._is_lost = False
+
+    def _new_attempts(self, num_attempts: float) -> Attempts:
+        return Attempts(was_not_started, num_attempts=num_attempts, deadline_s=self._deadline_s)
+
+    def open(self) -> float | None:
+        """Note that a stream is opened. Returns the seconds that it may take, None for no limit."""
+        self._opened_s = time.monotonic()
+        return None if self._deadline_s == math.inf else self._deadline_s - self._opened_s
+
+    def note_message(self) -> None:
+        if not self._has_begun:
+            self._attempts = self._new_attempts(math.inf)
+        self._has_begun = True
+
+    def wait_s(self, error: NeapError) -> float:
+        """Return the seconds until the next stream is to be opened. Raises `error` if none is."""
+        if self._has_begun and time.monotonic() - self._opened_s > STEADY_S:
+            self._attempts, self._is_lost = self._new_attempts(math.inf), False
+        wait_s = self._attempts.wait_s(error)
+        if self._has_begun and not self._is_lost:
+            self._is_lost = True
+            self._on_lost(error)
+        return wait_s
 
 
 def repeat(

@@ -52,7 +52,7 @@ def follow(client: NeapClient, calibration_id: str) -> pb.Calibration:
         task = progress.add_task("queued", total=1.0, figures="")
         last_said = ("", 0)
         job = pb.Calibration()
-        for job in interruptible(client.watch_calibration(calibration_id)):
+        for job in interruptible(client.watch_calibration(calibration_id, on_lost=say_lost)):
             phase = phase_name(job)
             progress.update(
                 task,
@@ -65,6 +65,10 @@ def follow(client: NeapClient, calibration_id: str) -> pb.Calibration:
                 print_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}".rstrip())
             last_said = said
     return job if job.state in ENDED else client.get_calibration(calibration_id)
+
+
+def say_lost(error: NeapError) -> None:
+    note(f"the service is away: {error.message} [{error.reason}]; waiting until it is back")
 
 
 def print_result(job: pb.Calibration) -> None:

@@ -26,6 +26,7 @@ from shared.cli.job_progress import (
     note,
     phase_name,
     print_result,
+    say_lost,
     state_name,
 )
 from shared.cli.json_lines import print_message
@@ -114,7 +115,7 @@ def cancel(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
 def print_states(client: NeapClient, calibration_id: str) -> pb.Calibration:
     """Print each state of a job until it ends and return the last one."""
     job = pb.Calibration()
-    for job in interruptible(client.watch_calibration(calibration_id)):
+    for job in interruptible(client.watch_calibration(calibration_id, on_lost=say_lost)):
         print_message(job)
     return job if job.state in ENDED else client.get_calibration(calibration_id)
 
