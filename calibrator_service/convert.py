@@ -9,6 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.router.v1 import router_pb2
 
+from calibrator_service.calibration.source_record import shown_manifest
 from calibrator_service.calibration.spec import (
     AnswerFile,
     CalibrationSpec,
@@ -216,7 +217,7 @@ def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> route
         create_time=timestamp(version.create_time_s),
         rungs=[_rung(rung) for rung in manifest.get("rungs", ())],
         size_bytes=version.size_bytes,
-        manifest_json=canonical_json(manifest).decode() if with_manifest else "",
+        manifest_json=canonical_json(shown_manifest(manifest)).decode() if with_manifest else "",
         damage=version.damage,
     )
 

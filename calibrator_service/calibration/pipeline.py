@@ -12,6 +12,7 @@ from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.report.risk import certified_risks
 from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.source_record import published_spec, source_record
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.calibration.states.training_data import collect_training_data
 from calibrator_service.calibration.text.risk_answers import write_risk_answers
@@ -76,6 +77,7 @@ def run_phases(run: Run) -> CalibrationResult:
     runner = ContiguousRunner(run.loaded)
 
     with run.phase("collecting"):
+        source = source_record(run.spec.source)
         text = plan_text(run)
         splitter = Splitter(text.held_out_kinds if isinstance(text, GivenText) else ())
         collecting = CollectingProgress(run, text)
@@ -96,6 +98,7 @@ def run_phases(run: Run) -> CalibrationResult:
         report |= certified_risks(run, runner, ladder, risk_answers)
         ladder = with_measured_agreement(ladder, report)
 
+    report["spec"] = published_spec(run.spec, source)
     report["seconds"] = {**run.seconds, "total": run.elapsed_s()}
     run.report("publishing", 1.0)
     return CalibrationResult(ladder, report)

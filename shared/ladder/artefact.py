@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -108,7 +109,10 @@ def pack_ladder(
 
 def _model_json(model: ModelIdentity) -> dict[str, Any]:
     fields = asdict(model)
-    return {"id": fields.pop("model_id"), **fields}
+    model_id = fields.pop("model_id")
+    folder = PurePath(model_id)
+    # A model that the library loaded from a folder has the folder's path as its id. What is published has no paths.
+    return {"id": folder.name if folder.is_absolute() else model_id, **fields}
 
 
 def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:

@@ -1,7 +1,6 @@
 """The figures of a ladder on the report split, from which nothing was learned."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,6 @@ def held_out_report(
         "tokens": {**material.num_tokens, "total": sum(material.num_tokens.values())},
         "draft_vocabulary_coverage": float(is_covered.float().mean()),
         "successor_entries": ladder.successors.num_entries if ladder.successors else 0,
-        "spec": asdict(run.spec),
         "depths": [exit_name(depth) for depth in run.plan.depths],
     }
 

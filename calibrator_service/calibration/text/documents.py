@@ -60,13 +60,13 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def pieces(text: str) -> Iterator[str]:
     """Cuts `text` into pieces of at most MAX_PIECE_CHARACTERS, after a line end or else after a space if there is one."""
-    while len(text) > MAX_PIECE_CHARACTERS:
-        window = text[:MAX_PIECE_CHARACTERS]
-        cut = (window.rfind("\n") + 1) or (window.rfind(" ") + 1) or MAX_PIECE_CHARACTERS
-        yield text[:cut]
-        text = text[cut:]
-    if text:
-        yield text
+    start = 0
+    while (end := start + MAX_PIECE_CHARACTERS) < len(text):
+        cut = (text.rfind("\n", start, end) + 1) or (text.rfind(" ", start, end) + 1) or end
+        yield text[start:cut]
+        start = cut
+    if start < len(text):
+        yield text[start:]
 
 
 def _text_pieces(path: Path) -> Iterator[str]:

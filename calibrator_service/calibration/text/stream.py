@@ -78,8 +78,8 @@ def hold_out_prompts(
     held_out = distinct[: len(distinct) // HELD_OUT_INTERVAL]
     if len(held_out) < MIN_HELD_OUT:
         return prompts, ()
-    kept = tuple(prompt for prompt in prompts if prompt not in set(held_out))
-    return kept, tuple(held_out)
+    apart = set(held_out)
+    return tuple(prompt for prompt in prompts if prompt not in apart), tuple(held_out)
 
 
 class CollectingProgress:

@@ -1,5 +1,6 @@
 """Calibration from end to end, on a model that counts."""
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -221,6 +222,15 @@ def test_given_text_and_the_cosine_label(base_model, tmp_path):
     assert result.ladder.exits[0].head.form == "affine"
     assert result.report["rungs"]["depth-2"]["agreement"] > 0.3
     assert 4000 <= result.report["tokens"]["total"] < 4600
+    # A manifest is read by everybody who may generate.
+    manifest, _ = pack_ladder(result.ladder, result.report)
+    assert str(tmp_path) not in json.dumps(manifest)
+    assert manifest["calibration"]["spec"]["source"] == {
+        "kind": "TextFile",
+        "field": "text",
+        "digest": f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}",
+        "size_bytes": path.stat().st_size,
+    }
 
 
 def test_fused_heads_learn_chains_from_answers_that_were_given_before(

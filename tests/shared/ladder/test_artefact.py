@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,14 @@ def test_only_a_risk_with_bounds_becomes_the_manifests_risk() -> None:
     manifest, _ = pack_ladder(ladder(), {"risk": {"bounds": [], "reason": "WHY"}})
     assert "risk" not in manifest
     assert manifest["calibration"]["risk"]["reason"] == "WHY"
+
+
+@pytest.mark.parametrize(
+    ("model_id", "published"), [("/models/tiny", "tiny"), ("a/tiny", "a/tiny")]
+)
+def test_a_path_is_not_published(model_id: str, published: str) -> None:
+    named = replace(ladder(), model=replace(MODEL, model_id=model_id))
+    assert pack_ladder(named, {})[0]["model"]["id"] == published
 
 
 def test_a_ladder_without_exits() -> None:

@@ -24,3 +24,16 @@ def test_a_given_prompt_is_either_trained_on_or_held_out() -> None:
     assert set(held_out) | set(kept) == set(prompts)
     assert set(hold_out_prompts(prompts, seed=1)[1]) != set(held_out)
     assert hold_out_prompts(prompts[:100], seed=0) == (prompts[:100], ())
+
+
+def test_holding_prompts_out_looks_at_each_a_few_times():
+    class Counted(str):
+        num_hashes = 0
+
+        def __hash__(self) -> int:
+            Counted.num_hashes += 1
+            return super().__hash__()
+
+    prompts = tuple(Counted(number) for number in range(1000))
+    assert len(hold_out_prompts(prompts, seed=0)[1]) == 200
+    assert Counted.num_hashes < 5 * len(prompts)
