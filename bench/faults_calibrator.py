@@ -290,7 +290,7 @@ def paused_job(trial: Trial, client: NeapClient, phase: str) -> tuple[str, list[
 
 
 class Waits:
-    """Whether a job has ended, or its queue has been held up for FULL_S."""
+    """Whether a job has ended, or it or its queue has waited for FULL_S."""
 
     def __init__(self, process: ServiceProcess) -> None:
         lines = process.log_path.read_text().splitlines()
@@ -299,11 +299,12 @@ class Waits:
         self._since_s: float | None = None
 
     def over(self, client: NeapClient, calibration_id: str) -> bool:
-        if client.get_calibration(calibration_id).state in ENDED:
+        job = client.get_calibration(calibration_id)
+        if job.state in ENDED:
             return True
         with urllib.request.urlopen(self._url, timeout=10) as response:
             is_held_up = b"neap_calibration_queue_held_up 1.0" in response.read()
-        if not is_held_up:
+        if not (is_held_up or job.failure.reason):
             self._since_s = None
             return False
         self._since_s = self._since_s or time.monotonic()

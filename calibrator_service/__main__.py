@@ -86,6 +86,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 ),
                 log_level=settings.log_level,
                 recipe=recipe,
+                job_retention_s=settings.job_retention_days * 86_400,
             ),
             metrics=metrics,
         )

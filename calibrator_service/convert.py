@@ -39,6 +39,9 @@ _HEAD_FORMS = {
     calibration_pb2.HEAD_FORM_FUSED: "fused",
 }
 
+# Clients see these under another name than the store's.
+_STATES = {JobState.PUBLISHING: "STATE_RUNNING"}
+
 log = structlog.get_logger("neap.calibration")
 
 
@@ -162,10 +165,13 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
     return message
 
 
-def job_to_proto(job: Job) -> calibration_pb2.Calibration:
-    """The job as clients see it. Raises Corrupt (JOB_UNREADABLE) for any record that cannot be converted."""
+def job_to_proto(job: Job, spec: CalibrationSpec | None = None) -> calibration_pb2.Calibration:
+    """The job as clients see it. Raises Corrupt (JOB_UNREADABLE) for any record that cannot be converted.
+
+    `spec`: with its prompts; without it the prompts are left out.
+    """
     try:
-        return _calibration(job)
+        return _calibration(job, job.spec if spec is None else spec)
     except (ValueError, TypeError, OverflowError) as error:
         log.exception("a record cannot be shown", calibration_id=job.calibration_id)
         raise unreadable_job_error(job, "it holds a value that cannot be shown") from error
@@ -173,7 +179,7 @@ def job_to_proto(job: Job) -> calibration_pb2.Calibration:
 
 def unreadable_to_proto(job: Job, error: Corrupt) -> calibration_pb2.UnreadableCalibration:
     """The entry of a list for a job that `job_to_proto` refused with `error`."""
-    name = f"STATE_{job.state_text}".upper()
+    name = _STATES.get(job.state_text, f"STATE_{job.state_text}".upper())
     is_known = name in calibration_pb2.State.keys()  # noqa: SIM118
     return calibration_pb2.UnreadableCalibration(
         calibration_id=job.calibration_id,
@@ -183,12 +189,12 @@ def unreadable_to_proto(job: Job, error: Corrupt) -> calibration_pb2.UnreadableC
     )
 
 
-def _calibration(job: Job) -> calibration_pb2.Calibration:
+def _calibration(job: Job, spec: CalibrationSpec) -> calibration_pb2.Calibration:
     phase = f"PHASE_{job.phase.upper()}" if job.phase else "PHASE_UNSPECIFIED"
     message = calibration_pb2.Calibration(
         calibration_id=job.calibration_id,
-        spec=spec_to_proto(job.spec, job.aliases),
-        state=f"STATE_{job.state.name}",
+        spec=spec_to_proto(spec, job.aliases),
+        state=_STATES.get(job.state, f"STATE_{job.state.name}"),
         phase=phase,
         fraction=job.fraction,
         figures=job.figures,
@@ -196,10 +202,12 @@ def _calibration(job: Job) -> calibration_pb2.Calibration:
         router_version=job.router_version,
         manifest_digest=job.manifest_digest,
         num_resumes=job.num_resumes,
+        num_prompts=job.num_prompts,
     )
     if job.end_time_s is not None:
         message.end_time.CopyFrom(timestamp(job.end_time_s))
-    if job.state is JobState.FAILED:
+    # A job that is queued or cancelled may have had a problem that is over.
+    if job.failure_reason and job.state not in (JobState.QUEUED, JobState.CANCELLED):
         message.failure.reason = job.failure_reason
         message.failure.message = job.failure_message
     return message

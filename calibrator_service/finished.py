@@ -43,7 +43,7 @@ def load_product(work_dir: Path) -> Product | None:
             name: (folder / f"{number}.bin").read_bytes()
             for number, (name, _) in enumerate(record["blobs"])
         }
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     if any(_digest(blobs[name]) != digest for name, digest in record["blobs"]):
         return None

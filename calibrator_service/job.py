@@ -9,39 +9,71 @@ from sqlite3 import Row
 from calibrator_service.calibration.spec import CalibrationSpec
 from shared.errors import Corrupt
 
-JOBS_SCHEMA_VERSION = 1
-JOBS_SCHEMA = """
+JOBS_SCHEMA_VERSION = 2
+# Prompts may have megabytes, so they come last: reading the columns before them does not touch their pages.
+_REMOVED_JOBS = (
+    "CREATE TABLE removed_jobs (model_id TEXT PRIMARY KEY, num_resumes INTEGER NOT NULL)"
+)
+JOBS_SCHEMA = f"""
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
     model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL, phase TEXT NOT NULL DEFAULT '',
-    fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{}', create_time_s REAL NOT NULL, end_time_s REAL,
+    fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{{}}', create_time_s REAL NOT NULL, end_time_s REAL,
     failure_reason TEXT NOT NULL DEFAULT '', failure_message TEXT NOT NULL DEFAULT '',
     router_version INTEGER NOT NULL DEFAULT 0, manifest_digest TEXT NOT NULL DEFAULT '',
     num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0, num_deaths INTEGER NOT NULL DEFAULT 0,
     cancel_requested INTEGER NOT NULL DEFAULT 0, publishing INTEGER NOT NULL DEFAULT 0,
-    num_heartbeats INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 1);
+    num_heartbeats INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 1,
+    num_prompts INTEGER NOT NULL DEFAULT 0, prompts TEXT NOT NULL DEFAULT '[]');
 CREATE INDEX jobs_by_state ON jobs (state, number);
 CREATE INDEX jobs_by_model ON jobs (model_id, number);
+{_REMOVED_JOBS};
 """
+# In version 1 prompts were a part of the spec, and the process that had made a product published it.
+JOBS_MIGRATIONS = {
+    1: f"""
+ALTER TABLE jobs ADD COLUMN num_prompts INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE jobs ADD COLUMN prompts TEXT NOT NULL DEFAULT '[]';
+UPDATE jobs SET prompts = coalesce(json_extract(spec, '$.source.prompts'), '[]'),
+    num_prompts = coalesce(json_array_length(spec, '$.source.prompts'), 0),
+    spec = json_remove(spec, '$.source.prompts') WHERE json_valid(spec);
+UPDATE jobs SET state = 'publishing', phase = 'publishing' WHERE publishing AND state IN ('queued', 'running');
+{_REMOVED_JOBS};
+"""
+}
+# What a Job is read from.
+JOB_COLUMNS = (
+    "number, calibration_id, request_id, model_id, spec AS spec_text, aliases AS aliases_text, state AS state_text, phase, fraction,"
+    " figures AS figures_text, create_time_s, end_time_s, failure_reason, failure_message, router_version, manifest_digest, num_starts,"
+    " num_resumes, num_deaths, cancel_requested, publishing, num_heartbeats, revision, num_prompts"
+)
 
 
 class JobState(StrEnum):
+    """PUBLISHING: the product is finished, and the service publishes it. WAITING: it could not be published, and is kept until somebody
+    says what to do."""
+
     QUEUED = "queued"
     RUNNING = "running"
+    PUBLISHING = "publishing"
+    WAITING = "waiting"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
 
     @property
     def has_ended(self) -> bool:
-        return self not in (JobState.QUEUED, JobState.RUNNING)
+        return self in ENDED_STATES
+
+
+ENDED_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 
 
 @dataclass(frozen=True)
 class Job:
     """A job at the time it was read. `number` orders jobs; `revision` increases with every change except heartbeats.
 
-    `publishing`: the job can no longer be cancelled. `num_deaths` counts processes that died by themselves while their service was
+    `publishing`: an attempt to publish the product has begun, so the registry may have the version. `num_deaths` counts processes that died by themselves while their service was
     running.
 
     The properties parse columns that are stored as text. They raise Corrupt (JOB_UNREADABLE) if another build wrote a text that this
@@ -71,6 +103,7 @@ class Job:
     publishing: bool
     num_heartbeats: int
     revision: int
+    num_prompts: int
 
     @property
     def state(self) -> JobState:
@@ -81,6 +114,7 @@ class Job:
 
     @property
     def spec(self) -> CalibrationSpec:
+        """Without its prompts; `JobStore.spec` returns all of it."""
         try:
             return CalibrationSpec.from_json(self.spec_text)
         except Corrupt as error:
@@ -115,29 +149,7 @@ def unreadable_job_error(job: Job, why: str) -> Corrupt:
 
 
 def job_from_row(row: Row) -> Job:
-    """Reads a row of the store's table."""
-    return Job(
-        number=row["number"],
-        calibration_id=row["calibration_id"],
-        request_id=row["request_id"],
-        model_id=row["model_id"],
-        spec_text=row["spec"],
-        aliases_text=row["aliases"],
-        state_text=row["state"],
-        phase=row["phase"],
-        fraction=row["fraction"],
-        figures_text=row["figures"],
-        create_time_s=row["create_time_s"],
-        end_time_s=row["end_time_s"],
-        failure_reason=row["failure_reason"],
-        failure_message=row["failure_message"],
-        router_version=row["router_version"],
-        manifest_digest=row["manifest_digest"],
-        num_starts=row["num_starts"],
-        num_resumes=row["num_resumes"],
-        num_deaths=row["num_deaths"],
-        cancel_requested=bool(row["cancel_requested"]),
-        publishing=bool(row["publishing"]),
-        num_heartbeats=row["num_heartbeats"],
-        revision=row["revision"],
-    )
+    """Reads a row of JOB_COLUMNS."""
+    values = dict(row)
+    flags = {name: bool(values[name]) for name in ("cancel_requested", "publishing")}
+    return Job(**{**values, **flags})

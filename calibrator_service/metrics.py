@@ -135,6 +135,8 @@ def _of_counts(counts: Sequence[JobCount]) -> Iterator[Metric]:
     for model_id in sorted({count.model_id for count in counts}):
         own = [count for count in counts if count.model_id == model_id]
         for count in own:
+            if not count.num_jobs:  # jobs that were removed
+                continue
             jobs.add_metric([model_id, count.state], count.num_jobs)
         num_waiting = sum(count.num_jobs for count in own if count.state == JobState.QUEUED)
         waiting.add_metric([model_id], num_waiting)

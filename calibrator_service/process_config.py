@@ -30,7 +30,6 @@ class ProcessConfig:
     start: int
     parent_pid: int
     source: str
-    registry: str
     text_folders: tuple[str, ...]
     hub_datasets: tuple[str, ...]
     options: ModelOptions
@@ -70,5 +69,9 @@ class JobFolder:
     def work(self, calibration_id: str) -> Path:
         return self.work_root / calibration_id
 
+    @property
+    def log_root(self) -> Path:
+        return self.root / "logs"
+
     def log(self, calibration_id: str) -> Path:
-        return self.root / "logs" / f"{calibration_id}.log"
+        return self.log_root / f"{calibration_id}.log"

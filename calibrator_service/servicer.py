@@ -6,6 +6,7 @@ from typing import Any
 
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.calibration.v1 import calibration_pb2_grpc
+from neap_client.channel import MAX_MESSAGE_BYTES
 
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, TextFile
 from calibrator_service.convert import (
@@ -23,11 +24,13 @@ from shared.errors import Corrupt, InvalidInput, NotFound
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
 from shared.rpc.callers import Role, require_role
 from shared.rpc.interceptors import annotate_call
-from shared.rpc.pages import page_token, read_numbered_page
+from shared.rpc.pages import MAX_PAGE_BYTES, page_token, read_numbered_page
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CalibrationService"].full_name
 WATCH_INTERVAL_S = 0.2
 MAX_ALIASES = 16
+# Half of the largest message, so that every spec that was accepted can be returned.
+MAX_SPEC_BYTES = MAX_MESSAGE_BYTES // 2
 # The alias that a calibration moves if its spec names none.
 LATEST = "latest"
 
@@ -75,6 +78,12 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         check_request_id(request.request_id)
         if not request.HasField("spec"):
             raise InvalidInput("the request has no spec", reason="BAD_SPEC")
+        if (num_bytes := request.spec.ByteSize()) > MAX_SPEC_BYTES:
+            raise InvalidInput(
+                f"the spec has {num_bytes} bytes; at most {MAX_SPEC_BYTES} are allowed. Give fewer prompts, or answers in a file",
+                reason="SPEC_TOO_LARGE",
+                metadata={"field": "spec", "max_bytes": str(MAX_SPEC_BYTES)},
+            )
         spec = spec_from_proto(request.spec, max_time_budget_s=self._max_time_budget_s)
         if len(request.spec.aliases) > MAX_ALIASES:
             raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
@@ -106,7 +115,8 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         self, request: pb.GetCalibrationRequest, context: Any
     ) -> pb.GetCalibrationResponse:
         job = await self._pool.call(self._store.get, request.calibration_id)
-        return pb.GetCalibrationResponse(calibration=job_to_proto(job))
+        spec = await self._pool.call(self._store.spec, request.calibration_id)
+        return pb.GetCalibrationResponse(calibration=job_to_proto(job, spec))
 
     async def ListCalibrations(  # noqa: N802
         self, request: pb.ListCalibrationsRequest, context: Any
@@ -115,21 +125,35 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         jobs = await self._pool.call(
             self._store.list, request.model_id, before=before, limit=limit + 1
         )
-        token = page_token(request, jobs[limit - 1].number) if len(jobs) > limit else ""
-        response = pb.ListCalibrationsResponse(next_page_token=token)
-        for job in jobs[:limit]:
+        response = pb.ListCalibrationsResponse()
+        num_bytes = 0
+        for place, job in enumerate(jobs):
+            entry: pb.Calibration | pb.UnreadableCalibration
             try:
-                response.calibrations.append(job_to_proto(job))
+                entry = job_to_proto(job)
             except Corrupt as error:
-                response.unreadable.append(unreadable_to_proto(job, error))
+                entry = unreadable_to_proto(job, error)
+            num_bytes += entry.ByteSize()
+            if place == limit or (place and num_bytes > MAX_PAGE_BYTES):
+                response.next_page_token = page_token(request, jobs[place - 1].number)
+                break
+            if isinstance(entry, pb.Calibration):
+                response.calibrations.append(entry)
+            else:
+                response.unreadable.append(entry)
         return response
 
     async def CancelCalibration(  # noqa: N802
         self, request: pb.CancelCalibrationRequest, context: Any
     ) -> pb.CancelCalibrationResponse:
-        job = await self._pool.call(self._store.cancel, request.calibration_id)
-        self._supervisor.wake()
+        job = await self._pool.call(self._supervisor.cancel, request.calibration_id)
         return pb.CancelCalibrationResponse(calibration=job_to_proto(job))
+
+    async def RetryCalibration(  # noqa: N802
+        self, request: pb.RetryCalibrationRequest, context: Any
+    ) -> pb.RetryCalibrationResponse:
+        job = await self._pool.call(self._supervisor.retry, request.calibration_id)
+        return pb.RetryCalibrationResponse(calibration=job_to_proto(job))
 
     async def WatchCalibration(  # noqa: N802
         self, request: pb.WatchCalibrationRequest, context: Any

@@ -1,5 +1,6 @@
 """Runs the queue of jobs, one at a time, each in a process of its own, and decides what happens after a process has died."""
 
+import math
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from typing import IO
 
 import structlog
 
-from calibrator_service.job import Job, JobState
+from calibrator_service.job import ENDED_STATES, Job, JobState
 from calibrator_service.jobs import JobCount, JobStore
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import (
@@ -25,6 +26,7 @@ from calibrator_service.process_config import (
     ModelOptions,
     ProcessConfig,
 )
+from calibrator_service.publisher import Publisher
 from shared.errors import Corrupt, NeapError, PreconditionFailed
 from shared.file_lock import file_lock
 
@@ -35,6 +37,8 @@ CANCEL_GRACE_S = 3.0
 HEARTBEAT_TIMEOUT_S = 120.0
 TERMINATE_TIMEOUT_S = 3.0
 RETRY_INTERVAL_S = 5.0
+# How often an idle queue looks for jobs that are to be removed.
+CLEAN_UP_INTERVAL_S = 3600.0
 # (description, is_death) of a job that was recorded as running when this service started.
 _SERVICE_DIED = ("with the service itself", False)
 
@@ -43,7 +47,7 @@ log = structlog.get_logger("neap.calibration")
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """`models`: id -> source."""
+    """`models`: id -> source. `job_retention_s`: how long records and logs of ended jobs are kept."""
 
     models: Mapping[str, str]
     registry: str
@@ -52,6 +56,7 @@ class SupervisorConfig:
     options: ModelOptions = field(default_factory=ModelOptions)
     log_level: str = "info"
     recipe: str = DEFAULT_RECIPE
+    job_retention_s: float = math.inf
 
 
 class Supervisor:
@@ -71,7 +76,7 @@ class Supervisor:
         self._config = config
         self._metrics = metrics or CalibratorMetrics()
         folder.root.mkdir(parents=True, exist_ok=True)
-        folder.log("x").parent.mkdir(exist_ok=True)
+        folder.log_root.mkdir(exist_ok=True)
         in_use = PreconditionFailed(
             f"another calibration service works in {folder.root}", reason="DATA_DIR_IN_USE"
         )
@@ -86,29 +91,31 @@ class Supervisor:
         self._has_died = self._is_held_up = False
         # (description, is_death) of jobs whose process has ended, until it is recorded.
         self._outcomes: dict[str, tuple[str, bool]] = {}
+        self._publisher = Publisher(folder, self.store, config.registry, self._metrics)
         self._record_outcomes()
         self._clean_up()
         self._metrics.observe(self)
 
     def start(self, *, on_failure: Callable[[], object] = lambda: None) -> None:
-        """`on_failure` is called from the queue's thread if an unexpected exception ends it. Then no more jobs run."""
+        """`on_failure` is called from the queue's or the publisher's thread if an unexpected exception ends it."""
         self._on_failure = on_failure
+        self._publisher.start(on_failure)
         self._thread.start()
 
     @property
     def has_died(self) -> bool:
-        """Whether an unexpected exception has ended the queue's thread."""
-        return self._has_died
+        """Whether an unexpected exception has ended the queue's or the publisher's thread."""
+        return self._has_died or self._publisher.has_died
 
     @property
     def is_alive(self) -> bool:
-        """Whether the queue's thread runs."""
-        return self._thread.is_alive()
+        """Whether the queue's and the publisher's thread run."""
+        return self._thread.is_alive() and self._publisher.is_alive
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the queue waits for the disk or the job store."""
-        return self._is_held_up
+        """Whether the queue or the publisher waits for the disk or the job store."""
+        return self._is_held_up or self._publisher.is_held_up
 
     def count_jobs(self) -> tuple[JobCount, ...]:
         """Counts of all jobs in the store. Raises as the store does."""
@@ -119,13 +126,25 @@ class Supervisor:
         return self.store.list_running()
 
     def wake(self) -> None:
-        """Makes the queue check at once for jobs that were created or cancelled."""
+        """Makes the queue check at once for jobs that were created."""
         self._wake.set()
+
+    def cancel(self, calibration_id: str) -> Job:
+        """Cancels a job: see `JobStore.cancel`."""
+        job = self.store.cancel(calibration_id)
+        self._publisher.hurry(calibration_id)
+        self._wake.set()
+        return job
+
+    def retry(self, calibration_id: str) -> Job:
+        """Lets a finished job be published now: see `Publisher.retry`."""
+        return self._publisher.retry(calibration_id)
 
     def stop(self) -> None:
         """Stops the running job's process; the next service resumes the job. Blocks for a few seconds at most."""
         self._stop.set()
         self._wake.set()
+        self._publisher.stop()
         if self._thread.is_alive():
             self._thread.join()
         self.store.close()
@@ -147,11 +166,11 @@ class Supervisor:
             if self._stop.is_set():
                 return  # its wake-up may be the one that was just cleared
             self._record_outcomes()
+            self._clean_up()
             job = self.store.claim()
             self._is_held_up = False
             if job is None:
-                self._clean_up()
-                self._wake.wait()
+                self._wake.wait(CLEAN_UP_INTERVAL_S)
             else:
                 self._run_claimed(job)
         except (NeapError, OSError):
@@ -185,6 +204,7 @@ class Supervisor:
         if after.state.has_ended:
             self._metrics.count_ended_job(after)
             shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
+        self._publisher.wake()
 
     def _run_or_fail(self, job: Job) -> None:
         """Fails a job that this build cannot run, so that the queue continues."""
@@ -239,7 +259,6 @@ class Supervisor:
             start=job.num_starts,
             parent_pid=os.getpid(),
             source=source,
-            registry=self._config.registry,
             text_folders=tuple(map(str, self._config.text_folders)),
             hub_datasets=self._config.hub_datasets,
             options=self._config.options,
@@ -288,20 +307,27 @@ class Supervisor:
             self.store.check_writable(job.calibration_id)
         except NeapError as error:
             log.warning("heartbeats cannot be recorded", reason=error.reason)
+            self._is_held_up = True
             return False
+        self._is_held_up = False
         return True
 
     def _clean_up(self) -> None:
-        """Removes the files of jobs that have ended or that are not in the store."""
-        if not self._folder.work_root.is_dir():
+        """Removes the records of jobs that ended long ago, the files of jobs that have ended, and files without a job."""
+        try:
+            num_removed = self.store.remove_ended(time.time() - self._config.job_retention_s)
+            states = self.store.states()
+        except NeapError as error:
+            log.warning("old jobs cannot be removed now", reason=error.reason)
             return
-        for work_dir in self._folder.work_root.iterdir():
-            try:
-                is_needed = not self.store.get(work_dir.name).state.has_ended
-            except NeapError as error:
-                is_needed = error.reason != "CALIBRATION_NOT_FOUND"
-            if not is_needed:
+        if num_removed:
+            log.info("old jobs removed", num_jobs=num_removed)
+        for work_dir in self._folder.work_root.glob("*"):
+            if states.get(work_dir.name, JobState.CANCELLED) in ENDED_STATES:
                 shutil.rmtree(work_dir, ignore_errors=True)
+        for job_log in self._folder.log_root.glob("*.log"):
+            if job_log.stem not in states:
+                job_log.unlink(missing_ok=True)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -23,7 +23,6 @@ from calibrator_service.hub_datasets import check_source, is_public_only
 from calibrator_service.jobs import PUBLISHING, JobStore
 from calibrator_service.parent import die_with_parent
 from calibrator_service.process_config import TAKEN_OVER, UNRECORDED, JobFolder, ProcessConfig
-from calibrator_service.publishing import publish
 from calibrator_service.recipe import Product, Task
 from calibrator_service.text_files import find_text_file
 from shared.errors import Cancelled, Conflict, NeapError, Unavailable
@@ -35,6 +34,7 @@ from shared.storage import storage_error
 HEARTBEAT_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.2
 LOCK_TIMEOUT_S = 30.0
+SAVE_PAUSE_S = 1.0
 
 log = structlog.get_logger("neap.calibration")
 
@@ -80,6 +80,12 @@ class Reporter:
             return
         self._phase, self._written_at_s, self._unwritten = progress.phase, now_s, {}
 
+    def note_problem(self, problem: NeapError) -> None:
+        """Shows what the process waits for, if that can be recorded."""
+        with suppress(NeapError):
+            reason, message = problem.reason, problem.message
+            self._store.note_problem(self._calibration_id, self._start, reason, message)
+
     def _send_heartbeats(self) -> None:
         while not self._stop.is_set():
             try:
@@ -103,9 +109,7 @@ def run_job(config: ProcessConfig) -> None:
         taken = Unavailable("another process still works on this calibration", reason="JOB_LOCKED")
         # Waits, because the process that this one replaces may take a moment to die.
         with file_lock(work_dir / "lock", timeout_s=LOCK_TIMEOUT_S, locked=taken):
-            reporter = Reporter(store, job_id, start)
-            product = _make_product(config, store, work_dir, reporter)
-            published = publish(config, store, product)
+            _make_product(config, store, work_dir, Reporter(store, job_id, start))
     except Conflict as error:
         if error.reason == "JOB_TAKEN_OVER":
             raise
@@ -125,35 +129,42 @@ def run_job(config: ProcessConfig) -> None:
         message = f"internal error; the service's log has it under {job_id}"
         store.fail(job_id, start, "INTERNAL", message)
     else:
-        # If this cannot be written, the job has not failed: it is published, and the next start records that.
-        store.succeed(job_id, start, published.version, published.manifest_digest)
+        # If this cannot be written, the job has not failed: the next start finds the product.
+        try:
+            store.finish(job_id, start)
+        except Cancelled:
+            store.record_cancelled(job_id, start)
 
 
 def _make_product(
     config: ProcessConfig, store: JobStore, work_dir: Path, reporter: Reporter
-) -> Product:
-    finished = load_product(work_dir)
-    if finished is not None:
-        log.info("found finished, publishing it")
-        return finished
+) -> None:
+    """Leaves the finished product in `work_dir`, from where the service publishes it."""
+    if load_product(work_dir) is not None:
+        log.info("found finished")
+        return
     reporter.progress(Progress("loading", 0.0, {}))
     task = Task(
         source=config.source,
-        spec=_resolve_source(store.get(config.calibration_id).spec, config),
+        spec=_resolve_source(store.spec(config.calibration_id), config),
         options=config.options,
         work_dir=work_dir,
         progress=reporter.progress,
         should_stop=reporter.should_stop,
     )
     product = _load_recipe(config.recipe)(task)
-    if reporter.should_stop():
-        raise Cancelled("the calibration was cancelled at its end")
     reporter.progress(Progress(PUBLISHING, 0.99, {}))
-    save_product(work_dir, product)
-    # Read back, because JSON turns tuples into lists and a resumed job must publish the same bytes.
-    saved = load_product(work_dir)
-    assert saved is not None
-    return saved
+    while not reporter.should_stop():
+        try:
+            save_product(work_dir, product)
+            return
+        except OSError as error:
+            # Hours of work are in memory only: they wait for room.
+            known = storage_error(error, "its product", place="the calibration's folder")
+            log.warning("the product cannot be saved yet", reason=known.reason)
+            reporter.note_problem(known)
+            time.sleep(SAVE_PAUSE_S)
+    raise Cancelled("the calibration was cancelled at its end")
 
 
 def _resolve_source(spec: CalibrationSpec, config: ProcessConfig) -> CalibrationSpec:

@@ -310,6 +310,12 @@ class CalibratorSettings(ServiceSettings):
     max_queued_jobs: int = Field(
         default=16, ge=1, description="Most jobs that wait to be run. Further jobs are refused."
     )
+    job_retention_days: float = Field(
+        default=30.0,
+        gt=0,
+        description="Days after its end for which a job's record and log are kept; inf keeps them for ever. A job whose router is not published yet has "
+        "not ended. Once a record is removed, its request id starts a new job.",
+    )
     metrics_listen: str = Field(
         default="",
         pattern=METRICS_LISTEN_PATTERN,

@@ -4,7 +4,7 @@ Free of torch: the service checks and stores specs without loading it. The calib
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -144,17 +144,23 @@ class CalibrationSpec:
         if not 0 <= self.seed <= _MAX_INT64:
             raise _bad_spec("seed", f"seed is {self.seed}; it must be in [0, 2^63)")
 
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts of a SelfGenerated source; () for any other."""
+        return self.source.prompts if isinstance(self.source, SelfGenerated) else ()
+
     def to_json(self) -> str:
-        """The stored form. Equal specs give equal text: the job store compares the texts of repeated requests."""
+        """The stored form, without the prompts. Equal specs give equal text: the job store compares the texts of repeated requests."""
         record = asdict(self)
         if not self.learning_curve:  # older builds wrote no such field
             del record["learning_curve"]
-        record["source"].pop("public_only", None)
+        for name in ("public_only", "prompts"):
+            record["source"].pop(name, None)
         record["source"] = {"kind": type(self.source).__name__, **record["source"]}
-        return json.dumps(record, sort_keys=True)
+        return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> "CalibrationSpec":
+    def from_json(cls, text: str, prompts: Sequence[str] = ()) -> "CalibrationSpec":
         """Reads the stored form.
 
         Raises `Corrupt` for a text that this build cannot use: a newer build wrote it, or an older one whose limits were wider.
@@ -163,6 +169,8 @@ class CalibrationSpec:
             record: dict[str, Any] = json.loads(text)
             source = record.pop("source")
             kind = _SOURCES[source.pop("kind")]
+            if prompts:
+                source["prompts"] = list(prompts)
             return cls(source=kind(**_with_tuples(source)), **_with_tuples(record))
         except InvalidInput as error:
             raise Corrupt(f"its spec is not one this build takes: {error.message}") from error

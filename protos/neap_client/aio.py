@@ -33,6 +33,7 @@ class AsyncNeapClient(ClientBase):
         return open_async_channel(self.target, self._security, self._health_service)
 
     async def close(self) -> None:
+        self._is_closed = True
         await self._channel.latest.close()
 
     async def __aenter__(self) -> "AsyncNeapClient":
@@ -135,6 +136,11 @@ class AsyncNeapClient(ClientBase):
     async def cancel_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:
         request = calibration_pb2.CancelCalibrationRequest(calibration_id=calibration_id)
         return (await self._unary(methods.CANCEL_CALIBRATION, request)).calibration
+
+    async def retry_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:
+        """Try now to publish a finished job whose router could not be published."""
+        request = calibration_pb2.RetryCalibrationRequest(calibration_id=calibration_id)
+        return (await self._unary(methods.RETRY_CALIBRATION, request)).calibration
 
     async def watch_calibration(
         self, calibration_id: str, **options: Unpack[WatchOptions]
@@ -254,6 +260,8 @@ class AsyncNeapClient(ClientBase):
                     yield reply
                 return
             except (Exhausted, Unavailable) as error:
+                if self._is_closed:
+                    raise
                 wait_s = attempts.wait_s(error)
             finally:
                 call.cancel()

@@ -64,6 +64,7 @@ class ClientBase:
         self._num_attempts = num_attempts
         self._waits_when_full = waits_when_full
         self._health_service = health_service
+        self._is_closed = False
         self._channel: RenewedChannel[Any] = RenewedChannel(self._security, self._open_channel)
 
     def _open_channel(self) -> Any:

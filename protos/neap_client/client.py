@@ -30,6 +30,7 @@ class NeapClient(ClientBase):
         return open_channel(self.target, self._security, self._health_service)
 
     def close(self) -> None:
+        self._is_closed = True
         self._channel.latest.close()
 
     def __enter__(self) -> "NeapClient":
@@ -131,6 +132,11 @@ class NeapClient(ClientBase):
     def cancel_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:
         request = calibration_pb2.CancelCalibrationRequest(calibration_id=calibration_id)
         return self._unary(methods.CANCEL_CALIBRATION, request).calibration
+
+    def retry_calibration(self, calibration_id: str) -> calibration_pb2.Calibration:
+        """Try now to publish a finished job whose router could not be published."""
+        request = calibration_pb2.RetryCalibrationRequest(calibration_id=calibration_id)
+        return self._unary(methods.RETRY_CALIBRATION, request).calibration
 
     def watch_calibration(
         self, calibration_id: str, **options: Unpack[WatchOptions]
@@ -245,6 +251,8 @@ class NeapClient(ClientBase):
                     yield reply
                 return
             except (Exhausted, Unavailable) as error:
+                if self._is_closed:
+                    raise
                 wait_s = attempts.wait_s(error)
             finally:
                 call.cancel()

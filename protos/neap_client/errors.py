@@ -25,9 +25,10 @@ from collections.abc import Mapping
 
 
 class NeapError(Exception):
-    """Base of the tree. `reason` is UPPER_SNAKE_CASE."""
+    """Base of the tree. `reason` is UPPER_SNAKE_CASE. `may_pass`: what is in the way may go away, so the same call may succeed later."""
 
     default_reason = "INTERNAL"
+    may_pass = False
 
     def __init__(
         self, message: str, *, reason: str | None = None, metadata: Mapping[str, str] | None = None
@@ -80,12 +81,14 @@ class PermissionDenied(NeapError):
 
 class Corrupt(NeapError):
     default_reason = "CORRUPT"
+    may_pass = True  # bytes may be damaged on their way, too
 
 
 class Exhausted(NeapError):
     """`retry_after_s` is a hint in seconds. None means that waiting alone does not help, as with a full disk."""
 
     default_reason = "EXHAUSTED"
+    may_pass = True
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class Exhausted(NeapError):
 
 class Unavailable(NeapError):
     default_reason = "UNAVAILABLE"
+    may_pass = True
 
 
 class Cancelled(NeapError):
@@ -109,3 +113,4 @@ class Cancelled(NeapError):
 
 class DeadlineExceeded(NeapError):
     default_reason = "DEADLINE_EXCEEDED"
+    may_pass = True

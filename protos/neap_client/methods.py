@@ -78,6 +78,12 @@ CANCEL_CALIBRATION = Method(
     calibration.CancelCalibrationRequest,
     calibration.CancelCalibrationResponse,
 )
+RETRY_CALIBRATION = Method(
+    _CALIBRATION,
+    "RetryCalibration",
+    calibration.RetryCalibrationRequest,
+    calibration.RetryCalibrationResponse,
+)
 # The first message of a watch carries the whole state, so a repeated call loses nothing.
 WATCH_CALIBRATION = Method(
     _CALIBRATION,

@@ -15,6 +15,8 @@ from shared.errors import NeapError
 from shared.plain_text import one_line
 
 ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
+# States that no patience changes.
+SETTLED = (*ENDED, pb.STATE_WAITING)
 FIGURES_SHOWN = ("tokens", "generated_tokens", "agreement", "loss")
 MAX_FIGURES_SHOWN = 4
 # The exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells have it.
@@ -39,7 +41,10 @@ def cancel_and_follow(client: NeapClient, calibration_id: str, afterwards: str) 
 
 
 def follow(client: NeapClient, calibration_id: str) -> pb.Calibration:
-    """Show a job's progress until it ends and return its last state. Ctrl-C raises KeyboardInterrupt and changes nothing."""
+    """Show a job's progress until it ends or waits for somebody, and return its last state.
+
+    Ctrl-C raises KeyboardInterrupt and changes nothing.
+    """
     columns = (
         TextColumn("{task.description:<16}"),
         BarColumn(),
@@ -50,7 +55,7 @@ def follow(client: NeapClient, calibration_id: str) -> pb.Calibration:
     # Where the output is no terminal, there is no live bar: one line per phase and per tenth of the work.
     with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
         task = progress.add_task("queued", total=1.0, figures="")
-        last_said = ("", 0)
+        last_said, last_problem = ("", 0), ""
         job = pb.Calibration()
         for job in interruptible(client.watch_calibration(calibration_id, on_lost=say_lost)):
             phase = phase_name(job)
@@ -64,7 +69,12 @@ def follow(client: NeapClient, calibration_id: str) -> pb.Calibration:
             if not out.is_terminal and said != last_said:
                 print_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}".rstrip())
             last_said = said
-    return job if job.state in ENDED else client.get_calibration(calibration_id)
+            if job.state in SETTLED:
+                break
+            if job.failure.reason not in ("", last_problem):
+                note(f"not published yet: {problem_text(job)}; the service tries again")
+            last_problem = job.failure.reason
+    return job if job.state in SETTLED else client.get_calibration(calibration_id)
 
 
 def say_lost(error: NeapError) -> None:
@@ -72,12 +82,21 @@ def say_lost(error: NeapError) -> None:
 
 
 def print_result(job: pb.Calibration) -> None:
-    """Print the version that an ended job published. Ends the command with exit code 1 if the job failed or was cancelled."""
+    """Print the version that a job published. Ends the command with exit code 1 if it published none."""
     if job.state == pb.STATE_FAILED:
-        fail(f"the calibration failed: {job.failure.message} [{job.failure.reason}]")
+        fail(f"the calibration failed: {problem_text(job)}")
+    if job.state == pb.STATE_WAITING:
+        fail(
+            f"the router is finished and kept, but cannot be published: {problem_text(job)}; `neap jobs retry {job.calibration_id}` tries again,"
+            f" `neap jobs cancel {job.calibration_id}` removes it"
+        )
     if job.state == pb.STATE_CANCELLED:
         fail("the calibration was cancelled; nothing was published")
     print_line(f"published version {job.router_version} ({job.manifest_digest})")
+
+
+def problem_text(job: pb.Calibration) -> str:
+    return f"{job.failure.message} [{job.failure.reason}]"
 
 
 def note(message: str) -> None:

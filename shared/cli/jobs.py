@@ -1,4 +1,4 @@
-"""`neap jobs`: lists, watches and cancels calibration jobs."""
+"""`neap jobs`: lists, watches, cancels and retries calibration jobs."""
 
 from itertools import islice
 from typing import Annotated
@@ -20,6 +20,7 @@ from shared.cli.console import (
 from shared.cli.interruption import interruptible
 from shared.cli.job_progress import (
     ENDED,
+    SETTLED,
     follow,
     how_to_watch,
     leave,
@@ -32,7 +33,7 @@ from shared.cli.job_progress import (
 from shared.cli.json_lines import print_message
 from shared.cli.routers import format_time
 
-app = typer.Typer(help="List, watch and cancel calibration jobs.", no_args_is_help=True)
+app = typer.Typer(help="List, watch, cancel and retry calibration jobs.", no_args_is_help=True)
 
 JobId = Annotated[
     str,
@@ -97,7 +98,7 @@ def watch(
 def cancel(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """Cancel a job and wait until it has ended. A cancelled job publishes nothing.
 
-    Ctrl-C ends only the wait. The exit status is 1 if the job ends in another way, because it had ended or was being published.
+    Ctrl-C ends only the wait. The exit status is 1 if the job ends in another way, because it had ended or had been published.
     """
     with connect(calibrator) as client:
         job = client.cancel_calibration(job_id)
@@ -112,12 +113,30 @@ def cancel(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     print_line(f"calibration {job_id} is cancelled; nothing was published")
 
 
+@app.command("retry")
+@exit_on_error
+def retry(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
+    """Try now to publish the finished router of a job that waits, and wait until it is published.
+
+    Ctrl-C ends only the wait. The exit status is 0 if the job has published a version, otherwise 1.
+    """
+    with connect(calibrator) as client:
+        try:
+            client.retry_calibration(job_id)
+            job = follow(client, job_id)
+        except KeyboardInterrupt:
+            leave(f"calibration {job_id} goes on; {how_to_watch(client, job_id)}")
+    print_result(job)
+
+
 def print_states(client: NeapClient, calibration_id: str) -> pb.Calibration:
-    """Print each state of a job until it ends and return the last one."""
+    """Print each state of a job until it ends or waits for somebody, and return the last one."""
     job = pb.Calibration()
     for job in interruptible(client.watch_calibration(calibration_id, on_lost=say_lost)):
         print_message(job)
-    return job if job.state in ENDED else client.get_calibration(calibration_id)
+        if job.state in SETTLED:
+            break
+    return job if job.state in SETTLED else client.get_calibration(calibration_id)
 
 
 def job_table(jobs: list[pb.Calibration]) -> Table:
@@ -137,9 +156,9 @@ def job_table(jobs: list[pb.Calibration]) -> Table:
 
 
 def result_text(job: pb.Calibration) -> str:
-    """Return what an ended job has brought. Empty for any other."""
+    """Return what an ended job has brought, or why a job is not published yet. Empty for any other."""
     if job.state == pb.STATE_SUCCEEDED:
         return f"version {job.router_version}"
-    if job.state == pb.STATE_FAILED:
+    if job.failure.reason:
         return f"{job.failure.reason}: {job.failure.message}"
     return ""

@@ -84,6 +84,9 @@ class Registry(Protocol):
         PreconditionFailed (CHECKS_FAILED: there are aliases to set, and the manifest records a failed check).
         """
 
+    def find_publication(self, model_id: str, request_id: str) -> PublishedVersion | None:
+        """Return the version that `publish` made for `request_id`, None if it made none. A damaged version has `damage` set."""
+
     def get(self, model_id: str, version: int) -> PublishedVersion:
         """Return one version. Raises NotFound, Corrupt (its manifest is damaged)."""
 

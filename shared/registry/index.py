@@ -77,6 +77,13 @@ class RegistryIndex:
             raise other_contents_error(request_id, row["model_id"], row["version"])
         return row
 
+    def version_of_request(self, model_id: str, request_id: str) -> int | None:
+        row = self.database.row(
+            "SELECT version FROM versions WHERE request_id = ? AND model_id = ?",
+            (request_id, model_id),
+        )
+        return None if row is None else int(row["version"])
+
     def add_version(
         self,
         connection: Connection,

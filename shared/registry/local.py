@@ -159,6 +159,9 @@ class LocalRegistry(AliasOperations):
     def _find_record(self, model_id: str, version: int) -> VersionRecord:
         return version_record(self._row(model_id, version))
 
+    def _version_of_request(self, model_id: str, request_id: str) -> int | None:
+        return self._index.version_of_request(model_id, request_id)
+
     def _row(self, model_id: str, version: int) -> Row:
         check_model_id(model_id)
         row = None

@@ -190,6 +190,10 @@ class SharedRegistry(AliasOperations):
         check_model_id(model_id)
         return self._record(model_id, version, self._index.state(model_id))
 
+    def _version_of_request(self, model_id: str, request_id: str) -> int | None:
+        self._index.state(model_id)
+        return self._index.version_of_request(model_id, request_id)
+
     def _record(self, model_id: str, version: int, state: ModelState) -> VersionRecord:
         if 1 <= version <= state.num_versions:
             (record,) = self._index.records(model_id, [version])

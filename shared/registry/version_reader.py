@@ -9,6 +9,7 @@ from shared.errors import Corrupt, NeapError
 from shared.registry.base import PublishedVersion
 from shared.registry.contents import check_passed
 from shared.registry.journal import VersionRecord
+from shared.registry.names import check_model_id
 
 
 class VersionReader(ABC):
@@ -23,6 +24,17 @@ class VersionReader(ABC):
     @abstractmethod
     def _find_record(self, model_id: str, version: int) -> VersionRecord:
         """Return the record of a version. Raises NotFound, Corrupt."""
+
+    @abstractmethod
+    def _version_of_request(self, model_id: str, request_id: str) -> int | None:
+        """Return the version that was published for a request."""
+
+    def find_publication(self, model_id: str, request_id: str) -> PublishedVersion | None:
+        """See `Registry.find_publication`."""
+        version = self._version_of_request(check_model_id(model_id), request_id)
+        if version is None:
+            return None
+        return self._listed(model_id, self._find_record(model_id, version))
 
     def get(self, model_id: str, version: int) -> PublishedVersion:
         """See `Registry.get`."""

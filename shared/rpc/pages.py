@@ -14,6 +14,8 @@ from shared.errors import InvalidInput
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
+# A page of records whose size is not bounded ends here. Below the 4 MiB that clients of gRPC accept unless they are told otherwise.
+MAX_PAGE_BYTES = 2 << 20
 _DIGEST_BYTES = 12
 
 T = TypeVar("T")

@@ -23,6 +23,7 @@ METHOD_ROLES: Mapping[str, frozenset[Role]] = {
     "/neap.calibration.v1.CalibrationService/GetCalibration": _JOBS,
     "/neap.calibration.v1.CalibrationService/ListCalibrations": _JOBS,
     "/neap.calibration.v1.CalibrationService/CancelCalibration": _JOBS,
+    "/neap.calibration.v1.CalibrationService/RetryCalibration": _JOBS,
     "/neap.calibration.v1.CalibrationService/WatchCalibration": _JOBS,
     "/neap.router.v1.RouterService/ListVersions": _ANY,
     "/neap.router.v1.RouterService/GetVersion": _ANY,

@@ -7,14 +7,15 @@ import errno
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import SelfGenerated
 from calibrator_service.recipe import Product, Task
 from shared.errors import Cancelled, Exhausted, NotFound, UnsupportedModel
-from shared.registry import blobs
 
 # The service's process starts in the repository, but finds modules of this folder only.
 MANIFEST = Path(__file__).parents[2] / "bench" / "router" / "manifest.json"
@@ -55,12 +56,10 @@ def run(task: Task) -> Product:
         raise NotFound("there is no dataset 'nobody/nothing'", reason="DATASET_NOT_FOUND")
     if behaviour == "full-work-dir":
         raise OSError(errno.ENOSPC, "No space left on device")
-    if behaviour == "full-registry":
-        blobs.os.fsync = _full  # type: ignore[assignment]
+    if behaviour == "no-room-for-product":
+        _fill_the_disk(task)
     if behaviour == "unrecorded-once" and attempt == 1:
         _refuse_the_end()
-    if behaviour == "die-publishing":
-        _die_after_the_publication(task)
     task.progress(Progress("training_heads", 0.3, {"loss": 1.0}))
     while behaviour == "until-told" and not (task.work_dir / "go").exists():
         time.sleep(0.02)
@@ -72,27 +71,24 @@ def run(task: Task) -> Product:
     return Product(manifest, {"ladder.safetensors": os.urandom(1000)})
 
 
-def _full(descriptor: int) -> None:
-    # The registry's folder only: the job's own files are written through the same call before.
-    path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
-    if "/registry/" in path:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def _refuse_the_end() -> None:
-    """Simulates a full disk when the publication is recorded in the job store."""
+    """Simulates a full disk when the end of the work is recorded in the job store."""
     from calibrator_service.jobs import JobStore
 
     def full(*_: object) -> None:
         raise Exhausted("no space left for jobs.db", reason="DISK_FULL")
 
-    JobStore.succeed = full  # type: ignore[method-assign, assignment]
+    JobStore.finish = full  # type: ignore[method-assign, assignment]
 
 
-def _die_after_the_publication(task: Task) -> None:
-    """Kills the first process after the registry's commit and before the job store's."""
-    from calibrator_service.jobs import JobStore
+def _fill_the_disk(task: Task) -> None:
+    """The product cannot be saved before there is a file "room"."""
+    worker_process: Any = sys.modules["__main__"]
+    real = worker_process.save_product
 
-    if not hasattr(JobStore, "real_succeed"):
-        JobStore.real_succeed = JobStore.succeed  # type: ignore[attr-defined]
-        JobStore.succeed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, misc, method-assign]
+    def save(work_dir: Path, product: Product) -> None:
+        if not (task.work_dir / "room").exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(work_dir, product)
+
+    worker_process.save_product = save

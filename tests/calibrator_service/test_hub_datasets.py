@@ -88,7 +88,6 @@ def test_a_job_checks_its_dataset_again(tmp_path, name, allowed, reason):
         start=1,
         parent_pid=1,
         source="",
-        registry=f"file://{tmp_path}/registry",
         text_folders=(),
         hub_datasets=allowed,
         options=ModelOptions(),

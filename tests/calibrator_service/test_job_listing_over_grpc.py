@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 
+from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
-from shared.errors import Corrupt, Exhausted, NotFound
+from shared.errors import AlreadyExists, Corrupt, Exhausted, NotFound
 from tests.calibrator_service.conftest import Service, error_of, rewrite
 
 StartService = Callable[..., Service]
@@ -28,6 +29,35 @@ def test_listing_pages_and_filters(start_service):
         (pb.ListCalibrationsRequest(page_size=-1), "BAD_PAGE_SIZE"),
     ):
         assert error_of(lambda request=refused: page(request)).reason == reason
+
+
+def test_lists_have_no_prompts_and_end_at_a_number_of_bytes(start_service, tmp_path):
+    """Three jobs whose prompts together are larger than a message may be, and then records that are large themselves."""
+    service = start_service("--model", "tiny=/a")
+    service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
+    prompts = [f"{number} " + "x" * 100_000 for number in range(60)]
+    source = pb.SelfGenerated(prompts=prompts)
+    jobs = [service.create(request_id=str(n), self_generated=source) for n in range(3)]
+    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest(), timeout=60)
+    assert [job.num_prompts for job in listed.calibrations] == [60, 60, 60, 1]
+    assert listed.ByteSize() < 4000
+    with NeapClient(service.target) as client:
+        whole = client.get_calibration(jobs[0].calibration_id)
+    assert list(whole.spec.self_generated.prompts) == prompts
+    again = service.create(request_id="0", self_generated=source)
+    assert (again.calibration_id, again.num_prompts) == (jobs[0].calibration_id, 60)
+    others = pb.SelfGenerated(prompts=[*prompts[1:], "another"])
+    error = error_of(lambda: service.create(request_id="0", self_generated=others))
+    assert isinstance(error, AlreadyExists)
+    for job in jobs[:2]:
+        database = tmp_path / "calibrator" / "jobs.db"
+        rewrite(database, job.calibration_id, failure_reason="A", failure_message="x" * 1_500_000)
+    request, sizes = pb.ListCalibrationsRequest(), []
+    while not sizes or request.page_token:
+        page = service.calibrations.ListCalibrations(request, timeout=60)
+        sizes.append(len(page.calibrations))
+        request.page_token = page.next_page_token
+    assert sizes == [2, 2]
 
 
 def test_full_queue(start_service):

@@ -20,6 +20,11 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bad model id": ({"model_id": "../tiny"}, InvalidInput, "BAD_MODEL_ID"),
     "no model id": ({"model_id": ""}, InvalidInput, "BAD_MODEL_ID"),
     "bad alias": ({"aliases": ["No Way"]}, InvalidInput, "BAD_ALIAS"),
+    "too large": (
+        {"self_generated": pb.SelfGenerated(prompts=["x" * 1_000_000] * 9)},
+        InvalidInput,
+        "SPEC_TOO_LARGE",
+    ),
     "unknown label": ({"label": 77}, InvalidInput, "BAD_SPEC"),
     "unknown head": ({"head_form": 77}, InvalidInput, "BAD_SPEC"),
     "no time": ({"time_budget": Duration(seconds=0)}, InvalidInput, "BAD_SPEC"),

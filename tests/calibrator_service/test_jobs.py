@@ -1,6 +1,7 @@
-"""The job store: writes of a replaced process are refused, and a job can be cancelled until it publishes."""
+"""The job store: writes of a replaced process are refused, and a job can be cancelled until it is published."""
 
 import multiprocessing
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from calibrator_service.calibration.spec import (
     TextFile,
 )
 from calibrator_service.job import Job, JobState
-from calibrator_service.jobs import MAX_RESUMES, JobStore
+from calibrator_service.jobs import APPLICATION_ID, MAX_RESUMES, JobStore
+from calibrator_service.publications import Publications
 from shared.errors import Cancelled, Conflict, Corrupt
+from tests.calibrator_service.calibration.test_spec import STORED
 from tests.calibrator_service.conftest import rewrite
 
 SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
@@ -42,7 +45,7 @@ def test_a_stored_spec_is_read_back(store, source):
     spec = CalibrationSpec(
         "tiny", source, time_budget_s=1.5, rung_depths=(1, 2), head_form="affine"
     )
-    assert create(store, spec=spec).spec == spec
+    assert store.spec(create(store, spec=spec).calibration_id) == spec
 
 
 def test_a_replaced_process_cannot_write(store):
@@ -55,8 +58,7 @@ def test_a_replaced_process_cannot_write(store):
     for call in (
         lambda: store.heartbeat(job_id, 1),
         lambda: store.progress(job_id, 1, "collecting", 0.5, {}),
-        lambda: store.begin_publishing(job_id, 1),
-        lambda: store.succeed(job_id, 1, 1, "sha256:"),
+        lambda: store.finish(job_id, 1),
         lambda: store.fail(job_id, 1, "A", "b"),
         lambda: store.record_cancelled(job_id, 1),
     ):
@@ -65,25 +67,97 @@ def test_a_replaced_process_cannot_write(store):
     assert store.get(job_id) == again
 
 
-def test_cancel_before_publishing_wins(store):
+def test_cancel_before_a_product_is_finished_wins(store):
     job_id = started(store)
     assert store.cancel(job_id).state is JobState.RUNNING
     assert store.heartbeat(job_id, 1)
     with pytest.raises(Cancelled):
-        store.begin_publishing(job_id, 1)
+        store.finish(job_id, 1)
     assert store.record_interruption(job_id, "killed", is_death=True).state is JobState.CANCELLED
 
 
-def test_publishing_before_cancel_wins_even_over_a_death(store):
+def test_a_finished_product_outlives_every_death_of_its_process(store):
     job_id = started(store)
-    store.begin_publishing(job_id, 1)
-    assert not store.cancel(job_id).cancel_requested
-    assert not store.heartbeat(job_id, 1)
-    store.record_interruption(job_id, "by test", is_death=True)
-    assert store.cancel(job_id).state is JobState.QUEUED, "it may have been published already"
-    store.claim()
-    store.succeed(job_id, 2, 4, "sha256:x")
-    assert (store.get(job_id).state, store.get(job_id).router_version) == (JobState.SUCCEEDED, 4)
+    store.finish(job_id, 1)
+    for _ in range(2 * MAX_RESUMES):
+        assert store.record_interruption(job_id, "by test", is_death=True).num_deaths == 0
+    assert store.claim() is None
+    now = store.get(job_id)
+    assert (now.state, now.phase, now.fraction) == (JobState.PUBLISHING, "publishing", 0.99)
+
+
+def test_cancel_asks_about_a_product_that_may_be_published(store):
+    publications = Publications(store)
+    job_id = started(store)
+    store.finish(job_id, 1)
+    assert publications.begin_publishing(job_id)
+    publications.record_attempt(job_id, "INDEX_MISSING", "no index", is_waiting=True)
+    assert store.get(job_id).state is JobState.WAITING
+    now = store.cancel(job_id)
+    assert (now.state, now.cancel_requested) == (JobState.PUBLISHING, True)
+    assert not publications.begin_publishing(job_id)
+    publications.record_attempt(job_id, "INDEX_MISSING", "no index", is_waiting=True)
+    assert store.get(job_id).state is JobState.PUBLISHING, "it must be found out by itself"
+    assert publications.end_publishing(job_id, None).state is JobState.CANCELLED
+
+
+def test_old_jobs_are_removed_but_none_that_is_not_published(store):
+    ended, unpublished, waiting = (create(store, name).calibration_id for name in "abc")
+    for _ in range(2):
+        for job_id in (ended, unpublished):
+            store.record_interruption(job_id, "by test", is_death=False)
+        for _ in (ended, unpublished):
+            store.claim()
+    store.fail(ended, 2, "A", "b")
+    store.finish(unpublished, 2)
+    end_s = store.get(ended).end_time_s
+    assert end_s is not None
+    assert store.remove_ended(end_s) == 0
+    assert store.remove_ended(end_s + 1e9) == 1
+    assert store.states() == {unpublished: "publishing", waiting: "queued"}
+    assert sum(count.num_resumes for count in store.count_jobs()) == 2, "a counter never falls"
+    assert create(store, "a").calibration_id not in (ended, unpublished, waiting)
+
+
+# What version 0.1.0 wrote.
+SCHEMA_1 = """
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
+    model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL, phase TEXT NOT NULL DEFAULT '',
+    fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{}', create_time_s REAL NOT NULL, end_time_s REAL,
+    failure_reason TEXT NOT NULL DEFAULT '', failure_message TEXT NOT NULL DEFAULT '',
+    router_version INTEGER NOT NULL DEFAULT 0, manifest_digest TEXT NOT NULL DEFAULT '',
+    num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0, num_deaths INTEGER NOT NULL DEFAULT 0,
+    cancel_requested INTEGER NOT NULL DEFAULT 0, publishing INTEGER NOT NULL DEFAULT 0,
+    num_heartbeats INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 1);
+CREATE INDEX jobs_by_state ON jobs (state, number);
+CREATE INDEX jobs_by_model ON jobs (model_id, number);
+"""
+
+
+def test_a_store_of_version_1_is_migrated(tmp_path):
+    specs = dict(enumerate(STORED))
+    with sqlite3.connect(tmp_path / "jobs.db") as connection:
+        connection.executescript(SCHEMA_1)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute("PRAGMA user_version = 1")
+        for number, text in (specs | {len(specs): "{"}).items():
+            connection.execute(
+                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, state, create_time_s, publishing)"
+                " VALUES (?, ?, 'tiny', ?, '[\"latest\"]', 'running', 0, ?)",
+                (f"cal-{number}", str(number), text, number == 0),
+            )
+    connection.close()
+    store = JobStore(tmp_path / "jobs.db")
+    for number, text in specs.items():
+        spec = STORED[text]
+        assert store.spec(f"cal-{number}") == spec
+        assert store.get(f"cal-{number}").num_prompts == len(spec.prompts)
+        assert create(store, str(number), spec).calibration_id == f"cal-{number}", "it is known"
+    with pytest.raises(Corrupt):
+        store.spec(f"cal-{len(specs)}")
+    assert store.get("cal-0").state is JobState.PUBLISHING
+    assert store.get("cal-1").state is JobState.RUNNING
 
 
 def test_stops_of_the_service_do_not_count_as_deaths(store):
@@ -167,4 +241,4 @@ def test_the_queue_passes_over_a_spec_that_cannot_be_read(store, tmp_path, spec)
     assert (after.state, after.failure_reason) == (JobState.FAILED, "JOB_UNREADABLE")
     claimed = store.claim()
     assert claimed is not None
-    assert (claimed.calibration_id, claimed.spec) == (good.calibration_id, SPEC)
+    assert claimed.calibration_id == good.calibration_id

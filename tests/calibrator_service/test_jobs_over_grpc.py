@@ -35,7 +35,10 @@ def test_job_from_create_to_published(service):
     (published,) = service.versions()
     assert (end.router_version, end.manifest_digest) == (1, published.manifest_digest)
     assert service.aliases() == {"stable": 1}, "latest moves only if the spec names no alias"
-    assert service.get(job) == end
+    whole = service.get(job)
+    assert list(whole.spec.self_generated.prompts) == ["until-told"], "only Get returns them"
+    whole.spec.self_generated.ClearField("prompts")
+    assert whole == end
     assert list(service.watch(job)) == [end]
     assert end.spec.seed == 7
     assert list(end.spec.rung_depths) == [1]

@@ -8,7 +8,7 @@ import pytest
 from calibrator_service import supervisor as module
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.job import Job, JobState
-from calibrator_service.jobs import MAX_RESUMES
+from calibrator_service.jobs import MAX_RESUMES, JobStore
 from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from shared.errors import Exhausted
@@ -93,3 +93,20 @@ def test_a_stop_just_before_the_queue_waits_is_not_missed(supervisor, monkeypatc
     monkeypatch.setattr(supervisor._wake, "clear", stop_and_clear)
     supervisor.start()
     wait_until(lambda: not supervisor.is_alive, timeout_s=20)
+
+
+def test_records_and_logs_of_old_jobs_are_removed(tmp_path):
+    folder = JobFolder(tmp_path)
+    first = supervisor_of(tmp_path)
+    kept = create(first, "one")
+    old = first.store.create("two", SPEC, [], max_queued=9, answer=lambda job: job)
+    first.store.cancel(old.calibration_id)
+    for name in (kept.calibration_id, old.calibration_id, "cal-unknown"):
+        folder.log(name).write_text("what happened")
+    first.stop()
+    config = SupervisorConfig({}, "", job_retention_s=1e-6)
+    Supervisor(folder, config).stop()
+    assert list(folder.log_root.iterdir()) == [folder.log(kept.calibration_id)]
+    store = JobStore(folder.store)
+    assert store.states() == {kept.calibration_id: "queued"}
+    store.close()

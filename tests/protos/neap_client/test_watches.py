@@ -1,5 +1,6 @@
 """Watches of both clients: they outlive a restart of the service, and ask a service that is stopping no faster than any other."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -7,24 +8,38 @@ from typing import Any
 
 import grpc
 import pytest
-from neap_client import retry
+from neap_client import NeapClient, retry
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.calibration.v1 import calibration_pb2_grpc
-from neap_client.errors import DeadlineExceeded, Exhausted, NeapError, NotFound, Unavailable
+from neap_client.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Exhausted,
+    NeapError,
+    NotFound,
+    Unavailable,
+)
 
 from shared.rpc.status import code_of, to_status, trailing_metadata
 
 
 class Watched(calibration_pb2_grpc.CalibrationServiceServicer):
-    """Each stream sends a state of RUNNING and then does what `endings` says next: raises an error, or ends if it is None."""
+    """Each stream sends a state of RUNNING and then does what `endings` says next: raises an error, or ends if it is None.
 
-    def __init__(self, *endings: NeapError | None, sends: bool = True) -> None:
-        self.endings, self.sends = list(endings), sends
+    `held`: after the caller has gone.
+    """
+
+    def __init__(self, *endings: NeapError | None, sends: bool = True, held: bool = False) -> None:
+        self.endings, self.sends, self.held = list(endings), sends, held
 
     def WatchCalibration(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         if self.sends:
             job = pb.Calibration(calibration_id=request.calibration_id, state=pb.STATE_RUNNING)
             yield pb.WatchCalibrationResponse(calibration=job)
+        if self.held:
+            ended = threading.Event()
+            context.add_callback(ended.set)
+            ended.wait()
         ending = self.endings.pop(0)
         if ending is not None:
             context.set_trailing_metadata(trailing_metadata(to_status(ending)))
@@ -96,6 +111,17 @@ def test_the_callers_deadline_bounds_a_watch_whose_service_stays_away(make_clien
         watch = client.watch_calibration("one", timeout_s=1.0, on_lost=lambda _: server.stop(None))
         with pytest.raises((Unavailable, DeadlineExceeded)):
             list(watch)
+
+
+def test_a_client_that_is_closed_loses_no_service():
+    lost: list[NeapError] = []
+    with serving(Watched(None, held=True)) as (target, _):
+        with NeapClient(target) as client:
+            watch = client.watch_calibration("one", on_lost=lost.append)
+            next(watch)
+        with pytest.raises((Unavailable, Cancelled)):
+            next(watch)
+    assert lost == []
 
 
 def test_streams_that_end_at_once_are_opened_ever_more_slowly(monkeypatch):

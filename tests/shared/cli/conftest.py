@@ -161,6 +161,10 @@ class FakeCalibration(calibration_pb2_grpc.CalibrationServiceServicer):
         self.may_end.set()
         return calibration_pb2.CancelCalibrationResponse(calibration=self.job(1))
 
+    def RetryCalibration(self, request: Any, context: Any) -> Any:
+        self.states[-1] = {"state": calibration_pb2.STATE_SUCCEEDED, "router_version": 7}
+        return calibration_pb2.RetryCalibrationResponse(calibration=self.job(0))
+
     def WatchCalibration(self, request: Any, context: Any) -> Iterator[Any]:
         context.add_callback(self.may_end.set)
         self.on_watch()

@@ -30,6 +30,36 @@ def test_watch_fails_with_the_job(service, neap, flags):
     assert "no dataset x [DATASET_NOT_FOUND]" in result.stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_watch_ends_with_a_job_that_waits_for_somebody(service, neap, flags):
+    """The service does not end the stream of such a job."""
+    service.calibration.states[2:2] = [
+        {
+            "state": pb.STATE_RUNNING,
+            "phase": pb.PHASE_PUBLISHING,
+            "failure": pb.Failure(reason="REDIS_UNAVAILABLE", message="Redis does not answer"),
+        },
+        {
+            "state": pb.STATE_WAITING,
+            "failure": pb.Failure(reason="INDEX_MISSING", message="no index"),
+        },
+    ]
+    service.calibration.may_end.clear()
+    result = neap("jobs", "watch", "job-1", *flags, "--calibrator", service.address)
+    assert result.exit_code == 1
+    assert "no index [INDEX_MISSING]" in result.stderr
+    assert "`neap jobs retry job-1` tries again" in result.stderr
+    if not flags:
+        assert "not published yet: Redis does not answer [REDIS_UNAVAILABLE]" in result.stderr
+
+
+def test_retry_waits_for_the_version(service, neap):
+    service.calibration.states[-1] = {"state": pb.STATE_WAITING}
+    result = neap("jobs", "retry", "job-1", "--calibrator", service.address)
+    assert result.exit_code == 0, result.output
+    assert "published version 7" in result.stdout
+
+
 def test_ctrl_c_ends_the_watch_and_not_the_job(service, neap):
     service.calibration.may_end.clear()
     service.calibration.on_watch = lambda: os.kill(os.getpid(), signal.SIGINT)

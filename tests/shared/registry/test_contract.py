@@ -78,6 +78,15 @@ def test_a_repeated_request_publishes_once_and_moves_aliases_once(registry: Regi
     assert len(registry.list_versions(MODEL)) == 2
 
 
+def test_a_publication_is_found_by_its_request(registry: Registry) -> None:
+    assert registry.find_publication(MODEL, "one") is None
+    made = publish(registry, "one")
+    publish(registry, "two", blobs={"x": b"2"})
+    assert registry.find_publication(MODEL, "one") == made
+    assert registry.find_publication(MODEL, "three") is None
+    assert registry.find_publication("other", "one") is None
+
+
 @pytest.mark.parametrize(
     "other", [{"blobs": {"x": b"2"}}, {"manifest": {"a": 2}}, {"model_id": "other"}]
 )

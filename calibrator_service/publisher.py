@@ -1,0 +1,181 @@
+"""Publishes finished products in a thread of the service, beside the queue: the next job need not wait for a registry that is away.
+
+No error of the registry ends a job. After one that may pass, publishing is repeated, ever more slowly. After any other the job waits,
+visibly, until somebody asks for the next attempt or the service is started again. Whatever happened, the product stays on disk until
+its version is recorded, or until the job was cancelled and the registry has been seen not to have it.
+"""
+
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from calibrator_service.finished import load_product
+from calibrator_service.job import Job
+from calibrator_service.jobs import JobStore
+from calibrator_service.metrics import CalibratorMetrics
+from calibrator_service.process_config import JobFolder
+from calibrator_service.publications import Publications
+from calibrator_service.publishing import find_published, publish
+from shared.errors import NeapError
+from shared.storage import storage_error
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+# After the job store could not be read or written.
+STORE_PAUSE_S = 5.0
+# How long a stop waits for the attempt that runs. One that is cut off is repeated by the next service.
+STOP_TIMEOUT_S = 5.0
+
+log = structlog.get_logger("neap.calibration")
+
+
+@dataclass
+class _Attempts:
+    """The failed attempts at one product since this service started, and when (monotonic) the next is due."""
+
+    num_failed: int = 0
+    due_s: float = 0.0
+
+    def fail(self) -> None:
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self.num_failed, 30))
+        self.num_failed += 1
+        self.due_s = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
+
+
+class Publisher:
+    """Call `start` and `stop` at most once each. Safe to use from several threads."""
+
+    def __init__(
+        self, folder: JobFolder, store: JobStore, registry: str, metrics: CalibratorMetrics
+    ) -> None:
+        self._folder = folder
+        self._store = store
+        self._registry = registry
+        self._metrics = metrics
+        self._publications = Publications(store)
+        self._has_resumed = False
+        self._attempts: dict[str, _Attempts] = {}
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="publications", daemon=True)
+        self._on_failure: Callable[[], object] = lambda: None
+        self.has_died = self.is_held_up = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self, on_failure: Callable[[], object]) -> None:
+        """`on_failure` is called from the thread if an unexpected exception ends it."""
+        self._on_failure = on_failure
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Makes the thread look at once for products that are new."""
+        self._wake.set()
+
+    def hurry(self, calibration_id: str) -> None:
+        """The same, and the job's next attempt is due now."""
+        self._attempts.pop(calibration_id, None)
+        self._wake.set()
+
+    def retry(self, calibration_id: str) -> Job:
+        """Lets a product be published whose job waits. Raises NotFound, PreconditionFailed (NOTHING_TO_PUBLISH)."""
+        job = self._publications.retry(calibration_id)
+        self.hurry(calibration_id)
+        return job
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._wake.clear()
+                self._wake.wait(0 if self._stop.is_set() else self._publish_due())
+        except Exception:
+            if not self._stop.is_set():  # else the store may have been closed
+                log.exception("the publisher has died")
+                self.has_died = True
+                self._on_failure()
+
+    def _publish_due(self) -> float | None:
+        """Makes all attempts that are due. Returns the seconds until the next, None if no product is left."""
+        try:
+            if not self._has_resumed:
+                self._publications.resume_waiting()
+                self._has_resumed = True
+            due_s = []
+            for job in self._publications.list_publishing():
+                if self._stop.is_set():
+                    break
+                attempts = self._attempts.setdefault(job.calibration_id, _Attempts())
+                if attempts.due_s <= time.monotonic():
+                    self._attempt(job, attempts)
+                due_s.append(attempts.due_s)
+            self.is_held_up = False
+            return max(0.0, min(due_s) - time.monotonic()) if due_s else None
+        except NeapError:
+            # What was published meanwhile is found again by the next attempt.
+            log.exception("the publisher is held up")
+            self.is_held_up = True
+            return STORE_PAUSE_S
+
+    def _attempt(self, job: Job, attempts: _Attempts) -> None:
+        """Raises what the job store raises."""
+        try:
+            self._settle(job)
+        except NeapError as error:
+            self._record(job, attempts, error)
+        except OSError as error:
+            place = "the calibration's folder"
+            self._record(job, attempts, storage_error(error, "its product", place=place))
+        except Exception:
+            log.exception("cannot be published", calibration_id=job.calibration_id)
+            message = f"internal error; the service's log has it under {job.calibration_id}"
+            self._record(job, attempts, NeapError(message))
+
+    def _settle(self, job: Job) -> None:
+        """Ends the job, or returns because it was cancelled in this moment. Raises what registry and store raise, OSError."""
+        product = None
+        if not job.cancel_requested:
+            product = load_product(self._folder.work(job.calibration_id))
+        if product is not None:
+            if not self._publications.begin_publishing(job.calibration_id):
+                return
+            published = publish(self._registry, job, product)
+        else:
+            published = find_published(self._registry, job) if job.publishing else None
+        if product is None and published is None and not job.cancel_requested:
+            after = self._publications.lose_product(job.calibration_id)
+        else:
+            after = self._publications.end_publishing(job.calibration_id, published)
+        log.info(
+            "published" if published else "not published",
+            calibration_id=job.calibration_id,
+            state=after.state,
+            version=after.router_version,
+            manifest_digest=after.manifest_digest,
+        )
+        self._metrics.count_ended_job(after)
+        shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
+        self._attempts.pop(job.calibration_id, None)
+
+    def _record(self, job: Job, attempts: _Attempts, error: NeapError) -> None:
+        attempts.fail()
+        log.warning(
+            "not published yet",
+            calibration_id=job.calibration_id,
+            reason=error.reason,
+            num_failed=attempts.num_failed,
+            is_repeated=error.may_pass,
+        )
+        self._publications.record_attempt(
+            job.calibration_id, error.reason, error.message, is_waiting=not error.may_pass
+        )
