@@ -40,7 +40,7 @@ _HEAD_FORMS = {
 }
 
 # Clients see these under another name than the store's.
-_STATES = {JobState.PUBLISHING: "STATE_RUNNING"}
+_STATES: dict[str, str] = {JobState.PUBLISHING: "STATE_RUNNING"}
 
 log = structlog.get_logger("neap.calibration")
 

@@ -10,10 +10,11 @@ from calibrator_service.calibration.spec import CalibrationSpec
 from shared.errors import Corrupt
 
 JOBS_SCHEMA_VERSION = 2
-# Prompts may have megabytes, so they come last: reading the columns before them does not touch their pages.
-_REMOVED_JOBS = (
-    "CREATE TABLE removed_jobs (model_id TEXT PRIMARY KEY, num_resumes INTEGER NOT NULL)"
-)
+# Prompts may have megabytes, and every heartbeat writes the job's whole row, so they have rows of their own.
+_MORE_TABLES = """
+CREATE TABLE job_prompts (calibration_id TEXT PRIMARY KEY, prompts TEXT NOT NULL);
+CREATE TABLE removed_jobs (model_id TEXT PRIMARY KEY, num_resumes INTEGER NOT NULL);
+"""
 JOBS_SCHEMA = f"""
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
@@ -24,21 +25,20 @@ CREATE TABLE jobs (
     num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0, num_deaths INTEGER NOT NULL DEFAULT 0,
     cancel_requested INTEGER NOT NULL DEFAULT 0, publishing INTEGER NOT NULL DEFAULT 0,
     num_heartbeats INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 1,
-    num_prompts INTEGER NOT NULL DEFAULT 0, prompts TEXT NOT NULL DEFAULT '[]');
+    num_prompts INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX jobs_by_state ON jobs (state, number);
 CREATE INDEX jobs_by_model ON jobs (model_id, number);
-{_REMOVED_JOBS};
+{_MORE_TABLES}
 """
 # In version 1 prompts were a part of the spec, and the process that had made a product published it.
 JOBS_MIGRATIONS = {
     1: f"""
 ALTER TABLE jobs ADD COLUMN num_prompts INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE jobs ADD COLUMN prompts TEXT NOT NULL DEFAULT '[]';
-UPDATE jobs SET prompts = coalesce(json_extract(spec, '$.source.prompts'), '[]'),
-    num_prompts = coalesce(json_array_length(spec, '$.source.prompts'), 0),
-    spec = json_remove(spec, '$.source.prompts') WHERE json_valid(spec);
+{_MORE_TABLES}
+UPDATE jobs SET num_prompts = coalesce(json_array_length(spec, '$.source.prompts'), 0) WHERE json_valid(spec);
+INSERT INTO job_prompts SELECT calibration_id, json_extract(spec, '$.source.prompts') FROM jobs WHERE num_prompts > 0;
+UPDATE jobs SET spec = json_remove(spec, '$.source.prompts') WHERE json_valid(spec);
 UPDATE jobs SET state = 'publishing', phase = 'publishing' WHERE publishing AND state IN ('queued', 'running');
-{_REMOVED_JOBS};
 """
 }
 # What a Job is read from.

@@ -87,15 +87,15 @@ class JobStore:
         `answer` is called before a new job is committed: if it raises, the job is not kept. Raises AlreadyExists if the request id
         was used for another job, Exhausted (QUEUE_FULL), and what `answer` raises.
         """
+        encoded = (spec.to_json(), json.dumps(list(aliases)))
         prompts = json.dumps(spec.prompts, separators=(",", ":"))
-        encoded = (spec.to_json(), json.dumps(list(aliases)), prompts)
         with self.database.transaction() as connection:
             known = connection.execute(
-                "SELECT calibration_id, spec, aliases, prompts FROM jobs WHERE request_id = ?",
-                (request_id,),
+                "SELECT calibration_id, spec, aliases FROM jobs WHERE request_id = ?", (request_id,)
             ).fetchone()
             if known is not None:
-                if tuple(known)[1:] != encoded:
+                same_prompts = self._prompts(known["calibration_id"]) == prompts
+                if (known["spec"], known["aliases"]) != encoded or not same_prompts:
                     raise AlreadyExists(
                         f"request {request_id!r} has already started another calibration, {known['calibration_id']}",
                         metadata={"calibration_id": known["calibration_id"]},
@@ -112,13 +112,16 @@ class JobStore:
                 )
             calibration_id = f"cal-{secrets.token_hex(8)}"
             connection.execute(
-                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, prompts, num_prompts, state, create_time_s)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, 'queued', ?)",
+                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, num_prompts, state, create_time_s)"
+                " VALUES (?, ?, ?, ?, ?, ?, 'queued', ?)",
                 (
                     *(calibration_id, request_id, spec.model_id),
                     *(*encoded, len(spec.prompts), time.time()),
                 ),
             )
+            if spec.prompts:
+                row = (calibration_id, prompts)
+                connection.execute("INSERT INTO job_prompts VALUES (?, ?)", row)
             return answer(self.get(calibration_id))
 
     def get(self, calibration_id: str) -> Job:
@@ -134,13 +137,16 @@ class JobStore:
     def spec(self, calibration_id: str) -> CalibrationSpec:
         """The spec of a job with its prompts. Raises NotFound, Corrupt (JOB_UNREADABLE)."""
         job = self.get(calibration_id)
-        query = "SELECT prompts FROM jobs WHERE calibration_id = ?"
-        row = self.database.row(query, (calibration_id,)) if job.num_prompts else None
         try:
-            prompts = [] if row is None else json.loads(row["prompts"])
+            prompts = json.loads(self._prompts(calibration_id))
             return CalibrationSpec.from_json(job.spec_text, prompts)
         except (Corrupt, ValueError) as error:
             raise unreadable_job_error(job, "its spec cannot be read") from error
+
+    def _prompts(self, calibration_id: str) -> str:
+        query = "SELECT prompts FROM job_prompts WHERE calibration_id = ?"
+        row = self.database.row(query, (calibration_id,))
+        return "[]" if row is None else str(row["prompts"])
 
     def list(self, model_id: str = "", *, before: int | None = None, limit: int = 100) -> list[Job]:
         """Jobs with a number below `before`, newest first; of all models if `model_id` is empty."""
@@ -215,6 +221,10 @@ class JobStore:
                 "INSERT INTO removed_jobs SELECT model_id, sum(num_resumes) FROM jobs"
                 f" WHERE {is_old} GROUP BY model_id"
                 " ON CONFLICT (model_id) DO UPDATE SET num_resumes = num_resumes + excluded.num_resumes",
+                (before_s,),
+            )
+            connection.execute(
+                f"DELETE FROM job_prompts WHERE calibration_id IN (SELECT calibration_id FROM jobs WHERE {is_old})",
                 (before_s,),
             )
             return connection.execute(f"DELETE FROM jobs WHERE {is_old}", (before_s,)).rowcount

@@ -143,15 +143,15 @@ class Publisher:
 
     def _settle(self, job: Job) -> None:
         """Ends the job, or returns because it was cancelled in this moment. Raises what registry and store raise, OSError."""
-        product = None
+        product, published = None, None
         if not job.cancel_requested:
             product = load_product(self._folder.work(job.calibration_id))
         if product is not None:
             if not self._publications.begin_publishing(job.calibration_id):
                 return
             published = publish(self._registry, job, product)
-        else:
-            published = find_published(self._registry, job) if job.publishing else None
+        elif job.publishing:
+            published = find_published(self._registry, job)
         if product is None and published is None and not job.cancel_requested:
             after = self._publications.lose_product(job.calibration_id)
         else:

@@ -53,8 +53,8 @@ def prompts_digest(prompts: Sequence[str]) -> str:
 
 def shown_manifest(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     """A manifest as callers of the services may see it. Manifests of earlier builds have prompts and paths."""
-    calibration = manifest.get("calibration")
-    spec = calibration.get("spec") if isinstance(calibration, Mapping) else None
+    calibration: Any = manifest.get("calibration")
+    spec: Any = calibration.get("spec") if isinstance(calibration, Mapping) else None
     source = spec.get("source") if isinstance(spec, Mapping) else None
     if not isinstance(source, Mapping) or _PRIVATE.isdisjoint(source):
         return manifest

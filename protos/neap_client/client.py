@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar, Unpack
 
 import grpc
@@ -246,7 +247,7 @@ class NeapClient(ClientBase):
         while True:
             call = self._start_stream(method, request, timeout_s=attempts.open())
             try:
-                while (reply := _called(lambda call=call: next(call, None))) is not None:
+                while (reply := _called(partial(next, call, None))) is not None:
                     attempts.note_message()
                     yield reply
                 return

@@ -49,9 +49,10 @@ def test_lists_have_no_prompts_and_end_at_a_number_of_bytes(start_service, tmp_p
     others = pb.SelfGenerated(prompts=[*prompts[1:], "another"])
     error = error_of(lambda: service.create(request_id="0", self_generated=others))
     assert isinstance(error, AlreadyExists)
+    database = tmp_path / "calibrator" / "jobs.db"
     for job in jobs[:2]:
-        database = tmp_path / "calibrator" / "jobs.db"
-        rewrite(database, job.calibration_id, failure_reason="A", failure_message="x" * 1_500_000)
+        rewrite(database, job.calibration_id, failure_reason="A")
+        rewrite(database, job.calibration_id, state="failed", failure_message="x" * 1_500_000)
     request, sizes = pb.ListCalibrationsRequest(), []
     while not sizes or request.page_token:
         page = service.calibrations.ListCalibrations(request, timeout=60)

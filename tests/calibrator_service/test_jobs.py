@@ -115,6 +115,7 @@ def test_old_jobs_are_removed_but_none_that_is_not_published(store):
     assert store.remove_ended(end_s) == 0
     assert store.remove_ended(end_s + 1e9) == 1
     assert store.states() == {unpublished: "publishing", waiting: "queued"}
+    assert len(store.database.rows("SELECT * FROM job_prompts")) == 2
     assert sum(count.num_resumes for count in store.count_jobs()) == 2, "a counter never falls"
     assert create(store, "a").calibration_id not in (ended, unpublished, waiting)
 
