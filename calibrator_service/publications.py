@@ -61,24 +61,28 @@ class Publications:
             change_job(connection, calibration_id, changes, state, reason, message)
 
     def end_publishing(self, calibration_id: str, published: PublishedVersion | None) -> Job:
-        """Ends a job with the version that the registry has, or, if it has none, as cancelled."""
+        """Ends a job with the version that the registry has, or, if it has none, as cancelled. Leaves one that has ended as it is."""
         with self._database.transaction() as connection:
-            if published is None:
-                end_job(connection, calibration_id, JobState.CANCELLED)
-            else:
-                change_job(
+            if self._store.get(calibration_id).state is JobState.PUBLISHING:
+                if published is not None:
+                    change_job(
+                        connection,
+                        calibration_id,
+                        "fraction = 1, router_version = ?, manifest_digest = ?, failure_reason = '', failure_message = ''",
+                        published.version,
+                        published.manifest_digest,
+                    )
+                end_job(
                     connection,
                     calibration_id,
-                    "fraction = 1, router_version = ?, manifest_digest = ?, failure_reason = '', failure_message = ''",
-                    published.version,
-                    published.manifest_digest,
+                    JobState.CANCELLED if published is None else JobState.SUCCEEDED,
                 )
-                end_job(connection, calibration_id, JobState.SUCCEEDED)
             return self._store.get(calibration_id)
 
     def lose_product(self, calibration_id: str) -> Job:
-        """Ends a job whose product is no longer on disk and that the registry does not have."""
+        """Ends a job whose product is no longer on disk and that the registry does not have. Leaves one that has ended as it is."""
         with self._database.transaction() as connection:
-            message = "its finished product was removed or damaged before it was published"
-            fail_job(connection, calibration_id, "PRODUCT_LOST", message)
+            if self._store.get(calibration_id).state is JobState.PUBLISHING:
+                message = "its finished product was removed or damaged before it was published"
+                fail_job(connection, calibration_id, "PRODUCT_LOST", message)
             return self._store.get(calibration_id)

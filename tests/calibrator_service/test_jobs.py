@@ -99,6 +99,7 @@ def test_cancel_asks_about_a_product_that_may_be_published(store):
     publications.record_attempt(job_id, "INDEX_MISSING", "no index", is_waiting=True)
     assert store.get(job_id).state is JobState.PUBLISHING, "it must be found out by itself"
     assert publications.end_publishing(job_id, None).state is JobState.CANCELLED
+    assert publications.lose_product(job_id).state is JobState.CANCELLED, "an end is final"
 
 
 def test_old_jobs_are_removed_but_none_that_is_not_published(store):
