@@ -114,7 +114,7 @@ def cancel(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
 
 
 @app.command("retry")
-@exit_on_error
+@calls_service
 def retry(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """Try now to publish the finished router of a job that waits, and wait until it is published.
 

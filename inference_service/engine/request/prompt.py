@@ -26,10 +26,10 @@ def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         ids = _encode_text(loaded, prompt)
     elif isinstance(prompt[0], Mapping):
-        ids = _encode_chat(loaded, prompt)  # type: ignore[arg-type]
+        ids = _encode_chat(loaded, prompt)
     else:
         try:
-            ids = [index(token) for token in prompt]  # type: ignore[arg-type]
+            ids = [index(token) for token in prompt]
         except TypeError as error:
             raise _bad_prompt(f"a list of {type(prompt[0]).__name__}") from error
     check_prompt_ids(loaded, ids)
