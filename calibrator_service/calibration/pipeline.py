@@ -1,10 +1,10 @@
 """A whole calibration, from top to bottom: text, states, training, report. Streaming, in bounded memory, resumable."""
 
-import shutil
-import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from calibrator_service.calibration.plan import quick_spec, resolve
@@ -32,6 +32,7 @@ from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
+from shared.termination import unwinding_on_sigterm
 
 
 @dataclass(frozen=True)
@@ -50,25 +51,27 @@ def calibrate(
     loaded: LoadedModel,
     spec: CalibrationSpec | None = None,
     *,
-    work_dir: Path | None = None,
+    work_dir: Path | str | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CalibrationResult:
     """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: `plan.quick_spec`.
 
-    `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder. It may be deleted
-    afterwards. The same spec, model and folder give the same ladder, unless a time budget ends a phase elsewhere.
+    `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder, which is
+    removed also if SIGTERM ends the program. It may be deleted afterwards. The same spec, model and folder give the same ladder,
+    unless a time budget ends a phase elsewhere.
     Raises `InvalidInput`, `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
     `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
     plan = resolve(spec or quick_spec(loaded.model_id), loaded)
-    folder = work_dir or Path(tempfile.mkdtemp(prefix="neap-calibration-"))
-    try:
-        # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/004).
-        return run_in_own_thread(run_phases, Run(loaded, plan, folder, progress, should_stop))
-    finally:
+    with ExitStack() as stack:
         if work_dir is None:
-            shutil.rmtree(folder, ignore_errors=True)
+            stack.enter_context(unwinding_on_sigterm())
+            scratch = TemporaryDirectory(prefix="neap-calibration-", ignore_cleanup_errors=True)
+            work_dir = stack.enter_context(scratch)
+        run = Run(loaded, plan, Path(work_dir), progress, should_stop)
+        # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/004).
+        return run_in_own_thread(run_phases, run)
 
 
 def run_phases(run: Run) -> CalibrationResult:

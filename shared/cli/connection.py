@@ -20,6 +20,7 @@ from shared.cli.interruption import interruptible_call
 from shared.config import make_settings, unknown_variables
 from shared.errors import NeapError, Unavailable
 from shared.security_settings import ClientSettings
+from shared.termination import unwinding_on_sigterm
 from shared.version import installed_version
 
 # Fields of ClientSettings and their flags.
@@ -96,6 +97,7 @@ def global_options(
     }
     token = _flags.set({name: value for name, value in flags.items() if value is not None})
     context.call_on_close(lambda: _flags.reset(token))
+    context.with_resource(unwinding_on_sigterm())
 
 
 def calls_service(command: Callable[..., T]) -> Callable[..., T]:

@@ -1,8 +1,11 @@
 """`neap models fetch` from a hub, and from a bucket. test_bucket_download.py has the faults of a bucket."""
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import obstore
 import pytest
@@ -70,3 +73,15 @@ def test_a_model_that_the_hub_does_not_have_is_named(broken_hub, tmp_path):
     assert code == 1
     assert "the Hub has no model nobody/nothing" in " ".join(said.split())
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_fetch_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
+    def terminated(source: str, work: Path) -> None:
+        work.mkdir()
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "it would end this process"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("shared.cli.models.fetch_from_hub", terminated)
+    assert _fetch("nobody/tiny", str(tmp_path / "models" / "tiny"))[0] == 143
+    assert list((tmp_path / "models").iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
