@@ -254,10 +254,11 @@ class JobStore:
             return self.get(calibration_id)
 
     def check_writable(self, calibration_id: str) -> None:
-        """Writes the row without changing it. Raises as `heartbeat` would if the disk is full or the database cannot be written."""
+        """Writes the row. Raises as `heartbeat` would if the disk is full or the database cannot be written."""
         with self.database.transaction() as connection:
+            # It must change: SQLite does not write a row that stays the same, so that would succeed on a full disk.
             connection.execute(
-                "UPDATE jobs SET num_heartbeats = num_heartbeats WHERE calibration_id = ?",
+                "UPDATE jobs SET num_heartbeats = num_heartbeats + 1 WHERE calibration_id = ?",
                 (calibration_id,),
             )
 

@@ -179,7 +179,9 @@ def test_progress_changes_the_revision_and_heartbeats_do_not(store):
     job_id = started(store)
     before = store.get(job_id).revision
     store.heartbeat(job_id, 1)
+    store.check_writable(job_id)
     assert store.get(job_id).revision == before
+    assert store.get(job_id).num_heartbeats == 2, "a row that stays the same is not written at all"
     store.progress(job_id, 1, "collecting", 7.0, {"a": 1.0})
     store.progress(job_id, 1, "collecting", 0.5, {"b": float("nan")})
     now = store.get(job_id)
