@@ -213,7 +213,9 @@ class Decoder:
     ) -> _Part | None:
         """The next piece of a prompt. None if more of it is copied in the next step, which includes what one of `others` computes in
         this step."""
-        if self.prefixes.match(sequence, running, copies):
+        left_to_copy = self.prefixes.match(sequence, running, copies)
+        sequence.show_prompt(sequence.num_settled)
+        if left_to_copy:
             return None
         if self.prefixes.is_being_computed(sequence, others):
             return None
@@ -224,6 +226,7 @@ class Decoder:
             sequence.cache,
             kept={depth: [] for depth in sequence.kept_depths},
         )
+        sequence.show_prompt(start + len(chain.tokens))
         is_last = start + len(chain.tokens) == len(prompt)
         return _Part(sequence, chain, int(is_last), is_prefill=True)
 

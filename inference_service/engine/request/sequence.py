@@ -51,9 +51,8 @@ class Sequence:
         self.num_cached = 0
         self.kept_depths = (*(ladder.kept_depths if ladder else ()), loaded.num_layers)
         self.settled_states: Tensor | None = None
-        self.drafter: SequenceDrafter | None = (
-            ladder.new_sequence(request.prompt_ids, learned) if ladder else None
-        )
+        self.drafter: SequenceDrafter | None = ladder.new_sequence((), learned) if ladder else None
+        self._num_shown = 0
         self._learned = learned
         self.reliability = Reliability(REQUEST_WEIGHT, parent=served)
         self.submitted_s = time.monotonic()
@@ -108,6 +107,12 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self._finish is not None
+
+    def show_prompt(self, end: int) -> None:
+        """Tells the tables the prompt's tokens before position `end`: piece by piece, because a long prompt takes longer than a pass."""
+        if self.drafter is not None:
+            self.drafter.append(self.request.prompt_ids[self._num_shown : end])
+            self._num_shown = max(self._num_shown, end)
 
     def count_layers(self, num_layer_executions: int, num_token_layers: int) -> None:
         """Adds the layers that ran for one chain of drafts: see `DepthStatistics`."""

@@ -7,6 +7,7 @@ from itertools import takewhile
 import pytest
 import torch
 
+from inference_service.engine import step as step_module
 from inference_service.engine.drafting.planner import PassCosts
 from inference_service.engine.engine import Engine
 from inference_service.engine.memory.prefixes import MIN_SHARED, Prefixes, common_prefix, key_of
@@ -23,6 +24,7 @@ from shared.model.loaded import LoadedModel, wrap_model
 from tests.families import build_family
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.hooked_runner import HookedRunner
+from tests.scripted_ladder import ScriptedLadder
 
 LENGTH = 3 * MIN_SHARED
 STEM = tuple(range(2, 2 + LENGTH))
@@ -220,6 +222,35 @@ def test_concurrent_requests_compute_their_common_prefix_once(loaded):
         finished = [list(handle.events())[-1] for handle in handles]
     cached = [event.num_cached_tokens for event in finished if isinstance(event, Finished)]
     assert cached == [0] + [len(long_stem)] * 5
+
+
+def test_a_step_copies_and_shows_to_the_tables_no_more_than_its_share(loaded, monkeypatch):
+    monkeypatch.setattr(step_module, "MAX_COPIED_TOKENS", 20)
+    shown: list[tuple[int, ...]] = []
+    copied: list[int] = []
+
+    class Recording(ScriptedLadder):
+        def append(self, tokens):
+            shown.append(tuple(tokens))
+
+    copy = ContiguousCache.copy
+
+    def counted(cache, other, start, end):
+        copied.append(end - start)
+        copy(cache, other, start, end)
+
+    monkeypatch.setattr(ContiguousCache, "copy", counted)
+    prompt = (*STEM, *range(60, 90), 91)
+    with fixed_cost_engine(loaded) as engine:
+        run(engine, prompt)
+        asked = (*prompt[:-1], 92)
+        request = GenerationRequest(asked, stopping=StoppingParams(max_tokens=1, ignore_eos=True))
+        *_, finished = engine.submit(request, Recording()).events()  # type: ignore[arg-type]
+        assert isinstance(finished, Finished)
+        assert finished.num_cached_tokens == len(prompt) - 1
+        assert copied == [20, 20, 20, 18]
+        assert [len(tokens) for tokens in shown[:-1] if tokens] == [20, 20, 20, 18, 1]
+        assert sum(shown[:-1], ()) == asked
 
 
 def test_nothing_is_shared_where_that_is_turned_off(loaded):
