@@ -47,16 +47,11 @@ class Donor(Protocol):
     def cache(self) -> KVCache: ...
 
 
-class Reader(Protocol):
+class Reader(Donor, Protocol):
     """A sequence whose prompt is still being prefilled."""
 
     num_settled: int
     num_cached: int
-
-    @property
-    def prompt_key(self) -> bytes: ...
-    @property
-    def cache(self) -> KVCache: ...
 
 
 class Prefixes:
