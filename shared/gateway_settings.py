@@ -62,9 +62,11 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         description="Pass tokens on to workers without TLS beyond loopback, because something else encrypts the connection.",
     )
     max_requests: int = Field(
-        default=256,
+        default=512,
         ge=1,
-        description="Most HTTP requests to the API at once. Further requests are refused with 429 (GATEWAY_FULL).",
+        description="Most HTTP requests to the API at once, counted once their body has arrived. Further ones are refused with 429 (GATEWAY_FULL). "
+        "A client may have as many as it leaves free, so alone at most half (CLIENT_LIMIT). A client is a token or, if the workers need "
+        "none, an address.",
     )
     max_choices: int = Field(
         default=16,
@@ -77,6 +79,12 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         ge=1,
         le=15,
         description="Largest body of an HTTP request in MiB. Larger ones are refused with 413 (BODY_TOO_LARGE).",
+    )
+    body_budget_mb: int = Field(
+        default=256,
+        ge=2,
+        description="MiB for all bodies together: the bytes that have arrived, then the bytes of each prompt once for each of its choices. What would "
+        "exceed it is refused with 429 (GATEWAY_FULL). It is divided among clients as places are. At least twice max_body_mb.",
     )
     generation_timeout_s: float = Field(
         default=600.0,
@@ -101,4 +109,6 @@ class GatewaySettings(ProcessSettings, TlsSettings):
     def _paired(self) -> Self:
         if (self.worker_cert is None) != (self.worker_key is None):
             raise ValueError("worker_cert and worker_key must be given together")
+        if self.body_budget_mb < 2 * self.max_body_mb:
+            raise ValueError("body_budget_mb must be at least twice max_body_mb")
         return self

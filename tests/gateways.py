@@ -12,6 +12,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from shared.config import make_settings
+from shared.errors import NotFound
 from shared.gateway.app import Gateway
 from shared.gateway.metrics import GatewayMetrics
 from shared.gateway.server import GatewayServer
@@ -87,6 +88,7 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
         self.cancelled = threading.Event()
+        self.num_questions = 0
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> Any:
         names, token = named_page(request, self.models, str)
@@ -94,6 +96,9 @@ class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
         return pb.ListModelsResponse(models=models, next_page_token=token)
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> Any:
+        if not request.model_id:  # the gateway asks whether the caller may generate
+            self.num_questions += 1
+            raise NotFound("no model", reason="MODEL_NOT_FOUND")
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
         try:

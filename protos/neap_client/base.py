@@ -114,7 +114,7 @@ class ClientBase:
 
     def _generation(
         self,
-        request: inference_pb2.GenerateRequest,
+        request: inference_pb2.GenerateRequest | bytes,
         timeout_s: float | None,
         request_id: str | None,
         metadata: Metadata,

@@ -34,7 +34,11 @@ class Method(Generic[Request, Response]):
 
     def _on_wire(self) -> tuple[str, Any, Any]:
         path = f"/{self.service}/{self.name}"
-        return path, self.request.SerializeToString, self.response.FromString
+        return path, _serialized, self.response.FromString
+
+
+def _serialized(request: Message | bytes) -> bytes:
+    return request if isinstance(request, bytes) else bytes(request.SerializeToString())
 
 
 _HEALTH = "grpc.health.v1.Health"

@@ -17,8 +17,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from shared.errors import RETRY_AFTER_S, Exhausted, NeapError, Unavailable
+from shared.errors import InvalidInput, NeapError, Unavailable
 from shared.gateway.answers import Choice, Response, model_object
+from shared.gateway.clients import Clients, address_key
 from shared.gateway.errors import (
     CLIENT_CLOSED_REQUEST,
     error_headers,
@@ -29,7 +30,9 @@ from shared.gateway.errors import (
 from shared.gateway.exchange import Exchange
 from shared.gateway.merging import merged
 from shared.gateway.metrics import GatewayMetrics
-from shared.gateway.requests import parse_generation
+from shared.gateway.parsing import BodyParser
+from shared.gateway.requests import Generation
+from shared.gateway.shares import Shares
 from shared.gateway.workers import SERVICE_NAME
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.tracing import end_http_span, trace_id_of
@@ -47,11 +50,21 @@ class Gateway:
         self, settings: GatewaySettings, workers: AsyncNeapClient, metrics: GatewayMetrics
     ) -> None:
         self.ending = asyncio.Event()
-        self.num_running = 0
         self._settings = settings
         self._workers = workers
         self._metrics = metrics
         self._is_draining = False
+        self._clients = Clients(workers)
+        self._parser = BodyParser(settings.max_choices)
+        self._places = Shares(settings.max_requests, "places")
+        self._bytes = Shares(settings.body_budget_mb << 20, "bytes for bodies")
+        metrics.running.set_function(lambda: self._places.used)
+        metrics.body_bytes.set_function(lambda: self._bytes.used)
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests whose body has arrived and that are not answered yet."""
+        return self._places.used
 
     def drain(self) -> None:
         self._is_draining = True
@@ -80,16 +93,22 @@ class Gateway:
     ) -> None:
         """Serve one request to the API: every failure becomes OpenAI's error object. Logs and counts it."""
         started_s = time.monotonic()
-        exchange = Exchange(scope, receive, send, stall_timeout_s=self._settings.stall_timeout_s)
+        exchange = Exchange(
+            scope,
+            receive,
+            send,
+            request_timeout_s=self._settings.request_timeout_s,
+            stall_timeout_s=self._settings.stall_timeout_s,
+        )
         span = exchange.start_span(endpoint)
         if trace_id := trace_id_of(span):
             exchange.log_fields["trace_id"] = trace_id
         error: NeapError | None = None
         try:
-            with self._admitted():
-                await exchange.run(handler, self.ending)
+            await exchange.run(handler, self.ending)
         except NeapError as caught:
-            error = caught
+            # The frames of its traceback hold the request, and would do so until the next collection of garbage.
+            error = caught.with_traceback(None)
             if error.reason.startswith("GRPC_"):
                 # The client sees only the reason, because the text may contain addresses.
                 log.warning("call to a worker failed", reason=error.reason, why=error.message)
@@ -101,22 +120,6 @@ class Gateway:
             self._record(endpoint, exchange, error, time.monotonic() - started_s)
             reason = {"reason": error.reason} if error is not None else {}
             end_http_span(span, exchange.status or CLIENT_CLOSED_REQUEST, reason)
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self.num_running >= self._settings.max_requests:
-            raise Exhausted(
-                f"{self.num_running} requests are running; no more are taken",
-                reason="GATEWAY_FULL",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self.num_running += 1
-        self._metrics.running.inc()
-        try:
-            yield
-        finally:
-            self.num_running -= 1
-            self._metrics.running.dec()
 
     def _record(
         self, endpoint: str, exchange: Exchange, error: NeapError | None, duration_s: float
@@ -145,31 +148,53 @@ class Gateway:
         return (*self._token(exchange), (REQUEST_ID_KEY, exchange.request_id))
 
     async def _list_models(self, exchange: Exchange) -> None:
-        exchange.expect_no_body()
-        models = await self._workers.list_models(metadata=self._metadata(exchange))
-        data = [model_object(model) for model in models]
-        await exchange.respond(200, {"object": "list", "data": data})
+        with self._placed(exchange):
+            models = await self._workers.list_models(metadata=self._metadata(exchange))
+            data = [model_object(model) for model in models]
+            await exchange.respond(200, {"object": "list", "data": data})
 
     async def _get_model(self, exchange: Exchange) -> None:
-        exchange.expect_no_body()
         model_id: str = exchange.scope["path_params"]["model_id"]
-        model = await self._workers.get_model(model_id, metadata=self._metadata(exchange))
-        await exchange.respond(200, model_object(model))
+        with self._placed(exchange):
+            model = await self._workers.get_model(model_id, metadata=self._metadata(exchange))
+            await exchange.respond(200, model_object(model))
+
+    @contextmanager
+    def _placed(self, exchange: Exchange) -> Iterator[None]:
+        """Hold a place for a request without a body."""
+        exchange.expect_no_body()
+        with self._places.holding(address_key(exchange.address)) as hold:
+            hold(1)
+            yield
 
     async def _generate(self, exchange: Exchange, *, is_chat: bool) -> None:
-        settings = self._settings
+        """Hold bytes as they arrive and a place once all have, so that a client that sends slowly takes nothing from others."""
         started_s = time.monotonic()
-        generation = parse_generation(
-            await exchange.read_body(
-                max_bytes=settings.max_body_mb << 20, timeout_s=settings.request_timeout_s
-            ),
-            is_chat=is_chat,
-            max_choices=settings.max_choices,
-        )
+        token = self._token(exchange)
+        client = await self._clients.identify(token, exchange.address, exchange.request_id)
+        with self._bytes.holding(client) as hold_bytes, self._places.holding(client) as hold_places:
+            body = await exchange.read_body(hold_bytes, max_bytes=self._settings.max_body_mb << 20)
+            hold_places(1)
+            generation = await self._parser.parse(client, body, is_chat=is_chat)
+            del body
+            if 2 * generation.num_bytes > self._bytes.total:
+                raise InvalidInput(
+                    f"the prompts take {generation.num_bytes} bytes, once for each choice; at most {self._bytes.total // 2} are"
+                    " allowed",
+                    reason="BODY_TOO_LARGE",
+                    metadata={"max_bytes": str(self._bytes.total // 2)},
+                )
+            hold_bytes(generation.num_bytes)
+            await self._answer(exchange, generation, token, started_s)
+
+    async def _answer(
+        self, exchange: Exchange, generation: Generation, token: Metadata, started_s: float
+    ) -> None:
+        is_chat, calls = generation.is_chat, generation.calls()
         exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
         choices = [
             Choice(index, is_chat=is_chat, keeps=not generation.is_stream)
-            for index in range(len(generation.calls))
+            for index in range(len(calls))
         ]
         response = Response(
             exchange.request_id,
@@ -179,13 +204,12 @@ class Gateway:
         )
         # The workers' logs tell the calls of one request apart by these.
         suffixes = [f"-{choice.index}" for choice in choices] if len(choices) > 1 else [""]
-        left_s = max(0.0, started_s + settings.generation_timeout_s - time.monotonic())
-        token = self._token(exchange)
+        left_s = max(0.0, started_s + self._settings.generation_timeout_s - time.monotonic())
         streams = [
             self._workers.generate(
                 call, timeout_s=left_s, request_id=exchange.request_id + suffix, metadata=token
             )
-            for call, suffix in zip(generation.calls, suffixes, strict=True)
+            for call, suffix in zip(calls, suffixes, strict=True)
         ]
         events = merged(streams)
         try:

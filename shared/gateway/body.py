@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -9,46 +11,76 @@ from starlette.types import Receive, Scope
 
 from shared.errors import Cancelled, InvalidInput
 from shared.gateway.errors import refused
+from shared.gateway.schema import suggestion
+from shared.gateway.structure import Structure
 
-# A body that is too large is read and dropped up to this many times the limit, so that its sender sees the answer.
-DROPPED_TIMES = 8
+# Most of a refused request's body that is read and dropped, so that its sender sees the answer.
+DROPPED_BYTES = 64 << 20
 # Most fields of one JSON object. Each unknown one is an error object while the body is checked.
 MAX_FIELDS = 1024
 
 M = TypeVar("M", bound=BaseModel)
 
 
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the body. Raises InvalidInput (BODY_TOO_LARGE, REQUEST_TIMEOUT), Cancelled if the client has gone."""
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    hold: Callable[[int], None],
+    *,
+    max_bytes: int,
+    timeout_s: float,
+) -> bytes:
+    """Return the body. `hold` is told how many bytes have arrived, and may raise.
+
+    Raises InvalidInput (BODY_TOO_LARGE, REQUEST_TIMEOUT), Cancelled if the client has gone.
+    """
     declared = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
-    is_too_large = declared.isdigit() and int(declared) > max_bytes
-    chunks: list[bytes] = []
-    num_bytes = 0
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    structure = Structure()
+    body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Cancelled("the client has closed the connection", reason="CLIENT_GONE")
-                num_bytes += len(message.get("body", b""))
-                is_too_large = is_too_large or num_bytes > max_bytes
-                if is_too_large:
-                    chunks.clear()
-                else:
-                    chunks.append(message.get("body", b""))
-                if not message.get("more_body") or num_bytes > max_bytes * DROPPED_TIMES:
-                    break
+            async for chunk in _chunks(receive):
+                if len(body) + len(chunk) > max_bytes:
+                    raise _too_large(max_bytes)
+                hold(len(body) + len(chunk))
+                structure.add(chunk)
+                body += chunk
     except TimeoutError as error:
         raise InvalidInput(
             f"the body has not arrived within {timeout_s:g} s", reason="REQUEST_TIMEOUT"
         ) from error
-    if is_too_large:
-        raise InvalidInput(
-            f"the body is larger than {max_bytes} bytes",
-            reason="BODY_TOO_LARGE",
-            metadata={"max_bytes": str(max_bytes)},
-        )
-    return b"".join(chunks)
+    return bytes(body)
+
+
+async def drop_body(receive: Receive, timeout_s: float) -> None:
+    """Read the rest of the body and drop it, within `DROPPED_BYTES` and `timeout_s`."""
+    num_bytes = 0
+    with suppress(TimeoutError, Cancelled):
+        async with asyncio.timeout(timeout_s):
+            async for chunk in _chunks(receive):
+                num_bytes += len(chunk)
+                if num_bytes > DROPPED_BYTES:
+                    return
+
+
+async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client has closed the connection", reason="CLIENT_GONE")
+        yield message.get("body", b"")
+        if not message.get("more_body"):
+            return
+
+
+def _too_large(max_bytes: int) -> InvalidInput:
+    return InvalidInput(
+        f"the body is larger than {max_bytes} bytes",
+        reason="BODY_TOO_LARGE",
+        metadata={"max_bytes": str(max_bytes)},
+    )
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -92,7 +124,10 @@ def validated(kind: type[M], fields: dict[str, Any]) -> M:
         )
     field = _path(first["loc"])
     if first["type"] == "extra_forbidden":
-        raise refused(f"the field {field} is not known", field, reason="UNKNOWN_FIELD")
+        parent, dot, _ = field.rpartition(".")
+        meant = suggestion(kind, first["loc"])
+        hint = f"; did you mean {parent}{dot}{meant}?" if meant else ""
+        raise refused(f"the field {field} is not known{hint}", field, reason="UNKNOWN_FIELD")
     raise refused(f"{field or 'the body'}: {first['msg']}", field)
 
 

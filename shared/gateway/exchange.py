@@ -13,7 +13,7 @@ from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Scope, Send
 
 from shared.errors import Cancelled, Exhausted, NeapError, Unauthenticated, Unavailable
-from shared.gateway.body import read_body
+from shared.gateway.body import drop_body, read_body
 from shared.gateway.errors import error_headers, error_object, http_status
 from shared.rpc.tracing import start_http_span
 
@@ -22,10 +22,19 @@ _PRINTABLE = re.compile(r"[\x20-\x7e]{1,8192}")
 
 
 class Exchange:
-    """`status` is the HTTP status that was sent, 0 before. A client that does not read for `stall_timeout_s` is cut off."""
+    """`status` is the HTTP status that was sent, 0 before.
+
+    A client has `request_timeout_s` to send the body. One that does not read for `stall_timeout_s` is cut off.
+    """
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, stall_timeout_s: float
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        request_timeout_s: float,
+        stall_timeout_s: float,
     ) -> None:
         self.scope = scope
         self.status = 0
@@ -33,6 +42,7 @@ class Exchange:
         self.log_fields: dict[str, Any] = {}
         self._receive = receive
         self._send_message = send
+        self._request_timeout_s = request_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._body_read = asyncio.Event()
         asked = self._headers(REQUEST_ID_KEY)
@@ -46,8 +56,21 @@ class Exchange:
         ]
         return start_http_span(self.scope["method"], route, headers)
 
-    async def read_body(self, *, max_bytes: int, timeout_s: float) -> bytes:
-        body = await read_body(self.scope, self._receive, max_bytes=max_bytes, timeout_s=timeout_s)
+    @property
+    def address(self) -> str:
+        """The address of the peer, which may be a proxy."""
+        client = self.scope.get("client")
+        return str(client[0]) if client else ""
+
+    async def read_body(self, hold: Callable[[int], None], *, max_bytes: int) -> bytes:
+        """See `shared.gateway.body.read_body`."""
+        body = await read_body(
+            self.scope,
+            self._receive,
+            hold,
+            max_bytes=max_bytes,
+            timeout_s=self._request_timeout_s,
+        )
         self._body_read.set()
         return body
 
@@ -120,6 +143,8 @@ class Exchange:
         """Send `error`: as the response, or as the last event of a stream that has begun. Sends nothing to a client that is gone."""
         if error.reason in ("CLIENT_GONE", "SLOW_READER") or self.is_complete:
             return
+        if error.reason not in ("REQUEST_TIMEOUT", "SHUTTING_DOWN"):
+            await self._drop_body()
         content = {"error": error_object(error)}
         with suppress(Exhausted):
             if not self.status:
@@ -148,6 +173,11 @@ class Exchange:
             if abort is not None:
                 abort()
             raise Exhausted("the client does not read", reason="SLOW_READER") from error
+
+    async def _drop_body(self) -> None:
+        """Read what is left of the body. Many clients read no answer before they have sent all of it."""
+        if not (self._body_read.is_set() or self._headers("expect")):
+            await drop_body(self._receive, self._request_timeout_s)
 
     async def _client_gone(self) -> None:
         await self._body_read.wait()

@@ -18,7 +18,12 @@ class GatewayMetrics:
         prometheus_client.PlatformCollector(registry=self.registry)
         self.running = Gauge(
             "neap_gateway_requests_running",
-            "HTTP requests to the API that are not answered yet",
+            "HTTP requests to the API whose body has arrived and that are not answered yet",
+            registry=self.registry,
+        )
+        self.body_bytes = Gauge(
+            "neap_gateway_body_bytes",
+            "Bytes of bodies that arrive, and of prompts on their way to workers",
             registry=self.registry,
         )
         self.requests = Counter(

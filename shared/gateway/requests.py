@@ -13,18 +13,34 @@ COMPLETION_TOKENS = 16
 # OpenAI's default. An absent temperature would mean greedy decoding to a worker.
 TEMPERATURE = 1.0
 UINT64 = 2**64 - 1
+SAMPLING = {field.name for field in pb.Sampling.DESCRIPTOR.fields} - {"seed"}
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What a request asks for. `calls` has one message for each choice, in the order of their indices."""
+    """What a request asks for. `prompts` are serialized messages GenerateRequest, each of which is called `num_choices` times."""
 
     model: str
     is_chat: bool
     is_stream: bool
     includes_usage: bool
-    calls: tuple[pb.GenerateRequest, ...]
+    prompts: tuple[bytes, ...]
+    num_choices: int
+    seed: int | None
     log_fields: dict[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the calls take on their way to the workers, all together."""
+        return self.num_choices * sum(map(len, self.prompts))
+
+    def calls(self) -> list[bytes]:
+        """Return a call for each choice of the response, in the order of their indices."""
+        seeds = [b""] * self.num_choices
+        if self.seed is not None:
+            # Choices with the same seed would be the same.
+            seeds = [_seeded(self.seed + index) for index in range(self.num_choices)]
+        return [prompt + seed for prompt in self.prompts for seed in seeds]
 
 
 def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Generation:
@@ -42,8 +58,6 @@ def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Generat
         shared_part = _common(request)
     except UnicodeEncodeError as error:
         raise refused("a text has half of a surrogate pair", reason="BAD_JSON") from error
-    if request.stream_options is not None and not request.stream:
-        raise refused("stream_options needs stream", "stream_options")
     num_choices = request.n or 1
     if len(prompts) * num_choices > max_choices:
         raise refused(
@@ -51,16 +65,8 @@ def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Generat
             "n",
             reason="TOO_MANY_CHOICES",
         )
-    calls = []
     for prompt in prompts:
         prompt.MergeFrom(shared_part)
-        for index in range(num_choices):
-            call = pb.GenerateRequest()
-            call.CopyFrom(prompt)
-            if request.seed is not None:
-                # Choices with the same seed would be the same.
-                call.sampling.seed = (request.seed + index) & UINT64
-            calls.append(call)
     options = request.stream_options
     user = request.safety_identifier or request.user
     return Generation(
@@ -68,9 +74,16 @@ def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Generat
         is_chat=is_chat,
         is_stream=bool(request.stream),
         includes_usage=bool(options and options.include_usage),
-        calls=tuple(calls),
+        prompts=tuple(prompt.SerializeToString() for prompt in prompts),
+        num_choices=num_choices,
+        seed=request.seed,
         log_fields={"user": user[:64]} if user else {},
     )
+
+
+def _seeded(seed: int) -> bytes:
+    """Return a message with nothing but a seed. It is merged with the message before it."""
+    return pb.GenerateRequest(sampling=pb.Sampling(seed=seed & UINT64)).SerializeToString()
 
 
 def _chat(request: ChatRequest) -> pb.Chat:
@@ -124,13 +137,9 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
 
 
 def _sampling(request: GenerationFields) -> pb.Sampling:
-    return pb.Sampling(
-        temperature=TEMPERATURE if request.temperature is None else request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-    )
+    """Return all fields but the seed, which each choice has for itself. They have the same names in a body."""
+    given = request.model_dump(include=SAMPLING, exclude_none=True)
+    return pb.Sampling(**{"temperature": TEMPERATURE, **given})
 
 
 def _stopping(request: ChatRequest | CompletionRequest) -> pb.Stopping:
@@ -173,6 +182,6 @@ def _depth(options: DepthOptions) -> pb.DepthPolicy:
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
         return request.logprobs
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise refused("top_logprobs needs logprobs", "top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None

@@ -1,40 +1,52 @@
 """The request bodies of the API. A field that is not here is refused, and so is a value that the engine cannot honour."""
 
+import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 UINT32 = 2**32 - 1
 # Above what the settings allow.
 MAX_CHOICES = 128
-# Values that ask for nothing, of fields of OpenAI's API that the engine does not have. None is always such a value.
+# Above what workers allow.
+MAX_STOPS = 1024
+# Values that ask for nothing of the engine, of fields of OpenAI's API, and of vLLM's, that it does not have: a value, or a type if all
+# its values do. None is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
     "best_of": (1,),
+    "continue_final_message": (False,),
     "echo": (False,),
     "frequency_penalty": (0,),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
-    "metadata": ({},),
+    "metadata": (dict,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (),
-    "prediction": (),
+    "parallel_tool_calls": (bool,),
+    "prediction": (dict,),
     "presence_penalty": (0,),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
+    "prompt_cache_key": (str,),
+    "prompt_cache_options": (dict,),
+    "prompt_cache_retention": (str,),
+    "reasoning_effort": (str,),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": (),
-    "tool_choice": ("none",),
+    "service_tier": ("auto", "default", "flex"),
+    "skip_special_tokens": (True,),
+    "store": (bool,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": (),
+    "use_beam_search": (False,),
+    "verbosity": (str,),
     "web_search_options": (),
 }
 # The same for the fields of a message. Clients send back the messages that they got, with all their fields.
@@ -42,18 +54,33 @@ NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "name": (),
+    "name": (str,),
     "reasoning_content": (),
     "refusal": (),
     "tool_call_id": (),
     "tool_calls": ([],),
 }
 
+_DIGITS = re.compile(r"-?[0-9]{1,20}")
 T = TypeVar("T")
 # Only the first wrong item is reported: errors of a million items would take gigabytes.
 Items = Annotated[list[T], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32)]
+
+
+def _number(value: Any) -> Any:
+    """Turn a seed in decimal digits into a number. Responses have it so, because JavaScript's numbers are not exact above 2**53."""
+    return int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value
+
+
+def _unless_off(value: Any) -> Any:
+    """vLLM's clients send -1 or 0 to keep all tokens."""
+    return None if type(value) is int and value in (-1, 0) else value
+
+
+Seed = Annotated[int, BeforeValidator(_number), Field(ge=-(2**63), le=2**64 - 1)]
+TopK = Annotated[Annotated[int, Field(ge=1, le=UINT32)] | None, BeforeValidator(_unless_off)]
 
 
 class Strict(BaseModel):
@@ -115,14 +142,14 @@ class GenerationFields(Strict):
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**64 - 1)
-    stop: Stop | Items[Stop] | None = None
+    seed: Seed | None = None
+    stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=512)
     safety_identifier: str | None = Field(default=None, max_length=512)
     neap: DepthOptions | None = None
-    top_k: int | None = Field(default=None, ge=1, le=UINT32)
+    top_k: TopK = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     stop_token_ids: Items[TokenId] | None = None
@@ -145,6 +172,27 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
 
+# The models of nested objects, by the parts of pydantic's locations that name them.
+_NESTED: Mapping[str, type[Strict]] = {
+    "neap": DepthOptions,
+    "stream_options": StreamOptions,
+    "messages": Message,
+    "content": TextPart,
+}
+
+
+def suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str | None:
+    """Return the field that was meant by an unknown one at `location` in a body of `kind`: one with a similar name, or of `neap`."""
+    *parents, name = (part for part in location if isinstance(part, str))
+    model = next((_NESTED[part] for part in reversed(parents) if part in _NESTED), kind)
+    names = [*model.model_fields, *getattr(model, "unsupported", ())]
+    if model is kind and name in DepthOptions.model_fields:
+        return f"neap.{name}"
+    return next(iter(difflib.get_close_matches(name[:64], names, 1)), None)
+
+
 def _same(value: Any, allowed: Any) -> bool:
-    """Whether both are equal. Unlike in Python, false is not 0."""
+    """Whether the value is of a type, or equal to a value. Unlike in Python, false is not 0."""
+    if isinstance(allowed, type):
+        return isinstance(value, allowed)
     return isinstance(value, bool) == isinstance(allowed, bool) and bool(value == allowed)

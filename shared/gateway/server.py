@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import ssl
@@ -24,6 +25,11 @@ from shared.rpc.security import ServerSecurity
 # How long ended requests may take to deliver their error.
 ENDING_S = 2.0
 MAX_HEAD_BYTES = 64 * 1024
+# Connections that wait to be accepted: uvicorn's own value.
+BACKLOG = 2048
+MAX_CONNECTIONS = 4096
+# Open files that are no connections of clients: those to workers, for logs and metrics, of the interpreter.
+OTHER_FILES = 128
 # Bytes that the kernel buffers for one client. The default grows to megabytes, all of which a client that does not read would get.
 SEND_BUFFER_BYTES = 64 * 1024
 
@@ -136,7 +142,9 @@ def _config(
     config = uvicorn.Config(
         gateway.app(),
         http=connection_class(
-            request_timeout_s=settings.request_timeout_s, stall_timeout_s=settings.stall_timeout_s
+            request_timeout_s=settings.request_timeout_s,
+            stall_timeout_s=settings.stall_timeout_s,
+            max_connections=_max_connections(),
         ),
         ws="none",
         lifespan="off",
@@ -153,6 +161,14 @@ def _config(
     return config
 
 
+def _max_connections() -> int:
+    """Connections beyond the limit of open files would make the listener stop for everybody."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(2, min(MAX_CONNECTIONS, limit - OTHER_FILES))
+
+
 def _bind(listen: str) -> socket.socket:
     host, port = parse_listen(listen)
     host = host.removeprefix("[").removesuffix("]")
@@ -162,6 +178,8 @@ def _bind(listen: str) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((host, port))
+        # uvicorn does this later, when the address has been printed and clients may connect.
+        listener.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         raise Unavailable(f"cannot listen on {listen}", reason="ADDRESS_UNAVAILABLE") from error

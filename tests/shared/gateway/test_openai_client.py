@@ -115,6 +115,42 @@ def test_choices_of_one_seed_differ_and_repeat(client):
     assert texts() == first
 
 
+def test_the_seed_of_an_answer_can_be_sent_again(client):
+    """Also one that a number of JavaScript cannot hold, and one that the worker has chosen."""
+    request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 10, "temperature": 2.0}
+    for seed in (None, 2**64 - 1, -5):
+        first = client.chat.completions.create(**request, seed=seed).choices[0]
+        again = client.chat.completions.create(**request, seed=first.model_extra["neap"]["seed"])
+        assert again.choices[0].message.content == first.message.content
+        assert again.choices[0].model_extra["neap"]["seed"] == first.model_extra["neap"]["seed"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"metadata": {"trace": "1"}, "store": True, "user": "u", "safety_identifier": "s"},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "service_tier": "auto"},
+        {"reasoning_effort": "medium", "verbosity": "low", "modalities": ["text"]},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+        {"tool_choice": "auto", "parallel_tool_calls": False, "functions": []},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
+        {"logprobs": False, "top_logprobs": 0, "n": 1, "stop": [], "seed": None},
+        {"response_format": {"type": "text"}, "prediction": {"type": "content", "content": "x"}},
+        {"stream_options": {"include_usage": True}, "store": False, "metadata": {}},
+        {"extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0}},
+        {"extra_body": {"skip_special_tokens": True, "use_beam_search": False}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_fields_that_ask_for_nothing_change_nothing(client, fields):
+    request = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    plain = client.chat.completions.create(**request, messages=MESSAGES)
+    named = [{**MESSAGES[0], "name": "ann"}]
+    answer = client.chat.completions.create(**request, messages=named, **fields)
+    assert answer.choices[0].message.content == plain.choices[0].message.content
+    assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
 def test_several_streamed_choices_are_told_apart_by_index(client):
     whole = client.completions.create(**GREEDY, prompt=["hello", "th"], max_tokens=6)
     texts = ["", ""]
