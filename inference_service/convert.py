@@ -88,16 +88,8 @@ def to_sampling(sampling: inference_pb2.Sampling) -> SamplingParams:
     """An absent field switches its filter off. Raises InvalidInput."""
     if sampling.HasField("top_k") and sampling.top_k == 0:
         raise InvalidInput("top_k is 0; it must be at least 1, or absent")
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        min_p=sampling.min_p,
-        repetition_penalty=(
-            sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
-        ),
-        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
-    )
+    given = {field.name: value for field, value in sampling.ListFields()}
+    return SamplingParams(**{"seed": secrets.randbits(64), **given})
 
 
 def to_stopping(stopping: inference_pb2.Stopping, vocabulary_size: int) -> StoppingParams:

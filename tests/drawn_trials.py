@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 from hypothesis import strategies as st
@@ -13,20 +14,22 @@ SAMPLED = (MIN_TEMPERATURE, 0.3, 0.8, 1.0, 1.7, 1e308)
 
 
 def _params(draw: st.DrawFn, vocabulary_size: int, temperatures: Sequence[float]) -> SamplingParams:
-    return SamplingParams(
-        temperature=draw(st.sampled_from(temperatures)),
-        top_k=draw(st.sampled_from([0, 0, 1, 3, vocabulary_size // 2, vocabulary_size + 4])),
-        top_p=draw(
+    drawn = {
+        "temperature": draw(st.sampled_from(temperatures)),
+        "top_k": draw(st.sampled_from([0, 0, 1, 3, vocabulary_size // 2, vocabulary_size + 4])),
+        "top_p": draw(
             st.one_of(
                 st.just(1.0),
                 st.floats(0.0, 1.0, exclude_min=True),
                 st.sampled_from([0.9, 0.999999, math.nextafter(1.0, 0.0)]),
             )
         ),
-        min_p=draw(st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0])),
-        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.5, 1.3])),
-        seed=draw(st.integers(0, 99)),
-    )
+        "min_p": draw(st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 1.0, 0.5, 1.3])),
+        "seed": draw(st.integers(0, 99)),
+    }
+    assert drawn.keys() == {field.name for field in fields(SamplingParams)}, "draw the new field"
+    return SamplingParams(**drawn)
 
 
 @st.composite
