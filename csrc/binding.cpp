@@ -76,7 +76,7 @@ std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) {
 std::string cpu_isa() { return neap::kernels().name; }
 
 void set_cpu_isa(std::string name) {
-  NEAP_CHECK(neap::select_kernels(name.c_str()), "set_cpu_isa: this machine or build has no '", name, "'; names are auto, portable, avx2, avx512");
+  NEAP_CHECK(neap::select_kernels(name.c_str()), "set_cpu_isa: this machine or build has no '", name, "'; names are auto, portable, avx2, avx512, avx512bf16");
 }
 
 }  // namespace

@@ -112,10 +112,9 @@ inline void round_row(const float* from, int64_t count, Dtype dtype, void* to) {
 // Rounds `count` numbers to bfloat16, two in a float's place. An odd last one is followed by 0.
 inline void round_pairs(const float* from, int64_t count, float* to) {
   int64_t i = 0;
-#if defined(NEAP_AVX512)
-  if (has_pair_dots())
-    for (; i + 2 * kLanes <= count; i += 2 * kLanes)
-      store(to + i / 2, (Vec)_mm512_cvtne2ps_pbh((__m512)load(from + i + kLanes), (__m512)load(from + i)));
+#if defined(NEAP_AVX512BF16)
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes)
+    store(to + i / 2, (Vec)_mm512_cvtne2ps_pbh((__m512)load(from + i + kLanes), (__m512)load(from + i)));
 #endif
   for (; i < count; i += 2) {
     Bfloat pair[2] = {};

@@ -100,9 +100,9 @@ struct Kernels {
   void (*choose)(const ChoiceArgs&, int64_t begin, int64_t end);      // item: a row of scores
 };
 
-// The kernels of the fastest instruction set that this machine has, or of the one last selected.
+// The kernels of the widest instruction set that this machine has, or of the one last selected.
 const Kernels& kernels();
-// Selects an instruction set by name; "auto" selects the fastest, measured once. False if this build or machine does not have it.
+// Selects an instruction set by name; "auto" selects the widest. False if this build or machine does not have it.
 bool select_kernels(const char* name);
 
 }  // namespace neap

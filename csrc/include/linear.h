@@ -32,16 +32,14 @@ constexpr Product kProducts[kFormats] = {
     product_of<kQ5_1>(),    product_of<kQ8_0>(),    product_of<kQ4_K>(),      product_of<kQ5_K>(), product_of<kQ6_K>(),
 };
 
-template <bool kNative>
-constexpr Product kDots = {panels_for<BfloatDots<kNative>>, pick_tile<BfloatDots<kNative>>, widen_block<BfloatPairs>, false};
+constexpr Product kDots = {panels_for<BfloatDots>, pick_tile<BfloatDots>, widen_block<BfloatPairs>, false};
 
 // A gate and `up` share their inputs, so these are rounded only if both want it.
 inline bool rounds_inputs(const LinearArgs& args) { return args.weight.rounds_inputs && (!args.gated || args.up.rounds_inputs); }
 
 // The kernels that multiply a matrix by floats, or by pairs of bfloat16.
 inline const Product& product_for(const Matrix& matrix, bool by_pairs) {
-  if (by_pairs) return has_pair_dots() ? kDots<true> : kDots<false>;
-  return kProducts[matrix.format];
+  return by_pairs ? kDots : kProducts[matrix.format];
 }
 
 // Rows of x as tiles read them, `stride` apart: floats, or pairs of bfloat16 in floats' places.

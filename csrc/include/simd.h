@@ -7,7 +7,11 @@
 
 #if defined(NEAP_AVX512)
 #include <immintrin.h>
+#if defined(NEAP_AVX512BF16)
+#define NEAP_ISA avx512bf16
+#else
 #define NEAP_ISA avx512
+#endif
 #elif defined(NEAP_AVX2)
 #include <immintrin.h>
 #define NEAP_ISA avx2
@@ -77,25 +81,15 @@ NEAP_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// Whether this processor has an instruction for `dot_pairs`: AVX-512 BF16.
-#if defined(NEAP_AVX512)
-inline bool has_pair_dots() {
-  static const bool found = __builtin_cpu_supports("avx512bf16");
-  return found;
-}
-#else
-constexpr bool has_pair_dots() { return false; }
-#endif
-
-// a0 * b0 + a1 * b1 + c for the two bfloat16 numbers of each lane of a and b. kNative: only where `has_pair_dots`. It takes subnormal
-// numbers for 0, and rounds in an order of its own.
-template <bool kNative>
+// a0 * b0 + a1 * b1 + c for the two bfloat16 numbers of each lane of a and b. The instruction of AVX-512 BF16 takes subnormal numbers for
+// 0, and rounds in an order of its own.
 NEAP_INLINE Vec dot_pairs(Vec a, Vec b, Vec c) {
-#if defined(NEAP_AVX512)
-  if (kNative) return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-#endif
+#if defined(NEAP_AVX512BF16)
+  return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#else
   const UintVec first = (UintVec)a, second = (UintVec)b;
   return fma((Vec)(first & 0xffff0000u), (Vec)(second & 0xffff0000u), fma((Vec)(first << 16), (Vec)(second << 16), c));
+#endif
 }
 
 NEAP_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }

@@ -97,9 +97,8 @@ struct BfloatPairs : Sums {
 };
 
 // Panels of bfloat16 for products that round their inputs: what tiles take for an input is a pair of inputs.
-template <bool kNative>
 struct BfloatDots : Rows<float> {
-  static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return dot_pairs<kNative>(value, column, sum); }
+  static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return dot_pairs(value, column, sum); }
 };
 
 template <Format kFormat>

@@ -39,10 +39,13 @@ KERNEL_FLAGS = "-std=c++17 -ffp-contract=off -fno-math-errno -Wno-psabi -Wno-may
 NVCC_FLAGS = "-std=c++17 -O3 -lineinfo --threads 2 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -warn-spills,-Werror"
 # The oldest torch that the library supports. It may use no later symbols, and runs with every later torch.
 TORCH_TARGET_VERSION = "0x020b000000000000"
+_AVX512 = "-DNEAP_AVX512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mprefer-vector-width=512"
+# csrc/cpu/dispatch.cpp asks the processor for the same sets.
 ISA_FLAGS = {
     "portable": "",
     "avx2": "-DNEAP_AVX2 -mavx2 -mfma -mf16c",
-    "avx512": "-DNEAP_AVX512 -mavx2 -mfma -mf16c -mavx512f -mavx512bf16 -mprefer-vector-width=512",
+    "avx512": _AVX512,
+    "avx512bf16": f"{_AVX512} -DNEAP_AVX512BF16 -mavx512bf16",
 }
 
 
@@ -60,11 +63,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
     binding = f"-std=c++20 -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {include}"
     if toolkit:
         binding += " -DNEAP_WITH_CUDA"
-    isas = (
-        ["portable", "avx2", "avx512"]
-        if platform.machine() in ("x86_64", "AMD64")
-        else ["portable"]
-    )
+    isas = list(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["portable"]
     return [
         Object("binding", "binding.cpp", binding),
         Object("weights", "weights.cpp", binding),

@@ -22,7 +22,7 @@ def _inference() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512"])
+@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     try:
         ops.set_cpu_isa(request.param)

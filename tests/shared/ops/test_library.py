@@ -177,9 +177,32 @@ def test_compiles_for_any_number_of_tokens() -> None:
         assert torch.equal(compiled(x), ops.packed_linear(x, packed, 20) + 1)
 
 
-def test_the_best_instruction_set_is_chosen_and_unknown_ones_are_refused() -> None:
+# What each object of the library is compiled with, as Linux names it.
+NEEDS = {
+    "avx512bf16": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16"},
+    "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "portable": set(),
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the features of an x86 processor")
+def test_the_instruction_set_follows_from_the_processors_features() -> None:
+    features = set(
+        Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    )
     ops.set_cpu_isa("auto")
-    assert ops.cpu_isa() in ("avx512", "avx2", "portable")
+    assert ops.cpu_isa() == next(isa for isa, needed in NEEDS.items() if needed <= features)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in NEEDS if isa != "portable"])
+def test_an_object_is_compiled_with_what_the_dispatch_asks_for(isa: str) -> None:
+    flags = {flag.removeprefix("-m") for flag in build.ISA_FLAGS[isa].split() if flag[:2] == "-m"}
+    named = {flag.replace("avx512bf16", "avx512_bf16") for flag in flags if "=" not in flag}
+    assert named == NEEDS[isa]
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(RuntimeError, match="has no 'mmx'"):
         ops.set_cpu_isa("mmx")
 
