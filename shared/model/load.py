@@ -27,7 +27,7 @@ from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import refuse_config
 from shared.model.source import arguments_of, not_found, size_mb
-from shared.model.weights.lazy import realise
+from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.quantised import missing_package, quantisation, widens
 from shared.model.weights.reading import (
     Checkpoint,
@@ -123,9 +123,9 @@ def _load_model(
             realise(model)
         if in_float32 and (dtype or config.dtype) not in (None, torch.float32):
             checkpoint.widened |= {
-                name: "a parameter of several matrices has no kernel"
+                name: "a parameter of several matrices is read as float32"
                 for name, parameter in model.named_parameters()
-                if parameter.dim() > 2
+                if parameter.dim() > 2 and lazy(parameter) is None
             }
         placed: Any = model  # `Any`, because the decorator of `to` upstream hides its type
         if not on_cpu:

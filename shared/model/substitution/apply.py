@@ -23,15 +23,20 @@ from transformers.pytorch_utils import Conv1D
 from shared import ops
 from shared.errors import UnsupportedModel
 from shared.model.substitution import attention, rotary
+from shared.model.substitution.experts import experts
 from shared.model.substitution.fused_layers import substitute_layers
 from shared.model.substitution.linear import embedding, gated_mlp, linear, rms_norm
 from shared.model.substitution.match import Unsuitable, relative_error
 from shared.model.substitution.reversible import Substitutions
+from shared.model.substitution.row_invariant import watched
 from shared.model.weights.lazy import lazy
 from shared.model.weights.quantised import quantisation
 
 # Largest relative error of logits. It is larger than that of a module, because tens of layers amplify the errors of the modules.
 MODEL_TOLERANCE = 1e-3
+
+# Tokens of the passes that are compared with one pass over all of them.
+PARTS = (2, 1, 19, 1, 5)
 
 _UNDO = "_neap_undo"  # an attribute of the model, because a table of models would keep them alive
 
@@ -52,11 +57,13 @@ class AccelerationReport:
     layers: int  # decoder layers that run as one op over contiguous KV caches
     packed_bytes: int
     freed_bytes: int
-    batch_invariant: (
-        bool  # whether a pass of eight tokens gave the same bits as eight passes of one
-    )
+    batch_invariant: bool  # whether one pass gave the same bits as several passes over parts of it
     left_alone: Mapping[str, str]
     embeddings: int
+    experts: int  # modules whose experts are multiplied one by one
+    row_invariant: (
+        int  # modules that keep their own forward, with torch's functions made row-invariant
+    )
     formats: Mapping[str, int]
     widened: Mapping[str, str]
 
@@ -91,9 +98,11 @@ def accelerate(
         expected = _logits_in_one_pass(model)
         try:
             _substitute_modules(run)
-            widened = _widen_the_rest(run)
             files = tuple(_substitute_rotary(run))
             attends, error = _substitute_attention(run, expected)
+            if row_invariant := _make_row_invariant(run):
+                error = relative_error(_padded_logits(model), expected)
+            widened = _widen_the_rest(run)
             if error > MODEL_TOLERANCE:
                 raise UnsupportedModel(
                     f"accelerated logits differ by {error:.1e} (relative) from the model's own",
@@ -119,6 +128,8 @@ def accelerate(
         batch_invariant=invariant,
         left_alone=dict(run.left_alone),
         embeddings=run.counts["embedding"],
+        experts=run.counts["experts"],
+        row_invariant=row_invariant,
         formats=dict(run.formats),
         widened=widened,
     )
@@ -148,11 +159,20 @@ def _substitute_modules(run: Substitutions) -> None:
         elif _is_norm_like(module):
             run.attempt("rms_norm", name, module, rms_norm)
         elif any(p.dim() > 2 for p in module.parameters(recurse=False)):
-            run.left_alone[name] = "stores several matrices in one parameter (experts)"
+            run.attempt("experts", name, module, experts)
     for name, module in modules:
         # An embedding in memory of its own gains nothing. One whose weight is packed for the head shares that copy.
         if isinstance(module, nn.Embedding) and lazy(module.weight) is not None:
             run.attempt("embedding", name, module, embedding)
+
+
+def _make_row_invariant(run: Substitutions) -> int:
+    """Runs the modules that call torch's functions themselves so that rows do not matter. Returns their number."""
+    with watched(run.model) as calls:
+        _logits_in_one_pass(run.model)
+    for module, multiplied_by in calls.callers.items():
+        run.run_row_invariantly(module, multiplied_by)
+    return len(calls.callers)
 
 
 def _widen_the_rest(run: Substitutions) -> dict[str, str]:
@@ -249,11 +269,11 @@ def _padded_logits(model: PreTrainedModel) -> Tensor:
 
 
 def _is_batch_invariant(model: PreTrainedModel) -> bool:
-    """Whether the logits of 9 tokens have the same bits in one pass as in passes of 2, 1, 1 and 5 tokens."""
-    ids = _random_ids(model, 1, 9)
+    """Whether the logits of a sequence have the same bits in one pass as in passes over its parts."""
+    ids = _random_ids(model, 1, sum(PARTS))
     together = model(input_ids=ids, use_cache=False).logits
     cache, alone = None, []
-    for part in ids.split([2, 1, 1, 5], 1):
+    for part in ids.split(PARTS, 1):
         output = model(input_ids=part, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         alone.append(output.logits)

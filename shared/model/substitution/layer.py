@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shared.model.substitution.attention import observed
 from shared.model.substitution.match import (
     Embedding,
+    Experts,
     GatedMlp,
     PackedLinear,
     RmsNorm,
@@ -51,7 +52,7 @@ class _Attention:
     softcap: float | None
 
 
-_Event = PackedLinear | RmsNorm | GatedMlp | Embedding | _Attention
+_Event = PackedLinear | RmsNorm | GatedMlp | Embedding | Experts | _Attention
 
 
 @dataclass(frozen=True)

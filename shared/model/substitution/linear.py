@@ -36,7 +36,11 @@ def _bias(module: nn.Module) -> Tensor | None:
 
 def _packable(module: nn.Module) -> Tensor:
     """The module's weight, a float32 matrix on the CPU or a `LazyWeight`. Raises `Unsuitable`."""
-    weight = getattr(module, "weight", None)
+    return packable(getattr(module, "weight", None))
+
+
+def packable(weight: object) -> Tensor:
+    """`weight`, if it is such a matrix. Raises `Unsuitable`."""
     if not isinstance(weight, Tensor):
         raise Unsuitable("has no two-dimensional weight")
     # Other packages keep quantised weights in tensors of their own that claim to be float32.
@@ -49,7 +53,7 @@ def _packable(module: nn.Module) -> Tensor:
     return weight.detach()
 
 
-def _pack(weight: Tensor, *, transposed: bool = False, rows: slice = ALL_ROWS) -> Packed:
+def pack_matrix(weight: Tensor, *, transposed: bool = False, rows: slice = ALL_ROWS) -> Packed:
     """The matrix [N, K] that a module holds as `weight`, or as its transpose, or some of its rows."""
     stored = lazy(weight)
     if stored is None:
@@ -73,7 +77,7 @@ def linear(
     module: nn.Module, *, transposed: bool = False, form: object | None = None
 ) -> Substitute:
     """A module that computes x @ weight.T + bias. `transposed`: whether the weight is stored as [K, N], as in GPT-2's Conv1D."""
-    weight = _pack(_packable(module), transposed=transposed)
+    weight = pack_matrix(_packable(module), transposed=transposed)
     packed, out_features, bias = weight.packed, weight.rows, _bias(module)
 
     def forward(x: Tensor) -> Tensor:
@@ -82,12 +86,12 @@ def linear(
     if form is None and not agrees(forward, module, random_input(INPUT_ROWS, weight.columns)):
         raise Unsuitable("does more than x @ weight.T + bias")
     recipe = PackedLinear(packed, out_features, bias)
-    return Substitute(forward, recipe, "linear", (module,), (weight,))
+    return Substitute(forward, recipe, "linear", ((module, "weight"),), (weight,))
 
 
 def embedding(module: nn.Module, *, form: object | None = None) -> Substitute:
     """A module whose result is rows of its weight and nothing else."""
-    weight = _pack(_packable(module))
+    weight = pack_matrix(_packable(module))
     packed = weight.packed
 
     def forward(ids: Tensor) -> Tensor:
@@ -97,7 +101,7 @@ def embedding(module: nn.Module, *, form: object | None = None) -> Substitute:
         ids = torch.arange(min(weight.rows, INPUT_ROWS))[None]
         if not torch.equal(forward(ids), module(ids)):
             raise Unsuitable("does more than a look-up of rows")
-    return Substitute(forward, Embedding(packed), "embedding", (module,), (weight,))
+    return Substitute(forward, Embedding(packed), "embedding", ((module, "weight"),), (weight,))
 
 
 def rms_norm(module: nn.Module, *, form: object | None = None) -> Substitute:
@@ -200,13 +204,13 @@ def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
     *first, last = layers
     width, hidden = last.in_features, last.out_features
     if len(first) == 2:
-        gate, up = (_pack(layer.weight.detach()) for layer in first)
+        gate, up = (pack_matrix(layer.weight.detach()) for layer in first)
         held: tuple[Stored, ...] = (gate, up)
     else:
         rows = (slice(0, width), slice(width, None))
-        gate, up = (_pack(first[0].weight.detach(), rows=half) for half in rows)
+        gate, up = (pack_matrix(first[0].weight.detach(), rows=half) for half in rows)
         held = (Joined([gate, up]),)
-    down = _pack(last.weight.detach())
+    down = pack_matrix(last.weight.detach())
     bias, down_bias, activation = _joined_bias(first), _bias(last), found.activation
     packed_gate, packed_up, packed_down = gate.packed, up.packed, down.packed
 
@@ -224,4 +228,5 @@ def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
         bias,
         PackedLinear(packed_down, hidden, down_bias),
     )
-    return Substitute(forward, recipe, found, layers, (*held, down))
+    sources = tuple((layer, "weight") for layer in layers)
+    return Substitute(forward, recipe, found, sources, (*held, down))

@@ -59,6 +59,11 @@ class Embedding:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Several gated or plain MLPs, of which each token passes a few."""
+
+
+@dataclass(frozen=True)
 class Substitute:
     """`forward` [..., K] -> [..., N] computes what the module computes, from packed matrices instead of the module's weights.
 
@@ -66,10 +71,14 @@ class Substitute:
     gets its substitute by this form, without a comparison.
     """
 
-    forward: Forward
-    recipe: PackedLinear | RmsNorm | GatedMlp | Embedding  # the weights, for fusing several modules
+    forward: Callable[..., Tensor]
+    recipe: (
+        PackedLinear | RmsNorm | GatedMlp | Embedding | Experts
+    )  # the weights, for fusing several modules
     form: object
-    sources: tuple[nn.Module, ...] = ()  # modules whose `weight` is no longer read
+    sources: tuple[
+        tuple[nn.Module, str], ...
+    ] = ()  # modules and their parameters that are no longer read
     packed: tuple[Stored, ...] = ()  # the weights of `sources`, in the same order
 
 

@@ -1,6 +1,7 @@
 """The replacements made in one model, and how to undo them."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -8,10 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shared import ops
+from shared.model.substitution.linear import pack_matrix, packable
 from shared.model.substitution.match import Substitute, Unsuitable, signature
+from shared.model.substitution.row_invariant import row_invariant
 from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
 from shared.model.weights.quantised import is_plain
-from shared.model.weights.stored import Packed, Stored
+from shared.model.weights.stored import Stored
 
 
 class Propose(Protocol):
@@ -32,21 +35,20 @@ class Substitutions:
         self.left_alone: dict[str, str] = {}
         self.consumed: set[nn.Module] = set()
         self.found: dict[nn.Module, Substitute] = {}
-        self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0, "embedding": 0}
+        self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0, "embedding": 0, "experts": 0}
         self.formats: dict[str, int] = {}
         self.freed_bytes = 0
         self._forms: dict[Hashable, object] = {}
         self._refusals: dict[Hashable, str] = {}
         self._packed: dict[int, Tensor] = {}
         self._in_bfloat16: list[Tensor] = []
-        self._users: dict[int, list[nn.Module]] = {}
+        self._users: dict[int, list[tuple[nn.Module, str]]] = {}
         pointers: dict[int, set[int]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                if name == "weight":
-                    self._users.setdefault(id(parameter), []).append(module)
+                self._users.setdefault(id(parameter), []).append((module, name))
                 if lazy(parameter) is None and is_plain(parameter):
                     pointer = parameter.untyped_storage().data_ptr()
                     pointers.setdefault(pointer, set()).add(id(parameter))
@@ -77,50 +79,54 @@ class Substitutions:
         self.found[module] = found
         self.counts[kind] += 1
         self.consumed.add(module)
-        for source, stored in zip(found.sources, found.packed, strict=True):
+        for (source, parameter), stored in zip(found.sources, found.packed, strict=True):
             self.consumed.add(source)
-            self._keep(source, stored)
+            self._keep(source, parameter, stored)
 
-    def _keep(self, source: nn.Module, stored: Stored) -> None:
-        """Notes what was packed, and frees the unpacked weight of `source`. A `LazyWeight` takes its place in all modules that use it."""
+    def _keep(self, source: nn.Module, parameter: str, stored: Stored) -> None:
+        """Notes what was packed, and frees the unpacked `parameter` of `source`. A `LazyWeight` takes its place in all modules that use it."""
         if any(packed.data_ptr() not in self._packed for packed in stored.memory):
             self.formats[stored.format] = self.formats.get(stored.format, 0) + 1
             if stored.format == "bfloat16":
                 self._in_bfloat16 += stored.memory
         self._packed |= {packed.data_ptr(): packed for packed in stored.memory}
-        weight = source.get_parameter("weight")
+        weight = source.get_parameter(parameter)
         if id(weight) in self._shared or _is_packed(weight):
             return
         if lazy(weight) is None:
             self.freed_bytes += weight.nbytes
         self._set_weight(weight, as_parameter(LazyWeight(stored)))
-        self.undo.append(partial(self._restore, source, weight.requires_grad))
+        self.undo.append(partial(self._restore, source, parameter, weight.requires_grad))
 
     def round_inputs(self) -> None:
         """Makes products with matrices in bfloat16 round their inputs."""
         for packed in self._in_bfloat16:
             ops.round_inputs_(packed)
 
-    def pack(self, module: nn.Module) -> None:
-        """Packs the weight of a module that keeps its own forward."""
-        stored = lazy(module.get_parameter("weight"))
-        assert stored is not None
-        packed = Packed(stored.pack(), stored.rows, stored.columns, stored.format)
-        self._keep(module, packed)
+    def run_row_invariantly(self, module: nn.Module, multiplied_by: Iterable[str]) -> None:
+        """Runs the module's own forward under `RowInvariant`, and packs those of its matrices that it multiplies by."""
+        for name in multiplied_by:
+            with suppress(Unsuitable):
+                packable(module.get_parameter(name))
+                self.pack(module, name)
+        self.undo.append(partial(_set_forward, module, vars(module).get("forward")))
+        module.forward = row_invariant(module.forward)
+
+    def pack(self, module: nn.Module, parameter: str = "weight") -> None:
+        """Packs a matrix of a module that keeps its own forward."""
+        weight = module.get_parameter(parameter)
+        if not _is_packed(weight):
+            self._keep(module, parameter, pack_matrix(weight.detach()))
 
     def widen(self, name: str, module: nn.Module, parameter: str) -> None:
         """Reads a parameter whose module has no substitute into memory as float32."""
         weight = module.get_parameter(parameter)
         stored = lazy(weight)
         assert stored is not None
-        plain = as_parameter(stored.widened())
-        if parameter == "weight":
-            self._set_weight(weight, plain)
-        else:
-            setattr(module, parameter, plain)
+        self._set_weight(weight, as_parameter(stored.widened()))
 
-    def _restore(self, source: nn.Module, requires_grad: bool) -> None:
-        weight = source.get_parameter("weight")
+    def _restore(self, source: nn.Module, parameter: str, requires_grad: bool) -> None:
+        weight = source.get_parameter(parameter)
         stored = lazy(weight)
         if stored is not None:
             plain = nn.Parameter(stored.widened(), requires_grad=requires_grad)
@@ -128,8 +134,8 @@ class Substitutions:
 
     def _set_weight(self, old: nn.Parameter, new: nn.Parameter) -> None:
         users = self._users.pop(id(old))
-        for user in users:
-            user.weight = new
+        for module, name in users:
+            setattr(module, name, new)
         self._users[id(new)] = users
 
     def undo_all(self) -> None:

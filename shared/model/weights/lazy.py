@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shared.model.weights.stored import Stored
+from shared.model.weights.stored import Joined, Stacked, Stored
 
 _ALIASES = frozenset(
     [
@@ -51,6 +51,8 @@ class LazyWeight(Tensor):
                 return LazyWeight(first.stored)
             if func is torch.ops.aten.embedding.default and not first.stored.transposed:
                 return first.stored.look_up(args[1])
+        if func in _ASSEMBLIES and (assembled := _ASSEMBLIES[func](*args, **kwargs)) is not None:
+            return LazyWeight(assembled)
         if func._schema.is_mutable and any(_changes(func, args, kwargs)):
             raise RuntimeError(f"{func} would change weights that are read-only")
         return func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
@@ -64,6 +66,30 @@ class LazyWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyWeight({list(self.shape)}, {self.stored.format})"
+
+
+def _stacked(matrices: Sequence[Tensor], dim: int = 0) -> Stored | None:
+    """Matrices of one shape as one parameter of several, as transformers assembles experts. None if they are not that."""
+    parts = [matrix.stored for matrix in matrices if isinstance(matrix, LazyWeight)]
+    alike = {(p.shape, p.format, p.transposed) for p in parts}
+    if dim or len(parts) < len(matrices) or len(alike) > 1 or len(parts[0].shape) > 2:
+        return None
+    return Stacked(parts, transposed=parts[0].transposed)
+
+
+def _side_by_side(stacks: Sequence[Tensor], dim: int = 0) -> Stored | None:
+    """The matrices of several such parameters one below the other, as gate and up."""
+    parts = [s.stored for s in stacks if isinstance(s, LazyWeight) and type(s.stored) is Stacked]
+    fits = dim == 1 and len(parts) == len(stacks) and not any(part.transposed for part in parts)
+    if not fits or len({(len(part.parts), part.columns, part.format) for part in parts}) > 1:
+        return None
+    return Stacked([Joined(each) for each in zip(*(part.parts for part in parts), strict=True)])
+
+
+_ASSEMBLIES: dict[Any, Any] = {
+    torch.ops.aten.stack.default: _stacked,
+    torch.ops.aten.cat.default: _side_by_side,
+}
 
 
 def lazy(parameter: object) -> Stored | None:

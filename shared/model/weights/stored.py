@@ -36,7 +36,7 @@ class Stored(ABC):
         self.rows, self.columns, self.format, self.transposed = rows, columns, form, transposed
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
 
     def widened(self) -> Tensor:
@@ -186,7 +186,37 @@ class Joined(Stored):
         return torch.cat([part.widened_rows() for part in self.parts])
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        return ops.pack_linear(self.widened_rows()[rows])
+        # Widened numbers fit the dtype they come from. Blocks of quants cannot be made again.
+        dtype = getattr(torch, self.format, torch.float32)
+        return ops.pack_linear(self.widened_rows()[rows].to(dtype))
+
+
+class Stacked(Stored):
+    """Matrices [N, K] of one shape and format, as one parameter [E, N, K] holds those of several experts; [E, K, N] if `transposed`."""
+
+    def __init__(self, parts: Sequence[Stored], *, transposed: bool = False) -> None:
+        self.parts = tuple(parts)
+        first = parts[0]
+        super().__init__(first.rows, first.columns, first.format, transposed=transposed)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.parts), *super().shape
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return tuple(packed for part in self.parts for packed in part.memory)
+
+    def widened(self) -> Tensor:
+        widened = self.widened_rows()
+        return widened.transpose(1, 2).contiguous() if self.transposed else widened
+
+    def widened_rows(self) -> Tensor:
+        """float32 [E, N, K]."""
+        return torch.stack([part.widened_rows() for part in self.parts])
+
+    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
+        raise NotImplementedError("several matrices are packed one by one")
 
 
 class Packed(Stored):

@@ -21,7 +21,7 @@ from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
 LEFT_ALONE = {
     "gemma3-sliding": "after attention runs PackedLinear, RmsNorm, RmsNorm",
-    "mixtral": "after attention runs PackedLinear, RmsNorm, not",
+    "mixtral": "after attention runs PackedLinear, RmsNorm, Experts, not",
     "phi2": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
     "opt": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
 }

@@ -57,8 +57,8 @@ def test_a_gated_mlp_is_found_whatever_its_layers_are_called(act: nn.Module) -> 
     module, x = _Mlp(act), torch.randn(5, 8)
     found = gated_mlp(module)
     torch.testing.assert_close(found.forward(x), module(x))
-    for source, packed in zip(found.sources, found.packed, strict=True):
-        assert torch.equal(source.get_parameter("weight"), packed.widened())
+    for (source, name), packed in zip(found.sources, found.packed, strict=True):
+        assert torch.equal(source.get_parameter(name), packed.widened())
 
 
 def test_hooks_on_a_layer_keep_it_from_being_fused() -> None:

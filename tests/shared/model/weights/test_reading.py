@@ -145,6 +145,17 @@ def test_other_threads_load_as_ever_meanwhile(
             )
 
 
+def test_experts_stay_in_their_file_until_each_is_packed(tmp_path: Path) -> None:
+    """Transformers assembles them from one matrix per expert, gate and up side by side."""
+    loaded = load_model(save(tmp_path, "mixtral", torch.bfloat16))
+    experts = loaded.model.model.layers[2].mlp.experts
+    assert loaded.acceleration.freed_bytes == 0
+    for name in ("gate_up_proj", "down_proj"):
+        kept, own = getattr(experts, name), build_family("mixtral").model.layers[2].mlp.experts
+        assert lazy(kept).format == "bfloat16"
+        assert torch.equal(lazy(kept).widened(), getattr(own, name).bfloat16().float())
+
+
 def test_what_has_no_kernel_is_widened_and_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +163,7 @@ def test_what_has_no_kernel_is_widened_and_named(
         raise Unsuitable("does more than x @ weight.T + bias")
 
     monkeypatch.setattr("shared.model.substitution.apply.linear", unsuitable)
+    monkeypatch.setattr("shared.model.substitution.reversible.packable", unsuitable)
     with structlog.testing.capture_logs() as lines:
         loaded = load_model(folder)
     (line,) = [line for line in lines if line["event"].startswith("weights of modules without")]
@@ -160,12 +172,15 @@ def test_what_has_no_kernel_is_widened_and_named(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_experts_that_are_widened_are_named(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_experts_that_are_widened_are_named(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.model.weights.lazy._ASSEMBLIES", {})
     save(tmp_path, "mixtral", dtype)
     with structlog.testing.capture_logs() as lines:
         load_model(tmp_path)
     told = [line for line in lines if line["event"].startswith("matrices were widened")]
-    reasons = {"a parameter of several matrices has no kernel": 12}
+    reasons = {"a parameter of several matrices is read as float32": 12}
     assert [line["reasons"] for line in told] == ([reasons] if dtype == torch.bfloat16 else [])
 
 
