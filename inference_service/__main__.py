@@ -28,7 +28,7 @@ from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.configured_model import load_configured
-from shared.errors import InvalidInput, NeapError
+from shared.errors import InvalidInput, NeapError, PreconditionFailed
 from shared.metrics_server import serve_metrics
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
@@ -196,6 +196,13 @@ def _load_engine(
             compile_layers=SWITCH[settings.compile_layers],
         ),
     )
+    if settings.require_exact and not engine.numerics.is_exact:
+        engine.close()
+        raise PreconditionFailed(
+            f"exact may differ from full for {source.model_id}: {engine.numerics.why_not}",
+            reason="EXACT_NOT_PROMISED",
+            metadata={"model_id": source.model_id},
+        )
     say("warming up")
     engine.warm_up()
     log.info("model warm", model_id=source.model_id)

@@ -17,6 +17,7 @@ from inference_service.engine.quality.shadow import Shadow
 from inference_service.engine.statistics import Distribution, EngineStatistics
 from inference_service.router_metrics import read_versions, version_families
 from shared.model.loaded import LoadedModel
+from shared.model.numerics import Numerics
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
 REQUEST_BOUNDS_S = (0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
@@ -30,6 +31,8 @@ class ObservedEngine(Protocol):
 
     @property
     def loaded(self) -> LoadedModel: ...
+    @property
+    def numerics(self) -> Numerics: ...
     @property
     def statistics(self) -> EngineStatistics: ...
     @property
@@ -164,6 +167,12 @@ def _families() -> dict[str, Metric]:
         "Share of the KV budget reserved for running requests: their prompts and longest possible answers.",
     )
     gauge("learned_contexts", "Contexts in the table that learns from answers.")
+    gauge("exact_is_full", "1 if exact gives the tokens of full, 0 if near ties may differ.")
+    families["numerics_info"] = GaugeMetricFamily(
+        "neap_numerics_info",
+        "1, for the id of the bits that a model gives here: workers with one id give the same answers.",
+        labels=["model_id", "numerics_id"],
+    )
     counter("prompt_tokens", "Tokens of the prompts whose prefill is complete.")
     counter(
         "prompt_tokens_cached",
@@ -212,6 +221,8 @@ def _read(engine: ObservedEngine, families: Mapping[str, Metric]) -> None:
     put("num_requests_waiting", engine.num_waiting)
     put("kv_cache_usage_ratio", engine.kv_usage_ratio)
     put("learned_contexts", engine.num_learned_contexts)
+    put("exact_is_full", engine.numerics.is_exact)
+    put("numerics_info", 1, engine.numerics.id)
     put("prompt_tokens", statistics.num_prompt_tokens)
     put("prompt_tokens_cached", statistics.num_cached_prompt_tokens)
     put("generation_tokens", statistics.num_generated_tokens)

@@ -210,6 +210,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             num_layers=loaded.num_layers,
             context_length=loaded.context_length,
             vocabulary_size=loaded.vocabulary_size,
+            exact_promise=_promise(engine),
+            why_not_exact=engine.numerics.why_not,
+            numerics_id=engine.numerics.id,
             routers=[
                 inference_pb2.LoadedRouter(
                     version=router.version, manifest_digest=router.digest, rungs=router.rungs
@@ -233,6 +236,12 @@ def _submit(
     return handle
 
 
+def _promise(engine: Engine) -> inference_pb2.ExactPromise:
+    if engine.numerics.is_exact:
+        return inference_pb2.EXACT_PROMISE_TOKENS_OF_FULL
+    return inference_pb2.EXACT_PROMISE_NEAR_TIES_MAY_DIFFER
+
+
 def _started(
     request: GenerationRequest, engine: Engine, router: LoadedRouter | None
 ) -> inference_pb2.GenerateResponse:
@@ -248,6 +257,8 @@ def _started(
             policy=request.policy.name,
             risk_bound=bound,
             risk_bound_tokens=num_tokens if bound is not None else None,
+            exact_promise=_promise(engine),
+            numerics_id=engine.numerics.id,
         )
     )
 

@@ -116,6 +116,12 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
         "of full, but both may differ from those of float32. A model without weights in bfloat16 is refused; --dtype bfloat16 rounds them. Bounds of "
         "relaxed hold for workers with the format of the calibration.",
     )
+    cpu_path: Literal["auto", "avx512bf16", "avx512", "avx2", "portable"] = Field(
+        default="auto",
+        description="Instruction set of neap's CPU kernels. auto: the widest that the processor has. Their results differ in the last bits, so "
+        "workers on machines of several kinds give the same answers only if all of them are set to a path that every machine has. The service "
+        "does not start on a machine without it.",
+    )
     threads: int | None = Field(
         default=None,
         ge=1,
@@ -214,6 +220,12 @@ class WorkerSettings(ServiceSettings):
     compile_layers: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Compile decoder layers with torch.compile. auto: on a GPU, if compiling works. on: the worker does not start if it fails.",
+    )
+    require_exact: bool = Field(
+        default=False,
+        description="Start only if policy exact gives the tokens of full for every model, whatever runs beside a request. Otherwise the worker "
+        "serves such a model, says so in its log, in Started and in GetModel, and exact may differ from full where the model's two best choices "
+        "are nearly equal.",
     )
     max_routers: int = Field(
         default=4,

@@ -4,14 +4,33 @@ from typing import Any
 
 import torch
 
+from shared import ops
 from shared.config import ModelSource, ServiceSettings, WorkerSettings
+from shared.errors import PreconditionFailed
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
 
 def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedModel:
-    """The model as a service with these settings loads it. Raises as `load_model`."""
+    """The model as a service with these settings loads it, on the kernels of `cpu_path`.
+
+    Raises as `load_model`, and `PreconditionFailed` (reason CPU_PATH_MISSING) if this machine does not have that path.
+    """
+    if settings.cpu_path != "auto":
+        use_cpu_path(settings.cpu_path)
     return load_model(source.source, model_id=source.model_id, **load_options(settings))
+
+
+def use_cpu_path(name: str) -> None:
+    """Makes the CPU kernels of the whole process those of one instruction set. Raises `PreconditionFailed` (reason CPU_PATH_MISSING)."""
+    try:
+        ops.set_cpu_isa(name)
+    except RuntimeError as error:
+        raise PreconditionFailed(
+            f"this machine or build has no CPU kernels {name}; it would use {ops.cpu_isa()}",
+            reason="CPU_PATH_MISSING",
+            metadata={"cpu_path": name},
+        ) from error
 
 
 def load_options(settings: ServiceSettings) -> dict[str, Any]:

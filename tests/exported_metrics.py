@@ -18,6 +18,7 @@ from inference_service.engine.statistics import EngineStatistics
 from inference_service.metrics import WorkerMetrics
 from shared.gateway.metrics import GatewayMetrics
 from shared.ladder.rungs import Draft
+from shared.model.numerics import Numerics
 
 HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 
@@ -32,6 +33,7 @@ def busy_engine() -> SimpleNamespace:
     shadow.counts[3, 0.05] = ShadowCounts(num_checked=20, num_differing=1)
     return SimpleNamespace(
         loaded=SimpleNamespace(model_id="tiny"),
+        numerics=Numerics("0123456789abcdef", is_exact=True),
         statistics=statistics,
         shadow=shadow,
         num_running=1,

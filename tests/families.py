@@ -61,6 +61,14 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "mistral": lambda: _llama_like(hf.MistralConfig, sliding_window=None, head_dim=8),
     "mistral-sliding": lambda: _llama_like(hf.MistralConfig, sliding_window=5, head_dim=8),
     "mixtral": lambda: _llama_like(hf.MixtralConfig, num_local_experts=4),
+    "qwen3-moe": lambda: _llama_like(
+        hf.Qwen3MoeConfig,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+    ),
     "gemma3-sliding": lambda: _llama_like(
         hf.Gemma3TextConfig,
         head_dim=8,

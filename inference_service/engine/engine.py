@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Unpack
 
+import structlog
+
 from inference_service.engine.drafting.costs import CostMeter
 from inference_service.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from inference_service.engine.failure import failure_of
@@ -31,9 +33,12 @@ from shared.errors import InvalidInput, Unavailable
 from shared.ladder.ladder import Ladder
 from shared.ladder.learned_successors import LearnedSuccessors
 from shared.model.loaded import LoadedModel
+from shared.model.numerics import Numerics, numerics_of
 from shared.model.own_thread import run_in_own_thread
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
+
+log = structlog.get_logger("neap.engine")
 
 # Default number of requests that share each step.
 MAX_RUNNING = 16
@@ -68,6 +73,9 @@ class Engine:
 
     `statistics` and `shadow` hold the engine's counts. Any thread may read them.
 
+    `numerics` says whether `exact` promises the tokens of `full` for this model here, and names the bits that it gives. The log says the
+    first when the engine starts.
+
     An engine that is dropped without `close` stops once its last request has ended and no handle refers to it. All engines stop
     when the interpreter exits; requests that still run then end with `Unavailable`. A forked child cannot use its parent's engines.
     """
@@ -101,6 +109,8 @@ class Engine:
             if kv_budget_bytes is None:
                 kv_budget_bytes = default_budget(loaded.device)
             runner = run_in_own_thread(runner_of, loaded, kv_budget_bytes)
+            self.numerics = run_in_own_thread(numerics_of, runner)
+            _log_promise(loaded, self.numerics)
             kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
             if prefix_cache_bytes is None:
                 prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
@@ -296,3 +306,11 @@ class Engine:
     def _wake(self) -> None:
         """Handles refer to this method, so an engine lives at least as long as they do."""
         self._loop.wake()
+
+
+def _log_promise(loaded: LoadedModel, numerics: Numerics) -> None:
+    known = {"model_id": loaded.model_id, "numerics_id": numerics.id}
+    if numerics.is_exact:
+        log.info("exact gives the tokens of full", **known)
+    else:
+        log.warning("exact may differ from full at near ties", why=numerics.why_not, **known)

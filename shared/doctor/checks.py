@@ -21,7 +21,7 @@ def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:
     return [
         Check("versions", machine.versions),
         Check("variables", variables),
-        Check("CPU kernels", machine.cpu_kernels),
+        Check("CPU kernels", partial(machine.cpu_kernels, settings.cpu_path)),
         Check("GPU", partial(machine.gpu, on_gpu)),
         Check("CUDA kernels", partial(machine.cuda_kernels, on_gpu)),
         Check("torch.compile", partial(machine.layer_compiler, compiles)),

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shared import ops
+from shared.configured_model import use_cpu_path
 from shared.cpus import usable_cpus
 from shared.doctor.finding import Finding, missing
 from shared.errors import NeapError
@@ -46,8 +47,11 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-def cpu_kernels() -> Finding:
-    """Loads the library and runs a kernel. Every device needs the library. Raises what `library.load` raises."""
+def cpu_kernels(path: str = "auto") -> Finding:
+    """Loads the library and runs a kernel. Every device needs the library. `path`: that of the settings. Raises what `library.load` and
+    `use_cpu_path` raise."""
+    if path != "auto":
+        use_cpu_path(path)
     isa = ops.cpu_isa()
     _run_a_kernel("cpu")
     detail = f"built; {isa} instructions serve on {usable_cpus()} usable CPUs"

@@ -7,6 +7,7 @@ from shared.config import ModelSource, WorkerSettings
 from shared.configured_model import load_configured
 from shared.doctor.finding import Finding, Status
 from shared.model.loaded import LoadedModel
+from shared.model.numerics import Numerics, numerics_of
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
 from shared.model.substitution.apply import AccelerationReport
@@ -16,7 +17,10 @@ KV_BUDGET_BYTES = 64 << 20
 
 
 def model(source: ModelSource, settings: WorkerSettings) -> Finding:
-    """Loads the model as a worker does, and makes the runner that a worker would use on a GPU. Raises what these raise."""
+    """Loads the model as a worker does, and makes the runner that a worker would use. Raises what these raise.
+
+    Broken if a setting demands what they do not do.
+    """
     loaded = load_configured(source, settings)
     status: Status = "ok"
     facts: dict[str, Any] = {
@@ -25,8 +29,9 @@ def model(source: ModelSource, settings: WorkerSettings) -> Finding:
         "context_length": loaded.context_length,
         "fingerprint": loaded.fingerprint,
     }
+    runner = make_runner(loaded, KV_BUDGET_BYTES)
+    numerics = numerics_of(runner)
     if loaded.device.type == "cuda":
-        runner = make_runner(loaded, KV_BUDGET_BYTES)
         status, how = described_runner(runner, settings)
         facts |= {"records_passes": runner.records, "compiles_layers": runner.compiles}
     elif loaded.acceleration is None:
@@ -34,9 +39,10 @@ def model(source: ModelSource, settings: WorkerSettings) -> Finding:
     else:
         how = described_acceleration(loaded.acceleration, loaded)
         facts |= dataclasses.asdict(loaded.acceleration)
-    detail = (
-        f"{loaded.architecture}, {loaded.num_layers} layers, context {loaded.context_length}; {how}"
-    )
+    facts |= {"numerics_id": numerics.id, "is_exact": numerics.is_exact}
+    if settings.require_exact and not numerics.is_exact:
+        status = "broken"
+    detail = f"{loaded.architecture}, {loaded.num_layers} layers, context {loaded.context_length}; {how}; {described_promise(numerics)}"
     return Finding(f"model {source.model_id}", status, detail, facts=facts)
 
 
@@ -71,6 +77,11 @@ def described_acceleration(report: AccelerationReport, loaded: LoadedModel) -> s
     if report.left_alone:
         name, reason = next(iter(report.left_alone.items()))
         text += f"; {len(report.left_alone)} modules keep their own code, such as {name}: {reason}"
-    if not report.batch_invariant:
-        text += "; results depend on what else is in a pass, so exact may differ from full"
     return text
+
+
+def described_promise(numerics: Numerics) -> str:
+    """Say whether exact gives the tokens of full, and the id of the bits."""
+    if numerics.is_exact:
+        return f"exact gives the tokens of full; numerics {numerics.id}"
+    return f"exact may differ from full at near ties, because {numerics.why_not}; numerics {numerics.id}"

@@ -1,0 +1,137 @@
+"""What may be promised of a runner's tokens, and an id of the bits that it gives.
+
+Policy `exact` verifies drafts in passes over several tokens, beside other requests. Its tokens are those of `full`, and those of a request
+do not depend on the others, if a token gets the same bits in every pass. Neap's kernels give them, on a CPU. Other code rounds differently
+in longer passes. There, each token is still one that the full model chose in the pass that verified it, but where its two best choices are
+nearly equal, another pass may choose the other one.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shared import ops
+from shared.model.dtypes import dtype_name
+from shared.model.loaded import LoadedModel
+from shared.model.ragged import RaggedSequence
+from shared.model.runner import Runner
+
+# Tokens of the passes that are compared: a prompt, one token, and a few beside another sequence's.
+_PROMPT, _FEW, _OTHER = 19, 4, 6
+# The part of a path's name that changes the bits of rounded products alone.
+_ROUNDED_ONLY = "bf16"
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """`is_exact`: whether `exact` gives the tokens of `full`, alone and in any company; if not, `why_not` says why.
+
+    `id`: two workers that are exact have the same one if they give the same bits, and only then. It depends on the model, the formats of
+    weights, keys and values, the kernels in use, and torch. It does not depend on the number of threads. Of workers that are not exact it
+    says how they compute, but no two of their passes need agree.
+    """
+
+    id: str
+    is_exact: bool
+    why_not: str = ""
+
+
+@torch.inference_mode()
+def numerics_of(runner: Runner) -> Numerics:
+    """Runs a few passes of random tokens. To be called by the thread that uses the runner."""
+    loaded = runner.loaded
+    bits, agree = _probe(runner)
+    runner.counters.reset()
+    why_not = _why_not(loaded) or (
+        "" if agree else "a token's bits depend on what else is in a pass"
+    )
+    facts = _facts(runner) | {"bits": _digest(bits), "torch functions": _digest(_torch_functions())}
+    if why_not:
+        facts["threads"] = torch.get_num_threads()
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return Numerics(hashlib.sha256(text.encode()).hexdigest()[:16], not why_not, why_not)
+
+
+def _why_not(loaded: LoadedModel) -> str:
+    """Why a token's bits depend on the pass. Empty if nothing is known that makes them so."""
+    report = loaded.acceleration
+    if loaded.device.type != "cpu":
+        return f"products on {loaded.device.type} are rounded by the number of tokens in a pass"
+    if report is None:
+        return "the model runs its own modules instead of neap's kernels"
+    if not report.batch_invariant:
+        own = report.left_alone.get("attention") or next(iter(report.left_alone.values()), "")
+        return "parts of the model round by the number of tokens in a pass" + (own and f": {own}")
+    return ""
+
+
+def _probe(runner: Runner) -> tuple[Tensor, bool]:
+    """The logits [T, V] of a sequence in one pass, and whether it has the same in several, the last of them in company."""
+    loaded, depth = runner.loaded, runner.num_layers
+    length = min(_PROMPT + 1 + _FEW, loaded.context_length)
+    prompt = max(1, length - 1 - _FEW)
+    ids = torch.randint(
+        loaded.vocabulary_size, (length + _OTHER,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    own, others = ids[:length], ids[length:][: loaded.context_length]
+    whole, cache, beside = (runner.new_cache(n) for n in (length, length, len(others)))
+
+    def run(tokens: list[int], base: int, into: object = cache) -> Tensor:
+        return runner.run(runner.ids(tokens), into, first=0, last=depth, base=base)  # type: ignore[arg-type]
+
+    expected = runner.logits(run(own, 0, whole))[0]
+    parts = [run(own[:prompt], 0)]
+    parts += [run(own[prompt : prompt + 1], prompt)] if length > prompt else []
+    last = own[prompt + 1 :]
+    if last and runner.supports_ragged:
+        sequences = [
+            RaggedSequence(beside, 0, len(others)),
+            RaggedSequence(cache, prompt + 1, len(last)),
+        ]
+        together = runner.run_ragged(runner.ids(others + last), sequences, first=0, last=depth)
+        parts.append(together[:, len(others) :])
+    elif last:
+        parts.append(run(last, prompt + 1))
+    logits = torch.cat([runner.logits(part)[0] for part in parts])
+    return expected, torch.equal(logits, expected)
+
+
+def _facts(runner: Runner) -> dict[str, object]:
+    """What decides the bits beside the model's numbers. What else does, such as the formats of weights, shows in the bits of the probe."""
+    loaded, report = runner.loaded, runner.loaded.acceleration
+    facts: dict[str, object] = {
+        "model": loaded.text_fingerprint,
+        "kv": dtype_name(loaded.kv_dtype),
+        "device": loaded.device.type,
+        "path": cpu_path(loaded),
+    }
+    if loaded.device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(loaded.device)
+        facts["runner"] = (runner.records, runner.compiles)
+    if report is None or report.left_alone or report.row_invariant:
+        facts["torch"] = torch.__version__  # runs a part of the model
+    return facts
+
+
+def cpu_path(loaded: LoadedModel) -> str:
+    """The name of the CPU kernels that decide the model's bits. Empty if none of them runs."""
+    if loaded.acceleration is None:
+        return ""
+    path = ops.cpu_isa()
+    return path if loaded.compute_dtype == torch.bfloat16 else path.removesuffix(_ROUNDED_ONLY)
+
+
+def _torch_functions() -> Tensor:
+    """What torch's functions give: those of rotary angles at far positions, and those that modules and sampling call."""
+    turns = torch.arange(0, 1 << 17, 37.0)[:, None] * torch.logspace(0, -5, 8)
+    x = torch.linspace(-12, 12, 4096)
+    rest = [x.exp(), x.tanh(), x.sigmoid(), x.erf(), x.softmax(0), x.cumsum(0)]
+    return torch.cat([part.flatten() for part in (turns.cos(), turns.sin(), *rest)])
+
+
+def _digest(numbers: Tensor) -> str:
+    data = numbers.detach().float().cpu().contiguous().view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()

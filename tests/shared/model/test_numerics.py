@@ -1,0 +1,105 @@
+"""What is promised of the tokens, and the id of the bits: paths, formats and threads."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shared import ops
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.loaded import LoadedModel, wrap_model
+from shared.model.numerics import Numerics, numerics_of
+from tests.families import FAMILIES, build_family
+
+PATHS = ("avx512", "avx2", "portable")
+# Adds its positions to the scores of attention in code of its own.
+VARIANT = {"falcon-alibi"}
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    ops.set_cpu_isa("auto")
+
+
+def accelerated(family: str, **options: torch.dtype) -> LoadedModel:
+    return wrap_model(build_family(family), accelerate=True, **options)
+
+
+def numerics(loaded: LoadedModel) -> Numerics:
+    return numerics_of(ContiguousRunner(loaded))
+
+
+def available_paths() -> list[str]:
+    found = []
+    for path in PATHS:
+        try:
+            ops.set_cpu_isa(path)
+        except RuntimeError:
+            continue
+        found.append(path)
+    return found
+
+
+def bits(runner: ContiguousRunner, count: int) -> torch.Tensor:
+    ids = torch.randint(97, (1, count), generator=torch.Generator().manual_seed(5))
+    cache = runner.new_cache(count)
+    return runner.logits(runner.run(ids, cache, first=0, last=runner.num_layers, base=0))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_keeps_the_promise_or_says_why_not(family: str) -> None:
+    found = numerics(accelerated(family))
+    assert found.is_exact == (family not in VARIANT)
+    assert bool(found.why_not) != found.is_exact
+    if family in VARIANT:
+        assert "AttentionInterface" in found.why_not
+
+
+def test_a_model_with_its_own_modules_promises_nothing() -> None:
+    found = numerics(wrap_model(build_family("llama")))
+    assert not found.is_exact
+    assert "own modules" in found.why_not
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3-sliding", "falcon"])
+def test_an_id_is_shared_by_those_who_give_the_same_bits(family: str) -> None:
+    runner = ContiguousRunner(accelerated(family))
+    ids, logits = {}, {}
+    for path in available_paths():
+        ops.set_cpu_isa(path)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            ids[path, threads] = numerics_of(runner).id
+            logits[path, threads] = bits(runner, 100)
+    for one in ids:
+        for other in ids:
+            same = torch.equal(logits[one], logits[other])
+            assert (ids[one] == ids[other]) == same == (one[0] == other[0])
+
+
+def test_formats_that_change_bits_change_the_id() -> None:
+    plain, kept = accelerated("llama"), accelerated("llama", kv_dtype=torch.bfloat16)
+    again, other = accelerated("llama"), accelerated("llama-tied")
+    assert numerics(plain).id == numerics(again).id
+    assert len({numerics(one).id for one in (plain, kept, other)}) == 3
+
+
+def test_a_pass_that_does_not_agree_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ContiguousRunner(accelerated("llama"))
+    run = runner.run_ragged
+    monkeypatch.setattr(runner, "run_ragged", lambda *a, **k: run(*a, **k) * (1 + 2**-22))
+    found = numerics_of(runner)
+    assert not found.is_exact
+    assert found.why_not == "a token's bits depend on what else is in a pass"
+
+
+def test_threads_are_part_of_the_id_where_they_may_change_bits() -> None:
+    runner = ContiguousRunner(wrap_model(build_family("llama")))
+    ids = set()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        ids.add(numerics_of(runner).id)
+    assert len(ids) == 2
