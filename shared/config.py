@@ -116,12 +116,6 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
         "of full, but both may differ from those of float32. A model without weights in bfloat16 is refused; --dtype bfloat16 rounds them. Bounds of "
         "relaxed hold for workers with the format of the calibration.",
     )
-    cpu_path: Literal["auto", "avx512bf16", "avx512", "avx2", "portable"] = Field(
-        default="auto",
-        description="Instruction set of neap's CPU kernels. auto: the widest that the processor has. Their results differ in the last bits, so "
-        "workers on machines of several kinds give the same answers only if all of them are set to a path that every machine has. The service "
-        "does not start on a machine without it.",
-    )
     threads: int | None = Field(
         default=None,
         ge=1,
@@ -200,6 +194,12 @@ class WorkerSettings(ServiceSettings):
         "format halves their memory and their share of each step; they are rounded once, so exact still gives the tokens of full, but both may "
         "differ from those of float32. float16 holds no number above 65504. Formats other than auto's need neap's attention on a CPU; a model "
         "that runs another is refused at start.",
+    )
+    cpu_path: Literal["auto", "avx512bf16", "avx512", "avx2", "portable"] = Field(
+        default="auto",
+        description="Instruction set of neap's CPU kernels. auto: the widest that the processor has. Their results differ in the last bits, so "
+        "workers on machines of several kinds give the same answers only if all of them are set to a path that every machine has. The worker "
+        "does not start on a machine without it.",
     )
     prefix_cache_mb: int | None = Field(
         default=None,

@@ -12,11 +12,11 @@ from shared.model.loaded import LoadedModel
 
 
 def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedModel:
-    """The model as a service with these settings loads it, on the kernels of `cpu_path`.
+    """The model as a service with these settings loads it, on a worker's `cpu_path`.
 
     Raises as `load_model`, and `PreconditionFailed` (reason CPU_PATH_MISSING) if this machine does not have that path.
     """
-    if settings.cpu_path != "auto":
+    if isinstance(settings, WorkerSettings) and settings.cpu_path != "auto":
         use_cpu_path(settings.cpu_path)
     return load_model(source.source, model_id=source.model_id, **load_options(settings))
 

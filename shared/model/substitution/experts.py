@@ -89,18 +89,20 @@ def _pack(parameter: Tensor, transposed: bool) -> Stacked:
     stored = lazy(parameter)
     if isinstance(stored, Stacked) and stored.transposed == transposed:
         matrices: list[Stored] = [
-            Packed(part.pack(), part.rows, part.columns, part.format) for part in stored.parts
+            Packed(part.pack(), part.rows, part.columns, part.format, transposed=transposed)
+            for part in stored.parts
         ]
     else:
         plain = parameter.detach() if stored is None else stored.widened()
         matrices = [pack_matrix(matrix, transposed=transposed) for matrix in plain]
-    return Stacked(matrices, transposed=transposed)
+    return Stacked(matrices)
 
 
 def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> None:
-    """Raises `Unsuitable` if `forward` differs on ordinary or large tokens, whose experts include the first and the last."""
-    choices = torch.arange(_TOKENS * _CHOICES).view(_TOKENS, _CHOICES) * (num_experts - 1)
-    index = (choices + torch.arange(_CHOICES)) % num_experts
+    """Raises `Unsuitable` if `forward` differs on ordinary or on large tokens."""
+    index = (num_experts - 1 - torch.arange(_TOKENS * _CHOICES)).view(
+        _TOKENS, _CHOICES
+    ) % num_experts
     weights = random_input(_TOKENS, _CHOICES).abs()
     x = random_input(_TOKENS, width)
     if not agrees(

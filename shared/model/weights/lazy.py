@@ -74,7 +74,7 @@ def _stacked(matrices: Sequence[Tensor], dim: int = 0) -> Stored | None:
     alike = {(p.shape, p.format, p.transposed) for p in parts}
     if dim or len(parts) < len(matrices) or len(alike) > 1 or len(parts[0].shape) > 2:
         return None
-    return Stacked(parts, transposed=parts[0].transposed)
+    return Stacked(parts)
 
 
 def _side_by_side(stacks: Sequence[Tensor], dim: int = 0) -> Stored | None:

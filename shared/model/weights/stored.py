@@ -185,6 +185,9 @@ class Joined(Stored):
     def widened_rows(self) -> Tensor:
         return torch.cat([part.widened_rows() for part in self.parts])
 
+    def rounded(self) -> Tensor:
+        return torch.cat([part.rounded() for part in self.parts])
+
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         # Widened numbers fit the dtype they come from. Blocks of quants cannot be made again.
         dtype = getattr(torch, self.format, torch.float32)
@@ -192,12 +195,12 @@ class Joined(Stored):
 
 
 class Stacked(Stored):
-    """Matrices [N, K] of one shape and format, as one parameter [E, N, K] holds those of several experts; [E, K, N] if `transposed`."""
+    """Matrices [N, K] of one shape and format, as one parameter [E, N, K] holds those of several experts; [E, K, N] if transposed."""
 
-    def __init__(self, parts: Sequence[Stored], *, transposed: bool = False) -> None:
+    def __init__(self, parts: Sequence[Stored]) -> None:
         self.parts = tuple(parts)
         first = parts[0]
-        super().__init__(first.rows, first.columns, first.format, transposed=transposed)
+        super().__init__(first.rows, first.columns, first.format, transposed=first.transposed)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -208,8 +211,10 @@ class Stacked(Stored):
         return tuple(packed for part in self.parts for packed in part.memory)
 
     def widened(self) -> Tensor:
-        widened = self.widened_rows()
-        return widened.transpose(1, 2).contiguous() if self.transposed else widened
+        return torch.stack([part.widened() for part in self.parts])
+
+    def rounded(self) -> Tensor:
+        return torch.stack([part.rounded() for part in self.parts])
 
     def widened_rows(self) -> Tensor:
         """float32 [E, N, K]."""
