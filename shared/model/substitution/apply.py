@@ -168,11 +168,11 @@ def _substitute_modules(run: Substitutions) -> None:
 
 def _make_row_invariant(run: Substitutions) -> int:
     """Runs the modules that call torch's functions themselves so that rows do not matter. Returns their number."""
-    with watched(run.model) as calls:
+    with watched(run.model) as callers:
         _logits_in_one_pass(run.model)
-    for module, multiplied_by in calls.callers.items():
+    for module, multiplied_by in callers.items():
         run.run_row_invariantly(module, multiplied_by)
-    return len(calls.callers)
+    return len(callers)
 
 
 def _widen_the_rest(run: Substitutions) -> dict[str, str]:

@@ -8,7 +8,6 @@ these functions themselves, such as activations and the routers of experts, are 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,17 +90,14 @@ def _attention(
     return out.transpose(1, 2)
 
 
-@dataclass
-class Calls:
-    """The modules that called the functions above themselves, and which of their parameters they multiplied by."""
-
-    callers: dict[nn.Module, set[str]] = field(default_factory=dict)
+# The modules that call the functions above themselves, and which of their parameters they multiply by.
+Callers = dict[nn.Module, set[str]]
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, calls: Calls, running: Sequence[nn.Module]) -> None:
+    def __init__(self, callers: Callers, running: Sequence[nn.Module]) -> None:
         super().__init__()
-        self._calls, self._running = calls, running
+        self._callers, self._running = callers, running
 
     def __torch_function__(
         self,
@@ -113,16 +109,17 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._running and func in (*_ELEMENTWISE, F.linear, F.scaled_dot_product_attention):
             module = self._running[-1]
-            used = self._calls.callers.setdefault(module, set())
+            used = self._callers.setdefault(module, set())
             given = args[1] if len(args) > 1 else kwargs.get("weight")
             used |= {name for name, p in module._parameters.items() if p is not None and p is given}
         return func(*args, **kwargs)
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Calls]:
+def watched(model: nn.Module) -> Iterator[Callers]:
     """Notes what the passes within it call."""
-    calls, running = Calls(), []  # type: tuple[Calls, list[nn.Module]]
+    callers: Callers = {}
+    running: list[nn.Module] = []
 
     def enter(module: nn.Module, _: Any) -> None:
         running.append(module)
@@ -133,8 +130,8 @@ def watched(model: nn.Module) -> Iterator[Calls]:
     hooks = [module.register_forward_pre_hook(enter) for module in model.modules()]
     hooks += [module.register_forward_hook(leave, always_call=True) for module in model.modules()]
     try:
-        with _Watch(calls, running):
-            yield calls
+        with _Watch(callers, running):
+            yield callers
     finally:
         for hook in hooks:
             hook.remove()

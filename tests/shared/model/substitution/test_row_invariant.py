@@ -78,10 +78,10 @@ def test_attention_gives_a_query_the_bits_that_it_gets_alone(masked: bool) -> No
 
 def test_the_modules_that_call_such_functions_themselves_are_found() -> None:
     model = build_family("mixtral")
-    with watched(model) as calls, torch.no_grad():
+    with watched(model) as callers, torch.no_grad():
         model(torch.tensor([[3, 4, 5]]))
-    own = {name: module for name, module in model.named_modules() if module in calls.callers}
-    assert calls.callers[own["model.layers.0.mlp.gate"]] == {"weight"}
+    own = {name: module for name, module in model.named_modules() if module in callers}
+    assert callers[own["model.layers.0.mlp.gate"]] == {"weight"}
     assert "model.layers.0.mlp" not in own
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
