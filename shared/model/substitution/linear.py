@@ -21,6 +21,7 @@ from shared.model.substitution.match import (
     Substitute,
     Unsuitable,
     agrees,
+    of_all_sizes,
     random_input,
 )
 from shared.model.weights.lazy import LazyWeight, lazy
@@ -83,7 +84,8 @@ def linear(
     def forward(x: Tensor) -> Tensor:
         return ops.packed_linear(x, packed, out_features, bias)
 
-    if form is None and not agrees(forward, module, random_input(INPUT_ROWS, weight.columns)):
+    x = random_input(INPUT_ROWS, weight.columns)
+    if form is None and not agrees(forward, module, *of_all_sizes(x)):
         raise Unsuitable("does more than x @ weight.T + bias")
     recipe = PackedLinear(packed, out_features, bias)
     return Substitute(forward, recipe, "linear", ((module, "weight"),), (weight,))
@@ -118,7 +120,7 @@ def rms_norm(module: nn.Module, *, form: object | None = None) -> Substitute:
         return _rms_norm(frozen, *form)
     x = random_input(INPUT_ROWS, 2, frozen.shape[0])
     # Small input reveals eps. Shifted input reveals whether the mean is subtracted.
-    inputs = (x, x * 1e-3, x + 1)
+    inputs = (*of_all_sizes(x), x + 1)
     epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
     for eps in sorted(epsilons):
         for offset in (0.0, 1.0):
@@ -171,8 +173,11 @@ def _plain_mlp(form: MlpForm, module: nn.Module, x: Tensor) -> Tensor | None:
 
 def _find_form(module: nn.Module, x: Tensor) -> MlpForm:
     def computes(form: MlpForm) -> bool:
-        plain = _plain_mlp(form, module, x)
-        return plain is not None and agrees(lambda _: plain, module, x)
+        def plain(x: Tensor) -> Tensor:
+            computed = _plain_mlp(form, module, x)
+            return x.new_empty(0) if computed is None else computed
+
+        return agrees(plain, module, *of_all_sizes(x))
 
     found = next(filter(computes, _forms(len(_linears(module)))), None)
     if found is None:
@@ -218,7 +223,7 @@ def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
         acted = ops.packed_gated_linear(x, packed_gate, packed_up, width, activation, bias)
         return ops.packed_linear(acted, packed_down, hidden, down_bias)
 
-    if form is None and not agrees(forward, module, x):
+    if form is None and not agrees(forward, module, *of_all_sizes(x)):
         raise Unsuitable("its fused form differs by more than the tolerance")
     recipe = GatedMlp(
         packed_gate,

@@ -116,6 +116,11 @@ def random_input(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
+def of_all_sizes(x: Tensor) -> tuple[Tensor, ...]:
+    """`x` and the same far smaller and far larger. Clamps show on large input, and what is added to it on small."""
+    return x, x * 1e-4, x * 1e4
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """max |actual - expected| / max |expected|; infinite if the shapes differ or a number is not finite."""
     if actual.shape != expected.shape or not (

@@ -52,6 +52,31 @@ def test_look_alikes_are_not_substituted() -> None:
         linear(nn.Linear(8, 4).double())
 
 
+class _Clamped(_Mlp):
+    """A gated MLP with a limit that usual input does not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x).clamp(-100, 100) * self.act(self.b(x).clamp(max=100)))
+
+
+class _Rounded(nn.Linear):
+    """Adds what shows on small input only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1e-6
+
+
+def test_what_shows_on_large_or_small_input_is_seen() -> None:
+    usual = torch.randn(5, 8)
+    clamped, rounded = _Clamped(nn.SiLU()), _Rounded(8, 4, bias=False)
+    torch.testing.assert_close(clamped(usual), _Mlp.forward(clamped, usual))
+    with pytest.raises(Unsuitable, match="is not down"):
+        gated_mlp(clamped)
+    torch.testing.assert_close(rounded(usual), nn.Linear.forward(rounded, usual))
+    with pytest.raises(Unsuitable, match="does more"):
+        linear(rounded)
+
+
 @pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(approximate="tanh")])
 def test_a_gated_mlp_is_found_whatever_its_layers_are_called(act: nn.Module) -> None:
     module, x = _Mlp(act), torch.randn(5, 8)
