@@ -29,6 +29,15 @@ LLAMA_LIKE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+# The length at which the families of `BORDERED` change what they compute; their windows are shorter.
+BORDER = 12
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.5, 5.0, 6.5],
+    "original_max_position_embeddings": BORDER,
+}
 ALTERNATING = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
 
 
@@ -97,6 +106,45 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "phi2": lambda: _llama_like(hf.PhiConfig),
     "phi3": lambda: _llama_like(hf.Phi3Config),
     "phi3-sliding": lambda: _llama_like(hf.Phi3Config, sliding_window=5),
+    # `generate` reads all tokens again when they outgrow the short factors.
+    "phi3-longrope": lambda: _llama_like(
+        hf.Phi3Config, original_max_position_embeddings=BORDER, rope_parameters=LONGROPE
+    ),
+    "phimoe-longrope": lambda: _llama_like(
+        hf.PhimoeConfig,
+        num_local_experts=4,
+        original_max_position_embeddings=BORDER,
+        rope_parameters={**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3},
+    ),
+    # It goes on over keys with the short ones.
+    "llama-longrope": lambda: _llama_like(hf.LlamaConfig, rope_parameters=LONGROPE),
+    "ministral3": lambda: _llama_like(
+        hf.Ministral3Config,
+        head_dim=8,
+        sliding_window=None,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": BORDER,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.9,
+        },
+    ),
+    "llama4": lambda: _llama_like(
+        hf.Llama4TextConfig,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        floor_scale=BORDER,
+        attn_scale=0.9,
+        attention_chunk_size=2 * BORDER,
+        no_rope_layers=[1, 0] * (NUM_LAYERS // 2),
+    ),
     "falcon": lambda: hf.FalconConfig(
         hidden_size=32,
         num_hidden_layers=NUM_LAYERS,
@@ -129,6 +177,13 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **{k: v for k, v in SHARED.items() if k != "initializer_range"},
     ),
 }
+
+
+# Families whose configuration names a position where behaviour changes, all before position 2 * BORDER.
+BORDERED = [name for name in sorted(FAMILIES) if name.endswith(("-longrope", "-sliding"))]
+BORDERED += ["ministral3", "llama4"]
+# Angles or scales that transformers chooses for a whole batch: a row's answers depend on the others'.
+DEPENDS_ON_COMPANY = {"phi3-longrope", "phimoe-longrope", "llama-longrope", "llama4"}
 
 
 def build_family(name: str) -> hf.PreTrainedModel:

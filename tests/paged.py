@@ -9,8 +9,10 @@ from shared.model.recorder import Recorder
 from tests.families import FAMILIES, build_family
 from tests.recorders import TracingRecorder
 
-# Falcon does not use transformers' AttentionInterface.
-NOT_PAGED = {"falcon", "falcon-alibi"}
+# Falcon does not use transformers' AttentionInterface, and Llama 4 attends in chunks.
+NOT_PAGED = {"falcon", "falcon-alibi", "llama4"}
+# It compares lengths on the host.
+WAITING = {"PhimoeForCausalLM"}
 PAGED = sorted(set(FAMILIES) - NOT_PAGED)
 
 
@@ -32,5 +34,5 @@ def make_runner(
     runner = PagedRunner(
         loaded, kv_budget_bytes=kv_budget_bytes, recorder=recorder, transform=transform
     )
-    assert runner.records == recorder.records
+    assert runner.records == (recorder.records and loaded.architecture not in WAITING)
     return runner

@@ -116,7 +116,8 @@ class Engine:
                 prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
             token_bytes = run_in_own_thread(kv_token_bytes, runner)
             learned = LearnedSuccessors(learned_bytes) if learned_bytes else None
-            self._decoder = Decoder(runner, Prefixes(prefix_cache_bytes // token_bytes), learned)
+            prefixes = Prefixes(prefix_cache_bytes // token_bytes, runner.regimes)
+            self._decoder = Decoder(runner, prefixes, learned)
             self._admission = Admission(
                 loaded,
                 token_bytes,

@@ -130,7 +130,8 @@ class Decoder:
         if self.learned is not None and request.policy.name == "exact":
             learned = self.learned.of(request.client)
         max_tokens = capacity - len(request.prompt_ids)
-        return Sequence(request, loaded, ladder, cache, max_tokens, served, learned)
+        regimes = self.runner.regimes
+        return Sequence(request, loaded, ladder, cache, max_tokens, served, learned, regimes)
 
     def step(self, batch: Rows[Member], costs: PassCosts) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.
@@ -159,8 +160,8 @@ class Decoder:
     ) -> list[list[TokenChunk]]:
         """A step of the sequences that share a deep pass. `running`: all running sequences, which may share their prefixes."""
         start_s = time.perf_counter()
-        decoding = [member for member in batch if member[0].num_generated]
-        reading = [sequence for sequence, _ in batch if not sequence.num_generated]
+        decoding = [member for member in batch if not member[0].is_reading]
+        reading = [sequence for sequence, _ in batch if sequence.is_reading]
         # Sequences for which the engine may choose whether to draft. The choice changes the speed, never the output.
         num_adaptive = sum(sequence.may_skip_drafting for sequence, _ in decoding)
         shape = (num_adaptive, len(decoding))
@@ -213,21 +214,23 @@ class Decoder:
     ) -> _Part | None:
         """The next piece of a prompt. None if more of it is copied in the next step, which includes what one of `others` computes in
         this step."""
-        left_to_copy = self.prefixes.match(sequence, running, copies)
-        sequence.show_prompt(sequence.num_settled)
-        if left_to_copy:
-            return None
-        if self.prefixes.is_being_computed(sequence, others):
-            return None
-        start, prompt = sequence.num_settled, sequence.request.prompt_ids
+        if not sequence.num_generated:  # what is read again is no prompt that others have
+            left_to_copy = self.prefixes.match(sequence, running, copies)
+            sequence.show_prompt(sequence.num_settled)
+            if left_to_copy:
+                return None
+            if self.prefixes.is_being_computed(sequence, others):
+                return None
+        start, end = sequence.num_settled, sequence.read_length
         chain = Chain(
             start,
-            list(prompt[start : start + budget]),
+            sequence.tokens[start : min(start + budget, end)],
             sequence.cache,
             kept={depth: [] for depth in sequence.kept_depths},
+            read_length=end,
         )
         sequence.show_prompt(start + len(chain.tokens))
-        is_last = start + len(chain.tokens) == len(prompt)
+        is_last = start + len(chain.tokens) == end
         return _Part(sequence, chain, int(is_last), is_prefill=True)
 
     # Draft.
@@ -370,6 +373,7 @@ class Decoder:
         part.chunks += sequence.emit(tokens if verdict.is_sound else tokens[:-1])
         if not verdict.is_sound and not sequence.is_finished:
             raise non_finite_logits()
+        sequence.read_again_if_outgrown()
 
     def _record_drafts(self, part: _Part, verdict: Verdict) -> None:
         chain, version = part.chain, part.sequence.request.router_version

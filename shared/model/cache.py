@@ -51,11 +51,27 @@ class LengthlessCache(Cache):
         return self.offset + query_length, 0
 
 
+class _LateLength(int):
+    """The number of keys of a late start. Transformers leaves out the mask of a window or chunk that is longer than the keys, as if they
+    began at position 0; behind a late start a chunk may end among them. So this is shorter than nothing."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __ge__(self, other: int) -> bool:
+        return True
+
+
 class KVCache(ABC):
-    """The keys and values of at most `capacity` tokens per sequence, in every layer. Made by `Runner.new_cache`."""
+    """The keys and values of at most `capacity` tokens per sequence, in every layer. Made by `Runner.new_cache`.
+
+    `origin`: the position that the model sees for the first of them. 0, except in checks: they set it to try late positions without
+    reading all that come before.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.origin = 0
 
     def begin(self, base: int, num_tokens: int) -> None:
         """States that the next pass holds positions [base, base + num_tokens).
@@ -99,11 +115,15 @@ class ContiguousCache(LengthlessCache, KVCache):
         self.dtype = dtype
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
-        self._end = 0
+        self._base = self._end = 0
         self._tables: dict[tuple[int, ...], KVTables] = {}
         # The pass per row, in the form that a fused layer takes.
         self._bases: list[int] = []
         self._counts: list[int] = []
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        length = self._base + query_length
+        return _LateLength(length) if self.origin else length, self.origin
 
     @property
     def keys(self) -> Mapping[int, Tensor]:
@@ -116,7 +136,7 @@ class ContiguousCache(LengthlessCache, KVCache):
 
     def begin(self, base: int, num_tokens: int) -> None:
         super().begin(base, num_tokens)
-        self.offset, self._end = base, base + num_tokens
+        self.offset, self._base, self._end = self.origin + base, base, base + num_tokens
         self._bases, self._counts = [base], [num_tokens]
 
     def update(
@@ -124,8 +144,8 @@ class ContiguousCache(LengthlessCache, KVCache):
     ) -> tuple[Tensor, Tensor]:
         """Writes [B, Hkv, Q, Dh] at the positions of the pass. Returns views [B, Hkv, base + Q, Dh] of the positions up to its end."""
         keys, values = self.layer_tensors(key_states, value_states, layer_idx)
-        keys[:, :, self.offset : self._end] = key_states
-        values[:, :, self.offset : self._end] = value_states
+        keys[:, :, self._base : self._end] = key_states
+        values[:, :, self._base : self._end] = value_states
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def layer_tensors(

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from shared.model.borders import NUM_CHECKED, crossing_length, origins
 from shared.model.cache import KVCache, as_contiguous
+from shared.model.cut_check import check_cuts
 from shared.model.gated_model import GatedModel
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedCache, RaggedSequence
@@ -15,6 +17,9 @@ from shared.model.substitution import attention
 
 # Largest relative difference between the states of a sequence alone and in a ragged batch.
 RAGGED_TOLERANCE = 1e-4
+_CANNOT = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+# Windows up to this number of tokens are tried with as many tokens. Of a longer one only the mask is checked.
+LONGEST_BORDER = 512
 
 
 class ContiguousRunner(GatedModel):
@@ -31,6 +36,7 @@ class ContiguousRunner(GatedModel):
     def __init__(self, loaded: LoadedModel, why: str = "") -> None:
         super().__init__(loaded)
         self.why_not_recorded = self.why_not_compiled = why
+        check_cuts(self)
         self.supports_ragged = self._check_ragged()
         self.counters.reset()
 
@@ -73,17 +79,18 @@ class ContiguousRunner(GatedModel):
             out = self.direct.run(first, last, hidden, token_ids, cache, cache.spans, taps)
             if out is not None:
                 return out
-        positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in sequences])
-        return self.gates.run(
-            first,
-            last,
-            hidden,
-            taps=taps,
-            input_ids=token_ids,
-            position_ids=positions[None].to(token_ids.device),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        positions = torch.cat([torch.arange(span.start, span.end) for span in cache.spans])
+        with self.regimes_of(sequences):
+            return self.gates.run(
+                first,
+                last,
+                hidden,
+                taps=taps,
+                input_ids=token_ids,
+                position_ids=positions[None].to(token_ids.device),
+                past_key_values=cache,
+                use_cache=True,
+            )
 
     def move(self, moves: Sequence[tuple[KVCache, int, int]]) -> None:
         raise NotImplementedError("contiguous caches hold no leaves")
@@ -99,31 +106,38 @@ class ContiguousRunner(GatedModel):
 
     @torch.inference_mode()
     def _check_ragged(self) -> bool:
-        """Whether three sequences get the same states in a ragged batch as alone, one of them longer than the model's window."""
+        """Whether sequences get the same states in a ragged batch, after a rollback, as alone. One of them is longer than the model's
+        window, and others cross each border."""
         if self.loaded.model.config._attn_implementation != attention.NAME:
             return False
         generator = torch.Generator().manual_seed(0)
-        window = getattr(self.loaded.model.config, "sliding_window", None) or 0
-        longest = min(max(24, min(window, 512) + 8), self.loaded.context_length)
+        config, context_length = self.loaded.model.config, self.loaded.context_length
+        longest = crossing_length(config, context_length, LONGEST_BORDER)
+        late = [(NUM_CHECKED, place) for place in origins(config, context_length) if place]
         alone, sequences, tokens = [], [], []
-        for length in (longest, 3, longest // 2):
+        for length, place in ((longest, 0), (min(3, longest), 0), (longest // 2, 0), *late):
             ids = torch.randint(self.loaded.vocabulary_size, (1, length), generator=generator)
             caches = self.new_cache(length), self.new_cache(length)
-            held = length // 2
-            for cache in caches:
-                if held:
-                    self.run(ids[:, :held], cache, first=0, last=self.num_layers, base=0)
-            alone.append(
-                self.run(ids[:, held:], caches[0], first=0, last=self.num_layers, base=held)
-            )
-            sequences.append(RaggedSequence(caches[1], held, length - held))
+            held, read = length // 2, place + length
+            try:
+                for cache in caches:
+                    cache.origin = place
+                    if held:
+                        self._run_all(ids[:, :held], cache, 0, read)
+                alone.append(self._run_all(ids[:, held:], caches[0], held, read))
+            except _CANNOT:
+                return False  # it cannot begin late, so it cannot be checked
+            sequences.append(RaggedSequence(caches[1], held, length - held, read_length=read))
             tokens.append(ids[:, held:])
-        expected = torch.cat(alone, 1)
+        expected, asked, last = torch.cat(alone, 1), torch.cat(tokens, 1), self.num_layers
         try:
-            together = self.run_ragged(
-                torch.cat(tokens, 1), sequences, first=0, last=self.num_layers
-            )
-        except (AttributeError, TypeError, RuntimeError, NotImplementedError):
+            self.run_ragged(asked.flip(1), sequences, first=0, last=last)
+            together = self.run_ragged(asked, sequences, first=0, last=last)
+        except _CANNOT:
             return False  # the family's own code looks inside the objects of `substitution.ragged`
         scale = expected.abs().max().clamp_min(1e-9)
         return bool((together - expected).abs().max() <= RAGGED_TOLERANCE * scale)
+
+    def _run_all(self, ids: Tensor, cache: KVCache, base: int, read_length: int) -> Tensor:
+        last = self.num_layers
+        return self.run(ids, cache, first=0, last=last, base=base, read_length=read_length)

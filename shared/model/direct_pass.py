@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared.model.borders import borders
 from shared.model.cache import ContiguousCache
 from shared.model.gates import Gates
 from shared.model.loaded import LoadedModel
@@ -33,15 +34,21 @@ _PROBED = 8  # positions whose angles are compared with those of the module, eac
 class AngleTable:
     """The cosines and sines [1, P, R] that a rotary module gives positions 0 to P - 1. It grows when a later position is asked for."""
 
-    def __init__(self, module: nn.Module, like: Tensor, context_length: int) -> None:
-        """`like` [1, Q, D]: a state that the module has been called with.
+    def __init__(
+        self, module: nn.Module, like: Tensor, context_length: int, borders: Sequence[int] = ()
+    ) -> None:
+        """`like` [1, Q, D]: a state that the module has been called with. `borders`: positions where angles may change.
 
         Raises `Unsuitable` if the angles of a position depend on the other positions of the pass.
         """
         self._module = module
         self._like = like[:, :1].clone()
         self._cos, self._sin = self._of(range(min(_FIRST_ROWS, context_length)))
-        far = [*range(min(_PROBED, context_length)), context_length // 2, context_length - 1]
+        near = {border + step for border in borders for step in (-1, 0, 1)}
+        far = {*range(_PROBED), context_length // 2, context_length - 1, *near}
+        self._check_independent(sorted(p for p in far if p < context_length))
+
+    def _check_independent(self, far: Sequence[int]) -> None:
         together = self._of(far)
         for index, position in enumerate(far):
             alone = self._of([position])
@@ -58,16 +65,18 @@ class AngleTable:
 
     def of(self, spans: Sequence[Span]) -> Angles:
         """The angles [1, T, R] of the positions of all spans, one span after another."""
-        longest = max(span.base + span.num_tokens for span in spans)
-        if longest > self._cos.shape[1]:
-            self._grow(longest)
-        parts = [slice(span.base, span.base + span.num_tokens) for span in spans]
+        parts = [self._of_span(span) for span in spans]
         if len(parts) == 1:
-            return self._cos[:, parts[0]], self._sin[:, parts[0]]
-        return (
-            torch.cat([self._cos[:, part] for part in parts], 1),
-            torch.cat([self._sin[:, part] for part in parts], 1),
-        )
+            return parts[0]
+        return torch.cat([cos for cos, _ in parts], 1), torch.cat([sin for _, sin in parts], 1)
+
+    def _of_span(self, span: Span) -> Angles:
+        known = self._cos.shape[1]
+        if span.origin:  # a check: the table need not hold all positions before
+            return self._of(range(span.start, span.end))
+        if span.end > known:
+            self._grow(span.end)
+        return self._cos[:, span.start : span.end], self._sin[:, span.start : span.end]
 
     def _grow(self, length: int) -> None:
         known = self._cos.shape[1]
@@ -94,7 +103,12 @@ class DirectPass:
         watched = _watch(loaded)
         # The length of the longest sequence whose masks are causal; inf without a window.
         self.causal_until = watched.causal_until
-        self._angles = AngleTable(watched.rotary, watched.state, loaded.context_length)
+        self._angles = AngleTable(
+            watched.rotary,
+            watched.state,
+            loaded.context_length,
+            borders(loaded.model.config, loaded.context_length),
+        )
         inside = set(loaded.parts.layers.modules())
         around = [module for module in loaded.model.base_model.modules() if module not in inside]
         # The hooks of what a direct pass does not call. If there are any, it is not used.
@@ -114,7 +128,7 @@ class DirectPass:
 
         Keys and values may have been written in that case. The other pass writes them again.
         """
-        if any(self._hooks) or max(s.base + s.num_tokens for s in spans) > self.causal_until:
+        if any(self._hooks) or max(s.end for s in spans) > self.causal_until:
             return None
         state = self._embedding(token_ids) if hidden is None else hidden
         return self._gates.run_stacked(

@@ -1,14 +1,18 @@
 """A model's own forward, run in parts: what the contiguous and the paged runner have in common."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from shared.model.borders import origins
 from shared.model.cache import ContiguousCache, KVCache, as_contiguous
 from shared.model.direct_pass import DirectPass
 from shared.model.gates import Gates, LayerCounters
 from shared.model.loaded import LoadedModel
+from shared.model.ragged import RaggedSequence
+from shared.model.regimes import Regimes, find_regimes, whole_or_each
 from shared.model.runner import Taps, tap_depths
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span
@@ -24,6 +28,7 @@ class GatedModel:
         self.loaded = loaded
         self.num_layers = loaded.num_layers
         self.gates = _gates_of(loaded)
+        self.regimes = _regimes_of(loaded)
         self.head_is_direct = self._check_direct_head()
         # Whether a state at depth 0 is the token's row of the embedding and nothing else.
         self.embedding_is_direct = False
@@ -54,25 +59,35 @@ class GatedModel:
         base: int,
         hidden: Tensor | None = None,
         taps: Taps | None = None,
+        read_length: int | None = None,
     ) -> Tensor:
         """As `Runner.run`, over a contiguous cache and for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B, Q, D]."""
         own = as_contiguous(cache)
         own.begin(base, token_ids.shape[1])
         taps = self.tapped(first, last, taps)
         if self.direct is not None and last:
-            span = Span(base, token_ids.shape[1])
+            span = Span(base, token_ids.shape[1], own.origin)
             out = self.direct.run(first, last, hidden, token_ids, own, [span], taps)
             if out is not None:
                 return out
-        return self.gates.run(
-            first,
-            last,
-            hidden,
-            taps=taps,
-            input_ids=token_ids,
-            past_key_values=own,
-            use_cache=True,
-        )
+        sequence = RaggedSequence(own, base, token_ids.shape[1], read_length=read_length)
+        with self.regimes_of([sequence]):
+            return self.gates.run(
+                first,
+                last,
+                hidden,
+                taps=taps,
+                input_ids=token_ids,
+                past_key_values=own,
+                use_cache=True,
+            )
+
+    def regimes_of(self, sequences: Sequence[RaggedSequence]) -> AbstractContextManager[None]:
+        """Within it, the tokens of a pass get the angles of their regimes."""
+        if not self.regimes.are_several:
+            return nullcontext()
+        own = [self.regimes.of(length) for sequence in sequences for length in sequence.lengths]
+        return self.regimes.during(whole_or_each(own))
 
     def tapped(self, first: int, last: int, taps: Taps | None) -> Taps | None:
         """`taps` with a key for each depth that a pass through layers [first, last) is to tap: see `Gates.run`."""
@@ -143,12 +158,15 @@ class GatedModel:
         count = min(8, self.loaded.vocabulary_size, self.loaded.context_length - 1)
         tokens = torch.arange(count, device=self.loaded.device)[None]
         rows = self.loaded.parts.embedding(tokens)
-        entering = self.embed(tokens, base=1)
-        return rows.shape == entering.shape and torch.equal(rows, entering)
+        for place in origins(self.loaded.model.config, self.loaded.context_length):
+            entering = self.embed(tokens, base=max(place, 1))
+            if rows.shape != entering.shape or not torch.equal(rows, entering):
+                return False
+        return True
 
     @torch.inference_mode()
     def _check_direct_pass(self) -> tuple[DirectPass | None, str]:
-        """A direct pass that gives the bits of the model's own forward, in passes of two, one and one token. Or why there is none."""
+        """A direct pass that gives the bits of the model's own forward, across every border. Or why there is none."""
         if not self.embedding_is_direct:
             return None, "the model does more than look up rows of its embedding"
         if not self.gates.all_fused:
@@ -157,28 +175,47 @@ class GatedModel:
             direct = DirectPass(self.loaded, self.gates)
         except Unsuitable as reason:
             return None, str(reason)
-        counts = (2, 1, 1)
+        limit = min(self.loaded.context_length, direct.causal_until)
+        for place in origins(self.loaded.model.config, self.loaded.context_length):
+            if not self._is_direct_at(place, direct, limit):
+                return None, f"it would give other bits from position {place} on"
+        return (direct, "") if limit else (None, "its masks are never causal")
+
+    def _is_direct_at(self, place: int, direct: DirectPass, limit: float) -> bool:
+        """Whether passes over positions from `place` on, up to `limit`, have the same bits."""
+        counts = (4, 1, 4)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.loaded.vocabulary_size, (1, sum(counts)), generator=generator)
         own, twin = (self.new_cache(sum(counts)) for _ in range(2))
+        own.origin = twin.origin = place
         base = 0
         for part in ids.split(counts, 1):
-            if base + part.shape[1] > min(self.loaded.context_length, direct.causal_until):
+            count = int(min(part.shape[1], limit - place - base))
+            if count <= 0:
                 break
+            part = part[:, :count]
             expected = self.run(part, own, first=0, last=self.num_layers, base=base)
-            twin.begin(base, part.shape[1])
-            span = Span(base, part.shape[1])
+            twin.begin(base, count)
+            span = Span(base, count, place)
             out = direct.run(0, self.num_layers, None, part, twin, [span], None)
             if out is None or not torch.equal(out, expected):
-                return None, "it would give other bits"
-            base += part.shape[1]
-        return (direct, "") if base else (None, "its masks are never causal")
+                return False
+            base += count
+        return True
 
     def _run_one_token(self) -> ContiguousCache:
         cache = self.new_cache(1)
         token = torch.zeros(1, 1, dtype=torch.long, device=self.loaded.device)
         self.run(token, cache, first=0, last=self.num_layers, base=0)
         return cache
+
+
+def _regimes_of(loaded: LoadedModel) -> Regimes:
+    """Those of the model up to its context length. They are found once."""
+    found: dict[int, Regimes] = vars(loaded.model).setdefault("_neap_regimes", {})
+    if loaded.context_length not in found:
+        found[loaded.context_length] = find_regimes(loaded.model, loaded.context_length)
+    return found[loaded.context_length]
 
 
 def _gates_of(loaded: LoadedModel) -> Gates:

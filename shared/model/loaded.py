@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shared.errors import UnsupportedModel
+from shared.model.borders import context_limit
 from shared.model.dtypes import dtype_name
 from shared.model.fingerprint import fingerprint
 from shared.model.parts import ModelParts, find_parts
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from shared.model.substitution.apply import AccelerationReport
 
 log = structlog.get_logger("neap.model")
-
-# For configs that state no limit.
-DEFAULT_CONTEXT_LENGTH = 4096
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,7 @@ def wrap_model(
     """
     model.requires_grad_(False).eval()
     parts = find_parts(model)
-    limit = (
-        getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        or DEFAULT_CONTEXT_LENGTH
-    )
+    limit = context_limit(model.config)
     identity = identity or fingerprint(model)
     kv_dtype, compute_dtype = kv_dtype or model.dtype, compute_dtype or model.dtype
     report = None

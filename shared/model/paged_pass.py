@@ -5,8 +5,9 @@ is recorded once and replayed over other numbers. A token at a negative position
 written, and nobody reads the result.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from shared.model.cache import LengthlessCache
 from shared.model.gates import Forward, Gates, LayerOutput
 from shared.model.loaded import LoadedModel
 from shared.model.paged_kv import BlockPool
+from shared.model.regimes import Regimes
 from shared.model.substitution import paged_attention
 from shared.model.substitution.paged_attention import LayerBlocks, PagedMask, PagedOffset
 
@@ -23,18 +25,41 @@ from shared.model.substitution.paged_attention import LayerBlocks, PagedMask, Pa
 LayerTransform = Callable[[int, Forward], Forward]
 
 
+@dataclass
+class TokenPlaces:
+    """Where the tokens of a pass stand: their positions, those at whose places their keys and values are kept, those that the model
+    sees (other ones in checks only: see `KVCache.origin`), and their regimes."""
+
+    positions: list[int] = field(default_factory=list)
+    kept_at: list[int] = field(default_factory=list)
+    seen_at: list[int] = field(default_factory=list)
+    regimes: list[int] = field(default_factory=list)
+
+    @classmethod
+    def without_layers(cls, positions: Sequence[int]) -> "TokenPlaces":
+        """Those of tokens that no layer runs over."""
+        own = list(positions)
+        return cls(own, own, own, [0] * len(own))
+
+    def cut(self, part: slice) -> "TokenPlaces":
+        return TokenPlaces(
+            self.positions[part], self.kept_at[part], self.seen_at[part], self.regimes[part]
+        )
+
+
 class TokenBuffer:
     """The tokens of a pass, in tensors that stay in place. Every pass has T = `num_tokens` tokens.
 
-    `ids`, `positions` (negative: padding), `table_indices`, the index of each token's block table, and `kept_at`, the position at whose
-    place its keys and values are kept: each [T] int64, views of `stacked` [4, T].
+    `ids`, `table_indices`, the index of each token's block table, and what `TokenPlaces` has (a negative position: padding): each [T]
+    int64, views of `stacked` [6, T].
     """
 
     @torch.inference_mode()
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.num_tokens = num_tokens
-        self.stacked = torch.zeros(4, num_tokens, dtype=torch.int64, device=device)
-        self.ids, self.positions, self.table_indices, self.kept_at = self.stacked.unbind()
+        self.stacked = torch.zeros(6, num_tokens, dtype=torch.int64, device=device)
+        self.ids, self.table_indices, *places = self.stacked.unbind()
+        self.positions, self.kept_at, self.seen_at, self.regimes = places
         self.clear()
 
     @torch.inference_mode()
@@ -43,19 +68,19 @@ class TokenBuffer:
         self.positions.fill_(-1)
 
     @torch.inference_mode()
-    def fill(
-        self, ids: Tensor, positions: list[int], table_indices: list[int], kept_at: list[int]
-    ) -> None:
-        """Sets N <= T tokens: `ids` [N], their positions, the indices of their block tables, and where they are kept. The rest is
-        padding. One copy if `ids` are on the host."""
-        padding = [0] * (self.num_tokens - len(positions))
+    def fill(self, ids: Tensor, table_indices: list[int], places: TokenPlaces) -> None:
+        """Sets N <= T tokens: `ids` [N], the indices of their block tables, and their places. The rest is padding. One copy if `ids` are on
+        the host."""
+        padding = [0] * (self.num_tokens - len(table_indices))
         nowhere = [-1] * len(padding)
         host = torch.tensor(
             [
                 [0] * self.num_tokens,
-                positions + nowhere,
                 table_indices + padding,
-                kept_at + padding,
+                places.positions + nowhere,
+                places.kept_at + padding,
+                places.seen_at + padding,
+                places.regimes + padding,
             ]
         )
         on_host = ids.device.type == "cpu"
@@ -108,6 +133,7 @@ class PagedForward:
         first: int,
         last: int,
         *,
+        regimes: Regimes,
         taps: dict[int, Tensor] | None = None,
         checks: bool = False,
     ) -> Tensor:
@@ -120,7 +146,10 @@ class PagedForward:
         counted = list(counters.per_layer), counters.token_layers
         self._tokens = tokens
         try:
-            with self._attention():
+            with (
+                self._attention(),
+                regimes.during(tokens.regimes[None] if regimes.are_several else None),
+            ):
                 state = self._gates.run(
                     first,
                     last,
@@ -128,8 +157,7 @@ class PagedForward:
                     forwards=self._layers,
                     taps=taps,
                     input_ids=tokens.ids[None],
-                    # Padding needs a position that is valid for the model.
-                    position_ids=tokens.positions.clamp(min=0)[None],
+                    position_ids=tokens.seen_at[None],
                     past_key_values=_LayerCache(PagedOffset(checks)),
                     use_cache=True,
                 )

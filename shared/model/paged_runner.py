@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shared.errors import UnsupportedModel
 from shared.model.cache import KVCache
+from shared.model.cut_check import check_cuts
 from shared.model.gated_model import GatedModel
 from shared.model.gates import LayerCounters
 from shared.model.host_syncs import host_syncs
@@ -27,9 +28,10 @@ from shared.model.paged_kv import (
     as_paged,
     num_blocks_of,
 )
-from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer
+from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer, TokenPlaces
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder, Recorder, Work
+from shared.model.regimes import Regimes
 from shared.model.runner import Taps, tap_depths
 
 logger = logging.getLogger(__name__)
@@ -65,12 +67,13 @@ class PagedRunner:
         self.loaded = loaded
         self.num_layers = loaded.num_layers
         self._model = GatedModel(loaded)
+        check_cuts(self._model)
         check = StateCheck(self._model)
         shapes = self._layer_shapes()
         self.num_budget_blocks = kv_budget_bytes // sum(shape.block_bytes for shape in shapes)
         self.pool = BlockPool(
             shapes,
-            self.num_budget_blocks + num_blocks_of(RESERVED_TOKENS),
+            self.num_budget_blocks + num_blocks_of(max(RESERVED_TOKENS, check.num_tokens)),
             loaded.context_length,
             loaded.device,
         )
@@ -100,6 +103,10 @@ class PagedRunner:
     @property
     def counters(self) -> LayerCounters:
         return self._model.counters
+
+    @property
+    def regimes(self) -> Regimes:
+        return self._model.regimes
 
     @property
     def records(self) -> bool:
@@ -161,9 +168,10 @@ class PagedRunner:
         base: int,
         hidden: Tensor | None = None,
         taps: Taps | None = None,
+        read_length: int | None = None,
     ) -> Tensor:
         assert token_ids.shape[0] == 1
-        sequence = RaggedSequence(cache, base, token_ids.shape[1])
+        sequence = RaggedSequence(cache, base, token_ids.shape[1], read_length=read_length)
         return self.run_ragged(
             token_ids, [sequence], first=first, last=last, hidden=hidden, taps=taps
         )
@@ -180,18 +188,20 @@ class PagedRunner:
         taps: Taps | None = None,
     ) -> Tensor:
         caches: list[PagedCache] = []
-        positions: list[int] = []
-        kept_at: list[int] = []
+        places = TokenPlaces()
         for sequence in sequences:
             cache = as_paged(sequence.cache)
             cache.begin(sequence.base, sequence.num_tokens)
             caches += [cache] * sequence.num_tokens
-            positions += sequence.positions
-            kept_at += range(sequence.base, sequence.base + sequence.num_tokens)
+            places.positions += sequence.positions
+            places.kept_at += range(sequence.base, sequence.base + sequence.num_tokens)
+            places.seen_at += [cache.origin + position for position in sequence.positions]
+            if self.regimes.are_several:
+                places.regimes += map(self.regimes.of, sequence.lengths)
+            else:
+                places.regimes += [0] * sequence.num_tokens
         entering = None if hidden is None else hidden[0]
-        return self._run_in_buckets(
-            token_ids[0], caches, positions, kept_at, first, last, entering, taps
-        )[None]
+        return self._run_in_buckets(token_ids[0], caches, places, first, last, entering, taps)[None]
 
     def move(self, moves: Sequence[tuple[KVCache, int, int]]) -> None:
         self.pool.move([(as_paged(cache), source, target) for cache, source, target in moves])
@@ -200,15 +210,15 @@ class PagedRunner:
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
         if self._model.embedding_is_direct:
             return self._model.embed(token_ids.to(self.loaded.device), base)
-        positions = list(range(base, base + token_ids.shape[1]))
-        return self._run_in_buckets(token_ids[0], [], positions, positions, 0, 0, None)[None]
+        places = TokenPlaces.without_layers(range(base, base + token_ids.shape[1]))
+        return self._run_in_buckets(token_ids[0], [], places, 0, 0, None)[None]
 
     @torch.inference_mode()
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self._model.embedding_is_direct:
             return self.embed(self.ids(tokens))[0]
-        own = list(positions)
-        return self._run_in_buckets(torch.tensor(tokens), [], own, own, 0, 0, None)
+        places = TokenPlaces.without_layers(positions)
+        return self._run_in_buckets(torch.tensor(tokens), [], places, 0, 0, None)
 
     @torch.inference_mode()
     def logits(self, state: Tensor) -> Tensor:
@@ -226,15 +236,13 @@ class PagedRunner:
         self,
         ids: Tensor,
         caches: Sequence[PagedCache],
-        positions: list[int],
-        kept_at: list[int],
+        places: TokenPlaces,
         first: int,
         last: int,
         entering: Tensor | None,
         taps: Taps | None = None,
     ) -> Tensor:
-        """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D]. `caches`: each token's; empty if no layer runs. `kept_at`:
-        see `paged_attention`.
+        """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D]. `caches`: each token's; empty if no layer runs.
 
         More tokens than the largest bucket holds run in several passes. The result is that of one pass, because a token sees those
         before it through its cache.
@@ -243,13 +251,14 @@ class PagedRunner:
         tapped: dict[int, list[Tensor]] = {
             depth: [] for depth in self._tapped if taps is not None and first < depth < last
         }
-        for start in range(0, len(positions), BUCKETS[-1]):
+        for start in range(0, len(places.positions), BUCKETS[-1]):
             piece = slice(start, start + BUCKETS[-1])
-            count = len(positions[piece])
+            own = places.cut(piece)
+            count = len(own.positions)
             bucket = bucket_of(count, BUCKETS)
             replay = self._recorded_layers(first, last, bucket)
             indices = [self.pool.table_index(cache) for cache in caches[piece]] or [0] * count
-            self._tokens[bucket].fill(ids[piece], positions[piece], indices, kept_at[piece])
+            self._tokens[bucket].fill(ids[piece], indices, own)
             assert (entering is None) == (first == 0)
             if entering is not None:
                 self._entering[:count].copy_(entering[piece])
@@ -276,7 +285,13 @@ class PagedRunner:
         entering = self._entering[:bucket] if first else None
         taps = self._model.tapped(first, last, {})
         state = self._forward.run(
-            self._tokens[bucket], entering, first, last, taps=taps, checks=self._checks
+            self._tokens[bucket],
+            entering,
+            first,
+            last,
+            regimes=self.regimes,
+            taps=taps,
+            checks=self._checks,
         )
         self._leaving[:bucket].copy_(state)
         for depth, tapped in (taps or {}).items():

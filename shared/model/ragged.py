@@ -24,17 +24,28 @@ class RaggedSequence:
     `leaves`: positions of the last so many of them, which stand beside other tokens of the pass. A leaf sees the tokens at positions
     before its own, and itself. It is kept in the cache where it would stand without `leaves`, after the others. Only for runners that
     support them.
+
+    `read_length`: the first tokens of the sequence that `generate` would have read in one pass; it reads the others one by one. See
+    `shared.model.regimes`. None: all up to the last of this pass.
     """
 
     cache: KVCache
     base: int
     num_tokens: int
     leaves: tuple[int, ...] = ()
+    read_length: int | None = None
 
     @property
     def positions(self) -> list[int]:
         num_others = self.num_tokens - len(self.leaves)
         return [*range(self.base, self.base + num_others), *self.leaves]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Per token, how long the sequence was when `generate` would have run it."""
+        ends = [self.cache.origin + position + 1 for position in self.positions]
+        read = max(ends) if self.read_length is None else self.read_length
+        return [max(read, end) for end in ends]
 
 
 class RaggedCache(LengthlessCache):
@@ -43,7 +54,10 @@ class RaggedCache(LengthlessCache):
     def __init__(self, sequences: Sequence[RaggedSequence]) -> None:
         """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
         assert not any(sequence.leaves for sequence in sequences)
-        self.spans = tuple(Span(sequence.base, sequence.num_tokens) for sequence in sequences)
+        self.spans = tuple(
+            Span(sequence.base, sequence.num_tokens, sequence.cache.origin)
+            for sequence in sequences
+        )
         super().__init__(RaggedOffset(self.spans))
         self._caches = tuple(as_contiguous(sequence.cache) for sequence in sequences)
         for cache, sequence in zip(self._caches, sequences, strict=True):

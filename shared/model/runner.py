@@ -14,6 +14,7 @@ from shared.model.gates import LayerCounters
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import Work
+from shared.model.regimes import Regimes
 
 # States on a pass' way: depth -> [1, Q, D]. See `Runner.run`.
 Taps = dict[int, Tensor]
@@ -54,6 +55,10 @@ class Runner(Protocol):
     @property
     def supports_leaves(self) -> bool:
         """Whether a pass may have leaves: see `RaggedSequence`."""
+
+    @property
+    def regimes(self) -> Regimes:
+        """The lengths of sequences at which angles change."""
 
     @property
     def block_tokens(self) -> int:
@@ -114,6 +119,7 @@ class Runner(Protocol):
         base: int,
         hidden: Tensor | None = None,
         taps: Taps | None = None,
+        read_length: int | None = None,
     ) -> Tensor:
         """Runs layers [first, last) over tokens [1, Q] at positions [base, base + Q).
 
@@ -121,7 +127,8 @@ class Runner(Protocol):
         `last` [1, Q, D]. Token ids are always needed: some families derive positions or masks from them. A `base` smaller than the
         end of an earlier pass rolls the cache back.
 
-        `taps`: the pass adds the states at those of the `tap_depths` that lie strictly between `first` and `last`.
+        `taps`: the pass adds the states at those of the `tap_depths` that lie strictly between `first` and `last`. `read_length` as in
+        `RaggedSequence`.
         """
 
     def run_ragged(

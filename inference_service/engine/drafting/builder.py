@@ -44,6 +44,7 @@ class DraftBuilder:
             [sequence.tokens[-1]],
             sequence.cache,
             kept={depth: [] for depth in (*sequence.kept_depths, *chained_depths)},
+            read_length=sequence.read_length,
         )
         # Outputs of each chained exit, by its index, for the first tokens of the chain.
         self.outputs: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -56,7 +57,7 @@ class DraftBuilder:
         self._allows_leaves = leaves and policy.name == "exact" and not policy.max_drafts
         self._others: dict[int, tuple[Draft, float]] = {}  # by token: drafts of the next position
         # The deep pass itself gives one token of the answer.
-        self._room = min(sequence.num_left - 1, costs.max_drafts)
+        self._room = min(sequence.num_left_in_regime - 1, costs.max_drafts)
         if policy.name == "relaxed":
             self._room = min(self._room, CERTIFIED_DRAFTS)
         if policy.max_drafts:

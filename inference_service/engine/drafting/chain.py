@@ -29,7 +29,8 @@ class Chain:
     `tokens`, and all that is kept per token, ends with the `leaves`, which are chosen from `possible_leaves` when the chain itself is
     complete. The first `num_final` drafts are final already (policy relaxed). The chain's i-th token has been through `reached[i]` layers;
     `states[i]` [D] is its state there, None at depth 0. `kept[depth]` are the states [D] of the first tokens at a depth that they
-    have reached, for the depths that are its keys. The counts are of the layers that ran for these tokens.
+    have reached, for the depths that are its keys. The counts are of the layers that ran for these tokens. `read_length` as in
+    `RaggedSequence`.
     """
 
     base: int
@@ -46,6 +47,7 @@ class Chain:
     leaves: list[Leaf] = field(default_factory=list)
     num_layer_executions: int = 0
     num_token_layers: int = 0
+    read_length: int | None = None
 
     def __post_init__(self) -> None:
         self.reached, self.states = [0] * len(self.tokens), [None] * len(self.tokens)
@@ -83,7 +85,11 @@ class Chain:
         """A range of the tokens as part of a pass."""
         leaves = [self.base + 1 + leaf.place for leaf in self.leaves]
         return RaggedSequence(
-            self.cache, self.base + part.start, part.stop - part.start, tuple(leaves)
+            self.cache,
+            self.base + part.start,
+            part.stop - part.start,
+            tuple(leaves),
+            self.read_length,
         )
 
     def prune(self, num_drafts: int, leaves: Sequence[int] = ()) -> None:
@@ -159,7 +165,14 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tenso
         [(chain, part)] = parts
         base = chain.base + part.start
         states = runner.run(
-            ids, chain.cache, first=first, last=last, base=base, hidden=hidden, taps=taps
+            ids,
+            chain.cache,
+            first=first,
+            last=last,
+            base=base,
+            hidden=hidden,
+            taps=taps,
+            read_length=chain.read_length,
         )[0]
     else:
         sequences = [chain.part_of_pass(part) for chain, part in parts]

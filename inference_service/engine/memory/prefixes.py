@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from shared.model.cache import KVCache
+from shared.model.regimes import Regimes
 
 # A shorter prefix is computed faster than it is found, and every chat starts with the same few tokens of its template.
 MIN_SHARED = 16
@@ -35,7 +36,7 @@ def common_prefix(left: bytes, right: bytes) -> int:
 
 class Donor(Protocol):
     """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer. `prompt_key`: of the tokens that are
-    its prompt."""
+    its prompt. `read_length` as in `Sequence`."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -45,6 +46,8 @@ class Donor(Protocol):
     def num_settled(self) -> int: ...
     @property
     def cache(self) -> KVCache: ...
+    @property
+    def read_length(self) -> int: ...
 
 
 class Reader(Donor, Protocol):
@@ -58,11 +61,13 @@ class Prefixes:
     """Keeps the KV caches of ended sequences, with a capacity of at most `max_tokens` tokens in all, in LRU order.
 
     Prefixes of prompts are also copied from running sequences. With `max_tokens` 0 nothing is shared. Only the engine's thread may use
-    it; any thread may call `match_length`, which sees keys alone: a cache that is dropped is free at once.
+    it; any thread may call `match_length`, which sees keys alone: a cache that is dropped is free at once. Keys and values are shared
+    within one of the `regimes` only.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, regimes: Regimes | None = None) -> None:
         self._max_tokens = max_tokens
+        self._regimes = regimes or Regimes()
         self.num_tokens = 0
         # The least recently used first. No key is a prefix of another one.
         self._kept: dict[bytes, KVCache] = {}
@@ -82,6 +87,7 @@ class Prefixes:
             return
         key = sequence.prompt_key[: num_settled * TOKEN_BYTES]
         key += key_of(sequence.tokens[len(key) // TOKEN_BYTES : num_settled])
+        key = self._marked(key, sequence.read_length)
         place = bisect(self._sorted, key)
         for near in self._sorted[max(place - 1, 0) : place + 1]:
             if near.startswith(key):
@@ -112,13 +118,14 @@ class Prefixes:
         """
         if not self.is_enabled:
             return 0
-        prompt, start = reader.prompt_key[:-TOKEN_BYTES], reader.num_settled
+        prompt, start = self._prompt_of(reader), reader.num_settled
         shared, kept = self._longest(prompt)
         best = self._kept[kept] if shared else None
         least = start + MIN_SHARED
         for donor in running:
             if donor is not reader and donor.num_settled >= max(least, shared + 1):
-                common = min(common_prefix(prompt, donor.prompt_key), donor.num_settled)
+                key = self._marked(donor.prompt_key, donor.read_length)
+                common = min(common_prefix(prompt, key), donor.num_settled)
                 if common > shared:
                     best, shared, kept = donor.cache, common, b""
         if best is None or shared < least:
@@ -133,15 +140,26 @@ class Prefixes:
 
     def is_being_computed(self, reader: Reader, reading: Iterable[Donor]) -> bool:
         """Whether a sequence of `reading` computes in this step what `reader` would compute next."""
-        prompt = reader.prompt_key[:-TOKEN_BYTES]
+        prompt = self._prompt_of(reader)
         wanted = reader.num_settled + MIN_SHARED
         return self.is_enabled and any(
-            common_prefix(prompt, other.prompt_key) >= wanted for other in reading
+            common_prefix(prompt, self._marked(other.prompt_key, other.read_length)) >= wanted
+            for other in reading
         )
 
     def match_length(self, prompt_key: bytes) -> int:
         """Tokens of the longest prefix of a prompt that a kept cache holds. Any thread may call it."""
-        return self._longest(prompt_key)[0]
+        return self._longest(self._marked(prompt_key, len(prompt_key) // TOKEN_BYTES))[0]
+
+    def _prompt_of(self, reader: Reader) -> bytes:
+        """The key of its prompt, without the last token."""
+        return self._marked(reader.prompt_key, reader.read_length)[:-TOKEN_BYTES]
+
+    def _marked(self, key: bytes, read_length: int) -> bytes:
+        """The key of tokens whose angles are those of this length. Its first byte, which no token id reaches, says their regime, so keys of
+        different regimes have no common prefix."""
+        regime = self._regimes.of(read_length)
+        return bytes([regime]) + key[1:] if regime else key
 
     def _longest(self, prompt: bytes) -> tuple[int, bytes]:
         """Length in tokens and key of the longest match."""

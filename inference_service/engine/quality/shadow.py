@@ -65,6 +65,10 @@ class _Check:
     num_settled: int = 0
     num_cached: int = 0
 
+    @property
+    def read_length(self) -> int:
+        return self.num_prompt_tokens
+
 
 class Shadow:
     """Samples a `share` in [0, 1] of the relaxed answers and checks them; 0 switches checks off.
@@ -120,7 +124,9 @@ class Shadow:
             return
         if self._random.random() >= self._share:
             return
-        if len(self._waiting) >= MAX_WAITING or len(sequence.tokens) > max_tokens:
+        # What was read again has other keys and values than one pass after the other would give.
+        was_reread = sequence.read_length != sequence.num_prompt_tokens
+        if len(self._waiting) >= MAX_WAITING or len(sequence.tokens) > max_tokens or was_reread:
             self._counts((request.router_version, request.risk_bound)).num_dropped += 1
             return
         self._waiting.append((self._bounded_tokens(sequence), request))
@@ -192,7 +198,14 @@ class Shadow:
         piece = list(check.tokens[start : min(start + SLICE_TOKENS, len(check.tokens) - 1)])
         runner = self._runner
         ids = runner.ids(piece)
-        states = runner.run(ids, check.cache, first=0, last=runner.num_layers, base=start)[0]
+        states = runner.run(
+            ids,
+            check.cache,
+            first=0,
+            last=runner.num_layers,
+            base=start,
+            read_length=check.read_length,
+        )[0]
         check.num_settled += len(piece)
         skipped = max(check.num_prompt_tokens - 1 - start, 0)
         if skipped >= len(piece):

@@ -21,6 +21,7 @@ from shared.ladder.ladder import BoundLadder, SequenceDrafter
 from shared.ladder.learned_successors import ClientSuccessors
 from shared.model.cache import KVCache
 from shared.model.loaded import LoadedModel
+from shared.model.regimes import Regimes
 
 
 class Sequence:
@@ -30,6 +31,9 @@ class Sequence:
     them at the depths `kept_depths`, of which the last is L. Later tokens are final but pending: their keys and values in deeper
     layers are not computed yet. `num_cached`: prompt tokens whose keys and values were copied from another sequence. `failure`: why
     the request ends without an answer; a failed sequence takes part in no further step.
+
+    `read_length`: the first tokens that count as read in one pass: the prompt, or more if `generate` would have read the sequence again
+    when it outgrew a regime (`shared.model.regimes`).
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Sequence:
         max_tokens: int,
         served: Reliability,
         learned: ClientSuccessors | None = None,
+        regimes: Regimes | None = None,
     ) -> None:
         self.request = request
         self.ladder = ladder
@@ -49,6 +54,8 @@ class Sequence:
         self.tokens = list(request.prompt_ids)
         self.num_settled = 0
         self.num_cached = 0
+        self.read_length = len(self.tokens)
+        self._regimes = regimes or Regimes()
         self.kept_depths = (*(ladder.kept_depths if ladder else ()), loaded.num_layers)
         self.settled_states: Tensor | None = None
         self.drafter: SequenceDrafter | None = ladder.new_sequence((), learned) if ladder else None
@@ -103,6 +110,23 @@ class Sequence:
     @property
     def num_left(self) -> int:
         return self.max_tokens - self.num_generated
+
+    @property
+    def num_left_in_regime(self) -> int:
+        """Tokens that may still be generated before the request ends or all tokens have to be read again."""
+        until = self._regimes.next_reread(len(self.tokens))
+        return self.num_left if until is None else min(self.num_left, until - len(self.tokens))
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the next pass reads a piece of the prompt, or of what has to be read again."""
+        return self.num_settled < self.read_length
+
+    def read_again_if_outgrown(self) -> None:
+        """Gives up all keys and values if `generate` would do so at this length."""
+        length = len(self.tokens)
+        if self._regimes.next_reread(length - 1) == length and not self.is_finished:
+            self.num_settled, self.read_length = 0, length
 
     @property
     def is_finished(self) -> bool:

@@ -10,6 +10,7 @@ Weights that are still in a file (`shared.model.weights`) are packed in their ow
 read as float32.
 """
 
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shared import ops
 from shared.errors import UnsupportedModel
+from shared.model.borders import context_limit, origins
 from shared.model.substitution import attention, rotary
 from shared.model.substitution.experts import experts
 from shared.model.substitution.fused_layers import substitute_layers
@@ -242,27 +244,32 @@ def _random_ids(model: PreTrainedModel, *shape: int) -> Tensor:
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
-def _padded_ids(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Two random sequences [2, 7], the second one left-padded, and their mask."""
-    ids = _random_ids(model, 2, 7)
+def _padded_inputs(model: PreTrainedModel, part: slice) -> dict[str, Tensor]:
+    """Part of random sequences [R, 7], the second one left-padded. If the model takes positions, there is one across each border."""
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    late = origins(model.config, context_limit(model.config), 7)[1:] if takes_positions else ()
+    ids = _random_ids(model, 2 + len(late), 7)
     seen = torch.ones_like(ids)
     seen[1, :2] = 0
-    return ids, seen
+    inputs = {"input_ids": ids[:, part], "attention_mask": seen[:, : part.stop]}
+    if late:
+        positions = torch.tensor([[place] for place in (0, 0, *late)]) + torch.arange(7)
+        inputs["position_ids"] = positions[:, part]
+    return inputs
 
 
 def _logits_in_one_pass(model: PreTrainedModel) -> Tensor:
-    """The logits [2, 7, V] of `_padded_ids`, without a cache."""
-    ids, seen = _padded_ids(model)
-    logits: Tensor = model(input_ids=ids, attention_mask=seen, use_cache=False).logits
+    """The logits [R, 7, V] of `_padded_inputs`, without a cache."""
+    logits: Tensor = model(**_padded_inputs(model, slice(0, 7)), use_cache=False).logits
     logits[1, :2] = 0  # the logits of padding are arbitrary
     return logits
 
 
 def _padded_logits(model: PreTrainedModel) -> Tensor:
     """The same in two passes. The last three tokens run over a cache."""
-    ids, seen = _padded_ids(model)
-    first = model(input_ids=ids[:, :4], attention_mask=seen[:, :4], use_cache=True)
-    second = model(input_ids=ids[:, 4:], attention_mask=seen, past_key_values=first.past_key_values)
+    first = model(**_padded_inputs(model, slice(0, 4)), use_cache=True)
+    past = first.past_key_values
+    second = model(**_padded_inputs(model, slice(4, 7)), past_key_values=past)
     logits: Tensor = torch.cat([first.logits, second.logits], dim=1)
     logits[1, :2] = 0
     return logits

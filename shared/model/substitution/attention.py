@@ -76,8 +76,14 @@ def _ragged_mask(spans: Sequence[Span], **kwargs: Any) -> RaggedMask:
     nothing = torch.empty(0, dtype=torch.bool)
     masks = []
     for span in spans:
-        end = span.base + span.num_tokens
-        mask = attention_mask(1, span.num_tokens, end, q_offset=span.base, **kwargs)
+        mask = attention_mask(
+            1,
+            span.num_tokens,
+            span.base + span.num_tokens,
+            q_offset=span.start,
+            kv_offset=span.origin,
+            **kwargs,
+        )
         assert not isinstance(mask, RaggedMask)
         masks.append(nothing if mask is None else mask)
     return RaggedMask(tuple(masks))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shared.errors import UnsupportedModel
+from shared.model.borders import NUM_CHECKED, context_limit, origins
 from shared.model.cache import ContiguousCache
 from shared.model.parts import find_layers
 from shared.model.substitution.layer import Call, FusedLayer, plan, watch
@@ -15,6 +16,7 @@ from shared.model.substitution.reversible import Substitutions
 
 # Tokens per pass of the comparison: a prompt, one token, several tokens, each after the tokens of the passes before.
 PASSES = (5, 1, 3)
+assert sum(PASSES) == NUM_CHECKED
 
 
 def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype) -> int:
@@ -32,12 +34,13 @@ def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype) ->
     candidates: dict[nn.Module, FusedLayer] = {}
     for layer, call in _calls(run, list(layers), ids[:, :3]).items():
         try:
-            candidates[layer] = FusedLayer(layer, plan(layer, watch(layer, run.found, call)))
+            candidates[layer] = FusedLayer(layer, plan(layer, *watch(layer, run.found, call)))
         except Unsuitable as reason:
             run.left_alone[names[layer]] = f"not one op: {reason}"
-    for layer, why in _find_disagreeing(run, candidates, ids, kv_dtype).items():
-        run.left_alone[names[layer]] = f"not one op: {why}"
-        del candidates[layer]
+    for place in origins(run.model.config, context_limit(run.model.config)):
+        for layer, why in _find_disagreeing(run, candidates, ids, kv_dtype, place).items():
+            run.left_alone[names[layer]] = f"not one op: {why}"
+            del candidates[layer]
     for layer, fused in candidates.items():
         layer.forward = fused.forward
         run.undo.append(partial(_unfuse, layer, fused))
@@ -76,10 +79,13 @@ def _find_disagreeing(
     candidates: dict[nn.Module, FusedLayer],
     ids: Tensor,
     kv_dtype: torch.dtype,
+    place: int,
 ) -> dict[nn.Module, str]:
-    """Runs the model and, beside each layer, its candidate over a second cache. Returns the layers whose candidate differs, and how."""
+    """Runs the model at positions from `place` on and, beside each layer, its candidate over a second cache. Returns the layers whose
+    candidate differs, and how."""
     refuted: dict[nn.Module, str] = {}
     cache, twin = (ContiguousCache(sum(PASSES), kv_dtype) for _ in range(2))
+    cache.origin = twin.origin = place
 
     def compare(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Any) -> None:
         try:
@@ -90,7 +96,7 @@ def _find_disagreeing(
         if out is None:
             refuted[layer] = "is called with arguments that the op does not support"
         elif not torch.equal(out, own):
-            refuted[layer] = "the op computes something else"
+            refuted[layer] = f"the op computes something else at positions from {place} on"
 
     hooks = [layer.register_forward_hook(compare, with_kwargs=True) for layer in candidates]
     try:

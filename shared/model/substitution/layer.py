@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.model.substitution.attention import observed
 from shared.model.substitution.match import (
@@ -38,6 +39,31 @@ _KNOWN = frozenset(
         "cache_position",
     ]
 )
+
+
+# What a layer may do beside its modules, rotation and attention: move numbers, and add states. The fused layer would leave anything else
+# out, and a clamp or a scale may have no effect on the tokens with which the layers are compared.
+_MOVES = frozenset(
+    ("alias", "view", "_unsafe_view", "transpose", "slice", "split", "split_with_sizes", "expand")
+)
+_MOVES |= {"unsqueeze", "clone", "copy_"}
+_SUMS = ["add", "add"]
+
+
+class _OtherOperations(TorchDispatchMode):
+    """Notes the operations within it that are neither ours nor moves."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace != "neap" and name not in _MOVES:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -76,8 +102,11 @@ def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
     return replace(plans[0], weights=stacked([plan.weights for plan in plans]), indices=indices)
 
 
-def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -> list[_Event]:
-    """The replaced modules and the attention that `layer` runs in `call`, in order. Raises `Unsuitable` if the layer returns a tuple."""
+def watch(
+    layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call
+) -> tuple[list[_Event], list[str]]:
+    """The replaced modules and the attention that `layer` runs in `call`, in order; and the names of other
+    operations. Raises `Unsuitable` if the layer returns a tuple."""
     events: list[_Event] = []
 
     def note(event: _Event, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +130,7 @@ def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -
     try:
         for module, substitute, forward in substituted:
             module.forward = note(substitute.recipe, forward)
-        with observed(see):
+        with observed(see), _OtherOperations() as others:
             args, kwargs = call
             output = layer(*args, **kwargs)
     finally:
@@ -109,11 +138,11 @@ def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -
             module.forward = forward
     if not isinstance(output, Tensor):
         raise Unsuitable("returns more than its state")
-    return events
+    return events, others.names
 
 
-def plan(layer: nn.Module, events: Sequence[_Event]) -> LayerPlan:
-    """The recorded events as one pre-norm layer. Raises `Unsuitable` if they are not one."""
+def plan(layer: nn.Module, events: Sequence[_Event], others: Sequence[str]) -> LayerPlan:
+    """What `watch` has recorded as one pre-norm layer. Raises `Unsuitable` if it is not one."""
     places = [index for index, event in enumerate(events) if isinstance(event, _Attention)]
     if len(places) != 1:
         raise Unsuitable(f"attends {len(places)} times through 'neap', not once")
@@ -133,6 +162,9 @@ def plan(layer: nn.Module, events: Sequence[_Event]) -> LayerPlan:
     norms = [norms[0], mlp_norm, *norms[1:]]
     if len({(norm.eps, norm.offset) for norm in norms}) > 1:
         raise Unsuitable("has norms of different eps")
+    if [*others] != _SUMS:
+        more = sorted({*others} - {*_SUMS}) or others
+        raise Unsuitable(f"beside its modules runs {', '.join(more)}")
     linears = [*projections, out]
     nothing = torch.empty(0)
     biases = [*(linear.bias for linear in linears), mlp.bias, mlp.down.bias]

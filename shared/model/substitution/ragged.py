@@ -11,10 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """`num_tokens` tokens of one sequence at positions [base, base + num_tokens)."""
+    """`num_tokens` tokens of one sequence at positions [base, base + num_tokens) of its cache. `origin` as in `KVCache`."""
 
     base: int
     num_tokens: int
+    origin: int = 0
+
+    @property
+    def start(self) -> int:
+        """The first token's position as the model sees it."""
+        return self.origin + self.base
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 class RaggedOffset(int):

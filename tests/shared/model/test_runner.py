@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -39,17 +41,17 @@ def random_ids(length: int) -> torch.Tensor:
 def test_shallow_one_by_one_then_one_deep_pass_gives_the_full_models_logits(runner):
     ids = random_ids(24)
     expected = full_logits(runner.loaded, ids)
-    cache = runner.new_cache(32)
-    state = runner.run(ids[:, :9], cache, first=0, last=runner.num_layers, base=0)
+    cache, run = runner.new_cache(32), partial(runner.run, read_length=24)
+    state = run(ids[:, :9], cache, first=0, last=runner.num_layers, base=0)
     assert relative_error(runner.logits(state), expected[:, :9]) < TOLERANCE
     position = 9
     for num_pending in (3, 1, 5, 6):
         shallow = [
-            runner.run(ids[:, p : p + 1], cache, first=0, last=SPLIT, base=p)
+            run(ids[:, p : p + 1], cache, first=0, last=SPLIT, base=p)
             for p in range(position, position + num_pending)
         ]
         span = slice(position, position + num_pending)
-        deep = runner.run(
+        deep = run(
             ids[:, span],
             cache,
             first=SPLIT,

@@ -21,6 +21,7 @@ from inference_service.engine.request.request import (
 from shared.ladder.policy import DepthPolicy
 from shared.model.cache import ContiguousCache
 from shared.model.loaded import LoadedModel, wrap_model
+from shared.model.regimes import Regimes
 from tests.families import build_family
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.hooked_runner import HookedRunner
@@ -36,17 +37,20 @@ class _Sequence:
     num_settled: int
     cache: ContiguousCache
     prompt_key: bytes
+    read_length: int
     num_cached: int = 0
 
 
-def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0) -> _Sequence:
+def sequence(
+    tokens: list[int], *, num_settled: int = 0, fill: float = 0.0, read_length: int = 0
+) -> _Sequence:
     """With a cache of one position per token. Settled positions have keys `fill` and values -`fill`."""
     cache = ContiguousCache(len(tokens))
     states = torch.full((1, 1, 1, 2), fill)
     keys, values = cache.layer_tensors(states, states, 0)
     keys[:, :, :num_settled] = fill
     values[:, :, :num_settled] = -fill
-    return _Sequence(tokens, num_settled, cache, key_of(tokens))
+    return _Sequence(tokens, num_settled, cache, key_of(tokens), read_length or len(tokens))
 
 
 def test_only_keys_and_values_of_the_common_prefix_are_copied():
@@ -58,6 +62,32 @@ def test_only_keys_and_values_of_the_common_prefix_are_copied():
     assert (reader.cache.keys[0][0, 0, :20] == 3).all()
     assert (reader.cache.values[0][0, 0, :20] == -3).all()
     assert not (reader.cache.keys[0][0, 0, 20:] == 3).any()
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize(
+    ("read_length", "num_prompt_tokens", "num_copied"),
+    [(20, 30, 29), (20, 40, 39), (45, 30, 0), (20, 60, 0), (45, 60, 59)],
+)
+def test_keys_are_shared_within_a_regime_only(
+    read_length, num_prompt_tokens, num_copied, is_running
+):
+    prefixes, tokens = Prefixes(1000, Regimes(starts=(1, 41))), list(range(2, 62))
+    donor = sequence(tokens, num_settled=60, read_length=read_length)
+    if not is_running:
+        prefixes.insert(donor)
+    reader = sequence([*tokens[: num_prompt_tokens - 1], 900])
+    assert prefixes.is_being_computed(reader, [donor]) == bool(num_copied)
+    assert prefixes.match_length(reader.prompt_key) == (0 if is_running else num_copied)
+    prefixes.match(reader, [donor] if is_running else [], 1000)
+    assert reader.num_settled == num_copied
+
+
+def test_a_cache_of_another_regime_is_kept_beside():
+    prefixes, tokens = Prefixes(1000, Regimes(starts=(1, 41))), list(range(2, 62))
+    for read_length in (20, 45):
+        prefixes.insert(sequence(tokens, num_settled=60, read_length=read_length))
+    assert prefixes.num_tokens == 120
 
 
 def test_the_last_token_of_a_prompt_is_always_computed():

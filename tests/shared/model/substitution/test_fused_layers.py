@@ -46,6 +46,11 @@ def _ids(*shape: int) -> Tensor:
     return torch.randint(2, VOCABULARY_SIZE, shape)
 
 
+class _Everything:
+    def __contains__(self, name: str) -> bool:
+        return True
+
+
 def _in_parts(model: PreTrainedModel, ids: Tensor, parts: list[int]) -> Tensor:
     cache, logits, base = ContiguousCache(ids.shape[1]), [], 0
     for count in parts:
@@ -149,12 +154,44 @@ def test_other_forms_keep_their_modules_and_say_why(family):
 
 def test_a_layer_that_only_looks_alike_keeps_its_modules():
     model = build_family("llama")
+    scaled, idle = model.model.layers[2:4]
+    own, other = scaled.forward, idle.forward
+    scaled.forward = lambda *args, **kwargs: own(*args, **kwargs) * 1.0
+
+    def run_for_nothing(state: Tensor, **kwargs: Any) -> Tensor:
+        other(state, **kwargs)
+        return state.clone()
+
+    idle.forward = run_for_nothing
+    report = accelerate(model)
+    assert report.layers == NUM_LAYERS - 2
+    assert report.left_alone == {
+        "model.layers.2": "not one op: beside its modules runs mul",
+        "model.layers.3": "not one op: the op computes something else at positions from 0 on",
+    }
+
+
+def test_what_has_no_effect_on_the_compared_tokens_is_seen():
+    model = build_family("llama")
     layer = model.model.layers[2]
     own = layer.forward
-    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * 1.0000001
-    report = accelerate(model)
-    assert report.layers == NUM_LAYERS - 1
-    assert report.left_alone == {"model.layers.2": "not one op: the op computes something else"}
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs).clamp(-1e6, 1e6)
+    assert accelerate(model).left_alone == {
+        "model.layers.2": "not one op: beside its modules runs clamp"
+    }
+    # Its scale of queries is 1 up to the original maximum.
+    scaled = accelerate(build_family("ministral3"))
+    assert scaled.layers == 0
+    assert "floor" in scaled.left_alone["model.layers.0"]
+
+
+def test_layers_are_compared_across_borders(monkeypatch):
+    """Even if what they do beside their modules were not seen."""
+    monkeypatch.setattr(layer_module, "_MOVES", _Everything())
+    monkeypatch.setattr(layer_module, "_SUMS", [])
+    report = accelerate(build_family("ministral3"))
+    assert report.layers == 0
+    assert report.left_alone["model.layers.0"].endswith("something else at positions from 8 on")
 
 
 def test_other_scaling_is_seen_not_assumed():
