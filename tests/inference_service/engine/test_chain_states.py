@@ -90,10 +90,9 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
         texts[request.prompt_ids] = [*alone.tokens, 0, 0, 0, 0]
         if prompt == PREFIX:
             decoder.prefixes.insert(alone)
+    answers = iter([texts[tuple(prompt)] for prompt, _ in REQUESTS])
     monkeypatch.setattr(
-        BoundLadder,
-        "new_sequence",
-        lambda _, prompt, *__: _Knowing(texts[tuple(prompt)], prompt),
+        BoundLadder, "new_sequence", lambda _, prompt, *__: _Knowing(next(answers), prompt)
     )
     requests = [request_of(*request, DepthPolicy("exact", max_drafts=5)) for request in REQUESTS]
     members = [(decoder.admit(each, bound, drafter.served(each)), drafter) for each in requests]
