@@ -49,7 +49,7 @@ NEIGHBOURS = (
     request((9, 8, 7, 6), NUM_TOKENS, sampling=SamplingParams(1.0, top_p=0.9, seed=3), logprobs=2),
     request((200, 201, 202, 200, 201), NUM_TOKENS, policy=EXACT),
 )
-NEIGHBOURS_LADDER = ScriptedLadder(lambda context: (context[-2], 0.9))
+NEIGHBOURS_LADDER = ScriptedLadder(lambda context: (context[-2], 0.9) if context[1:] else None)
 
 
 def said(event: TokenChunk) -> list[Any]:
