@@ -57,14 +57,14 @@ def test_a_calibration_saves_what_the_engine_reads(tmp_path, monkeypatch):
 def test_a_calibration_of_few_samples_writes_little_text_and_shows_its_progress(
     tmp_path, monkeypatch, capsys
 ):
-    """A sample is 512 tokens. The answers that certify the risk may have as many again, and their prompts are written, too."""
+    """A sample is 512 tokens. The prompts are written as well, and whole batches, so there are a few times as many."""
     seen = []
     monkeypatch.setattr(tide.ProgressLine, "__call__", _noting(tide.ProgressLine.__call__, seen))
     config = TIDEConfig(calibration_samples=1)
     calibrate(build_model(), build_tokenizer(), config, tmp_path / "router")
     figures = seen[-1].figures
-    assert figures["risk_tokens"] <= 2 * 512
-    assert figures["generated_tokens"] <= 2 * 512
+    assert figures["risk_tokens"] <= 4 * 512
+    assert figures["generated_tokens"] <= 4 * 512
     assert "calibrating: 100%, publishing" in capsys.readouterr().err
 
 
