@@ -27,7 +27,7 @@ def test_version(neap, monkeypatch):
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("neap jobs ", {"list", "watch", "cancel"}),
+        ("neap jobs ", {"list", "watch", "cancel", "retry"}),
         ("neap calibrate --deta", {"--detach"}),
         ("neap calibrate --label ", {"agreement", "cosine"}),
         ("neap generate x --policy re", {"relaxed"}),
