@@ -63,7 +63,7 @@ class NeapClient(ClientBase):
 
     def generate(
         self,
-        request: inference_pb2.GenerateRequest,
+        request: inference_pb2.GenerateRequest | bytes,
         *,
         timeout_s: float | None = None,
         request_id: str | None = None,
@@ -72,7 +72,8 @@ class NeapClient(ClientBase):
         """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
 
         The call is repeated only before the first token: see GenerationStream. A repeated call has the same `request_id`, so it gets
-        the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own.
+        the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own. `request` may
+        be serialized already, which spares calls with the same large prompt the work.
         """
         return GenerationStream(**self._generation(request, timeout_s, request_id, metadata))
 

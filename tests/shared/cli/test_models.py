@@ -75,13 +75,21 @@ def test_a_model_that_the_hub_does_not_have_is_named(broken_hub, tmp_path):
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_a_fetch_that_is_told_to_end_leaves_nothing(tmp_path, monkeypatch):
+def test_a_fetch_that_is_told_to_end_leaves_what_the_next_one_goes_on_with(tmp_path, monkeypatch):
     def terminated(source: str, work: Path) -> None:
-        work.mkdir()
+        (work / "config.json").write_text("{}")
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "it would end this process"
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def continued(source: str, work: Path) -> None:
+        assert (work / "config.json").exists()
+        (work / "model.safetensors").write_text("")
+
+    folder = tmp_path / "models" / "tiny"
     monkeypatch.setattr("shared.cli.models.fetch_from_hub", terminated)
-    assert _fetch("nobody/tiny", str(tmp_path / "models" / "tiny"))[0] == 143
-    assert list((tmp_path / "models").iterdir()) == []
+    assert _fetch("nobody/tiny", str(folder))[0] == 143
+    assert not folder.exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.setattr("shared.cli.models.fetch_from_hub", continued)
+    assert _fetch("nobody/tiny", str(folder))[0] == 0
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["tiny"]
