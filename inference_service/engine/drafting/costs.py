@@ -132,7 +132,9 @@ def exit_timings(
     context = min(CONTEXT_TOKENS, loaded.context_length - 1)
     num_together = min(EXIT_TOKENS, loaded.context_length - context)
     cache = runner.new_cache(context + num_together)
-    tokens = torch.ones(1, num_together, dtype=torch.long, device=loaded.device)
+    ids = torch.ones(1, context + num_together, dtype=torch.long, device=loaded.device)
+    runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
+    tokens = ids[:, :num_together]
     settled = torch.randn(
         num_together, NUM_STATES, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype
     )

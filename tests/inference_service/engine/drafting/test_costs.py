@@ -1,5 +1,6 @@
 """On a device that works asynchronously, a measurement starts only when the device is idle."""
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -10,7 +11,10 @@ from torch import Tensor
 from inference_service.engine.drafting import costs
 from inference_service.engine.drafting.costs import exit_timings, measure_deep, measure_wide
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.loaded import wrap_model
+from tests.families import build_family
 from tests.paged import load_family
+from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
 
@@ -69,3 +73,11 @@ def test_slow_passes_are_measured_less_often(
     assert deep_passes == (rounds + 1) * costs.MAX_PASS_TOKENS
     assert passes[0] == (wide_rounds + 1) * len(wide) > 0
     assert deep == (pass_s,) * costs.MAX_PASS_TOKENS
+
+
+def test_exits_are_measured_after_a_context_that_has_been_read() -> None:
+    """What a cache holds before it is written may be anything, a NaN for instance."""
+    runner = ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
+    ladder = random_ladder(runner.loaded, 0, (0, 2)).bind(runner)
+    for drafts in exit_timings(runner, ladder):
+        assert all(math.isfinite(draft.probability) for draft in drafts)
