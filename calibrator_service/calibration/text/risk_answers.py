@@ -90,18 +90,17 @@ def write_risk_answers(run: Run, text: Text, is_used: Callable[[Prompt], bool]) 
 def _risk_limits(run: Run, max_new_tokens: int) -> Limits:
     """The number of prompts, which depends on the spec and on time and never on the answers.
 
-    The split has no more tokens than the spec asks for in the other splits together.
+    The answers have no more tokens than the spec asks for in the other splits together.
     """
     seconds = run.seconds_until(RISK_TEXT_ENDS)
-    prompt_tokens = ANSWERS_PER_PROMPT * max_new_tokens
-    most = int(min(RISK_PROMPTS, max(run.plan.max_tokens / prompt_tokens, 1)))
+    most = int(min(RISK_PROMPTS, max(run.plan.max_tokens / max_new_tokens, 1)))
     if seconds == float("inf"):
         return Limits(most, run.plan.rows, seconds)
     # A run that was killed may have found all its text on disk. Then the speed is unknown, and half a batch is assumed to fit.
     fitting = run.plan.rows // 2
     if written := run.figures.get("generated_tokens", 0.0):
         tokens_per_s = written / max(run.phase_s(), 1e-3)
-        fitting = int(seconds * tokens_per_s / prompt_tokens)
+        fitting = int(seconds * tokens_per_s / (ANSWERS_PER_PROMPT * max_new_tokens))
     return Limits(min(fitting, most), run.plan.rows, OVERTIME_FACTOR * seconds)
 
 
