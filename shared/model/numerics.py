@@ -80,7 +80,14 @@ def _probe(runner: Runner) -> tuple[Tensor, bool]:
     whole, cache, beside = (runner.new_cache(n) for n in (length, length, len(others)))
 
     def run(tokens: list[int], base: int, into: object = cache) -> Tensor:
-        return runner.run(runner.ids(tokens), into, first=0, last=depth, base=base)  # type: ignore[arg-type]
+        return runner.run(
+            runner.ids(tokens),
+            into,  # type: ignore[arg-type]
+            first=0,
+            last=depth,
+            base=base,
+            read_length=length,
+        )
 
     expected = runner.logits(run(own, 0, whole))[0]
     parts = [run(own[:prompt], 0)]
@@ -89,7 +96,7 @@ def _probe(runner: Runner) -> tuple[Tensor, bool]:
     if last and runner.supports_ragged:
         sequences = [
             RaggedSequence(beside, 0, len(others)),
-            RaggedSequence(cache, prompt + 1, len(last)),
+            RaggedSequence(cache, prompt + 1, len(last), read_length=length),
         ]
         together = runner.run_ragged(runner.ids(others + last), sequences, first=0, last=depth)
         parts.append(together[:, len(others) :])
