@@ -9,7 +9,7 @@ from shared import ops
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.numerics import Numerics, numerics_of
-from tests.families import FAMILIES, build_family
+from tests.families import FAMILIES, UNPROVEN, build_family
 
 PATHS = ("avx512", "avx2", "portable")
 # Adds its positions to the scores of attention in code of its own.
@@ -52,8 +52,10 @@ def bits(runner: ContiguousRunner, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_keeps_the_promise_or_says_why_not(family: str) -> None:
     found = numerics(accelerated(family))
-    assert found.is_exact == (family not in VARIANT)
+    assert found.is_exact == (family not in VARIANT | UNPROVEN)
     assert bool(found.why_not) != found.is_exact
+    if family in UNPROVEN:
+        assert "round by the number of tokens" in found.why_not
     if family in VARIANT:
         assert "AttentionInterface" in found.why_not
 
