@@ -18,6 +18,7 @@ from shared.model.substitution.match import (
     Substitute,
     Unsuitable,
     agrees,
+    of_all_sizes,
     random_input,
 )
 from shared.model.substitution.row_invariant import row_invariant
@@ -99,13 +100,15 @@ def _pack(parameter: Tensor, transposed: bool) -> Stacked:
 
 
 def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> None:
-    """Raises `Unsuitable` if `forward` differs on ordinary or on large tokens."""
+    """Raises `Unsuitable` if `forward` differs on ordinary, small or large tokens."""
     index = (num_experts - 1 - torch.arange(_TOKENS * _CHOICES)).view(
         _TOKENS, _CHOICES
     ) % num_experts
     weights = random_input(_TOKENS, _CHOICES).abs()
     x = random_input(_TOKENS, width)
     if not agrees(
-        lambda x: forward(x, index, weights), lambda x: module(x, index, weights), x, 30 * x
+        lambda x: forward(x, index, weights),
+        lambda x: module(x, index, weights),
+        *of_all_sizes(x),
     ):
         raise Unsuitable("does more than its experts' products, by transformers' interface")
