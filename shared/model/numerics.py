@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from shared import ops
+from shared.model.borders import origins
+from shared.model.cache import KVCache
 from shared.model.dtypes import dtype_name
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedSequence
@@ -69,41 +71,52 @@ def _why_not(loaded: LoadedModel) -> str:
 
 
 def _probe(runner: Runner) -> tuple[Tensor, bool]:
-    """The logits [T, V] of a sequence in one pass, and whether it has the same in several, the last of them in company."""
-    loaded, depth = runner.loaded, runner.num_layers
+    """The logits [T, V] of sequences across every border, each in one pass, and whether they are the same in several passes."""
+    loaded = runner.loaded
     length = min(_PROMPT + 1 + _FEW, loaded.context_length)
+    logits, agree = [], True
+    for place in origins(loaded.model.config, loaded.context_length, length):
+        try:
+            whole, parts = _logits_from(runner, place, length)
+        except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
+            if not place:
+                raise
+            continue  # the model makes something as long as the text, and cannot begin late
+        logits.append(whole)
+        agree = agree and torch.equal(whole, parts)
+    return torch.cat(logits), agree
+
+
+def _logits_from(runner: Runner, place: int, length: int) -> tuple[Tensor, Tensor]:
+    """The logits [T, V] of a sequence whose positions begin at `place`: in one pass, and in several, the last of them in company."""
+    loaded, depth = runner.loaded, runner.num_layers
     prompt = max(1, length - 1 - _FEW)
     ids = torch.randint(
         loaded.vocabulary_size, (length + _OTHER,), generator=torch.Generator().manual_seed(0)
     ).tolist()
     own, others = ids[:length], ids[length:][: loaded.context_length]
     whole, cache, beside = (runner.new_cache(n) for n in (length, length, len(others)))
+    whole.origin = cache.origin = place
 
-    def run(tokens: list[int], base: int, into: object = cache) -> Tensor:
+    def run(tokens: list[int], base: int, into: KVCache) -> Tensor:
         return runner.run(
-            runner.ids(tokens),
-            into,  # type: ignore[arg-type]
-            first=0,
-            last=depth,
-            base=base,
-            read_length=length,
+            runner.ids(tokens), into, first=0, last=depth, base=base, read_length=place + length
         )
 
     expected = runner.logits(run(own, 0, whole))[0]
-    parts = [run(own[:prompt], 0)]
-    parts += [run(own[prompt : prompt + 1], prompt)] if length > prompt else []
+    parts = [run(own[:prompt], 0, cache)]
+    parts += [run(own[prompt : prompt + 1], prompt, cache)] if length > prompt else []
     last = own[prompt + 1 :]
     if last and runner.supports_ragged:
         sequences = [
             RaggedSequence(beside, 0, len(others)),
-            RaggedSequence(cache, prompt + 1, len(last), read_length=length),
+            RaggedSequence(cache, prompt + 1, len(last), read_length=place + length),
         ]
         together = runner.run_ragged(runner.ids(others + last), sequences, first=0, last=depth)
         parts.append(together[:, len(others) :])
     elif last:
-        parts.append(run(last, prompt + 1))
-    logits = torch.cat([runner.logits(part)[0] for part in parts])
-    return expected, torch.equal(logits, expected)
+        parts.append(run(last, prompt + 1, cache))
+    return expected, torch.cat([runner.logits(part)[0] for part in parts])
 
 
 def _facts(runner: Runner) -> dict[str, object]:

@@ -1,11 +1,13 @@
 """What is promised of the tokens, and the id of the bits: paths, formats and threads."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from shared import ops
+from shared.model.cache import KVCache
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.numerics import Numerics, numerics_of
@@ -64,6 +66,19 @@ def test_a_model_with_its_own_modules_promises_nothing() -> None:
     found = numerics(wrap_model(build_family("llama")))
     assert not found.is_exact
     assert "own modules" in found.why_not
+
+
+class RoundsLater(ContiguousRunner):
+    """Rounds passes of one token in another way, beyond a border only."""
+
+    def run(self, token_ids: torch.Tensor, cache: KVCache, **options: Any) -> torch.Tensor:
+        states = super().run(token_ids, cache, **options)
+        return states * (1 + 1e-6) if cache.origin and token_ids.shape[1] == 1 else states
+
+
+def test_the_promise_is_tried_beyond_borders() -> None:
+    found = numerics_of(RoundsLater(accelerated("llama")))
+    assert found.why_not == "a token's bits depend on what else is in a pass"
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3-sliding", "falcon"])
