@@ -20,13 +20,13 @@ def test_a_worker_that_requires_the_promise_does_not_start_without_it(
     monkeypatch.setattr("inference_service.__main__.load_configured", lambda *_: loaded)
     settings = WorkerSettings(require_exact=True, kv_budget_mb=16)
     if accelerate:
-        with _load_engine(SOURCE, settings, lambda: None) as engine:
+        with _load_engine(SOURCE, settings, lambda: None, print) as engine:
             assert engine.numerics.is_exact
         return
     with pytest.raises(PreconditionFailed, match="runs its own modules") as caught:
-        _load_engine(SOURCE, settings, lambda: None)
+        _load_engine(SOURCE, settings, lambda: None, print)
     assert caught.value.reason == "EXACT_NOT_PROMISED"
-    with _load_engine(SOURCE, WorkerSettings(kv_budget_mb=16), lambda: None) as engine:
+    with _load_engine(SOURCE, WorkerSettings(kv_budget_mb=16), lambda: None, print) as engine:
         assert not engine.numerics.is_exact
 
 

@@ -183,7 +183,7 @@ def _widen_the_rest(run: Substitutions) -> dict[str, str]:
     for name, module in run.model.named_modules():
         for key, parameter in list(module._parameters.items()):
             stored = lazy(parameter)
-            if stored is None or stored.memory or module in run.consumed:
+            if stored is None or stored.memory:
                 continue
             if isinstance(
                 module, nn.Embedding
@@ -192,7 +192,7 @@ def _widen_the_rest(run: Substitutions) -> dict[str, str]:
                 continue
             run.widen(name, module, key)
             if stored.format != "float32":
-                widened[f"{name}.{key}"] = run.left_alone.get(name, "its module has no kernel")
+                widened[f"{name}.{key}"] = run.left_alone.get(name, "no kernel reads it")
     return widened
 
 

@@ -32,14 +32,17 @@ _TOKENS, _CHOICES = 5, 2
 
 @dataclass(frozen=True)
 class _Matrices:
-    """The matrices [N, K] of all experts, and their biases [E, N]."""
+    """The matrices [N, K] of all experts. `biases`: the name of the module's parameter [E, N]; it may have none."""
 
     packed: tuple[Tensor, ...]
     rows: int
-    bias: Tensor | None
+    module: nn.Module
+    biases: str
 
     def __call__(self, x: Tensor, expert: int) -> Tensor:
-        bias = None if self.bias is None else self.bias[expert]
+        # Read from the module each time: a bias that is still in its file is read into memory later.
+        biases = getattr(self.module, self.biases, None)
+        bias = None if biases is None else biases[expert]
         return ops.packed_linear(x, self.packed[expert], self.rows, bias)
 
 
@@ -53,7 +56,7 @@ def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
         raise Unsuitable("stores other matrices than those of transformers' interface of experts")
     stored = tuple(_pack(module.get_parameter(name), settings.is_transposed) for name in names)
     into, out_of = (
-        _Matrices(stack.memory, stack.rows, getattr(module, f"{name}_bias", None))
+        _Matrices(stack.memory, stack.rows, module, f"{name}_bias")
         for name, stack in zip(names, stored, strict=True)
     )
     act = row_invariant(settings._apply_gate if settings.has_gate else settings.act_fn)

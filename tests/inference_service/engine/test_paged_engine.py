@@ -192,8 +192,14 @@ def test_a_shadow_check_takes_blocks_from_kept_caches(loaded):
     for start in (0, 1):  # kept, and all there is but the reserve
         kept = runner.new_cache(2 * BLOCK_TOKENS)
         prefixes.insert(
-            SimpleNamespace(tokens=(), prompt_key=key_of(STEM[start:]), num_settled=30, cache=kept)
-        )  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                tokens=(),
+                prompt_key=key_of(STEM[start:]),
+                num_settled=30,
+                cache=kept,
+                read_length=30,
+            )
+        )
     del kept
     reserve = []
     while runner.pool.num_free:
@@ -201,7 +207,7 @@ def test_a_shadow_check_takes_blocks_from_kept_caches(loaded):
     shadow = Shadow(runner, prefixes, share=1.0)
     asked = request(STEM[:20], DepthPolicy("relaxed", threshold=0.5))
     shadow.offer(
-        SimpleNamespace(request=asked, tokens=STEM, num_prompt_tokens=20),  # type: ignore[arg-type]
+        SimpleNamespace(request=asked, tokens=STEM, num_prompt_tokens=20, read_length=20),  # type: ignore[arg-type]
         4 * BLOCK_TOKENS,
     )
     while not shadow.is_idle:

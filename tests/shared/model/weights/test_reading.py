@@ -10,7 +10,7 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable, UnsupportedModel
 from shared.model.load import load_model
@@ -154,6 +154,32 @@ def test_experts_stay_in_their_file_until_each_is_packed(tmp_path: Path) -> None
         kept, own = getattr(experts, name), build_family("mixtral").model.layers[2].mlp.experts
         assert lazy(kept).format == "bfloat16"
         assert torch.equal(lazy(kept).widened(), getattr(own, name).bfloat16().float())
+
+
+def test_biases_of_experts_leave_their_file_with_it(tmp_path: Path) -> None:
+    """A bias of all experts is a matrix, but no kernel reads it. The file is closed once the model is loaded."""
+    config = GptOssConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.3,
+    )
+    own = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.normal_(0, 0.2)
+    own.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.acceleration is not None and loaded.acceleration.experts == 2
+    ids = torch.arange(9)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_what_has_no_kernel_is_widened_and_named(
