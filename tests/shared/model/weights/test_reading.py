@@ -176,7 +176,8 @@ def test_biases_of_experts_leave_their_file_with_it(tmp_path: Path) -> None:
             parameter.normal_(0, 0.2)
     own.save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
-    assert loaded.acceleration is not None and loaded.acceleration.experts == 2
+    assert loaded.acceleration is not None
+    assert loaded.acceleration.experts == 2
     ids = torch.arange(9)[None]
     with torch.inference_mode():
         torch.testing.assert_close(loaded.model(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-4)
