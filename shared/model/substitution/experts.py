@@ -104,14 +104,11 @@ def _pack(parameter: Tensor, transposed: bool) -> Stacked:
 
 def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> None:
     """Raises `Unsuitable` if `forward` differs on ordinary, small or large tokens."""
-    index = (num_experts - 1 - torch.arange(_TOKENS * _CHOICES)).view(
-        _TOKENS, _CHOICES
-    ) % num_experts
-    weights = random_input(_TOKENS, _CHOICES).abs()
-    x = random_input(_TOKENS, width)
+    inputs = of_all_sizes(random_input(_TOKENS, width))
+    count = _TOKENS * len(inputs)
+    chosen = (num_experts - 1 - torch.arange(count * _CHOICES)) % num_experts
+    index, weights = chosen.view(count, _CHOICES), random_input(count, _CHOICES).abs()
     if not agrees(
-        lambda x: forward(x, index, weights),
-        lambda x: module(x, index, weights),
-        *of_all_sizes(x),
+        lambda x: forward(x, index, weights), lambda x: module(x, index, weights), *inputs
     ):
         raise Unsuitable("does more than its experts' products, by transformers' interface")
