@@ -171,10 +171,16 @@ class Gates:
         token = torch.ones(1, 1, dtype=torch.long, device=self._model.device)
         with torch.no_grad():
             self._model.base_model(input_ids=token, use_cache=False)
+        why = ""
         if self._leaving is None:
+            why = "its forward did not call the layers found"
+        elif self._leaving.dim() != 3:
+            why = f"a token's state between layers has the shape {list(self._leaving.shape[2:])}, not one dimension"
+        if why:
+            architecture = type(self._model).__name__
             raise UnsupportedModel(
-                f"{type(self._model).__name__} cannot be run in parts: its forward did not call the layers found",
-                metadata={"architecture": type(self._model).__name__},
+                f"{architecture} cannot be run in parts: {why}",
+                metadata={"architecture": architecture},
             )
         self.counters = LayerCounters(self.num_layers)
 

@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 import torch
 
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, UnsupportedModel
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.runner import Runner, Taps, tap_depths
@@ -136,3 +136,13 @@ def test_two_runners_share_one_models_gates(llama):
     state = other.run(ids, other.new_cache(8), first=0, last=other.num_layers, base=0)
     assert relative_error(other.logits(state), full_logits(llama.loaded, ids)) < TOLERANCE
     assert other.counters is llama.counters
+
+
+def test_a_model_with_several_states_per_token_is_refused():
+    """As hyper-connections have. The gates could not take one of them for the token's state."""
+    model = build_family("llama")
+    last = model.model.layers[-1]
+    own = last.forward
+    last.forward = lambda *args, **kwargs: own(*args, **kwargs)[:, :, None]
+    with pytest.raises(UnsupportedModel, match=r"has the shape \[1, 32\], not one dimension"):
+        ContiguousRunner(wrap_model(model))
