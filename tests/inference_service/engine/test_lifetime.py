@@ -120,7 +120,8 @@ def ends() -> dict[str, tuple[int, str]]:
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_program_ends_as_it_would_without_an_engine(ends, ending: str) -> None:
     _, status, last_line = ENDINGS[ending]
-    said = ends[ending][1].strip().splitlines()
+    # Engines log what they promise.
+    said = [line for line in ends[ending][1].strip().splitlines() if "exact may differ" not in line]
     assert (ends[ending][0], said[-1:]) == (status, [last_line] if last_line else []), said
 
 
