@@ -24,8 +24,8 @@ from bench.hugging_face import HF, hugging_face_batch
 from bench.machine import described
 from bench.options import add_device, add_prompts, make_parser, parsed
 from bench.prompts import first_turns
-from inference_service.engine.engine import MAX_RUNNING, Engine
-from inference_service.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
+from shared.engine.engine import MAX_RUNNING, Engine
+from shared.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy

@@ -11,8 +11,8 @@ from typing import Any
 from bench.decode_figures import EXACT, FULL, summarise
 from bench.forms import Form
 from bench.options import silence_transformers
-from inference_service.engine.engine import Engine
 from inference_service.evaluate.sides import Run, Side, in_process, neap
+from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import ModelIdentity
 from shared.ladder.policy import DepthPolicy

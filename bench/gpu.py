@@ -29,9 +29,9 @@ from bench.imposed import SHAPES, Imposed, impose
 from bench.machine import described
 from bench.stopwatch import captured, median_call_us
 from bench.tide import LEGEND, TideTimes, tide_router
-from inference_service.engine.engine import Engine
-from inference_service.engine.request.handle import EngineEvent
-from inference_service.engine.request.request import (
+from shared.engine.engine import Engine
+from shared.engine.request.handle import EngineEvent
+from shared.engine.request.request import (
     Finished,
     GenerationRequest,
     StoppingParams,

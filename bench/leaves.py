@@ -14,11 +14,11 @@ from bench.decode_figures import FULL, measure
 from bench.machine import described
 from bench.options import add_device, add_prompts, make_parser, parsed
 from bench.prompts import read_prompts
-from inference_service.engine.drafting.adaptive import AdaptiveDrafting
-from inference_service.engine.drafting.costs import MAX_PASS_TOKENS, CostMeter
-from inference_service.engine.drafting.planner import MAX_TREE_TOKENS, ExitCost, PassCosts
-from inference_service.engine.engine import Engine
 from inference_service.evaluate.sides import Run, Side, neap
+from shared.engine.drafting.adaptive import AdaptiveDrafting
+from shared.engine.drafting.costs import MAX_PASS_TOKENS, CostMeter
+from shared.engine.drafting.planner import MAX_TREE_TOKENS, ExitCost, PassCosts
+from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy

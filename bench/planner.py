@@ -16,8 +16,9 @@ from pathlib import Path
 from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import first_turns
-from inference_service.engine.drafting.costs import measure_deep, measure_wide
-from inference_service.engine.drafting.planner import (
+from inference_service.evaluate.sides import neap
+from shared.engine.drafting.costs import measure_deep, measure_wide
+from shared.engine.drafting.planner import (
     MIN_SURVIVAL,
     REQUEST_WEIGHT,
     SERVED_WEIGHT,
@@ -25,8 +26,7 @@ from inference_service.engine.drafting.planner import (
     Reliability,
     best_lengths,
 )
-from inference_service.engine.engine import Engine
-from inference_service.evaluate.sides import neap
+from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy

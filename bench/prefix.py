@@ -12,8 +12,8 @@ from collections import defaultdict
 
 from bench.machine import described
 from bench.options import make_parser, parsed
-from inference_service.engine.engine import Engine
-from inference_service.engine.request.request import GenerationRequest, StoppingParams
+from shared.engine.engine import Engine
+from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel

@@ -26,13 +26,13 @@ from typing import Any
 from bench.forms import add_formats, forms
 from bench.machine import described
 from bench.options import make_parser, parsed
-from inference_service.engine import step as step_module
-from inference_service.engine.engine import Engine
-from inference_service.engine.request.handle import EngineEvent
-from inference_service.engine.request.request import GenerationRequest, StoppingParams
-from inference_service.engine.step import Decoder, Member
-from inference_service.engine.verification import verify
 from shared import ops
+from shared.engine import step as step_module
+from shared.engine.engine import Engine
+from shared.engine.request.handle import EngineEvent
+from shared.engine.request.request import GenerationRequest, StoppingParams
+from shared.engine.step import Decoder, Member
+from shared.engine.verification import verify
 from shared.errors import UnsupportedModel
 from shared.ladder.policy import DepthPolicy
 from shared.model.gated_model import GatedModel

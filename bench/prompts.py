@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from inference_service.engine.request.prompt import encode_prompt
+from shared.engine.request.prompt import encode_prompt
 from shared.model.loaded import LoadedModel
 
 DEFAULT_FILE = Path(__file__).parent / "data" / "spec_bench_dev.jsonl"

@@ -18,7 +18,7 @@ from bench.prompts import DEFAULT_FILE, first_turns
 from calibrator_service.calibration.report.certificate import binomial_cdf
 from calibrator_service.calibration.text.risk_answers import Limits, RiskAnswerGenerator
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk

@@ -18,7 +18,6 @@ import torch
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.client_waits_metrics import ClientWaitsCollector
-from inference_service.engine.engine import Engine
 from inference_service.engine_watch import EngineWatch
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
@@ -28,6 +27,7 @@ from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.configured_model import load_configured
+from shared.engine.engine import Engine
 from shared.errors import InvalidInput, NeapError, PreconditionFailed
 from shared.metrics_server import serve_metrics
 from shared.model.loaded import LoadedModel

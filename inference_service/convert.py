@@ -7,8 +7,9 @@ from collections.abc import Callable
 from google.protobuf import duration_pb2
 from neap_client.inference.v1 import inference_pb2
 
-from inference_service.engine.request.prompt import ROLES, Prompt, encode_prompt
-from inference_service.engine.request.request import (
+from inference_service.routers import RouterChoice
+from shared.engine.request.prompt import ROLES, Prompt, encode_prompt
+from shared.engine.request.request import (
     DepthStatistics,
     Finished,
     FinishReason,
@@ -17,7 +18,6 @@ from inference_service.engine.request.request import (
     GenerationRequest,
     StoppingParams,
 )
-from inference_service.routers import RouterChoice
 from shared.errors import InvalidInput, PromptTooLong
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 
 # Looks per time limit.
 NUM_LOOKS = 10

@@ -4,9 +4,9 @@ import math
 import time
 from types import TracebackType
 
-from inference_service.engine.request.handle import GenerationHandle
-from inference_service.engine.request.request import Finished, GenerationEvent
 from inference_service.metrics import WorkerMetrics
+from shared.engine.request.handle import GenerationHandle
+from shared.engine.request.request import Finished, GenerationEvent
 from shared.errors import NeapError
 from shared.rpc.interceptors import CLIENT_GONE, annotate_call
 from shared.rpc.tracing import record_span

@@ -13,9 +13,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from inference_service.engine.quality.shadow import Shadow
-from inference_service.engine.statistics import Distribution, EngineStatistics
 from inference_service.router_metrics import read_versions, version_families
+from shared.engine.quality.shadow import Shadow
+from shared.engine.statistics import Distribution, EngineStatistics
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics
 

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from inference_service.engine.quality.shadow import Shadow
-from inference_service.engine.statistics import EngineStatistics
+from shared.engine.quality.shadow import Shadow
+from shared.engine.statistics import EngineStatistics
 
 NO_BOUND = "none"
 _VERSION = ["model_id", "router_version"]

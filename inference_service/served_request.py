@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from inference_service.engine.quality.shadow import Shadow
-from inference_service.engine.request.request import GenerationRequest
 from inference_service.router_loader import LoadedRouter
+from shared.engine.quality.shadow import Shadow
+from shared.engine.request.request import GenerationRequest
 from shared.errors import PreconditionFailed
 from shared.ladder.policy import DepthPolicy
 

@@ -11,9 +11,6 @@ from typing import Any, NoReturn
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from inference_service.convert import from_event, to_generation_request, to_router_choice
-from inference_service.engine.engine import Engine
-from inference_service.engine.request.handle import GenerationHandle
-from inference_service.engine.request.request import GenerationRequest
 from inference_service.generate_call import GenerateCall
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
@@ -21,6 +18,9 @@ from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_request import published_bound, with_router
 from inference_service.stream import EventStream
 from inference_service.token_texts import TokenTexts
+from shared.engine.engine import Engine
+from shared.engine.request.handle import GenerationHandle
+from shared.engine.request.request import GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from shared.rpc.callers import client_key
 from shared.rpc.interceptors import annotate_call, current_request_id, write_response

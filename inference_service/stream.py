@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from typing import Protocol
 
-from inference_service.engine.request.request import GenerationEvent
+from shared.engine.request.request import GenerationEvent
 from shared.errors import NeapError
 
 

@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from calibrator_service.job import JobState
 from calibrator_service.jobs import JobCount
 from calibrator_service.metrics import CalibratorMetrics
-from inference_service.engine.memory.prefixes import Prefixes
-from inference_service.engine.quality.shadow import Shadow, ShadowCounts
-from inference_service.engine.statistics import EngineStatistics
 from inference_service.metrics import WorkerMetrics
+from shared.engine.memory.prefixes import Prefixes
+from shared.engine.quality.shadow import Shadow, ShadowCounts
+from shared.engine.statistics import EngineStatistics
 from shared.gateway.metrics import GatewayMetrics
 from shared.ladder.rungs import Draft
 from shared.model.numerics import Numerics

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Generator
 from typing import Any
 
-from inference_service.engine.drafting.costs import CostMeter
-from inference_service.engine.drafting.planner import ExitCost, PassCosts
-from inference_service.engine.engine import Engine
+from shared.engine.drafting.costs import CostMeter
+from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.engine import Engine
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.rungs import Draft
 from shared.model.loaded import LoadedModel

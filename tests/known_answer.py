@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from inference_service.engine.request.request import GenerationRequest, StoppingParams
+from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
 from tests.families import VOCABULARY_SIZE
 

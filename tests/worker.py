@@ -14,11 +14,11 @@ import transformers as hf
 from neap_client.inference.v1 import inference_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from inference_service.engine.engine import Engine
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.routers import RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
+from shared.engine.engine import Engine
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.loaded import LoadedModel

@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from inference_service.engine.engine import Engine
 from inference_service.evaluate.figures import Answer, Row, expected_answers, is_right, row
 from inference_service.evaluate.sides import Side, in_process, neap
 from inference_service.evaluate.thinning import evenly_kept, kept_at_speed, thinned_side
@@ -32,6 +31,7 @@ from inference_service.evaluate.transformers_sides import (
 from inference_service.measuring import describe_machine, load_subject, run_process, say
 from inference_service.published_bounds import bounds_that_hold
 from inference_service.tune.prompts import read_prompts
+from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk

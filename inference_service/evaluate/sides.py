@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from inference_service.engine.engine import Engine
-from inference_service.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
+from shared.engine.engine import Engine
+from shared.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.rpc.logs import configure_logging

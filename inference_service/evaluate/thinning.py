@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from inference_service.engine.engine import Engine
 from inference_service.evaluate.sides import Side, neap
+from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel

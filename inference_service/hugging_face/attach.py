@@ -16,12 +16,6 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from inference_service.engine.engine import Engine
-from inference_service.engine.request.request import (
-    GeneratedToken,
-    GenerationRequest,
-    StoppingParams,
-)
 from inference_service.hugging_face.exit_stats import ExitStats
 from inference_service.hugging_face.options import (
     CRITERIA_OF_ONE_SEQUENCE,
@@ -34,6 +28,12 @@ from inference_service.hugging_face.options import (
     with_seeds,
 )
 from inference_service.hugging_face.rows import decode_rows
+from shared.engine.engine import Engine
+from shared.engine.request.request import (
+    GeneratedToken,
+    GenerationRequest,
+    StoppingParams,
+)
 from shared.errors import PreconditionFailed
 from shared.ladder.policy import DepthPolicy
 

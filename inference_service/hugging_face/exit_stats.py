@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from inference_service.engine.request.request import GeneratedToken
+from shared.engine.request.request import GeneratedToken
 
 
 @dataclass(frozen=True)

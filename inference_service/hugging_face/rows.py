@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from inference_service.engine.engine import MAX_RUNNING, Engine
-from inference_service.engine.request.handle import EngineEvent, GenerationHandle
-from inference_service.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
+from shared.engine.engine import MAX_RUNNING, Engine
+from shared.engine.request.handle import EngineEvent, GenerationHandle
+from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
 from shared.errors import Exhausted, NeapError
 
 # Called with a row and its next token. Returns whether that token ends the row.

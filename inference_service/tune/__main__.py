@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from inference_service.engine.engine import Engine
 from inference_service.measuring import describe_machine, load_subject, run_process, say
 from inference_service.published_bounds import bounds_that_hold
 from inference_service.tune.prompts import read_prompts
@@ -27,6 +26,7 @@ from inference_service.tune.sweep import (
     covered_tokens,
     policies,
 )
+from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from inference_service.engine.request.prompt import encode_prompt
+from shared.engine.request.prompt import encode_prompt
 from shared.errors import InvalidInput, NotFound
 from shared.model.loaded import LoadedModel
 

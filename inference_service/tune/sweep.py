@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from inference_service.engine.engine import Engine
 from inference_service.tune.results import Key, Measurement
+from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk, Setting
 

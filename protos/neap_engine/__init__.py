@@ -41,11 +41,11 @@ from calibrator_service.calibration.spec import (
     SelfGenerated,
     TextFile,
 )
-from inference_service.engine.engine import Engine
-from inference_service.engine.request.request import Generation
 from inference_service.hugging_face.attach import attach
 from neap_engine.logs import log_to_logging
 from neap_engine.progress import ProgressLine
+from shared.engine.engine import Engine
+from shared.engine.request.request import Generation
 from shared.errors import NeapError
 from shared.ladder.folder import read_ladder as read_router
 from shared.ladder.policy import DepthPolicy

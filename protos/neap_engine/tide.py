@@ -19,10 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from calibrator_service.calibration.pipeline import CalibrationResult
 from calibrator_service.calibration.pipeline import calibrate as calibrate_ladder
 from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, SelfGenerated, Source
-from inference_service.engine.engine import Engine
 from inference_service.hugging_face.attach import attach
 from inference_service.hugging_face.exit_stats import ExitStats
 from neap_engine.progress import ProgressLine
+from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.folder import read_ladder
 from shared.ladder.forms import DEFAULT_ROUTER_WIDTH

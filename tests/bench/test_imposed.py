@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.imposed import SHAPES, Imposed, impose
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
 from tests.fixed_costs import fixed_cost_engine

@@ -4,7 +4,7 @@ import grpc
 import pytest
 from neap_client.inference.v1 import inference_pb2_grpc
 
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.model.load import load_model
 from shared.registry.factory import open_registry
 from tests.worker import save_model, serving

@@ -11,8 +11,8 @@ from neap_client import ClientSecurity, NeapClient
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from inference_service.engine.engine import Engine
 from shared.cli.main import app
+from shared.engine.engine import Engine
 from shared.errors import Exhausted, PermissionDenied, Unauthenticated
 from shared.model.load import load_model
 from shared.registry.factory import open_registry

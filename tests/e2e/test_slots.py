@@ -11,8 +11,8 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.convert import to_generation_request
-from inference_service.engine.engine import Engine
 from inference_service.servicer import InferenceServicer
+from shared.engine.engine import Engine
 from shared.errors import DeadlineExceeded, Exhausted
 from shared.model.cache import ContiguousCache
 from shared.model.load import load_model

@@ -85,7 +85,7 @@ import importlib.util, sys, threading
 
 class Hanging:
     def find_spec(self, name, path, target=None):
-        if name != "inference_service.engine.step":
+        if name != "shared.engine.step":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

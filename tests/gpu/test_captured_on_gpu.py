@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model

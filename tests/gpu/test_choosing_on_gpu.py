@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference_service.engine.verification import compute_choices, verify
+from shared.engine.verification import compute_choices, verify
 from shared.model.choosing import num_confirmed
 from shared.model.distribution import candidates, nucleus
 from shared.model.sampling import SamplingParams, Trial

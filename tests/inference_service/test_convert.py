@@ -11,14 +11,14 @@ from inference_service.convert import (
     to_sampling,
     to_stopping,
 )
-from inference_service.engine.request.request import (
+from inference_service.routers import RouterChoice
+from shared.engine.request.request import (
     DepthStatistics,
     Finished,
     FinishReason,
     GeneratedToken,
     TokenChunk,
 )
-from inference_service.routers import RouterChoice
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.sampling import SamplingParams

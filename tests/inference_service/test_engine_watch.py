@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from structlog.testing import capture_logs
 
-from inference_service.engine.engine import Engine
 from inference_service.engine_watch import EXIT_STATUS, EngineWatch
+from shared.engine.engine import Engine
 from shared.model.loaded import wrap_model
 from tests.families import build_family
 from tests.fixed_costs import fixed_cost_engine

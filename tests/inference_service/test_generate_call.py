@@ -11,8 +11,8 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service import servicer
-from inference_service.engine.engine import Engine
 from inference_service.metrics import WorkerMetrics
+from shared.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging

@@ -6,9 +6,9 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference_service.engine.quality.shadow import ShadowCounts
-from inference_service.engine.statistics import MAX_VERSIONS, EngineStatistics
 from inference_service.metrics import WorkerMetrics
+from shared.engine.quality.shadow import ShadowCounts
+from shared.engine.statistics import MAX_VERSIONS, EngineStatistics
 from tests.exported_metrics import busy_engine, busy_metrics, exported
 
 

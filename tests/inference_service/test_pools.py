@@ -9,7 +9,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 from neap_client.status import from_rpc_error
 
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.errors import Exhausted
 from shared.registry.factory import open_registry
 from tests.generation import EXACT, FULL, request_of

@@ -9,10 +9,10 @@ import structlog
 from neap_client import NeapClient
 
 from inference_service import router_loader
-from inference_service.engine.engine import Engine
 from inference_service.pools import NUM_REGISTRY_THREADS, Pools
 from inference_service.resolutions import Resolutions
 from inference_service.routers import RouterChoice, RouterStore
+from shared.engine.engine import Engine
 from shared.errors import InvalidInput, NotFound, PreconditionFailed, Unavailable
 from shared.registry.factory import open_registry
 from shared.registry.names import check_alias

@@ -6,7 +6,7 @@ import pytest
 from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry

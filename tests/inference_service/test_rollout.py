@@ -7,10 +7,10 @@ import pytest
 from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from inference_service.engine.quality.shadow import Shadow
-from inference_service.engine.request.request import GenerationRequest
 from inference_service.metrics import WorkerMetrics
 from inference_service.served_request import with_router
+from shared.engine.quality.shadow import Shadow
+from shared.engine.request.request import GenerationRequest
 from shared.errors import PreconditionFailed
 from shared.ladder.ladder import ModelIdentity
 from shared.ladder.policy import DepthPolicy

@@ -10,8 +10,8 @@ from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
-from inference_service.engine.engine import Engine
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
+from shared.engine.engine import Engine
 from shared.errors import Unavailable
 from shared.registry.factory import open_registry
 from tests.generation import request_of

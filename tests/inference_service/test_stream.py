@@ -3,8 +3,8 @@ import threading
 
 import pytest
 
-from inference_service.engine.request.request import TokenChunk
 from inference_service.stream import EventStream
+from shared.engine.request.request import TokenChunk
 from shared.errors import Exhausted
 
 

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
 from tests.generation import publish

@@ -10,15 +10,15 @@ import torch
 
 from bench.peers.catalogue import ROUNDED
 from bench.peers.engines.serving import Answer, EngineSettings, serve
-from inference_service.engine.engine import Engine
-from inference_service.engine.request.handle import EngineEvent
-from inference_service.engine.request.request import (
+from shared import ops
+from shared.engine.engine import Engine
+from shared.engine.request.handle import EngineEvent
+from shared.engine.request.request import (
     Finished,
     GenerationRequest,
     StoppingParams,
     TokenChunk,
 )
-from shared import ops
 from shared.errors import NeapError, RouterMismatch
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder, ModelIdentity

@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileOptions
 from neap_client import NeapClient, generate_request
 
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
 from tests.gateways import gateway_to

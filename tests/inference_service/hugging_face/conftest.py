@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import transformers as hf
 
-from inference_service.engine.engine import Engine
 from inference_service.hugging_face.attach import Attached, attach
+from shared.engine.engine import Engine
 from shared.model.loaded import LoadedModel, wrap_model
 from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder

@@ -1,6 +1,6 @@
 import pytest
 
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
 from tests.gateways import finished, gateway_to, scripted_worker, started

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from inference_service.engine.engine import Engine
+from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model import choosing

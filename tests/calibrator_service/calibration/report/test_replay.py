@@ -16,7 +16,7 @@ from calibrator_service.calibration.report.replay import (
 )
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
-from inference_service.engine.drafting.costs import MAX_PASS_TOKENS
+from shared.engine.drafting.costs import MAX_PASS_TOKENS
 from shared.ladder.exits import LayerExit
 from shared.ladder.forms import HeadForm
 from shared.ladder.ladder import Ladder, ModelIdentity

@@ -26,7 +26,7 @@ from calibrator_service.calibration.text.stream import (
     GeneratedText,
     GivenText,
 )
-from inference_service.engine.drafting.adaptive import AdaptiveDrafting
+from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk

@@ -1,0 +1,184 @@
+"""A chain of drafts while it is built."""
+
+import math
+from collections import defaultdict
+
+from torch import Tensor
+
+from shared.engine.drafting.ahead import Ahead
+from shared.engine.drafting.chain import Chain, Leaf
+from shared.engine.drafting.planner import MIN_SURVIVAL, PassCosts, least_survival
+from shared.engine.request.sequence import Sequence
+from shared.errors import Corrupt
+from shared.ladder.fused_head import chained
+from shared.ladder.risk import CERTIFIED_DRAFTS
+from shared.ladder.rungs import Draft
+from shared.ops.chains import ChainStart
+
+# Tokens per deep pass that are assumed for a sequence without deep passes, and the weight of this assumption in passes.
+USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
+
+
+class DraftBuilder:
+    """Builds a chain: a sequence's last final token and the drafts after it. The planner later chooses how many of them to verify.
+
+    `best` is the most probable draft so far for the next position. `best_probability` is its probability, adjusted by what this
+    request's drafts have shown (see `Reliability`). `survival` is the probability that all drafts of the chain are right. If leaves are
+    allowed, the chain gets the other drafts of each place as `possible_leaves`.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        costs: PassCosts,
+        num_sequences: int,
+        *,
+        drafts: bool,
+        leaves: bool = False,
+    ) -> None:
+        policy = sequence.request.policy
+        chained_depths = sequence.ladder.chained_depths if sequence.ladder else ()
+        self.sequence = sequence
+        self.chain = Chain(
+            len(sequence.tokens) - 1,
+            [sequence.tokens[-1]],
+            sequence.cache,
+            kept={depth: [] for depth in (*sequence.kept_depths, *chained_depths)},
+            read_length=sequence.read_length,
+        )
+        # Outputs of each chained exit, by its index, for the first tokens of the chain.
+        self.outputs: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.ahead = Ahead()
+        self.min_layers = policy.min_layers
+        self.survival = 1.0
+        self.best: Draft | None = None
+        self.best_probability = 0.0
+        # A fixed number of drafts is what it says. Bounds are certified for chains alone.
+        self._allows_leaves = leaves and policy.name == "exact" and not policy.max_drafts
+        self._others: dict[int, tuple[Draft, float]] = {}  # by token: drafts of the next position
+        # The deep pass itself gives one token of the answer.
+        self._room = min(sequence.num_left_in_regime - 1, costs.max_drafts)
+        if policy.name == "relaxed":
+            self._room = min(self._room, CERTIFIED_DRAFTS)
+        if policy.max_drafts:
+            self._room = min(self._room, policy.max_drafts)
+        if (
+            policy.name == "full"
+            or sequence.ladder is None
+            or (not drafts and sequence.may_skip_drafting)
+        ):
+            self._room = 0
+        # If the caller asked for a fixed number of drafts, they are made whether they pay or not.
+        self._least_survival = MIN_SURVIVAL
+        if self._room > 0 and not policy.max_drafts:
+            self._least_survival = least_survival(costs, num_sequences)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another draft may be worth its place in the deep pass."""
+        return len(self.chain.drafts) < self._room and self.survival >= self._least_survival
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens that a deep pass has given for this sequence, starting from USUAL_TOKENS_PER_PASS."""
+        passes = self.sequence.num_deep_passes
+        tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
+        return tokens / (PASS_WEIGHT + passes)
+
+    def chain_states(self, index: int) -> Tensor:
+        """What the next step of chained exit `index` begins with [3, D]: its last output, or the settled states."""
+        outputs = self.outputs[index]
+        if outputs:
+            return chained(outputs[-1])
+        return self.settled_states
+
+    @property
+    def settled_states(self) -> Tensor:
+        """States of the last settled token at the depths that chains begin with [3, D]."""
+        states = self.sequence.settled_states
+        assert states is not None
+        return states
+
+    def chain_start(self, rung: str, least: float) -> ChainStart:
+        """What the exit of whole chains goes on from, until survival is below `least` or too low for a place in the deep pass."""
+        return ChainStart(
+            tokens=self.chain.tokens[self.ahead.num_seen :],
+            place=self.ahead.num_seen,
+            room=self._room - len(self.chain.drafts),
+            survival=self.survival,
+            factor=self.sequence.reliability.factor(rung),
+            least_survival=max(least, self._least_survival),
+        )
+
+    def look_up(self) -> None:
+        """Begins the next position with the draft of the tables (suffix or successor), if they have one. Runs no layer."""
+        self.best, self.best_probability = None, 0.0
+        self._others.clear()
+        assert self.sequence.drafter is not None
+        if self.min_layers == 0:
+            drafted = [draft.token for draft in self.chain.drafts]
+            if self._allows_leaves:
+                drafts = self.sequence.drafter.table_drafts(drafted)
+            else:
+                best = self.sequence.drafter.table_draft(drafted)
+                drafts = [] if best is None else [best]
+            for draft in drafts:
+                self.consider(draft)
+
+    def consider(self, draft: Draft) -> float:
+        """Makes the draft the best one if it is more probable than the best so far. Returns its adjusted probability.
+
+        Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if the draft is not a token of the model. A pass over such a token would fail for
+        all sequences that share it.
+        """
+        probability = self._adjusted(draft)
+        if probability > self.best_probability:
+            self.best, self.best_probability = draft, probability
+        self._keep_beside(draft, probability)
+        return probability
+
+    def consider_beside(self, draft: Draft) -> None:
+        """Makes the draft a possible leaf. Raises as `consider`."""
+        self._keep_beside(draft, self._adjusted(draft))
+
+    def _adjusted(self, draft: Draft) -> float:
+        if not 0 <= draft.token < self.sequence.vocabulary_size:
+            raise Corrupt(
+                f"rung {draft.rung} of the router drafted token {draft.token}; the model has {self.sequence.vocabulary_size}",
+                reason="DRAFT_OUT_OF_RANGE",
+            )
+        probability = self.sequence.reliability.adjusted(draft)
+        # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
+        return 0.0 if math.isnan(probability) else probability
+
+    def _keep_beside(self, draft: Draft, probability: float) -> None:
+        if self._allows_leaves and probability > self._others.get(draft.token, (draft, 0.0))[1]:
+            self._others[draft.token] = draft, probability
+
+    def extend(self) -> bool:
+        """Appends the best draft to the chain. Returns False if there is none."""
+        draft, policy, chain = self.best, self.sequence.request.policy, self.chain
+        if draft is None:
+            return False
+        probability = self.best_probability
+        self._keep_leaves(draft)
+        all_final = chain.num_final == len(chain.drafts)
+        if policy.commits(draft.probability) and all_final:
+            chain.num_final += 1
+            probability = 1.0
+        chain.append(draft, probability)
+        self.ahead.follow(draft.token)
+        self.survival *= probability
+        return True
+
+    def _keep_leaves(self, chosen: Draft) -> None:
+        """Makes the drafts beside `chosen` possible leaves."""
+        # Tables and exits do not know of one another, so their probabilities may add up to more than 1.
+        rest = 1.0 - self.best_probability
+        for draft, probability in sorted(self._others.values(), key=lambda one: -one[1]):
+            if draft.token != chosen.token:
+                probability = min(probability, rest)
+                rest -= probability
+                place = len(self.chain.drafts)
+                self.chain.possible_leaves.append(Leaf(place, draft, probability))
+        self._others.clear()

@@ -1,0 +1,188 @@
+"""Measures the costs of passes and exits on this device."""
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.ladder.fused_head import NUM_STATES
+from shared.ladder.ladder import BoundLadder
+from shared.ladder.rungs import Draft
+from shared.model.cache import KVCache
+from shared.model.runner import Runner
+from shared.ops.chains import ChainStart
+
+T = TypeVar("T")
+
+MAX_PASS_TOKENS = 9
+CONTEXT_TOKENS = 128
+REPEATS = 8
+# Measurements of passes stop after this time, but not before MIN_REPEATS repeats. Start-up waits for them.
+MEASURE_S = 0.3
+MIN_REPEATS = 3
+# Sizes of the passes that many sequences share.
+WIDE_PASS_TOKENS = (16, 32, 64)
+WIDE_REPEATS = 3
+MIN_WIDE_REPEATS = 1
+# Tokens of the shared pass with which an exit's cost per further token is measured.
+EXIT_TOKENS = 8
+
+
+class CostMeter:
+    """Measures the costs that the planner weighs. A subclass may return costs that are known already."""
+
+    def measure_passes(
+        self, runner: Runner, *, between: Callable[[], None] = lambda: None
+    ) -> PassCosts:
+        """The costs of passes, without those of exits. Calls `between` before each pass; an exception that it raises ends
+        the measurement."""
+        deep = measure_deep(runner, between=between)
+        return PassCosts(deep, wide=measure_wide(runner, deep, between=between))
+
+    def measure_exits(
+        self, runner: Runner, ladder: BoundLadder
+    ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+        """The costs of a ladder's layer exits. See `exit_timings`."""
+        return exit_timings(runner, ladder)
+
+
+def measure_deep(
+    runner: Runner, *, between: Callable[[], None] = lambda: None
+) -> tuple[float, ...]:
+    """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head, smoothed: see `smoothed`.
+
+    Calls `between` before each pass; an exception that it raises ends the measurement.
+    """
+    context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
+    widest = min(MAX_PASS_TOKENS, runner.loaded.context_length - context)
+    cache = runner.new_cache(context + widest)
+    ids = torch.ones(1, context + widest, dtype=torch.long, device=runner.loaded.device)
+    runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
+
+    def deep_pass(width: int) -> None:
+        between()
+        state = runner.run(ids[:, :width], cache, first=0, last=runner.num_layers, base=context)
+        runner.logits(state[0]).argmax(-1).tolist()
+
+    # Interleaved, so that a slow moment of the machine does not affect one width only.
+    rounds = _repeated(
+        lambda: [_seconds(lambda width=width: deep_pass(width)) for width in range(1, widest + 1)],  # type: ignore[misc]
+        MIN_REPEATS,
+        REPEATS,
+    )
+    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    return smoothed(medians)
+
+
+def measure_wide(
+    runner: Runner, deep: tuple[float, ...], *, between: Callable[[], None] = lambda: None
+) -> tuple[tuple[int, float], ...]:
+    """(tokens, seconds) of passes over more tokens than `deep` has. The seconds never fall. () if the context is too short.
+
+    `between` as in `measure_deep`.
+    """
+    points: list[tuple[int, float]] = []
+    least = deep[-1]
+    for width in WIDE_PASS_TOKENS:
+        if width >= runner.loaded.context_length:
+            break
+        cache = runner.new_cache(width)
+        ids = torch.ones(1, width, dtype=torch.long, device=runner.loaded.device)
+
+        def deep_pass(ids: Tensor = ids, cache: KVCache = cache) -> None:
+            between()
+            state = runner.run(ids, cache, first=0, last=runner.num_layers, base=0)
+            runner.logits(state[0]).argmax(-1).tolist()
+
+        timings = _repeated(lambda: _seconds(deep_pass), MIN_WIDE_REPEATS, WIDE_REPEATS)
+        least = max(least, statistics.median(timings))
+        points.append((width, least))
+    return tuple(points)
+
+
+def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
+    """Fits a line that never falls to the measured seconds of passes over 2, 3, .. tokens.
+
+    Noise of a few percent would make single drafts look free or expensive. The pass over one token keeps its own figure if that is
+    lower than the line: from two tokens on libraries use a matrix-matrix instead of a matrix-vector product, which may cost half a
+    pass.
+    """
+    if len(seconds) < 3:
+        return tuple(max(seconds[: index + 1]) for index in range(len(seconds)))
+    slope, first = statistics.linear_regression(range(len(seconds) - 1), seconds[1:])
+    if slope < 0:
+        slope, first = 0.0, statistics.fmean(seconds[1:])
+    line = [first + slope * index for index in range(len(seconds) - 1)]
+    return min(seconds[0], first), *line
+
+
+def exit_timings(
+    runner: Runner, ladder: BoundLadder
+) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+    """Measures the costs of taking tokens from the embedding to each layer exit and through its head and router.
+
+    Yields the drafts after each measurement, so that the engine can step requests in between. A deep pass before each measurement
+    evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem half as expensive.
+    """
+    loaded = runner.loaded
+    context = min(CONTEXT_TOKENS, loaded.context_length - 1)
+    num_together = min(EXIT_TOKENS, loaded.context_length - context)
+    cache = runner.new_cache(context + num_together)
+    ids = torch.ones(1, context + num_together, dtype=torch.long, device=loaded.device)
+    runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
+    tokens = ids[:, :num_together]
+    settled = torch.randn(
+        num_together, NUM_STATES, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype
+    )
+
+    def ask_exit(index: int, depth: int, count: int) -> list[Draft]:
+        if depth == ladder.whole_depth:
+            starts = [ChainStart([1], 0, 1, 1.0, 1.0, 0.0)] * count
+            chains = ladder.whole_chains(settled[:count].unbind(0), starts)
+            return [chain[0].draft for chain in chains]
+        own = tokens[:, :count]
+        if depth:
+            states = runner.run(own, cache, first=0, last=depth, base=context)
+        else:
+            states = runner.embed(own, context)
+        if depth in ladder.chained_depths:
+            return ladder.ask_chained(index, settled[:count], states[0], [1] * count)[0]
+        return ladder.ask(index, states[0], settled[:count, -1], [1] * count)
+
+    one = tokens[:, :1]
+    costs: list[ExitCost] = []
+    for index, depth in enumerate(ladder.depths):
+        seconds: dict[int, list[float]] = {1: [], num_together: []}
+        for _ in range(REPEATS + 1):
+            for count, taken in seconds.items():
+                state = runner.run(one, cache, first=0, last=runner.num_layers, base=context)
+                # The read waits for the pass. Otherwise the exit's time on a GPU would include the rest of the pass.
+                runner.logits(state[0]).argmax(-1).tolist()
+                start = time.perf_counter()
+                drafts = ask_exit(index, depth, count)
+                taken.append(time.perf_counter() - start)
+                yield drafts
+        alone_s, together_s = (statistics.median(seconds[n][1:]) for n in (1, num_together))
+        each_more_s = max(together_s - alone_s, 0.0) / max(num_together - 1, 1)
+        costs.append(ExitCost(alone_s, each_more_s))
+    return tuple(costs)
+
+
+def _repeated(measure: Callable[[], T], least: int, most: int) -> list[T]:
+    """The results of `measure`, called `least` to `most` times: no more once MEASURE_S have passed. A first call warms up."""
+    measure()
+    end = time.monotonic() + MEASURE_S
+    results: list[T] = []
+    while len(results) < least or (len(results) < most and time.monotonic() < end):
+        results.append(measure())
+    return results
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

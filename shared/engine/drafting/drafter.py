@@ -1,0 +1,221 @@
+"""The drafting half of a step: drafts the next tokens of all sequences of a batch at once."""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from itertools import groupby, product
+
+import torch
+from torch import Tensor
+
+from shared.engine.drafting.builder import DraftBuilder
+from shared.engine.drafting.chain import Chain, advance_to
+from shared.engine.drafting.planner import (
+    SERVED_WEIGHT,
+    ExitGains,
+    PassCosts,
+    Reliability,
+    exit_gain_s,
+    select_sequences,
+)
+from shared.engine.failure import attempt, fail_all
+from shared.engine.request.request import GenerationRequest
+from shared.engine.request.sequence import Sequence
+from shared.ladder.ladder import BoundLadder
+from shared.ladder.rungs import Draft, exit_name
+from shared.model.runner import Runner
+
+
+class Drafter:
+    """Asks the layer exits of one bound ladder for drafts. `costs` include those of the exits; `gains` learns what asking brings."""
+
+    def __init__(self, runner: Runner, costs: PassCosts, gains: ExitGains) -> None:
+        self.costs = costs
+        self._runner = runner
+        self._gains = gains
+        # Sampled tokens agree with drafts less often than greedy ones, and a margin accepts more drafts: each kind has its own record.
+        self._served = {
+            kind: Reliability(SERVED_WEIGHT) for kind in product((True, False), repeat=2)
+        }
+
+    def served(self, request: GenerationRequest) -> Reliability:
+        """How reliable the ladder's drafts were in earlier requests of this kind (greedy or sampled, with a margin or without)."""
+        return self._served[request.sampling.is_greedy, request.policy.margin is not None]
+
+    def builder(self, sequence: Sequence, num_sequences: int, *, drafts: bool) -> DraftBuilder:
+        """The builder of a sequence's chain. See `draft_chains`."""
+        leaves = self._runner.supports_leaves
+        return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, leaves=leaves)
+
+    def ask_exits(
+        self, ladder: BoundLadder, builders: Rows[DraftBuilder], num_sequences: int
+    ) -> None:
+        """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens share a
+        pass."""
+        for index, depth in enumerate(ladder.depths):
+            if depth == ladder.whole_depth:
+                self._ask_ahead(ladder, index, builders, num_sequences)
+                continue
+            asked = [one for one, _ in self._worth_asking(index, depth, builders, num_sequences)]
+            if not asked:
+                continue
+            for stop in ladder.chained_depths:
+                if 0 < stop <= depth:  # a chain needs the states of all its tokens there
+                    advance_to(stop, [one.chain for one in asked], self._runner)
+            if depth in ladder.chained_depths:
+                drafts = self._extend_chains(ladder, index, asked)
+            else:
+                states = last_states_at(depth, [one.chain for one in asked], self._runner)
+                deep_states = torch.stack([one.sequence.deep_state for one in asked])
+                distances = [len(one.chain.tokens) for one in asked]
+                drafts = ladder.ask(index, states, deep_states, distances)
+            for one, draft in zip(asked, drafts, strict=True):
+                self._consider(index, one, draft)
+
+    def _consider(self, index: int, one: DraftBuilder, draft: Draft) -> None:
+        before = one.best_probability
+        probability = attempt(one.sequence, one.consider, draft)
+        if probability is not None:
+            self._gains.record(index, before, probability)
+
+    def _ask_ahead(
+        self, ladder: BoundLadder, index: int, builders: Rows[DraftBuilder], num_sequences: int
+    ) -> None:
+        """The drafts of the exit of whole chains: first it drafts on the chains for which it has none left and is expected to pay."""
+        without = [one for one in builders if not one.ahead.has_drafts]
+        asked = self._worth_asking(index, ladder.depths[index], without, num_sequences)
+        if asked:
+            self._draft_ahead(ladder, index, asked)
+        for one in builders:
+            found = one.ahead.take(len(one.chain.tokens))
+            if found is not None:
+                self._consider(index, one, found.draft)
+                for other in found.others:
+                    attempt(one.sequence, one.consider_beside, other)
+
+    def _draft_ahead(
+        self, ladder: BoundLadder, index: int, asked: Rows[tuple[DraftBuilder, float]]
+    ) -> None:
+        """Drafts the asked chains on in one call, each as long as a draft is expected to save its share of the time: what it saves
+        is proportional to survival."""
+        share_s = self.costs.exits[index].of(len(asked)) / len(asked)
+        begins = [
+            one.settled_states if one.ahead.output is None else one.ahead.output for one, _ in asked
+        ]
+        starts = [
+            one.chain_start(exit_name(ladder.depths[index]), one.survival * share_s / gain_s)
+            for one, gain_s in asked
+        ]
+        chains = ladder.whole_chains(begins, starts)
+        for (one, _), drafts in zip(asked, chains, strict=True):
+            one.ahead.put(drafts)
+
+    def _extend_chains(
+        self, ladder: BoundLadder, index: int, asked: Rows[DraftBuilder]
+    ) -> list[Draft]:
+        """The drafts of a chained exit. First it catches up on the chains' tokens that were drafted without asking it."""
+        depth = ladder.depths[index]
+        if depth == 0:
+            keep_embeddings([one.chain for one in asked], self._runner)
+
+        def inputs(ones: Rows[DraftBuilder]) -> tuple[Tensor, Tensor]:
+            newest = [one.chain.kept[depth][len(one.outputs[index])] for one in ones]
+            return torch.stack([one.chain_states(index) for one in ones]), torch.stack(newest)
+
+        def remember(ones: Rows[DraftBuilder], outputs: Tensor) -> None:
+            for one, output in zip(ones, outputs, strict=True):
+                one.outputs[index].append(output)
+
+        while late := [one for one in asked if len(one.outputs[index]) < len(one.chain.drafts)]:
+            remember(late, ladder.chain_output(index, *inputs(late)))
+        places = [len(one.chain.tokens) for one in asked]
+        drafts, outputs = ladder.ask_chained(index, *inputs(asked), places)
+        remember(asked, outputs)
+        return drafts
+
+    def _worth_asking(
+        self, index: int, depth: int, builders: Rows[DraftBuilder], num_sequences: int
+    ) -> list[tuple[DraftBuilder, float]]:
+        """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass, and the seconds that each is expected
+        to save."""
+        allowed = [one for one in builders if depth >= one.min_layers]
+        gains_s = [
+            exit_gain_s(
+                one.survival,
+                self._gains.expected(index, one.best_probability),
+                self.costs,
+                num_sequences,
+                one.tokens_per_pass,
+            )
+            for one in allowed
+        ]
+        chosen = select_sequences(gains_s, self.costs.exits[index])
+        return [(allowed[place], gains_s[place]) for place in chosen]
+
+
+def draft_chains(
+    members: Iterable[tuple[Sequence, Drafter]], num_sequences: int, *, drafts: bool = True
+) -> list[Chain]:
+    """Each member's chain: its last final token and its drafts. `num_sequences` sequences will share the deep pass.
+
+    Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one launch and
+    one read-back. If `drafts` is false, only requests draft for which the engine may not choose (see `may_skip_drafting`). There
+    may be several members only if the runner supports ragged batches. A sequence that fails has a `failure` afterwards: alone if the work was its
+    own, with all that shared an exit if the exit failed.
+    """
+    growing = [
+        (drafter.builder(sequence, num_sequences, drafts=drafts), drafter)
+        for sequence, drafter in members
+    ]
+    going = [(one, drafter) for one, drafter in growing if one.wants_more]
+    while going:
+        for one, _ in going:
+            attempt(one.sequence, one.look_up)
+        for drafter, ladder, own in _by_ladder(going):
+            try:
+                drafter.ask_exits(ladder, own, num_sequences)
+            except Exception as error:
+                fail_all([one.sequence for one in own], error, "asking exits failed for")
+        going = [
+            (one, drafter)
+            for one, drafter in going
+            if one.sequence.failure is None and one.extend() and one.wants_more
+        ]
+    return [one.chain for one, _ in growing]
+
+
+def _by_ladder(
+    going: Rows[tuple[DraftBuilder, Drafter]],
+) -> Iterable[tuple[Drafter, BoundLadder, list[DraftBuilder]]]:
+    """Groups the chains by ladder, because several versions of a router may serve at once."""
+
+    def key(member: tuple[DraftBuilder, Drafter]) -> tuple[int, int]:
+        return id(member[1]), id(member[0].sequence.ladder)
+
+    able = [(one, drafter) for one, drafter in going if one.sequence.failure is None]
+    for _, group in groupby(sorted(able, key=key), key):
+        own = list(group)
+        one, drafter = own[0]
+        assert one.sequence.ladder is not None
+        yield drafter, one.sequence.ladder, [one for one, _ in own]
+
+
+def last_states_at(depth: int, chains: Rows[Chain], runner: Runner) -> Tensor:
+    """States at `depth` [N, D] of the chains' last tokens. None of them may have been deeper: exits are asked shallowest first."""
+    if depth == 0:
+        return runner.embed_tokens(
+            [chain.tokens[-1] for chain in chains],
+            [chain.base + len(chain.drafts) for chain in chains],
+        )
+    advance_to(depth, chains, runner)
+    states = [chain.states[-1] for chain in chains]
+    return torch.stack([state for state in states if state is not None])
+
+
+def keep_embeddings(chains: Rows[Chain], runner: Runner) -> None:
+    """Completes `kept[0]` of the chains: the states at depth 0 of all their tokens."""
+    missing = [(chain, i) for chain in chains for i in range(len(chain.kept[0]), len(chain.tokens))]
+    states = runner.embed_tokens(
+        [chain.tokens[i] for chain, i in missing], [chain.base + i for chain, i in missing]
+    )
+    for (chain, _), state in zip(missing, states, strict=True):
+        chain.kept[0].append(state)

@@ -1,0 +1,317 @@
+"""The engine: the public interface to the thread that owns the model. Requests join and leave between its steps."""
+
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Unpack
+
+import structlog
+
+from shared.engine.drafting.costs import CostMeter
+from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
+from shared.engine.failure import failure_of
+from shared.engine.loop import EngineLoop
+from shared.engine.memory.budget import default_budget, kv_token_bytes
+from shared.engine.memory.prefixes import Prefixes, common_prefix
+from shared.engine.model_claim import ModelClaim
+from shared.engine.quality.shadow import Shadow
+from shared.engine.request.admission import Admission
+from shared.engine.request.handle import GenerationHandle, OnEvent
+from shared.engine.request.job import Job
+from shared.engine.request.options import RequestOptions, request_of
+from shared.engine.request.prompt import Prompt
+from shared.engine.request.request import (
+    Finished,
+    GeneratedToken,
+    Generation,
+    GenerationRequest,
+)
+from shared.engine.scheduler import Scheduler, SchedulerLimits
+from shared.engine.step import Decoder
+from shared.errors import InvalidInput, Unavailable
+from shared.ladder.ladder import Ladder
+from shared.ladder.learned_successors import LearnedSuccessors
+from shared.model.loaded import LoadedModel
+from shared.model.numerics import Numerics, numerics_of
+from shared.model.own_thread import run_in_own_thread
+from shared.model.runner import Runner
+from shared.model.runners import make_runner
+
+log = structlog.get_logger("neap.engine")
+
+# Default number of requests that share each step.
+MAX_RUNNING = 16
+# Default share of the KV budget that is kept for reuse by later requests with the same prefix.
+PREFIX_SHARE = 0.25
+
+
+class Engine:
+    """Generates for one model. All methods are thread-safe. Requests are admitted in the order in which they were submitted.
+
+    A request is admitted when the keys and values of its prompt and its longest possible answer fit into the KV budget.
+
+    Args:
+        loaded: the model. At most one engine may use it at a time: another one is refused (`PreconditionFailed`, reason MODEL_IN_USE)
+            until this one is closed, or has ended after it was dropped.
+        ladder: used for requests that are submitted without a ladder.
+        max_running: requests that share each step. Paused requests do not count; if more go on than this, they take turns.
+        max_queue: requests that may wait.
+        max_queue_tokens: prompt tokens that waiting requests may have together.
+        max_ladders: ladders that are kept bound. Those of running requests are kept in any case.
+        kv_budget_bytes: bytes of keys and values that all running requests share. None: half of the free memory.
+        prefix_cache_bytes: the part of this budget that may hold the KV caches of ended requests for reuse by later requests with
+            the same prefix, while running requests do not need it. None: a quarter. 0: no prefix is shared.
+        learned_bytes: bytes of a table that learns from the answers of policy exact and drafts later ones, for each client (see
+            `GenerationRequest`) apart. 0: nothing is learned.
+        shadow_share: share of the answers of policy relaxed, in [0, 1], that are checked while the engine is idle: see `Shadow`.
+        on_failure: called by the engine's thread if an error ends it. Later requests are refused with `Unavailable` (reason
+            ENGINE_FAILED).
+        runner_of: makes the runner of the model from the model and `kv_budget_bytes`.
+        cost_meter: measures the costs of passes and exits. The planner drafts by them.
+        clock: the time in seconds with which deadlines are compared. Tests pass one that they can move.
+
+    `statistics` and `shadow` hold the engine's counts. Any thread may read them.
+
+    `numerics` says whether `exact` promises the tokens of `full` for this model here, and names the bits that it gives. The log says the
+    first when the engine starts.
+
+    An engine that is dropped without `close` stops once its last request has ended and no handle refers to it. All engines stop
+    when the interpreter exits; requests that still run then end with `Unavailable`. A forked child cannot use its parent's engines.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        ladder: Ladder | None = None,
+        *,
+        max_running: int = MAX_RUNNING,
+        max_queue: int = 64,
+        max_queue_tokens: int = 1 << 18,
+        max_ladders: int = MAX_BOUND_LADDERS,
+        kv_budget_bytes: int | None = None,
+        prefix_cache_bytes: int | None = None,
+        learned_bytes: int = 0,
+        shadow_share: float = 0.0,
+        on_failure: Callable[[], object] = lambda: None,
+        runner_of: Callable[[LoadedModel, int], Runner] = make_runner,
+        cost_meter: CostMeter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if ladder is not None:
+            ladder.check_model(loaded)
+        self.loaded = loaded
+        self._ladder = ladder
+        cost_meter = cost_meter or CostMeter()
+        claim = ModelClaim(loaded.model)
+        with ExitStack() as failing:
+            failing.callback(claim.release)
+            if kv_budget_bytes is None:
+                kv_budget_bytes = default_budget(loaded.device)
+            runner = run_in_own_thread(runner_of, loaded, kv_budget_bytes)
+            self.numerics = run_in_own_thread(numerics_of, runner)
+            _log_promise(loaded, self.numerics)
+            kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
+            if prefix_cache_bytes is None:
+                prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
+            token_bytes = run_in_own_thread(kv_token_bytes, runner)
+            learned = LearnedSuccessors(learned_bytes) if learned_bytes else None
+            prefixes = Prefixes(prefix_cache_bytes // token_bytes, runner.regimes)
+            self._decoder = Decoder(runner, prefixes, learned)
+            self._admission = Admission(
+                loaded,
+                token_bytes,
+                kv_budget_bytes,
+                runner.block_tokens,
+                prefill_rate=self._decoder.prefill_rate,
+                clock=clock,
+            )
+            self.statistics = self._decoder.statistics
+            self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
+            self._ladders = LadderCache(runner, max_ladders, cost_meter)
+            self._loop = EngineLoop(
+                self._decoder,
+                self.shadow,
+                self._admission,
+                self._ladders,
+                Scheduler(
+                    SchedulerLimits(
+                        max_running, max_queue, max_queue_tokens, self._admission.kv_budget_tokens
+                    )
+                ),
+                ladder=ladder,
+                claim=claim,
+                on_failure=on_failure,
+                cost_meter=cost_meter,
+                clock=clock,
+            )
+            failing.pop_all()
+        weakref.finalize(self, self._loop.request_stop).atexit = False
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the model's layers. Only the engine's thread may run passes; any thread may read the runner's figures."""
+        return self._decoder.runner
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, over all layers."""
+        return self._admission.kv_token_bytes
+
+    @property
+    def kv_budget_bytes(self) -> int:
+        """Bytes of keys and values that all running requests share."""
+        return self._admission.kv_budget_bytes
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the KV budget that are taken by caches of ended requests, which are kept for reuse."""
+        return self._decoder.prefixes.num_tokens
+
+    @property
+    def num_learned_contexts(self) -> int:
+        """Contexts in the table that learns from answers. 0 without one."""
+        return self._decoder.learned.num_entries if self._decoder.learned else 0
+
+    @property
+    def num_bound_ladders(self) -> int:
+        """Ladders that are bound to the model."""
+        return len(self._ladders)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._loop.scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return self._loop.scheduler.num_running
+
+    @property
+    def kv_usage_ratio(self) -> float:
+        """Share of the KV budget that running requests have reserved, in [0, 1]."""
+        with self._loop.lock:
+            return self._loop.scheduler.num_kv_tokens / max(self._admission.kv_budget_tokens, 1)
+
+    @property
+    def turn_began_s(self) -> float | None:
+        """When the engine's thread began what it does now (`time.monotonic`): a step, or a slice of other work. None while it waits."""
+        return self._loop.turn_began_s
+
+    @property
+    def thread_id(self) -> int | None:
+        """The engine's thread, as `threading.get_ident` names it."""
+        return self._loop.thread_id
+
+    def warm_up(self) -> None:
+        """Waits until the costs of passes are measured and the engine's own ladder is bound. Otherwise the first request waits for that.
+
+        Raises the error for which the ladder could not be bound, and `Unavailable` if the engine has ended.
+        """
+        self._wait_until_ready()
+        if self._loop.ladder_failure is not None:
+            raise failure_of(self._loop.ladder_failure)
+
+    def _wait_until_ready(self) -> None:
+        self._loop.is_ready.wait()
+        if self._loop.costs is None:
+            raise failure_of(self._loop.why_closed())
+
+    def prepare(self, ladder: Ladder) -> None:
+        """Binds and tests a ladder between the steps of running requests, so that the ladder's first request need not wait for that.
+
+        Blocks until it is done. Raises `RouterMismatch`, `Corrupt` (reason SELF_TEST_FAILED), `Unavailable` once closed.
+        """
+        ladder.check_model(self.loaded)
+        self._wait_until_ready()
+        assert self._loop.costs is not None
+        with self._loop.lock:
+            if self._loop.is_closed:
+                raise failure_of(self._loop.why_closed())
+            done = self._loop.background.add(self._ladders.prepare(ladder, self._loop.costs))
+        self._loop.wake()
+        done.result()
+
+    def submit(
+        self,
+        prompt: Prompt | GenerationRequest,
+        ladder: Ladder | None = None,
+        *,
+        on_event: OnEvent | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> GenerationHandle:
+        """Checks a request and queues it. `prompt` and `options` as in `generate`, or a whole request, whose options it has itself.
+
+        `on_event` receives its events on the engine's thread; without it they come through the handle.
+        Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
+        `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
+        """
+        if not isinstance(prompt, GenerationRequest):
+            request = request_of(self.loaded, prompt, options)
+        elif options:
+            raise InvalidInput(f"{', '.join(options)}: a GenerationRequest has its options itself")
+        else:
+            request = prompt
+        ladder = ladder or self._ladder
+        self._admission.check(request, ladder, lambda: self._num_cached(request.prompt_key))
+        _ = request.prompt_key  # made here, not on the engine's thread
+        handle = GenerationHandle(request, self._wake, on_event)
+        job = Job(
+            handle,
+            None if request.policy.name == "full" else ladder,
+            self._admission.num_kv_tokens(request),
+        )
+        with self._loop.lock:
+            if self._loop.is_closed:
+                raise failure_of(self._loop.why_closed())
+            self._loop.scheduler.add(job)
+        self._loop.wake()
+        return handle
+
+    def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generation:
+        """Generates in one call. `prompt` is text, token ids or chat messages.
+
+        Options: `policy` ("exact", "full" or a `DepthPolicy`), `sampling` (`SamplingParams`; without it, answers are greedy),
+        `logprobs` (alternatives for each token), and those of `StoppingParams`: `max_tokens`, `stop_strings`, `stop_token_ids`,
+        `ignore_eos`. Raises as `submit`, and the error that ends the request.
+        """
+        text = ""
+        tokens: list[GeneratedToken] = []
+        for event in self.submit(prompt, **options).events():
+            text += event.text
+            if isinstance(event, Finished):
+                return Generation(text, tuple(tokens), event)
+            tokens += event.tokens
+        raise Unavailable("the generation ended without a result")
+
+    def close(self) -> None:
+        """Stops after the current step. Queued and running requests end with `Unavailable`. Idempotent."""
+        self._loop.request_stop()
+        self._loop.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _num_cached(self, prompt: bytes) -> int:
+        """Tokens of the longest prefix of `prompt` that is cached, or will be once earlier requests have been prefilled."""
+        prefixes = self._decoder.prefixes
+        if not prefixes.is_enabled:
+            return 0
+        with self._loop.lock:
+            jobs = list(self._loop.scheduler)
+        others = [common_prefix(prompt, job.handle.request.prompt_key) for job in jobs]
+        return max(prefixes.match_length(prompt), *others, 0)
+
+    def _wake(self) -> None:
+        """Handles refer to this method, so an engine lives at least as long as they do."""
+        self._loop.wake()
+
+
+def _log_promise(loaded: LoadedModel, numerics: Numerics) -> None:
+    known = {"model_id": loaded.model_id, "numerics_id": numerics.id}
+    if numerics.is_exact:
+        log.info("exact gives the tokens of full", **known)
+    else:
+        log.warning("exact may differ from full at near ties", why=numerics.why_not, **known)

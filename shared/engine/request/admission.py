@@ -1,0 +1,109 @@
+"""Checks of a request before any work is done for it."""
+
+import time
+from collections.abc import Callable
+
+from shared.engine.memory.budget import round_up_to_blocks
+from shared.engine.request.prefill_rate import PrefillRate
+from shared.engine.request.prompt import check_prompt_ids
+from shared.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
+from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
+from shared.ladder.ladder import Ladder
+from shared.model.loaded import LoadedModel
+
+
+def max_num_tokens(request: GenerationRequest, context_length: int) -> int:
+    """The most tokens that a request can grow to: its prompt and its longest possible answer."""
+    room = context_length - len(request.prompt_ids)
+    return len(request.prompt_ids) + min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)
+
+
+class Admission:
+    """Checks a request against the model, its router, the memory and its deadline before it is queued.
+
+    `kv_token_bytes`: bytes of the keys and values of one token, over all layers. `kv_budget_bytes` is shared by all running
+    requests and is allocated in blocks of `block_tokens` tokens. `prefill_rate`: how fast prompts are read.
+    `clock` returns the time in seconds with which deadlines are compared.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        kv_token_bytes: int,
+        kv_budget_bytes: int,
+        block_tokens: int = 1,
+        *,
+        prefill_rate: PrefillRate,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._block_tokens = block_tokens
+        self.kv_token_bytes = kv_token_bytes
+        self.kv_budget_bytes = kv_budget_bytes
+        self._prefill_rate = prefill_rate
+        self._loaded = loaded
+
+    @property
+    def kv_budget_tokens(self) -> int:
+        """Tokens whose keys and values fit into the budget."""
+        return self.kv_budget_bytes // self.kv_token_bytes
+
+    def num_kv_tokens(self, request: GenerationRequest) -> int:
+        """Tokens for which the request reserves keys and values."""
+        num_tokens = max_num_tokens(request, self._loaded.context_length)
+        return round_up_to_blocks(num_tokens, self._block_tokens)
+
+    def check(
+        self, request: GenerationRequest, ladder: Ladder | None, num_known: Callable[[], int]
+    ) -> None:
+        """`num_known` returns how many tokens of the prompt are cached; it is called only if the deadline is close.
+
+        Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
+        `DeadlineExceeded` and `Exhausted` (reason KV_BUDGET).
+        """
+        self._check_against_model(request, ladder)
+        needed = self.num_kv_tokens(request) * self.kv_token_bytes
+        if needed > self.kv_budget_bytes:
+            raise Exhausted(
+                f"keys and values of this request may take {needed} bytes; {self.kv_budget_bytes} are there for all",
+                reason="KV_BUDGET",
+                metadata={"needed": str(needed), "budget": str(self.kv_budget_bytes)},
+            )
+        now_s = self._clock()
+        left_s = request.deadline_s - now_s
+        if left_s <= 0:
+            raise DeadlineExceeded("the deadline had passed before the request was queued")
+        prefill_s = self._prefill_rate.least_s(len(request.prompt_ids))
+        if left_s < prefill_s:
+            prefill_s = self._prefill_rate.least_s(len(request.prompt_ids) - num_known())
+        if left_s < prefill_s and self._prefill_rate.may_refuse(now_s):
+            raise DeadlineExceeded(
+                f"reading the prompt alone takes at least {prefill_s:.1f} s, longer than the deadline allows",
+                reason="DEADLINE_TOO_SHORT",
+            )
+
+    def _check_against_model(self, request: GenerationRequest, ladder: Ladder | None) -> None:
+        check_prompt_ids(self._loaded, request.prompt_ids)
+        max_tokens = request.stopping.max_tokens
+        room = self._loaded.context_length - len(request.prompt_ids)
+        if max_tokens is not None and max_tokens > room:
+            raise InvalidInput(
+                f"max_tokens is {max_tokens}, but the context leaves {room} after the prompt",
+                reason="MAX_TOKENS_TOO_LARGE",
+                metadata={"available": str(room)},
+            )
+        if request.logprobs is not None and request.logprobs > self._loaded.vocabulary_size:
+            raise InvalidInput(
+                f"logprobs is {request.logprobs}; the model has {self._loaded.vocabulary_size} tokens"
+            )
+        if request.policy.min_layers > self._loaded.num_layers:
+            raise InvalidInput(
+                f"min_layers is {request.policy.min_layers}; the model has {self._loaded.num_layers} layers"
+            )
+        if request.policy.name != "full":
+            if ladder is None:
+                raise PreconditionFailed(
+                    f"policy {request.policy.name} needs a router, and none is loaded",
+                    reason="ROUTER_REQUIRED",
+                )
+            ladder.check_model(self._loaded)

@@ -1,0 +1,75 @@
+"""The caller's handle of a request."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from shared.engine.request.request import Finished, GenerationEvent, GenerationRequest
+from shared.errors import DeadlineExceeded, NeapError
+
+# None: the generation has ended, after Finished or after an error.
+EngineEvent = GenerationEvent | NeapError | None
+OnEvent = Callable[[EngineEvent], None]
+
+
+class GenerationHandle:
+    """Thread-safe. Events go to `on_event`, which the engine's thread calls, or, without it, to `events()` and `next_event`."""
+
+    def __init__(
+        self, request: GenerationRequest, wake: Callable[[], None], on_event: OnEvent | None
+    ) -> None:
+        self.request = request
+        self.submitted_s = time.monotonic()
+        # When the engine started it, in `time.monotonic()` seconds; None while it waits.
+        self.started_s: float | None = None
+        self._wake = wake
+        self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
+        self._deliver = on_event or self._events.put
+        self._cancelled = threading.Event()
+        self._paused = threading.Event()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused.is_set()
+
+    def cancel(self) -> None:
+        """Ends the request within one step. Idempotent. Does nothing once the generation has ended."""
+        self._cancelled.set()
+        self._wake()
+
+    def pause(self) -> None:
+        """Stops stepping this request until `resume`. It keeps its KV cache."""
+        self._paused.set()
+
+    def resume(self) -> None:
+        self._paused.clear()
+        self._wake()
+
+    def events(self) -> Iterator[GenerationEvent]:
+        """Blocks for each event. The last one is `Finished`. Raises the `NeapError` that ends the request. Closing the iterator early
+        cancels the generation."""
+        try:
+            while (event := self._events.get()) is not None:
+                if isinstance(event, NeapError):
+                    raise event
+                yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            self.cancel()
+
+    def next_event(self, timeout_s: float) -> EngineEvent:
+        """Returns the next event, None at the end. Raises `DeadlineExceeded` if none arrives within `timeout_s`."""
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            raise DeadlineExceeded(f"no event within {timeout_s} s") from None
+
+    def deliver(self, event: EngineEvent) -> None:
+        """Hands an event to the caller. Only the engine's thread calls it."""
+        self._deliver(event)

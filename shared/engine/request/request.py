@@ -1,0 +1,204 @@
+"""The engine's requests and results. Independent of gRPC."""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from operator import index
+
+from shared.engine.memory.prefixes import key_of
+from shared.errors import InvalidInput
+from shared.ladder.policy import DepthPolicy
+from shared.model.sampling import SamplingParams
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 256
+MAX_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class StoppingParams:
+    """When a generation ends. `max_tokens` None: DEFAULT_MAX_TOKENS, or the room that the context leaves if that is less."""
+
+    max_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidInput(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if isinstance(self.stop_strings, str):
+            raise InvalidInput(
+                f"stop_strings is the text {self.stop_strings!r}; it must be a list of texts"
+            )
+        # Frozen from here on; this is still construction.
+        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise InvalidInput(
+                f"{len(self.stop_strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed"
+            )
+        for stop in self.stop_strings:
+            if not isinstance(stop, str):
+                raise InvalidInput(f"a stop string is {stop!r}; it must be a text")
+            # "replace": a lone surrogate has no bytes of its own.
+            if not 0 < len(stop.encode(errors="replace")) <= MAX_STOP_STRING_BYTES:
+                raise InvalidInput(
+                    f"a stop string must have 1 to {MAX_STOP_STRING_BYTES} bytes of UTF-8"
+                )
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds. `client`: who asks; a table that learns from answers
+    drafts for the same client only.
+
+    Statistics count it under `router_version` (0: no router). `risk_bound`: the share of prompts, in (0, 1), on which its router may
+    differ from the full model under policy relaxed; None: there is no bound. `risk_bound_tokens`: the bound holds for so many
+    tokens of the answer, up to its first end-of-sequence token; None: for all of them.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stopping: StoppingParams = field(default_factory=StoppingParams)
+    policy: DepthPolicy = field(default_factory=DepthPolicy)
+    logprobs: int | None = None
+    request_id: str = ""
+    client: str = ""
+    deadline_s: float = math.inf
+    router_version: int = 0
+    risk_bound: float | None = None
+    risk_bound_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
+        try:
+            ids = tuple(map(index, self.prompt_ids))
+        except TypeError as error:
+            raise InvalidInput("the prompt's token ids must be integers") from error
+        object.__setattr__(
+            self, "prompt_ids", ids
+        )  # frozen from here on; this is still construction
+        if math.isnan(self.deadline_s):
+            raise InvalidInput("deadline_s is NaN; it must be a time, or infinite for none")
+        if self.logprobs is not None:
+            if not 0 <= self.logprobs <= MAX_LOGPROBS:
+                raise InvalidInput(
+                    f"logprobs is {self.logprobs}; it must be in [0, {MAX_LOGPROBS}]"
+                )
+            if self.policy.name == "relaxed" and self.policy.margin is None:
+                raise InvalidInput("logprobs need policy full or exact, or relaxed with a margin")
+        if self.policy.margin is not None and not self.sampling.is_plain_greedy:
+            raise InvalidInput(
+                "a margin needs greedy decoding without a repetition penalty",
+                reason="MARGIN_NEEDS_GREEDY",
+            )
+
+    @cached_property
+    def prompt_key(self) -> bytes:
+        """The prompt as `Prefixes` compares it. Only for token ids that have been checked."""
+        return key_of(self.prompt_ids)
+
+
+class FinishReason(Enum):
+    EOS = "eos"
+    LENGTH = "length"
+    STOP_STRING = "stop_string"
+    STOP_TOKEN = "stop_token"
+
+
+@dataclass(frozen=True)
+class GeneratedToken:
+    """`exit_depth` is L and `rung` is "full" if the full model chose the token. `alternatives` are (token id, log-probability)."""
+
+    token_id: int
+    exit_depth: int
+    rung: str
+    logprob: float | None = None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Final tokens and the text that they complete. `text` never splits a UTF-8 character and may lag behind `tokens`."""
+
+    text: str
+    tokens: tuple[GeneratedToken, ...]
+
+
+@dataclass(frozen=True)
+class DepthStatistics:
+    """Counts of one request's decoding. The prompt's passes are not counted.
+
+    A layer execution is one call of one decoder layer with any number of tokens; `num_token_layers` is the sum of their tokens.
+    `exits` maps a rung's name to (depth, tokens). `num_relaxed`: accepted drafts where the full model chose another token, within the
+    margin of policy relaxed.
+    """
+
+    exits: dict[str, tuple[int, int]]
+    num_drafted: int
+    num_accepted: int
+    num_layer_executions: int
+    num_token_layers: int
+    num_deep_passes: int
+    num_tokens: int
+    num_relaxed: int = 0
+
+    @property
+    def mean_layers_per_token(self) -> float:
+        return self.num_layer_executions / max(self.num_tokens, 1)
+
+    def summary(self) -> str:
+        """A summary of a few lines for people to read."""
+        lines = [
+            f"{self.num_tokens} tokens, {self.num_deep_passes} deep passes, "
+            f"{self.mean_layers_per_token:.1f} layer executions per token",
+            f"{self.num_accepted} of {self.num_drafted} drafts accepted",
+        ]
+        lines += [
+            f"  {rung:<12} depth {depth:>3}: {count} tokens"
+            for rung, (depth, count) in sorted(self.exits.items(), key=lambda item: item[1][0])
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a generation. `text` was held back because it might have become a stop string. Times in seconds.
+
+    `num_cached_tokens`: prompt tokens whose keys and values were copied from another request.
+    """
+
+    reason: FinishReason
+    stop_match: str
+    text: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    depth: DepthStatistics
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole answer. `stats.summary()` describes its depth execution."""
+
+    text: str
+    tokens: tuple[GeneratedToken, ...]
+    finished: Finished
+
+    @property
+    def stats(self) -> DepthStatistics:
+        return self.finished.depth
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token.token_id for token in self.tokens)
+
+
+GenerationEvent = TokenChunk | Finished

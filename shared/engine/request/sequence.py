@@ -1,0 +1,216 @@
+"""The state of one request while it is generated."""
+
+import time
+from collections import Counter
+
+from torch import Tensor
+
+from shared.engine.drafting.planner import REQUEST_WEIGHT, Reliability
+from shared.engine.request.request import (
+    DepthStatistics,
+    Finished,
+    FinishReason,
+    GeneratedToken,
+    GenerationRequest,
+    TokenChunk,
+)
+from shared.engine.request.text import Detokenizer, StopStrings
+from shared.engine.statistics import Progress
+from shared.errors import NeapError
+from shared.ladder.ladder import BoundLadder, SequenceDrafter
+from shared.ladder.learned_successors import ClientSuccessors
+from shared.model.cache import KVCache
+from shared.model.loaded import LoadedModel
+from shared.model.regimes import Regimes
+
+
+class Sequence:
+    """Tokens, KV cache and counts of one request.
+
+    The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D] are the states of the last of
+    them at the depths `kept_depths`, of which the last is L. Later tokens are final but pending: their keys and values in deeper
+    layers are not computed yet. `num_cached`: prompt tokens whose keys and values were copied from another sequence. `failure`: why
+    the request ends without an answer; a failed sequence takes part in no further step.
+
+    `read_length`: the first tokens that count as read in one pass: the prompt, or more if `generate` would have read the sequence again
+    when it outgrew a regime (`shared.model.regimes`).
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        loaded: LoadedModel,
+        ladder: BoundLadder | None,
+        cache: KVCache,
+        max_tokens: int,
+        served: Reliability,
+        learned: ClientSuccessors | None = None,
+        regimes: Regimes | None = None,
+    ) -> None:
+        self.request = request
+        self.ladder = ladder
+        self.cache = cache
+        self.max_tokens = max_tokens
+        self.tokens = list(request.prompt_ids)
+        self.num_settled = 0
+        self.num_cached = 0
+        self.read_length = len(self.tokens)
+        self._regimes = regimes or Regimes()
+        self.kept_depths = (*(ladder.kept_depths if ladder else ()), loaded.num_layers)
+        self.settled_states: Tensor | None = None
+        self.drafter: SequenceDrafter | None = ladder.new_sequence((), learned) if ladder else None
+        self._num_shown = 0
+        self._learned = learned
+        self.reliability = Reliability(REQUEST_WEIGHT, parent=served)
+        self.submitted_s = time.monotonic()
+        self.started_s: float | None = None
+        self.first_token_s: float | None = None
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.num_relaxed = 0
+        self.num_deep_passes = 0
+        self.num_layer_executions = 0
+        self.num_token_layers = 0
+        self.counted = Progress()
+        self.failure: NeapError | None = None
+        self._exits: Counter[tuple[str, int]] = Counter()
+        self._loaded = loaded
+        self._detokenizer = Detokenizer(loaded.tokenizer)
+        self._stops = StopStrings(request.stopping.stop_strings)
+        self._finish: tuple[FinishReason, str] | None = None
+
+    @property
+    def may_skip_drafting(self) -> bool:
+        """Whether the engine may choose not to draft for this request. The choice changes the speed only, never the output."""
+        policy = self.request.policy
+        return self.ladder is not None and policy.name == "exact" and not policy.max_drafts
+
+    @property
+    def deep_state(self) -> Tensor:
+        """State at depth L [D] of the last settled token."""
+        assert self.settled_states is not None
+        return self.settled_states[-1]
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self._loaded.vocabulary_size
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def prompt_key(self) -> bytes:
+        return self.request.prompt_key
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_left(self) -> int:
+        return self.max_tokens - self.num_generated
+
+    @property
+    def num_left_in_regime(self) -> int:
+        """Tokens that may still be generated before the request ends or all tokens have to be read again."""
+        until = self._regimes.next_reread(len(self.tokens))
+        return self.num_left if until is None else min(self.num_left, until - len(self.tokens))
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the next pass reads a piece of the prompt, or of what has to be read again."""
+        return self.num_settled < self.read_length
+
+    def read_again_if_outgrown(self) -> None:
+        """Gives up all keys and values if `generate` would do so at this length."""
+        length = len(self.tokens)
+        if self._regimes.next_reread(length - 1) == length and not self.is_finished:
+            self.num_settled, self.read_length = 0, length
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finish is not None
+
+    def show_prompt(self, end: int) -> None:
+        """Tells the tables the prompt's tokens before position `end`: piece by piece, because a long prompt takes longer than a pass."""
+        if self.drafter is not None:
+            self.drafter.append(self.request.prompt_ids[self._num_shown : end])
+            self._num_shown = max(self._num_shown, end)
+
+    def count_layers(self, num_layer_executions: int, num_token_layers: int) -> None:
+        """Adds the layers that ran for one chain of drafts: see `DepthStatistics`."""
+        self.num_layer_executions += num_layer_executions
+        self.num_token_layers += num_token_layers
+
+    def emit(self, tokens: list[GeneratedToken]) -> list[TokenChunk]:
+        """Makes tokens final, in order, up to the one that ends the request. Returns one chunk per token, with its text."""
+        chunks: list[TokenChunk] = []
+        for token in tokens:
+            if self._finish:
+                break
+            self.tokens.append(token.token_id)
+            if self.first_token_s is None:
+                self.first_token_s = time.monotonic()
+            if token.token_id in self.request.stopping.stop_token_ids:
+                self._finish = (FinishReason.STOP_TOKEN, str(token.token_id))
+                break
+            self._exits[token.rung, token.exit_depth] += 1
+            if self.drafter is not None:
+                self.drafter.append([token.token_id])
+            if (
+                token.token_id in self._loaded.eos_token_ids
+                and not self.request.stopping.ignore_eos
+            ):
+                self._finish = (FinishReason.EOS, "")
+                chunks.append(TokenChunk("", (token,)))
+                break
+            piece, stop = self._stops.push(self._detokenizer.push(token.token_id))
+            chunks.append(TokenChunk(piece, (token,)))
+            if stop is not None:
+                self._finish = (FinishReason.STOP_STRING, stop)
+            elif self.num_left == 0:
+                self._finish = (FinishReason.LENGTH, "")
+        return chunks
+
+    def finished(self) -> Finished:
+        """The last event of the request. Call it once, after `is_finished` has become true."""
+        assert self._finish is not None
+        if self._learned is not None:  # only now: within an answer, the suffix rung knows the same
+            self._learned.learn(self.tokens, self.num_prompt_tokens)
+        reason, match = self._finish
+        text = ""
+        if reason is not FinishReason.STOP_STRING:
+            # The last bytes may yet complete a stop string.
+            text, stop = self._stops.push(self._detokenizer.flush())
+            if stop is None:
+                text += self._stops.flush()
+            else:
+                reason, match = FinishReason.STOP_STRING, stop
+        now = time.monotonic()
+        started = self.started_s or now
+        first = self.first_token_s or now
+        return Finished(
+            reason=reason,
+            stop_match=match,
+            text=text,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached,
+            num_completion_tokens=self.num_generated,
+            queue_s=started - self.submitted_s,
+            prefill_s=first - started,
+            decode_s=now - first,
+            depth=self.statistics(),
+        )
+
+    def statistics(self) -> DepthStatistics:
+        return DepthStatistics(
+            exits={rung: (depth, count) for (rung, depth), count in self._exits.items()},
+            num_drafted=self.num_drafted,
+            num_accepted=self.num_accepted,
+            num_relaxed=self.num_relaxed,
+            num_layer_executions=self.num_layer_executions,
+            num_token_layers=self.num_token_layers,
+            num_deep_passes=self.num_deep_passes,
+            num_tokens=self.num_generated,
+        )

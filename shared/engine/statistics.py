@@ -1,0 +1,171 @@
+"""The engine's counts. Only its thread writes them, without locks. Any thread may read them and may see a step partly counted."""
+
+import time
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from typing import NamedTuple, Protocol
+
+from shared.engine.request.request import GenerationRequest, TokenChunk
+from shared.errors import NeapError
+from shared.ladder.rungs import Draft
+
+QUEUE_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKEN_BOUNDS_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    5.0,
+)
+STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+# More versions than a worker keeps loaded, so that the counts of a version that is loaded again continue.
+MAX_VERSIONS = 64
+BATCH_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+
+
+class Distribution:
+    """A histogram. `counts[i]` values were in (bounds[i - 1], bounds[i]]; the last count is of values above all bounds. `sum` is of all
+    values. `bounds` ascend."""
+
+    def __init__(self, bounds: Iterable[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def record(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+class Progress(NamedTuple):
+    """What of a sequence has been counted already. `delivered_s`: time of its last tokens, in `time.monotonic()` seconds."""
+
+    num_generated: int = 0
+    num_layer_executions: int = 0
+    delivered_s: float = 0.0
+
+
+class CountedSequence(Protocol):
+    """What the statistics read of a sequence; `counted` is theirs to set."""
+
+    counted: Progress
+    num_layer_executions: int
+    num_cached: int
+    failure: NeapError | None
+
+    @property
+    def request(self) -> GenerationRequest: ...
+    @property
+    def num_generated(self) -> int: ...
+
+
+class DepthCounts:
+    """Counts of depth execution over some requests, finished or not.
+
+    A layer execution is one call of one decoder layer for one request while decoding, with any number of its tokens. A pass that
+    several requests share counts for each of them. Decoding without drafts takes `num_layers` executions per token. If a step of a
+    request takes fewer for the tokens that it gives, the difference is saved; if it takes more (because the deep pass rejected
+    drafts of layer exits), the difference is extra: executions = num_layers * tokens - saved + extra. The first token of a request
+    comes from the prompt's pass and is in none of these figures.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self.num_requests = 0  # with at least one token
+        self.num_generated_tokens = 0
+        self.num_layer_executions = 0
+        self.num_layer_executions_saved = 0
+        self.num_layer_executions_extra = 0
+        self.drafted: Counter[str] = Counter()  # rung -> tokens
+        self.accepted: Counter[str] = Counter()
+        self.exits: Counter[str] = Counter()
+
+    def count_drafts(self, drafts: Rows[Draft], num_accepted: int) -> None:
+        """Counts the drafts of one chain, in order. The first `num_accepted` of them became final."""
+        for index, draft in enumerate(drafts):
+            self.drafted[draft.rung] += 1
+            self.accepted[draft.rung] += index < num_accepted
+
+    def count_tokens(self, num_tokens: int, chunks: Rows[TokenChunk]) -> None:
+        """Counts the tokens of one request from one step."""
+        self.num_generated_tokens += num_tokens
+        for chunk in chunks:
+            for token in chunk.tokens:
+                self.exits[token.rung] += 1
+
+    def count_layers(self, num_executions: int, num_tokens: int) -> None:
+        """Counts the layer executions of one request in a step that was not its first."""
+        saved = self._num_layers * num_tokens - num_executions
+        self.num_layer_executions += num_executions
+        self.num_layer_executions_saved += max(saved, 0)
+        self.num_layer_executions_extra += max(-saved, 0)
+
+
+class EngineStatistics(DepthCounts):
+    """Counts over all requests since the engine was created. `by_version` has them per router version, for the MAX_VERSIONS versions
+    used last. Requests without a router have version 0 and are not in `by_version`."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.num_prompt_tokens = 0
+        self.num_cached_prompt_tokens = 0
+        self.by_version: OrderedDict[int, DepthCounts] = OrderedDict()
+        self.queue_s = Distribution(QUEUE_BOUNDS_S)
+        self.inter_token_s = Distribution(TOKEN_BOUNDS_S)
+        self.step_s = Distribution(STEP_BOUNDS_S)
+        self.step_sequences = Distribution(BATCH_BOUNDS)
+
+    def record_drafts(self, drafts: Rows[Draft], num_accepted: int, version: int = 0) -> None:
+        """See `count_drafts`."""
+        for counts in self._counts(version):
+            counts.count_drafts(drafts, num_accepted)
+
+    def _counts(self, version: int) -> tuple[DepthCounts, ...]:
+        if not version:
+            return (self,)
+        own = self.by_version.get(version)
+        if own is None:
+            own = self.by_version[version] = DepthCounts(self._num_layers)
+            while len(self.by_version) > MAX_VERSIONS:
+                self.by_version.popitem(last=False)
+        self.by_version.move_to_end(version)
+        return self, own
+
+    def record_step(
+        self, seconds: float, sequences: Rows[CountedSequence], results: Rows[Rows[TokenChunk]]
+    ) -> None:
+        """Counts a step of `sequences` that took `seconds`. `results` are the chunks that each of them got."""
+        now = time.monotonic()
+        self.step_s.record(seconds)
+        self.step_sequences.record(len(sequences))
+        for sequence, chunks in zip(sequences, results, strict=True):
+            seen = sequence.counted
+            num_tokens = sequence.num_generated - seen.num_generated
+            if sequence.failure is not None:  # only what it was given before it failed
+                num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+            if not num_tokens:  # a piece of a prompt
+                continue
+            num_executions = sequence.num_layer_executions - seen.num_layer_executions
+            for counts in self._counts(sequence.request.router_version):
+                counts.count_tokens(num_tokens, chunks)
+                if seen.num_generated:
+                    counts.count_layers(num_executions, num_tokens)
+                else:
+                    counts.num_requests += 1
+            if seen.num_generated:
+                self.inter_token_s.record((now - seen.delivered_s) / num_tokens, num_tokens)
+            else:
+                self.num_prompt_tokens += len(sequence.request.prompt_ids)
+                self.num_cached_prompt_tokens += sequence.num_cached
+            sequence.counted = Progress(sequence.num_generated, sequence.num_layer_executions, now)

@@ -1,0 +1,410 @@
+"""One decode step, top to bottom: admit, prefill, draft, plan, verify, commit."""
+
+import logging
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from shared.engine.drafting.adaptive import AdaptiveDrafting
+from shared.engine.drafting.chain import Chain, settle
+from shared.engine.drafting.drafter import Drafter, draft_chains
+from shared.engine.drafting.planner import (
+    PassCosts,
+    Reliability,
+    best_trees,
+)
+from shared.engine.failure import attempt, fail_all, non_finite_logits
+from shared.engine.memory.prefixes import Prefixes
+from shared.engine.request.admission import max_num_tokens
+from shared.engine.request.prefill_rate import PrefillRate
+from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
+from shared.engine.request.sequence import Sequence
+from shared.engine.statistics import EngineStatistics
+from shared.engine.verification import Verdict, verify
+from shared.ladder.ladder import BoundLadder
+from shared.ladder.learned_successors import LearnedSuccessors
+from shared.model.runner import Runner
+from shared.model.sampling import Trial
+
+logger = logging.getLogger(__name__)
+
+# Prompt tokens per step, so that a long prompt can be cancelled. Fewer, but at least the second number, the more streams wait for them.
+MAX_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 256, 64
+# Prompt tokens per step whose keys and values are copied. So many take about as long as a pass.
+MAX_COPIED_TOKENS = 1024
+FULL = "full"
+
+# A sequence, and the drafter of its ladder.
+Member = tuple[Sequence, Drafter]
+
+
+@dataclass
+class _Part:
+    """One sequence's part in a step.
+
+    `chain`: the tokens that go through the deep pass. `num_logits`: how many of their states, from the last, need logits, leaves
+    included; 0 for a piece of a prompt that is not the last piece. `chunks`: the tokens that became final in this step.
+    """
+
+    sequence: Sequence
+    chain: Chain
+    num_logits: int
+    is_prefill: bool
+    chunks: list[TokenChunk] = field(default_factory=list)
+
+    def trials(self) -> list[Trial]:
+        """That of the chain's drafts, and one for the token after each leaf. Only after drafts that are final already (policy relaxed)
+        have been committed."""
+        chain, sequence = self.chain, self.sequence
+        request = sequence.request
+        drafts = [draft.token for draft in chain.drafts[chain.num_final :]]
+        own = Trial(request.sampling, sequence.tokens, drafts, request.policy.margin)
+        before = [[*drafts[: leaf.place], leaf.draft.token] for leaf in chain.leaves]
+        return [own, *(Trial(request.sampling, [*sequence.tokens, *path]) for path in before)]
+
+    def verdict(self, verdicts: Rows[Verdict]) -> Verdict:
+        """Of the verdicts on its trials."""
+        own, *after_leaves = verdicts
+        number = self.chain.leaf_after(own.num_confirmed, own.tokens[-1])
+        return own if number is None else own.with_leaf(number, after_leaves[number])
+
+
+def prefill_budget(num_reading: int, num_decoding: int) -> int:
+    """Prompt tokens of a step: in proportion to the share of requests that wait for their first token.
+
+    Streams that decode wait for prompts in the same step, and prompts for one another.
+    """
+    share = num_reading / max(1, num_reading + num_decoding)
+    return MIN_PREFILL_TOKENS + round((MAX_PREFILL_TOKENS - MIN_PREFILL_TOKENS) * share)
+
+
+def verify_parts(logits: Tensor, parts: Rows[_Part]) -> list[Verdict]:
+    """The verdict on each part, leaves included. logits [T, V]: the rows of all parts, part after part. See `verify`."""
+    trials = [part.trials() for part in parts]
+    wanted = [
+        part.sequence.request.logprobs for part, own in zip(parts, trials, strict=True) for _ in own
+    ]
+    verdicts = iter(verify(logits, [trial for own in trials for trial in own], wanted))
+    return [
+        part.verdict(list(islice(verdicts, len(own))))
+        for part, own in zip(parts, trials, strict=True)
+    ]
+
+
+class Decoder:
+    """Steps the sequences of one model. Used by one thread. `prefixes` keeps the KV caches of ended sequences for reuse; `learned`
+    learns from answers to draft later ones."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        prefixes: Prefixes | None = None,
+        learned: LearnedSuccessors | None = None,
+    ) -> None:
+        self.runner = runner
+        self.prefixes = prefixes or Prefixes(0)
+        self.learned = learned
+        self.statistics = EngineStatistics(runner.num_layers)
+        self.prefill_rate = PrefillRate()
+        self._adaptive = AdaptiveDrafting()
+
+    def admit(
+        self, request: GenerationRequest, ladder: BoundLadder | None, served: Reliability
+    ) -> Sequence:
+        """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
+
+        `served`: how the ladder's drafts fared in earlier requests of this kind. Raises `Exhausted` (reasons OUT_OF_MEMORY,
+        KV_PAGES).
+        """
+        loaded = self.runner.loaded
+        capacity = max_num_tokens(request, loaded.context_length)
+        cache = self.runner.new_cache(capacity)
+        self.runner.reserve(cache)
+        learned = None
+        # Under relaxed, drafts may be final. The published bounds know none of this table, and it may learn the full model's choices only.
+        if self.learned is not None and request.policy.name == "exact":
+            learned = self.learned.of(request.client)
+        max_tokens = capacity - len(request.prompt_ids)
+        regimes = self.runner.regimes
+        return Sequence(request, loaded, ladder, cache, max_tokens, served, learned, regimes)
+
+    def step(self, batch: Rows[Member], costs: PassCosts) -> list[list[TokenChunk]]:
+        """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.
+
+        One deep pass serves all sequences if the model supports ragged batches; otherwise each has its own. A sequence that fails
+        has a `failure` afterwards: alone if the work was its own, with all that shared a pass if the pass failed. The tokens of the
+        other sequences do not change.
+        """
+        now = time.monotonic()
+        sequences = [sequence for sequence, _ in batch]
+        first = [sequence for sequence in sequences if sequence.started_s is None]
+        for sequence in first:
+            sequence.started_s = now
+        groups = [batch] if self.runner.supports_ragged else [[member] for member in batch]
+        results = [chunks for group in groups for chunks in self._step(group, sequences, costs)]
+        try:
+            for sequence in first:
+                self.statistics.queue_s.record(now - sequence.submitted_s)
+            self.statistics.record_step(time.monotonic() - now, sequences, results)
+        except Exception:  # the tokens have been generated, counted or not
+            logger.exception("a step could not be counted")
+        return results
+
+    def _step(
+        self, batch: Rows[Member], running: Rows[Sequence], costs: PassCosts
+    ) -> list[list[TokenChunk]]:
+        """A step of the sequences that share a deep pass. `running`: all running sequences, which may share their prefixes."""
+        start_s = time.perf_counter()
+        decoding = [member for member in batch if not member[0].is_reading]
+        reading = [sequence for sequence, _ in batch if sequence.is_reading]
+        # Sequences for which the engine may choose whether to draft. The choice changes the speed, never the output.
+        num_adaptive = sum(sequence.may_skip_drafting for sequence, _ in decoding)
+        shape = (num_adaptive, len(decoding))
+        drafts = num_adaptive == 0 or self._adaptive.choose(shape)
+
+        prefills = self._prefill(reading, running, len(decoding))
+        drafted = self._draft(decoding, drafts=drafts)
+        self._plan(drafted, prefills, costs)
+        parts = [*self._commit_final(drafted), *prefills]
+        self._verify_and_commit(parts)
+
+        chunks_of = {id(part.sequence): part.chunks for part in (*drafted, *prefills)}
+        results = [chunks_of.get(id(sequence), []) for sequence, _ in batch]
+        seconds = time.perf_counter() - start_s
+        # Where nothing is read from the device, the time is not that of the pass.
+        if any(part.num_logits and part.sequence.failure is None for part in parts):
+            self.prefill_rate.record(sum(len(part.chain.tokens) for part in prefills), seconds)
+        if num_adaptive and not reading:
+            num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
+            self._adaptive.record(shape, drafts, num_tokens, seconds)
+        return results
+
+    # Prefill.
+
+    def _prefill(
+        self, reading: Rows[Sequence], running: Rows[Sequence], num_decoding: int
+    ) -> list[_Part]:
+        """The next pieces of prompts, first come, first served, within the token budget of a step."""
+        budget, copies = prefill_budget(len(reading), num_decoding), MAX_COPIED_TOKENS
+        parts: list[_Part] = []
+        for sequence in reading:
+            if budget:
+                others, num_cached = [part.sequence for part in parts], sequence.num_cached
+                part = attempt(
+                    sequence, self._prefill_piece, sequence, running, others, budget, copies
+                )
+                copies = max(copies - sequence.num_cached + num_cached, 0)
+                if part is not None:
+                    parts.append(part)
+                    budget -= len(part.chain.tokens)
+        return parts
+
+    def _prefill_piece(
+        self,
+        sequence: Sequence,
+        running: Rows[Sequence],
+        others: Rows[Sequence],
+        budget: int,
+        copies: int,
+    ) -> _Part | None:
+        """The next piece of a prompt. None if more of it is copied in the next step, which includes what one of `others` computes in
+        this step."""
+        if not sequence.num_generated:  # what is read again is no prompt that others have
+            left_to_copy = self.prefixes.match(sequence, running, copies)
+            sequence.show_prompt(sequence.num_settled)
+            if left_to_copy:
+                return None
+            if self.prefixes.is_being_computed(sequence, others):
+                return None
+        start, end = sequence.num_settled, sequence.read_length
+        chain = Chain(
+            start,
+            sequence.tokens[start : min(start + budget, end)],
+            sequence.cache,
+            kept={depth: [] for depth in sequence.kept_depths},
+            read_length=end,
+        )
+        sequence.show_prompt(start + len(chain.tokens))
+        is_last = start + len(chain.tokens) == end
+        return _Part(sequence, chain, int(is_last), is_prefill=True)
+
+    # Draft.
+
+    def _draft(self, decoding: Rows[Member], *, drafts: bool) -> list[_Part]:
+        """Each sequence's last token and the drafts after it; sequences that want the same exit share its pass."""
+        chains = draft_chains(decoding, len(decoding), drafts=drafts)
+        return [
+            _Part(sequence, chain, 1, is_prefill=False)
+            for (sequence, _), chain in zip(decoding, chains, strict=True)
+            if sequence.failure is None
+        ]
+
+    # Plan.
+
+    def _plan(self, drafted: Rows[_Part], prefills: Rows[_Part], costs: PassCosts) -> None:
+        """Truncates each chain to what its verification is expected to pay for, and adds the leaves that are."""
+        chains = [part.chain for part in drafted]
+        trees = best_trees(
+            [chain.probabilities for chain in chains],
+            costs,
+            leaves=[chain.chances_of_leaves for chain in chains],
+            least=[
+                len(part.chain.drafts)
+                if part.sequence.request.policy.max_drafts
+                else part.chain.num_final
+                for part in drafted
+            ],
+            num_other_tokens=sum(len(part.chain.tokens) for part in prefills),
+        )
+        for part, tree in zip(drafted, trees, strict=True):
+            part.chain.prune(tree.num_drafts, tree.leaves)
+            part.num_logits = len(part.chain.tokens) - part.chain.num_final
+
+    def _commit_final(self, drafted: Rows[_Part]) -> list[_Part]:
+        """Commits the drafts that need no verification (policy relaxed). Returns the parts that still need the deep pass."""
+        return [part for part in drafted if attempt(part.sequence, self._emit_final, part)]
+
+    def _emit_final(self, part: _Part) -> bool:
+        sequence, chain = part.sequence, part.chain
+        final = chain.drafts[: chain.num_final]
+        part.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
+        sequence.num_drafted += len(chain.drafts) + len(chain.leaves)
+        sequence.num_accepted += len(final)
+        self.statistics.record_drafts(final, len(final), sequence.request.router_version)
+        if sequence.is_finished:  # there will be no deep pass that counts these layers
+            sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
+        return not sequence.is_finished
+
+    # Verify and commit.
+
+    def _verify_and_commit(self, parts: Rows[_Part]) -> None:
+        """Runs the deep pass over all chains, verifies their drafts, and commits what the full model confirms."""
+        if not parts:
+            return
+        try:
+            logits = self._deep_pass(parts)
+        except Exception as error:
+            failed = [part.sequence for part in parts]
+            fail_all(failed, error, "a pass failed that was shared by")
+            return
+        answered = [part for part in parts if part.num_logits]
+        verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
+        self._keep_leaves(answered, verdicts)
+        for part in parts:
+            if part.sequence.failure is None:
+                attempt(part.sequence, self._commit, part, verdicts.get(id(part)))
+
+    def _deep_pass(self, parts: Rows[_Part]) -> Tensor | None:
+        """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part; None if none does."""
+        states = settle([part.chain for part in parts], self.runner)
+        own: Rows[Tensor] = states.split_with_sizes([len(part.chain.tokens) for part in parts])
+        wanted = [
+            rows[len(rows) - part.num_logits :]
+            for part, rows in zip(parts, own, strict=True)
+            if part.num_logits
+        ]
+        return self.runner.logits(torch.cat(wanted)) if wanted else None
+
+    def _verify(self, logits: Tensor | None, parts: Rows[_Part]) -> Rows[Verdict | None]:
+        """Verifies all parts together, which reads the device once. If that fails, each alone, so that only the culprits fail."""
+        if logits is None:
+            return []
+        try:
+            return verify_parts(logits, parts)
+        except Exception:
+            logger.warning("verification failed; each request is verified alone", exc_info=True)
+        rows = logits.split_with_sizes([part.num_logits for part in parts])
+        return [
+            attempt(part.sequence, self._verify_alone, own, part)
+            for part, own in zip(parts, rows, strict=True)
+        ]
+
+    def _verify_alone(self, logits: Tensor, part: _Part) -> Verdict:
+        [verdict] = verify_parts(logits, [part])
+        return verdict
+
+    def _keep_leaves(self, parts: Rows[_Part], verdicts: Mapping[int, Verdict | None]) -> None:
+        """Moves the keys and values of confirmed leaves to their positions, those of all parts together."""
+        confirmed = [
+            (part, verdict.leaf)
+            for part in parts
+            if (verdict := verdicts[id(part)]) is not None and verdict.leaf is not None
+        ]
+        if not confirmed:
+            return
+        try:
+            self.runner.move([part.chain.move_of_leaf(number) for part, number in confirmed])
+        except Exception as error:
+            failed = [part.sequence for part, _ in confirmed]
+            fail_all(failed, error, "keys and values could not be moved for")
+
+    def _commit(self, part: _Part, verdict: Verdict | None) -> None:
+        """Moves the sequence to what has been through every layer, and emits its new tokens. Rejected drafts are overwritten later."""
+        sequence, chain = part.sequence, part.chain
+        if part.is_prefill:
+            num_through = len(chain.tokens)
+            newest = num_through - 1
+        else:
+            assert verdict is not None
+            num_confirmed, leaf = verdict.num_confirmed, verdict.leaf
+            tested = chain.drafts[chain.num_final :]
+            sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
+            sequence.num_deep_passes += 1
+            sequence.num_accepted += num_confirmed + (leaf is not None)
+            sequence.num_relaxed += verdict.num_relaxed
+            sequence.reliability.record(tested, num_confirmed)
+            self._record_drafts(part, verdict)
+            # Every token but the last one, which the full model has just chosen.
+            num_through = 1 + chain.num_final + num_confirmed
+            newest = num_through - 1
+            if leaf is not None:
+                num_through, newest = num_through + 1, chain.index_of_leaf(leaf)
+        sequence.num_settled = chain.base + num_through
+        kept = [chain.kept[depth][newest] for depth in sequence.kept_depths]
+        sequence.settled_states = torch.stack(kept)
+        if verdict is None:
+            return
+        tokens = self._tokens(chain, verdict)
+        part.chunks += sequence.emit(tokens if verdict.is_sound else tokens[:-1])
+        if not verdict.is_sound and not sequence.is_finished:
+            raise non_finite_logits()
+        sequence.read_again_if_outgrown()
+
+    def _record_drafts(self, part: _Part, verdict: Verdict) -> None:
+        chain, version = part.chain, part.sequence.request.router_version
+        tested = chain.drafts[chain.num_final :]
+        self.statistics.record_drafts(tested, verdict.num_confirmed, version)
+        for number, leaf in enumerate(chain.leaves):
+            self.statistics.record_drafts([leaf.draft], int(number == verdict.leaf), version)
+
+    def _tokens(self, chain: Chain, verdict: Verdict) -> list[GeneratedToken]:
+        """The drafts that were confirmed, with the exits that made them, and the token that the full model chose after them."""
+        confirmed = chain.drafts[chain.num_final :][: verdict.num_confirmed]
+        if verdict.leaf is not None:
+            confirmed.append(chain.leaves[verdict.leaf].draft)
+        exits = [(draft.depth, draft.rung) for draft in confirmed]
+        exits.append((self.runner.num_layers, FULL))
+        tokens = [
+            GeneratedToken(token, depth, rung)
+            for token, (depth, rung) in zip(verdict.tokens, exits, strict=True)
+        ]
+        if verdict.logprobs is None:
+            return tokens
+        return [
+            replace(token, logprob=found.value, alternatives=found.alternatives)
+            for token, found in zip(tokens, verdict.logprobs, strict=True)
+        ]
+
+    def check_model(self) -> None:
+        """Runs one token through all layers and the head. A failed step may have left a device that cannot run anything any more;
+        then this raises what the model raises."""
+        cache = self.runner.new_cache(1)
+        states = self.runner.run(
+            self.runner.ids([0]), cache, first=0, last=self.runner.num_layers, base=0
+        )
+        self.runner.logits(states[0]).argmax(-1).tolist()

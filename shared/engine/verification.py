@@ -1,0 +1,98 @@
+"""Verifies drafts: which of them the full model confirms."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from shared.engine.request.logprobs import Logprobs, logprobs, logprobs_from_row
+from shared.model.choosing import choose, num_confirmed, within_margins
+from shared.model.distribution import reads_without_sync
+from shared.model.sampling import Trial
+from shared.ops.choices import NO_TOKEN
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`tokens`: the confirmed drafts and the token that the full model chooses after them, NO_TOKEN if it has none. `logprobs`: of these tokens, if asked for.
+    `num_relaxed`: how many of the drafts were confirmed by the request's margin alone, where the full model chose another token.
+    `leaf`: the number of the chain's leaf that is the last confirmed draft, if one is.
+    """
+
+    tokens: list[int]
+    logprobs: list[Logprobs] | None = None
+    num_relaxed: int = 0
+    leaf: int | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the model has chosen a last token. It does not where its logits are not finite."""
+        return self.tokens[-1] != NO_TOKEN
+
+    @property
+    def num_confirmed(self) -> int:
+        """Confirmed drafts of the chain, without a leaf."""
+        return len(self.tokens) - 1 - (self.leaf is not None)
+
+    def with_leaf(self, number: int, after: "Verdict") -> "Verdict":
+        """The verdict on a chain whose leaf of this number is the token that the full model chose. `after`: the verdict on the leaf's row."""
+        scores = None
+        if self.logprobs is not None and after.logprobs is not None:
+            scores = self.logprobs + after.logprobs
+        return Verdict(self.tokens + after.tokens, scores, self.num_relaxed, number)
+
+
+def verify(
+    logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None] = ()
+) -> list[Verdict]:
+    """The verdict on each trial. logits [T, V] float32: the rows of all trials, trial after trial.
+
+    `num_alternatives` has one entry per trial; None means no log-probabilities. If it is empty, no trial gets any. The host waits
+    for the device once.
+    """
+    wanted = num_alternatives or [None] * len(trials)
+    choices, scores, relaxed = compute_choices(logits, trials, wanted)
+    parts = [part.flatten() for part in (*choices, *relaxed, *scores)]
+    numbers = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist())
+    chosen = [[int(number) for number in islice(numbers, len(own))] for own in choices]
+    replaced = [list(islice(numbers, len(own))) for own in relaxed] or [[]] * len(trials)
+    found = [[logprobs_from_row(list(islice(numbers, len(row)))) for row in own] for own in scores]
+    verdicts = []
+    for index, (trial, tokens) in enumerate(zip(trials, chosen, strict=True)):
+        num_tokens = 1 + num_confirmed(tokens, trial.drafts)
+        own = None if wanted[index] is None else found[index][:num_tokens]
+        num_relaxed = int(sum(replaced[index][:num_tokens]))
+        verdicts.append(Verdict(tokens[:num_tokens], own, num_relaxed))
+    return verdicts
+
+
+def compute_choices(
+    logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Per trial its choices [n] int64, its log-probabilities [n, 1 + 2 * alternatives], [0, 1] if it asks for none, and which
+    choices are drafts within the margin [n] bool. The second list is empty if no trial asks for any, the third if none has a margin.
+
+    The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on devices that
+    are read without a synchronisation.
+    """
+    own_choices = choose(logits, trials)
+    choices = within_margins(logits, trials, own_choices)
+    if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count
+        choices = [
+            tokens[: 1 + num_confirmed(tokens.tolist(), trial.drafts)]
+            for tokens, trial in zip(choices, trials, strict=True)
+        ]
+    relaxed = []
+    if any(trial.margin is not None for trial in trials):
+        pairs = zip(choices, own_choices, strict=True)
+        relaxed = [taken != own[: len(taken)] for taken, own in pairs]
+    if all(count is None for count in num_alternatives):
+        return choices, [], relaxed
+    rows = logits.split_with_sizes([trial.num_rows for trial in trials])
+    scores = [
+        tokens.new_empty(0, 1) if count is None else logprobs(own[: len(tokens)], tokens, count)
+        for own, tokens, count in zip(rows, choices, num_alternatives, strict=True)
+    ]
+    return choices, scores, relaxed

@@ -1,0 +1,83 @@
+"""On a device that works asynchronously, a measurement starts only when the device is idle."""
+
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.engine.drafting import costs
+from shared.engine.drafting.costs import exit_timings, measure_deep, measure_wide
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.loaded import wrap_model
+from tests.families import build_family
+from tests.paged import load_family
+from tests.random_ladder import random_ladder
+from tests.scripted_ladder import ScriptedLadder
+
+
+class Watched(ContiguousRunner):
+    """`under_way` is true from the start of a pass until one of its results has been read."""
+
+    under_way = False
+
+    def logits(self, state: Tensor) -> Tensor:
+        self.under_way = True
+        return super().logits(state)
+
+
+def test_no_measurement_starts_while_a_pass_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Watched(load_family("llama"))
+    clock, read = time.perf_counter, Tensor.tolist
+    starts: list[bool] = []
+
+    def reading(tensor: Tensor) -> object:
+        runner.under_way = False
+        return read(tensor)
+
+    def started() -> float:
+        starts.append(runner.under_way)
+        return clock()
+
+    monkeypatch.setattr(Tensor, "tolist", reading)
+    monkeypatch.setattr(time, "perf_counter", started)
+    ladder = ScriptedLadder(exits=lambda _: (4, 0.5), depths=(0, 2))
+    with torch.inference_mode():
+        measure_deep(runner)
+        for _ in exit_timings(runner, ladder):  # type: ignore[arg-type]
+            pass
+    assert len(starts) > 100
+    assert not any(starts)
+
+
+@pytest.mark.parametrize("pass_s", [0.0, 10.0])
+def test_slow_passes_are_measured_less_often(
+    monkeypatch: pytest.MonkeyPatch, pass_s: float
+) -> None:
+    runner, now, passes = ContiguousRunner(load_family("llama")), [0.0], [0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr(costs, "time", clock)
+
+    def count() -> None:
+        now[0] += pass_s
+        passes[0] += 1
+
+    with torch.inference_mode():
+        deep = measure_deep(runner, between=count)
+        deep_passes, passes[0] = passes[0], 0
+        wide = measure_wide(runner, deep, between=count)
+    rounds = costs.REPEATS if pass_s == 0 else costs.MIN_REPEATS
+    wide_rounds = costs.WIDE_REPEATS if pass_s == 0 else costs.MIN_WIDE_REPEATS
+    assert deep_passes == (rounds + 1) * costs.MAX_PASS_TOKENS
+    assert passes[0] == (wide_rounds + 1) * len(wide) > 0
+    assert deep == (pass_s,) * costs.MAX_PASS_TOKENS
+
+
+def test_exits_are_measured_after_a_context_that_has_been_read() -> None:
+    """What a cache holds before it is written may be anything, a NaN for instance."""
+    runner = ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
+    ladder = random_ladder(runner.loaded, 0, (0, 2)).bind(runner)
+    for drafts in exit_timings(runner, ladder):
+        assert all(math.isfinite(draft.probability) for draft in drafts)

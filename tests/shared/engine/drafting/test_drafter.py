@@ -1,0 +1,165 @@
+"""Drafting for several sequences: a sequence's drafts do not depend on the others, and each asks its own ladder."""
+
+import math
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shared.engine.drafting import builder
+from shared.engine.drafting.drafter import Drafter, draft_chains
+from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from shared.engine.request.request import GenerationRequest, StoppingParams
+from shared.engine.request.sequence import Sequence
+from shared.engine.step import Decoder
+from shared.ladder.ladder import BoundLadder, Ladder
+from shared.ladder.policy import DepthPolicy
+from shared.ladder.risk import CERTIFIED_DRAFTS
+from shared.ladder.rungs import Draft
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.loaded import wrap_model
+from shared.model.runner import Runner
+from shared.model.sampling import SamplingParams
+from tests.families import build_family
+from tests.random_ladder import random_ladder
+
+DEPTHS = (0, 2)
+COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
+
+
+class _Eager(ExitGains):
+    """Expects a gain from every exit, whatever was recorded."""
+
+    def expected(self, index: int, known: float) -> float:
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    torch.manual_seed(0)
+    return ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
+
+
+def members(
+    runner: Runner,
+    ladders: Rows[Ladder],
+    policies: Rows[DepthPolicy],
+    costs: PassCosts = COSTS,
+) -> list[tuple[Sequence, Drafter]]:
+    """Sequences after the prefill of their own prompts, each with its ladder's drafter."""
+    decoder = Decoder(runner)
+    bound: dict[int, tuple[BoundLadder, Drafter]] = {}
+    found = []
+    for number, (ladder, policy) in enumerate(zip(ladders, policies, strict=True)):
+        if id(ladder) not in bound:
+            bound[id(ladder)] = (
+                ladder.bind(runner),
+                Drafter(runner, costs, _Eager((1.0,) * len(DEPTHS))),
+            )
+        own, drafter = bound[id(ladder)]
+        prompt = tuple(range(3 + number, 9 + 3 * number))
+        stopping = StoppingParams(max_tokens=20, ignore_eos=True)
+        request = GenerationRequest(prompt, stopping=stopping, policy=policy)
+        sequence = decoder.admit(request, own, drafter.served(request))
+        while not sequence.num_generated:
+            decoder.step([(sequence, drafter)], costs)
+        found.append((sequence, drafter))
+    return found
+
+
+@pytest.mark.parametrize(("form", "seeds"), [("gated", (1, 2)), ("fused", (2, 3))])
+def test_other_sequences_in_the_batch_change_no_draft(runner, form, seeds):
+    """The seeds are those of routers that are sure enough for whole chains."""
+    first, second = (random_ladder(runner.loaded, seed, form=form) for seed in seeds)
+    exact = DepthPolicy("exact", max_drafts=3)
+    policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
+    batch = members(runner, [first, second, first, first], policies)
+    alone = [draft_chains([member], len(batch))[0].drafts for member in batch]
+    together = [chain.drafts for chain in draft_chains(batch, len(batch))]
+    assert together == alone
+    assert {len(drafts) for drafts in alone} == {3}
+    tokens = [tuple(draft.token for draft in drafts) for drafts in alone]
+    assert len(set(tokens)) == len(batch), "sequences that draft alike show nothing"
+    assert all(draft.depth == 2 for draft in alone[3])
+    assert {draft.depth for drafts in alone for draft in drafts} == set(DEPTHS)
+
+
+def test_each_exit_gets_the_offset_of_the_settled_state(runner, monkeypatch):
+    [member] = members(runner, [random_ladder(runner.loaded, 1)], [DepthPolicy("exact", max_drafts=3)])  # fmt: skip
+    asked: list[tuple[int, list[int]]] = []
+    ask = BoundLadder.ask
+
+    def noted(
+        self: BoundLadder,
+        index: int,
+        states: torch.Tensor,
+        deep: torch.Tensor,
+        distances: Rows[int],
+    ) -> list[Draft]:
+        asked.append((index, list(distances)))
+        assert torch.equal(deep[0], member[0].deep_state)
+        return ask(self, index, states, deep, distances)
+
+    monkeypatch.setattr(BoundLadder, "ask", noted)
+    draft_chains([member], 1)
+    assert asked == [(index, [distance]) for distance in (1, 2, 3) for index in range(len(DEPTHS))]
+
+
+def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
+    ladder = random_ladder(runner.loaded, 1)
+    batch = members(runner, [ladder] * 3, [DepthPolicy("exact", max_drafts=n) for n in (1, 2, 2)])
+    asked: list[int] = []
+    ask = BoundLadder.ask
+    monkeypatch.setattr(
+        BoundLadder, "ask", lambda self, *args: asked.append(len(args[3])) or ask(self, *args)
+    )
+    runner.counters.reset()
+    draft_chains(batch, 3)
+    assert asked == [3, 3, 2, 2]
+    assert runner.counters.per_layer[:2] == [2, 2], "one shallow pass a round"
+    assert sum(runner.counters.per_layer[2:]) == 0
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0)])
+def test_drafts_that_a_margin_accepts_do_not_count_for_other_requests(runner, sampling):
+    margin = DepthPolicy("relaxed", margin=1e6)
+    [(sequence, drafter)] = members(runner, [random_ladder(runner.loaded, 1)], [margin])
+    near = GenerationRequest((1,), policy=margin)
+    exact = GenerationRequest((1,), sampling=sampling, policy=DepthPolicy("exact"))
+    before = [drafter.served(request).factor("depth-0") for request in (near, exact)]
+    reliability = drafter.served(sequence.request)
+    reliability.record([Draft(5, 0.5, "depth-0", 0)] * 40, 40)
+    after = [drafter.served(request).factor("depth-0") for request in (near, exact)]
+    assert after[0] > before[0] + 0.3
+    assert after[1] == before[1]
+
+
+@pytest.mark.parametrize("limit", [CERTIFIED_DRAFTS, CERTIFIED_DRAFTS + 3])
+def test_relaxed_drafts_as_many_as_its_bounds_count(runner, monkeypatch, limit):
+    monkeypatch.setattr(builder, "CERTIFIED_DRAFTS", limit)
+    all_final = DepthPolicy("relaxed", threshold=1e-6)
+    costs = replace(COSTS, deep=(1.0,) * (CERTIFIED_DRAFTS + 8))
+    [member] = members(runner, [random_ladder(runner.loaded, 1)], [all_final], costs)
+    [chain] = draft_chains([member], 1)
+    assert len(chain.drafts) == limit
+
+
+def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
+    ladder = random_ladder(runner.loaded, 1)
+    [(sequence, drafter)] = members(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
+    drafter.costs = replace(COSTS, exits=(ExitCost(1e-6, 1e-7), ExitCost(2.0, 0.1)))
+    [chain] = draft_chains([(sequence, drafter)], 1)
+    assert [draft.depth for draft in chain.drafts] == [0, 0]
+
+
+def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
+    ladder = random_ladder(runner.loaded, 0, DEPTHS)
+    for parameter in ladder.exits[0].router.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    [(sequence, drafter)] = members(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
+    [chain] = draft_chains([(sequence, drafter)], 1)
+    assert sequence.failure is None
+    assert {draft.depth for draft in chain.drafts} == {DEPTHS[1]}
+    gains = [ExitGains.expected(drafter._gains, index, 0.0) for index in range(len(DEPTHS))]
+    assert all(map(math.isfinite, gains)), "nor is that exit out of use for ever"

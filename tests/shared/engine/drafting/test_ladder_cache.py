@@ -1,0 +1,211 @@
+"""New ladders are bound and tested between the steps of running requests."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import pytest
+
+from shared.engine.background import STEPS_PER_SLICE
+from shared.engine.drafting.costs import exit_timings
+from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS
+from shared.engine.engine import Engine
+from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
+from shared.ladder.policy import DepthPolicy
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.loaded import LoadedModel
+from tests.fixed_costs import FixedCosts, fixed_cost_engine
+from tests.known_answer import request
+from tests.scripted_ladder import ScriptedLadder
+
+EXACT = DepthPolicy("exact")
+
+
+class MeasuredExits(FixedCosts):
+    """Exits are timed as they are while serving, in many slices. Counts the measurements; calls `on_slice` in each slice."""
+
+    def __init__(self, on_slice: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.num_measured = 0
+        self._on_slice = on_slice
+
+    def measure_exits(self, runner, ladder):
+        self.num_measured += 1
+        timings = exit_timings(runner, ladder)
+        while True:
+            self._on_slice()
+            try:
+                yield next(timings)
+            except StopIteration as stop:
+                return stop.value
+
+
+def measuring_engine(loaded: LoadedModel) -> Engine:
+    return fixed_cost_engine(loaded, cost_meter=MeasuredExits())
+
+
+def exits(token: int = 3, probability: float = 0.5) -> ScriptedLadder:
+    return ScriptedLadder(exits=lambda context: (token, probability), depths=(0, 1))
+
+
+def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatch):
+    costs = MeasuredExits()
+    first, second = exits(), exits()
+    with fixed_cost_engine(loaded, cost_meter=costs) as engine:
+        engine.prepare(first)
+        bound: list[object] = []
+        monkeypatch.setattr(first, "bind", bound.append)
+        engine.prepare(first)
+        list(engine.submit(request(100, policy=EXACT), first).events())
+        assert bound == []
+        engine.prepare(second)
+        assert costs.num_measured == 1
+        assert engine.statistics.num_requests == 1, "self-tests are counted nowhere"
+
+
+def test_streams_go_on_while_a_ladder_is_prepared(loaded):
+    order: list[str] = []
+    ended, held = threading.Event(), threading.Event()
+
+    def on_event(event: object) -> None:  # one chunk per step
+        order.append("step")
+        held.wait(30)
+        if event is None:
+            ended.set()
+
+    costs = MeasuredExits(lambda: order.append("slice"))
+    with fixed_cost_engine(loaded, cost_meter=costs) as engine:
+        engine.submit(request(100), on_event=on_event)
+        thread = threading.Thread(target=engine.prepare, args=(exits(),))
+        thread.start()
+        held.set()
+        assert ended.wait(30)
+        thread.join(30)
+        assert not thread.is_alive()
+    slices = [index for index, name in enumerate(order) if name == "slice"]
+    last_step = len(order) - 1 - order[::-1].index("step")
+    gaps = [later - earlier for earlier, later in pairwise(slices) if later < last_step]
+    assert len(gaps) > 5
+    assert set(gaps) == {STEPS_PER_SLICE + 1}
+
+
+@pytest.mark.parametrize(
+    "ladder",
+    [
+        exits(token=10**6),
+        exits(probability=float("nan")),
+        exits(probability=1.5),
+        ScriptedLadder(table=lambda context: (-1, 0.9)),
+        ScriptedLadder(table=lambda context: {}["a bug"]),
+    ],
+)
+def test_a_ladder_that_fails_its_self_test_is_refused_and_other_requests_go_on(loaded, ladder):
+    with measuring_engine(loaded) as engine:
+        handle = engine.submit(request(100))
+        with pytest.raises(Corrupt) as raised:
+            engine.prepare(ladder)
+        assert raised.value.reason == "SELF_TEST_FAILED"
+        assert sum(1 for _ in handle.events()) == 101
+        engine.prepare(exits())
+
+
+def test_preparing_ends_with_the_engine(loaded):
+    engine = measuring_engine(loaded)
+    engine.warm_up()
+    with pytest.raises(RouterMismatch):
+        engine.prepare(ScriptedLadder(fingerprint="another"))
+    engine.close()
+    with pytest.raises(Unavailable):
+        engine.prepare(exits())
+
+
+def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch):
+    ladders = [exits() for _ in range(MAX_BOUND_LADDERS + 2)]
+    numbers = [0] * len(ladders)
+    for index, ladder in enumerate(ladders):
+
+        def bind(runner, index=index, ladder=ladder):
+            numbers[index] += 1
+            return ladder
+
+        monkeypatch.setattr(ladder, "bind", bind)
+    exact = request(40, policy=EXACT)
+    with measuring_engine(loaded) as engine:
+        handles = [engine.submit(exact, ladder) for ladder in ladders]
+        for handle in handles:
+            list(handle.events())
+        assert numbers == [1] * len(ladders)
+        list(engine.submit(exact, ladders[-1]).events())
+        assert engine.num_bound_ladders == MAX_BOUND_LADDERS
+
+
+def test_bound_ladders_stay_few_on_an_idle_engine(loaded):
+    alive: weakref.WeakSet[ScriptedLadder] = weakref.WeakSet()
+    with fixed_cost_engine(loaded, max_ladders=2) as engine:
+        for _ in range(5):
+            ladder = exits()
+            alive.add(ladder)
+            engine.prepare(ladder)
+            del ladder
+            gc.collect()
+            assert len(alive) <= 2
+            assert engine.num_bound_ladders <= 2
+
+
+class SlowlyPrepared(ContiguousRunner):
+    """Preparing passes between the depths of a ladder takes `num_slices` slices; `on_slice` is called before each."""
+
+    num_slices = 5
+
+    def __init__(self, loaded: LoadedModel, on_slice: Callable[[], object]) -> None:
+        super().__init__(loaded)
+        self._on_slice = on_slice
+
+    def prepare(self, depths: Sequence[int]) -> Iterator[None]:
+        number = 0
+        while depths and number < self.num_slices:
+            self._on_slice()
+            yield
+            number += 1
+
+
+def test_a_request_waits_for_its_own_ladder_and_nobody_else_does(loaded):
+    """Between two slices of the binding the others are stepped."""
+    steps: list[int] = []
+    with fixed_cost_engine(
+        loaded,
+        runner_of=lambda loaded, _: SlowlyPrepared(
+            loaded, lambda: steps.append(engine.statistics.num_generated_tokens)
+        ),
+    ) as engine:
+        running = engine.submit(request(100))
+        running.next_event(30)
+        mine = engine.submit(request(100, policy=EXACT), exits())
+        assert sum(1 for _ in running.events()) == 100
+        assert sum(1 for _ in mine.events()) == 101
+    assert len(steps) == SlowlyPrepared.num_slices
+    assert all(later > earlier for earlier, later in pairwise(steps)), steps
+
+
+def test_a_cancelled_request_leaves_no_binding_behind(loaded):
+    started = threading.Event()
+
+    class NeverPrepared(SlowlyPrepared):
+        num_slices = 1 << 62
+
+    with fixed_cost_engine(
+        loaded, runner_of=lambda loaded, _: NeverPrepared(loaded, started.set)
+    ) as engine:
+        ladder = exits()
+        alive = weakref.ref(ladder)
+        waiting = engine.submit(request(100, policy=EXACT), ladder)
+        assert started.wait(60)
+        waiting.cancel()
+        with pytest.raises(Cancelled):
+            list(waiting.events())
+        del ladder, waiting
+        engine.prepare(ScriptedLadder())  # runs after what is left of the cancelled binding
+        gc.collect()
+        assert alive() is None

@@ -1,0 +1,269 @@
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, product
+from math import prod
+
+import pytest
+
+from shared.engine.drafting.costs import smoothed
+from shared.engine.drafting.planner import (
+    MAX_TREE_TOKENS,
+    REQUEST_WEIGHT,
+    SERVED_WEIGHT,
+    ExitCost,
+    ExitGains,
+    PassCosts,
+    Reliability,
+    Tree,
+    best_lengths,
+    best_trees,
+    exit_gain_s,
+    least_survival,
+    select_sequences,
+)
+from shared.ladder.rungs import Draft
+
+FLAT = PassCosts(deep=(1.0,) * 9, exits=(ExitCost(0.01, 0.001),))
+STEEP = PassCosts(deep=tuple(float(n) for n in range(1, 10)), exits=(ExitCost(0.01, 0.001),))
+STEP = PassCosts(deep=(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0), exits=(ExitCost(0.2, 0.05),))
+
+
+def rate(probabilities: list[float], costs: PassCosts, count: int) -> float:
+    expected, survival = 1.0, 1.0
+    for probability in probabilities[:count]:
+        survival *= probability
+        expected += survival
+    return expected / costs.deep[count]
+
+
+@pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
+@pytest.mark.parametrize(
+    "probabilities", [[], [0.9] * 8, [0.5] * 8, [0.1] * 8, [0.9, 0.1, 0.9, 0.9], [0.99] * 20]
+)
+def test_the_length_is_the_best_of_all(probabilities: list[float], costs: PassCosts) -> None:
+    [chosen] = best_lengths([probabilities], costs)
+    lengths = range(min(len(probabilities), costs.max_drafts) + 1)
+    assert rate(probabilities, costs, chosen) == max(
+        rate(probabilities, costs, count) for count in lengths
+    )
+
+
+def test_where_tokens_cost_as_much_as_passes_nothing_is_drafted() -> None:
+    assert best_lengths([[0.9] * 8], STEEP) == [0]
+
+
+def test_a_step_in_the_cost_is_crossed_only_if_it_pays() -> None:
+    assert best_lengths([[0.9, 0.9, 0.9, 0.1, 0.1]], STEP) == [3]
+    assert best_lengths([[0.99] * 8], STEP) == [8]
+
+
+def cut(chain: list[float], least: float) -> list[float]:
+    """The chain up to and including the first draft whose survival is too low."""
+    survival = 1.0
+    for index, probability in enumerate(chain):
+        if survival < least:
+            return chain[:index]
+        survival *= probability
+    return chain
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 8, 16])
+def test_drafts_that_are_not_looked_up_would_not_have_been_verified(num_sequences: int) -> None:
+    draw = random.Random(num_sequences)
+    shorter = 0
+    for _ in range(200):
+        slope = draw.choice([0.01, 0.05, 0.2])
+        costs = PassCosts(tuple(1.0 + slope * n for n in range(9)), wide=((64, 1.0 + slope * 63),))
+        chains = [[draw.random() for _ in range(draw.randint(0, 8))] for _ in range(num_sequences)]
+        built = [cut(chain, least_survival(costs, num_sequences)) for chain in chains]
+        shorter += built != chains
+        assert best_lengths(built, costs) == best_lengths(chains, costs)
+    assert shorter > 50
+
+
+def test_chains_beyond_a_step_in_the_costs_are_considered() -> None:
+    assert least_survival(PassCosts((1.0, 1.5, *([1.5] * 7))), 1) == pytest.approx(0.5 / 8)
+    assert least_survival(STEEP, 1) == 1.0
+    assert least_survival(PassCosts((1.0,)), 1) >= 0.0
+
+
+def asks(costs: PassCosts, *wishes: tuple[float, float]) -> bool:
+    """Whether sequences of these survivals and gains, asked together, pay for the first exit."""
+    gains_s = [exit_gain_s(survival, gain, costs, len(wishes)) for survival, gain in wishes]
+    return bool(select_sequences(gains_s, costs.exits[0]))
+
+
+def test_an_exit_is_asked_when_it_gains_more_than_it_costs() -> None:
+    assert asks(STEP, (1.0, 0.4))
+    assert not asks(STEP, (1.0, 0.1))
+    assert not asks(STEP, (0.2, 0.4))
+    assert asks(FLAT, (1.0, 0.1))
+
+
+def test_a_draft_is_worth_less_the_more_tokens_a_pass_gives() -> None:
+    assert exit_gain_s(0.5, 0.4, FLAT, 1, 2.0) == pytest.approx(0.5 * 0.4 * 0.5)
+    assert exit_gain_s(1.0, 0.4, STEEP, 1, 1.5) < 0
+    assert exit_gain_s(1.0, 0.4, STEP, 1) == pytest.approx(0.4)
+
+
+def test_together_sequences_ask_an_exit_that_none_would_ask_alone() -> None:
+    cost = ExitCost(alone_s=1.0, each_more_s=0.1)
+    assert select_sequences([0.5], cost) == []
+    assert select_sequences([0.5, 0.7, 0.5, 0.05], cost) == [0, 1, 2]
+    assert select_sequences([], cost) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_choice_of_sequences_gains_more(seed: int) -> None:
+    draw = random.Random(seed)
+    gains_s = [draw.random() for _ in range(draw.randint(1, 7))]
+    cost = ExitCost(draw.random(), draw.random() / 2)
+
+    def profit(chosen: tuple[int, ...]) -> float:
+        return sum(gains_s[i] for i in chosen) - cost.of(len(chosen)) if chosen else 0.0
+
+    every = [c for n in range(len(gains_s) + 1) for c in combinations(range(len(gains_s)), n)]
+    chosen = select_sequences(gains_s, cost)
+    assert profit(tuple(chosen)) == pytest.approx(max(map(profit, every)))
+
+
+def test_an_exits_worth_is_learnt_apart_for_sure_and_unsure_tables() -> None:
+    gains = ExitGains((0.4, 0.9))
+    assert gains.expected(0, 0.1) == pytest.approx(0.3)
+    assert gains.expected(0, 0.9) == 0.0
+    for _ in range(200):
+        gains.record(0, 0.1, 0.15)
+        gains.record(0, 0.5, 0.2)
+    assert gains.expected(0, 0.1) == pytest.approx(0.05, abs=0.02)
+    assert gains.expected(0, 0.5) < 0.01
+    assert gains.expected(1, 0.1) == pytest.approx(0.8)
+    gains.record(1, 1.0, 0.5)
+
+
+def draft(probability: float, rung: str = "suffix") -> Draft:
+    return Draft(7, probability, rung, 0)
+
+
+def test_reliability_falls_with_rejections_and_comes_back() -> None:
+    reliability = Reliability(REQUEST_WEIGHT)
+    assert reliability.adjusted(draft(0.8)) == pytest.approx(0.8)
+    for _ in range(20):
+        reliability.record([draft(0.8)] * 3, 0)
+    assert reliability.adjusted(draft(0.8)) < 0.3
+    assert reliability.adjusted(draft(0.8, "depth-0")) == pytest.approx(0.8)
+    for _ in range(400):
+        reliability.record([draft(0.8)], 1)
+    assert reliability.adjusted(draft(0.8)) > 0.75
+    assert reliability.adjusted(draft(0.999)) < 1.0
+
+
+@pytest.mark.parametrize("true_share", [0.2, 0.5, 0.9])
+def test_reliability_finds_the_share_that_is_really_accepted(true_share: float) -> None:
+    reliability = Reliability(REQUEST_WEIGHT)
+    for number in range(5000):
+        reliability.record([draft(0.6)], int(number % 10 < 10 * true_share))
+    assert reliability.adjusted(draft(0.6)) == pytest.approx(true_share, abs=0.03)
+
+
+def test_drafts_after_the_first_rejected_one_do_not_count() -> None:
+    reliability = Reliability(1.0)
+    reliability.record([draft(0.5, "a"), draft(0.6, "b"), draft(0.7, "c")], 1)
+    assert reliability.factor("a") == pytest.approx((1 + 1) / (1 + 0.5))
+    assert reliability.factor("b") == pytest.approx((1 + 0) / (1 + 0.6))
+    assert reliability.factor("c") == 1.0
+
+
+def test_earlier_requests_are_the_prior_and_a_request_updates_it() -> None:
+    served = Reliability(SERVED_WEIGHT)
+    first = Reliability(REQUEST_WEIGHT, parent=served)
+    for _ in range(100):
+        first.record([draft(0.8)], 0)
+    later = Reliability(REQUEST_WEIGHT, parent=served)
+    assert later.factor("suffix") == pytest.approx(served.factor("suffix"))
+    assert first.factor("suffix") < later.factor("suffix") < 0.3
+
+
+def test_smoothed_costs_lie_on_a_line_that_never_falls() -> None:
+    costs = smoothed([1.0, 1.9, 2.1, 1.9, 2.1, 2.0])
+    assert costs[0] == 1.0
+    assert costs[1:] == pytest.approx([2.0] * 5, abs=0.05)
+    assert all(later >= earlier for earlier, later in pairwise(costs))
+    assert smoothed([1.3, 1.0, 1.1, 1.2]) == pytest.approx((1.0, 1.0, 1.1, 1.2))
+    assert smoothed([1.0, 3.0, 2.0, 1.0]) == pytest.approx((1.0, 2.0, 2.0, 2.0))
+    assert smoothed([2.0, 1.0]) == (2.0, 2.0)
+    assert smoothed([2.0]) == (2.0,)
+
+
+def tree_rate(
+    chains: list[list[float]],
+    leaves: list[list[tuple[int, float]]],
+    trees: Sequence[Tree],
+    costs: PassCosts,
+    num_other_tokens: int,
+) -> float:
+    expected, num_tokens = 0.0, num_other_tokens
+    for chain, own, tree in zip(chains, leaves, trees, strict=True):
+        expected += sum(prod(chain[:length]) for length in range(tree.num_drafts + 1))
+        for number in tree.leaves:
+            place, probability = own[number]
+            expected += prod(chain[:place]) * probability
+        num_tokens += 1 + tree.num_drafts + len(tree.leaves)
+    return expected / costs.of_pass(num_tokens)
+
+
+def all_trees(chain: list[float], leaves: list[tuple[int, float]]) -> Iterator[Tree]:
+    for length in range(len(chain) + 1):
+        beside = [number for number, (place, _) in enumerate(leaves) if place < length]
+        for size in range(len(beside) + 1):
+            yield from (Tree(length, picked) for picked in combinations(beside, size))
+
+
+@pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
+def test_the_trees_are_the_best_of_all(costs: PassCosts) -> None:
+    draw = random.Random(5)
+    num_leaves = set()
+    for _ in range(30):
+        chains = [[draw.uniform(0.3, 1.0) for _ in range(draw.randrange(4))] for _ in range(2)]
+        leaves = [
+            [
+                (place := draw.randrange(len(chain)), (1 - chain[place]) * draw.random())
+                for _ in range(2)
+            ]
+            if chain
+            else []
+            for chain in chains
+        ]
+        for own, chain in zip(
+            leaves, chains, strict=True
+        ):  # less probable than the drafts beside them
+            own[:] = [(place, min(probability, chain[place])) for place, probability in own]
+        others = draw.randrange(3)
+        chosen = best_trees(chains, costs, leaves=leaves, num_other_tokens=others)
+        pairs = product(*(all_trees(*one) for one in zip(chains, leaves, strict=True)))
+        best = max(tree_rate(chains, leaves, pair, costs, others) for pair in pairs)
+        assert tree_rate(chains, leaves, chosen, costs, others) == pytest.approx(best)
+        num_leaves.add(sum(len(tree.leaves) for tree in chosen))
+    assert len(num_leaves) > 1 or costs is STEEP
+
+
+def test_free_positions_hold_the_best_leaves_up_to_the_limit() -> None:
+    leaves = [(0, 0.01 * number) for number in range(20)]
+    [tree] = best_trees([[0.5, 0.5, 0.5]], PassCosts(deep=(1.0,) * 9), leaves=[leaves])
+    assert tree == Tree(3, tuple(range(19, 19 - (MAX_TREE_TOKENS - 4), -1)))
+
+
+def test_a_probable_leaf_is_taken_before_an_improbable_draft() -> None:
+    costs = PassCosts(deep=(1.0, 1.0, 1.0, 9.0))
+    [tree] = best_trees([[0.5, 0.1]], costs, leaves=[[(0, 0.3)]])
+    assert tree == Tree(1, (0,))
+
+
+def test_leaves_beside_drafts_that_are_verified_in_any_case() -> None:
+    [tree] = best_trees([[0.1, 0.9]], FLAT, leaves=[[(0, 0.5), (1, 0.05)]], least=[2])
+    assert tree == Tree(2, (0, 1))
+    [tree] = best_trees([[0.1, 0.9]], STEEP, leaves=[[(0, 0.0), (1, 0.0)]], least=[2])
+    assert tree == Tree(2)
+
+
+def test_without_chains_there_are_no_trees() -> None:
+    assert best_trees([], FLAT) == []

@@ -1,0 +1,221 @@
+"""An exit whose chains are drafted in one call, by the native op or as recorded work: it drafts what it drafts step by step, and only
+what may pay."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from shared.engine.drafting.drafter import Drafter, draft_chains
+from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from shared.engine.request.request import GenerationRequest, StoppingParams
+from shared.engine.request.sequence import Sequence
+from shared.engine.step import Decoder
+from shared.ladder import exits as exits_module
+from shared.ladder import native_chain
+from shared.ladder.chain_exit import ChainExit
+from shared.ladder.exits import LayerExit
+from shared.ladder.fused_head import FusedHead
+from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
+from shared.ladder.policy import DepthPolicy
+from shared.ladder.rungs import SUFFIX, Draft
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.loaded import wrap_model
+from shared.model.runner import Runner
+from shared.ops.chains import ChainStart
+from tests.families import build_family
+from tests.paged import load_family, make_runner
+from tests.random_ladder import random_ladder
+
+COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),))
+NUM_DRAFTS = 5
+
+
+class _Eager(ExitGains):
+    """Expects a gain from every exit, whatever was recorded."""
+
+    def expected(self, index: int, known: float) -> float:
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    torch.manual_seed(0)
+    return ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
+
+
+@pytest.fixture(scope="module")
+def paged_runner() -> Runner:
+    torch.manual_seed(0)
+    return make_runner(load_family("llama"))
+
+
+@pytest.fixture(params=["runner", "paged_runner"])
+def any_runner(request: pytest.FixtureRequest) -> Runner:
+    """One that drafts by the native op, and one that records its work."""
+    found: Runner = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format of single steps. Fewer bits would change the drafts of random weights."""
+    monkeypatch.setattr(native_chain, "FORMAT", "F16")
+
+
+def fused_ladder(runner: Runner, seed: int = 1) -> Ladder:
+    ladder = random_ladder(runner.loaded, seed, depths=(0,))
+    torch.manual_seed(seed)
+    head = FusedHead(runner.loaded.hidden_size, 48)
+    torch.nn.init.normal_(head.gain)
+    router = ladder.exits[0].router
+    # Probabilities of about 0.9, so that chains grow to their limits.
+    torch.nn.init.constant_(router.slope, 0.05)
+    torch.nn.init.constant_(router.shift, 2.0)
+    return replace(ladder, exits=(LayerExit(0, head, router),))
+
+
+def prefilled(
+    runner: Runner, bound: BoundLadder, policies: Rows[DepthPolicy], costs: PassCosts = COSTS
+) -> list[tuple[Sequence, Drafter]]:
+    """Sequences after the prefill of their own prompts."""
+    decoder, drafter = Decoder(runner), Drafter(runner, costs, _Eager((1.0,)))
+    members = []
+    for number, policy in enumerate(policies):
+        prompt = tuple(range(3 + number, 9 + 3 * number))
+        stopping = StoppingParams(max_tokens=20, ignore_eos=True)
+        request = GenerationRequest(prompt, stopping=stopping, policy=policy)
+        sequence = decoder.admit(request, bound, drafter.served(request))
+        while not sequence.num_generated:
+            decoder.step([(sequence, drafter)], costs)
+        members.append((sequence, drafter))
+    return members
+
+
+def drafted(
+    runner: Runner, ladder: Ladder, policies: Rows[DepthPolicy]
+) -> list[list[tuple[int, str]]]:
+    members = prefilled(runner, ladder.bind(runner), policies)
+    return [
+        [(draft.token, draft.rung) for draft in chain.drafts]
+        for chain in draft_chains(members, len(members))
+    ]
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[list[ChainStart]]:
+    """The starts of each call that drafts chains."""
+    calls: list[list[ChainStart]] = []
+    whole_chains = BoundLadder.whole_chains
+
+    def note(self: BoundLadder, begins: Rows[torch.Tensor], starts: Rows[ChainStart]) -> object:
+        calls.append(list(starts))
+        return whole_chains(self, begins, starts)
+
+    monkeypatch.setattr(BoundLadder, "whole_chains", note)
+    return calls
+
+
+def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., Draft | None]:
+    """A `table_draft` that knows the drafts of some positions of every chain, better than an exit may."""
+
+    def table_draft(self: SequenceDrafter, tokens: Rows[int] = ()) -> Draft | None:
+        known = len(tokens) in positions
+        return Draft(11 + len(tokens), probability, SUFFIX, 0) if known else None
+
+    return table_draft
+
+
+def single_steps(
+    one: LayerExit, head: FusedHead, rows: torch.Tensor, bias: torch.Tensor | None, *_: object
+) -> ChainExit:
+    return ChainExit(head, one.router, rows, bias)
+
+
+@pytest.mark.parametrize("positions", [(), (0,), (0, 1), (2,), (1, 3), (0, 1, 2, 3, 4)])
+def test_a_whole_chain_has_the_drafts_of_its_single_steps(
+    any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list, positions: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(SequenceDrafter, "table_draft", table_of(*positions))
+    ladder = fused_ladder(any_runner)
+    policies = [DepthPolicy("exact", max_drafts=n) for n in (NUM_DRAFTS, 2, NUM_DRAFTS)]
+    whole = drafted(any_runner, ladder, policies)
+    assert noted
+    calls = len(noted)
+    monkeypatch.setattr(exits_module, "_bind_chain", single_steps)
+    assert whole == drafted(any_runner, ladder, policies)
+    assert len(noted) == calls, "the second time, step by step"
+    assert [len(drafts) for drafts in whole] == [NUM_DRAFTS, 2, NUM_DRAFTS]
+    for drafts in whole:
+        from_tables = [i for i, (_, rung) in enumerate(drafts) if rung == SUFFIX]
+        assert from_tables == [i for i in positions if i < len(drafts)]
+
+
+def test_one_call_drafts_all_chains_while_the_tables_are_silent(
+    runner: Runner, noted: list
+) -> None:
+    policies = [DepthPolicy("exact", max_drafts=n) for n in (NUM_DRAFTS, 3)]
+    drafted(runner, fused_ladder(runner), policies)
+    assert [[start.room for start in starts] for starts in noted] == [[NUM_DRAFTS, 3]]
+
+
+def test_a_table_that_drafts_another_token_voids_what_was_drafted_after_it(
+    any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list
+) -> None:
+    monkeypatch.setattr(SequenceDrafter, "table_draft", table_of(2))
+    drafted(any_runner, fused_ladder(any_runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)])
+    first, second = (starts[0] for starts in noted)
+    assert (first.place, len(first.tokens), first.room) == (0, 1, NUM_DRAFTS)
+    # The head has seen the newest token and two drafts. The table's draft is fed to it, and two more drafts are wanted.
+    assert (second.place, list(second.tokens), second.room) == (3, [13], NUM_DRAFTS - 3)
+
+
+def test_a_table_that_drafts_the_same_token_costs_no_call(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list
+) -> None:
+    ladder, policies = fused_ladder(runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)]
+    [plain] = drafted(runner, ladder, policies)
+
+    def same(self: SequenceDrafter, tokens: Rows[int] = ()) -> Draft | None:
+        return Draft(plain[2][0], 0.9999, SUFFIX, 0) if len(tokens) == 2 else None
+
+    monkeypatch.setattr(SequenceDrafter, "table_draft", same)
+    noted.clear()
+    [again] = drafted(runner, ladder, policies)
+    assert [token for token, _ in again] == [token for token, _ in plain]
+    assert again[2][1] == SUFFIX
+    assert len(noted) == 1
+
+
+def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(
+    runner: Runner, noted: list
+) -> None:
+    bound = fused_ladder(runner).bind(runner)
+    leasts = []
+    for alone_s in (0.1, 0.2, 0.4):
+        costs = replace(COSTS, exits=(ExitCost(alone_s, 0.0),))
+        members = prefilled(runner, bound, [DepthPolicy("exact")], costs)
+        draft_chains(members, 1)
+        leasts.append(noted.pop()[0].least_survival)
+    # What a draft saves is proportional to survival, so twice the cost needs twice the survival.
+    assert [high / low for low, high in pairwise(leasts)] == pytest.approx([2.0, 2.0])
+
+
+def test_other_sequences_in_the_batch_change_no_draft(any_runner: Runner) -> None:
+    ladder = fused_ladder(any_runner)
+    bound = ladder.bind(any_runner)
+    members = prefilled(any_runner, bound, [DepthPolicy("exact", max_drafts=4)] * 3)
+    alone = [draft_chains([member], 3)[0].drafts for member in members]
+    assert [chain.drafts for chain in draft_chains(members, 3)] == alone
+    assert len({tuple(draft.token for draft in drafts) for drafts in alone}) == 3
+
+
+def test_a_model_whose_first_states_are_not_its_embedding_drafts_step_by_step() -> None:
+    torch.manual_seed(0)
+    runner = ContiguousRunner(wrap_model(build_family("gpt2"), accelerate=True))
+    bound = fused_ladder(runner).bind(runner)
+    assert bound.whole_depth is None
+    assert bound.chained_depths == (0,)

@@ -1,0 +1,70 @@
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from shared.engine.request.text import Detokenizer, StopStrings
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that every character beyond ASCII is split."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_pieces_never_split_a_character_and_add_up(bytes_tokenizer) -> None:
+    text = "Zoë ate 3 🥐🥐 in 東京 — ok"
+    detokenizer = Detokenizer(bytes_tokenizer)
+    pieces = [detokenizer.push(token) for token in bytes_tokenizer(text)["input_ids"]]
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces) == text
+    assert detokenizer.flush() == ""
+
+
+def test_broken_bytes_become_replacement_characters_at_the_end(bytes_tokenizer) -> None:
+    croissant = bytes_tokenizer("🥐")["input_ids"]
+    detokenizer = Detokenizer(bytes_tokenizer)
+    assert [detokenizer.push(token) for token in croissant[:3]] == ["", "", ""]
+    assert set(detokenizer.flush()) == {"\ufffd"}
+
+
+def test_an_endless_run_of_broken_bytes_does_not_hold_the_text_back(bytes_tokenizer) -> None:
+    continuation = bytes_tokenizer("🥐")["input_ids"][1]
+    detokenizer = Detokenizer(bytes_tokenizer)
+    shown = "".join(detokenizer.push(continuation) for _ in range(40))
+    assert len(shown) >= 25
+    assert set(shown) == {"\ufffd"}
+    croissant = bytes_tokenizer("🥐!")["input_ids"]
+    assert "".join(detokenizer.push(token) for token in croissant).endswith("🥐!")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown", "found"),
+    [
+        (["one ST", "OP two"], "one ", "STOP"),
+        (["one S", "T", "O", "x"], "one STOx", None),
+        (["a##", "#b"], "a", "###"),
+        (["xENDSTOP"], "x", "END"),
+        (["S", "S", "STOP"], "SS", "STOP"),
+    ],
+)
+def test_stop_strings_over_pieces(pieces: list[str], shown: str, found: str | None) -> None:
+    stops = StopStrings(["STOP", "END", "###"])
+    text = ""
+    for piece in pieces:
+        new, match = stops.push(piece)
+        text += new
+        if match:
+            break
+    if match is None:
+        text += stops.flush()
+    assert (text, match) == (shown, found)
+
+
+def test_a_possible_start_of_a_stop_string_is_held_back() -> None:
+    stops = StopStrings(["STOP"])
+    assert stops.push("go ST") == ("go ", None)
+    assert stops.flush() == "ST"

@@ -1,0 +1,120 @@
+"""Whole chains begin with the state of the settled prefix alone: in company, sampled, after rollbacks and over copied prefixes."""
+
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shared.engine.drafting.drafter import Drafter, draft_chains
+from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from shared.engine.memory.prefixes import MIN_SHARED, Prefixes
+from shared.engine.request.request import GenerationRequest, StoppingParams
+from shared.engine.request.sequence import Sequence
+from shared.engine.step import Decoder
+from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
+from shared.ladder.policy import DepthPolicy
+from shared.ladder.rungs import SUFFIX, Draft, exit_name
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.loaded import wrap_model
+from shared.model.runner import Taps
+from shared.model.sampling import SamplingParams
+from shared.ops.chains import ChainStart
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from tests.random_ladder import random_ladder
+
+COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),))
+PREFIX = tuple(range(5, 9 + MIN_SHARED))
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.2, top_k=30, seed=3)
+# The prompts that begin with PREFIX take over its keys and values.
+REQUESTS = [((*PREFIX, 30), GREEDY), ((*PREFIX, 31), SAMPLED), ((7, 8, 9), GREEDY), ((9, 8), SAMPLED)]  # fmt: skip
+
+
+def request_of(
+    prompt: Rows[int], sampling: SamplingParams, policy: DepthPolicy
+) -> GenerationRequest:
+    stopping = StoppingParams(max_tokens=24, ignore_eos=True)
+    return GenerationRequest(tuple(prompt), sampling, stopping, policy)
+
+
+class _Knowing(SequenceDrafter):
+    """Tables that know the answer. At one position of four they are silent, and at one of five they are wrong."""
+
+    def __init__(self, text: Rows[int], prompt: Rows[int]) -> None:
+        self._text, self._num_tokens = text, len(prompt)
+
+    def append(self, tokens: Rows[int]) -> None:
+        self._num_tokens += len(tokens)
+
+    def table_draft(self, drafted: Rows[int] = ()) -> Draft | None:
+        place = self._num_tokens + len(drafted)
+        if place % 4 == 0:
+            return None
+        return Draft((self._text[place] + (place % 5 == 0)) % VOCABULARY_SIZE, 0.99, SUFFIX, 0)
+
+
+@pytest.fixture(scope="module")
+def runner() -> ContiguousRunner:
+    torch.manual_seed(0)
+    return ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
+
+
+@pytest.fixture(scope="module")
+def ladder(runner: ContiguousRunner) -> Ladder:
+    """One exit, whose drafts have a probability of about a half."""
+    [layer_exit] = random_ladder(runner.loaded, 1, (0,), form="fused").exits
+    for parameter in layer_exit.router.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return replace(random_ladder(runner.loaded, 1, (0,), form="fused"), exits=(layer_exit,))
+
+
+def settled_states(runner: ContiguousRunner, bound: BoundLadder, tokens: list[int]) -> Tensor:
+    """The states [3, D] of the last of the tokens, from one pass over all of them."""
+    taps: Taps = {}
+    cache = runner.new_cache(len(tokens))
+    last = runner.run(runner.ids(tokens), cache, first=0, last=NUM_LAYERS, base=0, taps=taps)
+    return torch.stack([*(taps[depth][0, -1] for depth in bound.kept_depths), last[0, -1]])
+
+
+def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder, monkeypatch):
+    decoder = Decoder(runner, Prefixes(1 << 12))
+    bound, drafter = ladder.bind(runner), Drafter(runner, COSTS, ExitGains((1.0,)))
+    assert bound.whole_depth == 0
+    texts = {}
+    for prompt, sampling in [(PREFIX, GREEDY), *REQUESTS]:
+        request = request_of(prompt, sampling, DepthPolicy("full"))
+        alone = decoder.admit(request, None, drafter.served(request))
+        while not alone.is_finished:
+            decoder.step([(alone, drafter)], COSTS)
+        texts[request.prompt_ids] = [*alone.tokens, 0, 0, 0, 0]
+        if prompt == PREFIX:
+            decoder.prefixes.insert(alone)
+    answers = iter([texts[tuple(prompt)] for prompt, _ in REQUESTS])
+    monkeypatch.setattr(
+        BoundLadder, "new_sequence", lambda _, prompt, *__: _Knowing(next(answers), prompt)
+    )
+    requests = [request_of(*request, DepthPolicy("exact", max_drafts=5)) for request in REQUESTS]
+    members = [(decoder.admit(each, bound, drafter.served(each)), drafter) for each in requests]
+    num_compared = 0
+    while going := [member for member in members if not member[0].is_finished]:
+        drafting = [member for member in going if member[0].num_generated]
+        for (sequence, _), chain in zip(drafting, draft_chains(drafting, len(going)), strict=True):
+            states = settled_states(runner, bound, sequence.tokens[: sequence.num_settled])
+            assert torch.equal(sequence.settled_states, states)
+            for place, draft in enumerate(chain.drafts):
+                if draft.rung == exit_name(0):
+                    start = ChainStart(chain.tokens[: place + 1], 0, 1, 1.0, 1.0, 0.0)
+                    [[expected]] = bound.whole_chains([states], [start])
+                    assert draft == expected.draft
+                    num_compared += 1
+        decoder.step(going, COSTS)
+    assert num_compared > 20
+    for sequence, _ in members:
+        check(sequence, texts[tuple(sequence.request.prompt_ids)])
+
+
+def check(sequence: Sequence, text: list[int]) -> None:
+    assert sequence.tokens == text[: len(sequence.tokens)]
+    assert sequence.num_drafted > sequence.num_accepted > 0, "some drafts were rolled back"
+    assert (sequence.num_cached > 0) == (sequence.request.prompt_ids[: len(PREFIX)] == PREFIX)

@@ -1,0 +1,160 @@
+"""Every family: the engine's plain decoding is Hugging Face's, and exact is plain decoding."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shared.engine import step
+from shared.engine.memory import prefixes
+from shared.engine.request.request import (
+    Finished,
+    GenerationRequest,
+    StoppingParams,
+)
+from shared.ladder.policy import DepthPolicy
+from shared.model.loaded import LoadedModel, wrap_model
+from shared.model.sampling import SamplingParams
+from tests import paged
+from tests.families import (
+    BORDER,
+    BORDERED,
+    DEPENDS_ON_COMPANY,
+    FAMILIES,
+    VOCABULARY_SIZE,
+    build_family,
+)
+from tests.fixed_costs import fixed_cost_engine
+from tests.scripted_ladder import ScriptedLadder
+
+NUM_NEW = 16
+PROMPT_LENGTHS = (9, 6, 3)
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(2, VOCABULARY_SIZE, (length,), generator=generator).tolist()
+        for length in PROMPT_LENGTHS
+    ]
+
+
+def hf_generate(family: str, rows: list[list[int]], num_new: int = NUM_NEW) -> list[list[int]]:
+    model = build_family(family)
+    width = max(map(len, rows))
+    padded = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    out = model.generate(
+        padded,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=num_new,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return [row[width:].tolist() for row in out]
+
+
+@pytest.mark.parametrize("accelerate", [False, True], ids=["plain", "accelerated"])
+def test_full_depth_is_hugging_faces_generate_and_exact_is_full_depth(family, accelerate):
+    rows = prompts()
+    alone = [hf_generate(family, [row])[0] for row in rows]
+    together = hf_generate(family, rows)
+    loaded = wrap_model(build_family(family), accelerate=accelerate)
+
+    # Two right drafts, then a wrong one; the exits at layers are wrong at other places.
+    answers = {tuple(row): answer for row, answer in zip(rows, alone, strict=True)}
+
+    def oracle(context: list[int]) -> int:
+        for row, answer in answers.items():
+            if tuple(context[: len(row)]) == row:
+                return [*answer, 0][min(len(context) - len(row), NUM_NEW)]
+        raise AssertionError
+
+    def table(context: list[int]) -> tuple[int, float] | None:
+        step = len(context) % 5
+        if step == 0:
+            return None
+        return (oracle(context) if step < 4 else 3, 0.9)
+
+    def exits(context: list[int]) -> tuple[int, float]:
+        return (oracle(context) if len(context) % 3 else 4, 0.95)
+
+    ladder = ScriptedLadder(table, exits, depths=(0, 2, 4))
+    with fixed_cost_engine(loaded, ladder) as engine:  # type: ignore[arg-type]
+        for row, one, padded in zip(rows, alone, together, strict=True):
+            full = engine.generate(row, policy="full", max_tokens=NUM_NEW)
+            assert list(full.token_ids) == one
+            assert padded == one or family in DEPENDS_ON_COMPANY
+            exact = engine.generate(
+                row, policy=DepthPolicy("exact", max_drafts=5), max_tokens=NUM_NEW
+            )
+            assert exact.token_ids == full.token_ids
+            assert 0 < exact.stats.num_accepted < exact.stats.num_drafted
+            assert exact.stats.num_deep_passes < full.stats.num_deep_passes
+
+
+# Prompts that end before, at and behind every border, each the beginning of the next, and an answer that crosses what its prompt does not.
+LENGTHS_AT_A_BORDER = (BORDER - 5, BORDER - 1, BORDER, BORDER + 1, 3 * BORDER)
+NUM_NEW_AT_A_BORDER = BORDER
+
+
+def _loaded_for(kind: str, family: str) -> tuple[LoadedModel, dict[str, Any]]:
+    """The model, and the arguments of an engine."""
+    if kind == "paged":
+        budget = {"kv_budget_bytes": 1 << 20}
+        return paged.load_family(family), {"runner_of": paged.make_runner, **budget}
+    return wrap_model(build_family(family), accelerate=kind == "accelerated"), {}
+
+
+KINDS = [(kind, family) for family in BORDERED for kind in ("accelerated", "paged")]
+KINDS += [("plain", family) for family in BORDERED if family in DEPENDS_ON_COMPANY]
+
+
+@pytest.mark.parametrize(("kind", "family"), [k for k in KINDS if k != ("paged", "llama4")])
+def test_beyond_its_border_a_family_gives_the_tokens_of_generate(kind, family, monkeypatch):
+    """Alone and in company, in pieces, over kept prefixes, and with drafts across the border."""
+    monkeypatch.setattr(step, "MAX_PREFILL_TOKENS", 5)
+    monkeypatch.setattr(step, "MIN_PREFILL_TOKENS", 5)
+    monkeypatch.setattr(prefixes, "MIN_SHARED", 4)
+    generator = torch.Generator().manual_seed(7)
+    text = torch.randint(2, VOCABULARY_SIZE, (LENGTHS_AT_A_BORDER[-1],), generator=generator)
+    rows = [text[:length].tolist() for length in LENGTHS_AT_A_BORDER]
+    expected = [hf_generate(family, [row], NUM_NEW_AT_A_BORDER)[0] for row in rows]
+
+    def right_but_for_some(context: list[int]) -> tuple[int, float] | None:
+        """The drafts of whichever answer the context is the beginning of; every seventh is wrong."""
+        if len(context) % 7 == 0:
+            return 3, 0.9
+        for row, answer in zip(rows, expected, strict=True):
+            if [*row, *answer][: len(context)] == context and len(row) <= len(context):
+                return (*answer, 0)[len(context) - len(row)], 0.9
+        return None
+
+    loaded, options = _loaded_for(kind, family)
+    ladder = ScriptedLadder(right_but_for_some)
+    exact = DepthPolicy("exact", max_drafts=4)
+    with fixed_cost_engine(loaded, ladder, **options) as engine:  # type: ignore[arg-type]
+        for row, tokens in zip(rows, expected, strict=True):
+            for policy in ("full", exact):
+                answer = engine.generate(row, policy=policy, max_tokens=NUM_NEW_AT_A_BORDER)
+                assert list(answer.token_ids) == tokens
+            assert answer.stats.num_accepted > 0
+        asked = [
+            GenerationRequest(
+                tuple(row),
+                SamplingParams(),
+                StoppingParams(max_tokens=NUM_NEW_AT_A_BORDER),
+                DepthPolicy("full"),
+            )
+            for row in rows
+        ]
+        handles = [engine.submit(request) for request in asked]
+        for handle, tokens in zip(handles, expected, strict=True):
+            chunks = [event for event in handle.events() if not isinstance(event, Finished)]
+            assert [token.token_id for chunk in chunks for token in chunk.tokens] == tokens

@@ -1,0 +1,166 @@
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from shared.engine.scheduler import Scheduler, SchedulerLimits
+from shared.errors import Exhausted
+
+
+@dataclass(eq=False)
+class Request:
+    name: str
+    num_prompt_tokens: int = 10
+    num_kv_tokens: int = 10
+    deadline_s: float = math.inf
+    is_cancelled: bool = False
+    is_paused: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def scheduler(
+    *, max_running: int = 2, max_queue: int = 4, max_queue_tokens: int = 1000, budget: int = 100
+) -> Scheduler[Request]:
+    return Scheduler(SchedulerLimits(max_running, max_queue, max_queue_tokens, budget))
+
+
+def filled(scheduler: Scheduler[Request], *requests: Request) -> Scheduler[Request]:
+    for request in requests:
+        scheduler.add(request)
+    return scheduler
+
+
+def names(requests: list[Request]) -> str:
+    return "".join(request.name for request in requests)
+
+
+def test_requests_are_admitted_in_the_order_in_which_they_came():
+    queue = filled(scheduler(), Request("a"), Request("b"), Request("c"))
+    assert names(queue.admit()) == "ab"
+    assert names(queue.runnable) == "ab"
+    assert (queue.num_running, queue.num_waiting) == (2, 1)
+
+
+def test_a_request_that_ends_makes_room_for_the_next():
+    first, second, third = Request("a"), Request("b"), Request("c")
+    queue = filled(scheduler(), first, second, third)
+    queue.admit()
+    queue.remove(first)
+    assert names(queue.admit()) == "c"
+    assert names(queue.runnable) == "bc"
+
+
+def test_requests_that_go_on_after_a_pause_take_turns():
+    requests = [Request(name) for name in "abcde"]
+    queue = filled(scheduler(max_queue=5), *requests)
+    for request in requests:
+        queue.admit()
+        request.is_paused = True
+    assert names(queue.next_turn()) == ""
+    for request in requests:
+        request.is_paused = False
+    assert [names(queue.next_turn()) for _ in range(5)] == ["ab", "cd", "ea", "bc", "de"]
+    requests[1].is_paused = True
+    queue.remove(requests[0])
+    assert [names(queue.next_turn()) for _ in range(3)] == ["cd", "ec", "de"]
+    queue.remove(requests[2])
+    assert [names(queue.next_turn()) for _ in range(2)] == ["de", "de"], "nobody is left out"
+
+
+def test_a_large_request_is_not_overtaken_by_small_ones_behind_it():
+    running, large, small = (
+        Request("a", num_kv_tokens=60),
+        Request("b", num_kv_tokens=50),
+        Request("c"),
+    )
+    queue = filled(scheduler(max_running=9), running, large, small)
+    assert names(queue.admit()) == "a"
+    queue.remove(running)
+    assert names(queue.admit()) == "bc"
+
+
+def test_the_budget_of_keys_and_values_may_be_used_up_but_not_exceeded():
+    queue = filled(
+        scheduler(max_running=9, budget=20),
+        Request("a"),
+        Request("b"),
+        Request("c", num_kv_tokens=1),
+    )
+    assert names(queue.admit()) == "ab"
+    assert queue.num_free_kv_tokens == 0
+
+
+def test_a_paused_request_keeps_its_memory_but_not_its_place():
+    paused, other = Request("a", num_kv_tokens=90), Request("b")
+    queue = filled(scheduler(max_running=1), paused, other, Request("c", num_kv_tokens=11))
+    queue.admit()
+    paused.is_paused = True
+    assert names(queue.admit()) == "b"
+    assert names(queue.runnable) == "b"
+    assert queue.num_kv_tokens == 100
+    queue.remove(other)
+    assert not queue.can_admit
+
+
+def test_a_full_queue_refuses_and_names_the_reason():
+    queue = filled(scheduler(max_queue=1), Request("a"))
+    with pytest.raises(Exhausted) as refused:
+        queue.add(Request("b"))
+    assert refused.value.reason == "QUEUE_FULL"
+    assert refused.value.retry_after_s
+    assert queue.num_waiting == 1
+
+
+def test_prompts_that_wait_are_bounded_by_their_tokens_but_one_alone_may_be_longer():
+    queue = scheduler(max_queue_tokens=15)
+    queue.add(Request("a", num_prompt_tokens=99))
+    with pytest.raises(Exhausted):
+        queue.add(Request("b", num_prompt_tokens=1))
+    queue = filled(scheduler(max_queue_tokens=15), Request("a", num_prompt_tokens=10))
+    queue.add(Request("b", num_prompt_tokens=5))
+    with pytest.raises(Exhausted):
+        queue.add(Request("c", num_prompt_tokens=1))
+
+
+def test_cancelled_and_late_requests_are_removed_whether_they_wait_or_run():
+    late, fine, waiting = Request("a", deadline_s=5.0), Request("b"), Request("c")
+    queue = filled(scheduler(), late, fine, waiting)
+    queue.admit()
+    assert queue.remove_ended(4.9) == []
+    waiting.is_cancelled = True
+    assert names(queue.remove_ended(5.0)) == "ac"
+    assert list(queue) == [fine]
+
+
+def test_removing_a_request_twice_is_harmless():
+    request = Request("a")
+    queue = filled(scheduler(), request)
+    queue.remove(request)
+    queue.remove(request)
+    assert list(queue) == []
+
+
+def test_there_is_work_when_a_step_would_change_something():
+    queue = scheduler(max_running=1)
+    assert not queue.has_work(0.0)
+    first = Request("a", deadline_s=7.0)
+    filled(queue, first, Request("b", deadline_s=9.0))
+    assert queue.has_work(0.0)
+    queue.admit()
+    first.is_paused = True
+    assert queue.has_work(0.0)  # the second may run now
+    queue.admit()
+    list(queue)[1].is_paused = True
+    assert not queue.has_work(0.0)
+    assert queue.next_deadline_s == 7.0
+    assert queue.has_work(7.0)
+
+
+def test_clear_returns_everything():
+    queue = filled(scheduler(), Request("a"), Request("b"), Request("c"))
+    queue.admit()
+    assert names(queue.clear()) == "abc"
+    assert list(queue) == []
+    assert queue.next_deadline_s == math.inf
