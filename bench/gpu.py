@@ -38,7 +38,7 @@ from shared.engine.request.request import (
     TokenChunk,
 )
 from shared.errors import NeapError
-from shared.ladder.fused_exit import router_weights
+from shared.ladder.draws import router_weights
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 from shared.ops import library

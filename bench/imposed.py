@@ -9,7 +9,7 @@ right.**
 - Layers before the last exit have random weights. Their output projections are scaled down so that the embedding dominates the state.
   In deeper layers the output projections are 0: they are read and multiplied as usual but add nothing. So the state at the last exit
   is the final state, and exit and full model differ only where the next token is not in the draft vocabulary.
-- Each exit's head has the form and rank of a trained one and returns its input state. The draft vocabulary is a random part of the
+- Each exit's head has the size of a trained one and returns the state that the newest token enters it with. The draft vocabulary is a random part of the
   cycle, so a draft is right with probability `share`, independently at each token. The last exit's router gives `share` for every
   token. Routers of earlier exits give `share` for about half of the tokens, selected by the sign of a random direction of the state,
   and nearly 0 for the others, which go on to the next exit.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.ladder.exits import LayerExit
-from shared.ladder.heads import ExitHead, default_rank
+from shared.ladder.fused_head import NUM_STATES, FusedHead, default_mlp_width
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.model.loaded import LoadedModel, wrap_model
@@ -131,12 +131,13 @@ def _ladder(loaded: LoadedModel, depths: Sequence[int], share: float, vocabulary
 
 
 def _exit(width: int, depth: int, share: float) -> LayerExit:
-    """An exit whose head returns its input state and whose router gives `share` for every token."""
-    head = ExitHead("gated", width, width, default_rank(width))
+    """An exit whose head returns the entering state and whose router gives `share` for every token."""
+    head = FusedHead(width, default_mlp_width(width))
     router = DepthRouter(width)
     with torch.no_grad():
-        nn.init.zeros_(head.out)
-        head.scale.copy_(torch.tensor([[1.0], [0.0]]).expand(2, width))
+        nn.init.zeros_(head.down)
+        head.fuse.copy_(torch.cat([torch.zeros(width, NUM_STATES * width), torch.eye(width)], 1))
+        nn.init.ones_(head.gain)
         nn.init.zeros_(router.output.weight)
         nn.init.zeros_(router.output.bias)
         nn.init.zeros_(router.skip.weight)

@@ -2,7 +2,7 @@
 twenty minutes. bench/RESULTS.md has the command of the router that is there.
 
     python -m bench.make_router --model DIR [--tokens 52_000] [--out bench/router] [--work-dir DIR] [--learning-curve]
-    python -m bench.make_router --model DIR --answers FILE.jsonl --tokens 300_000 --head-form fused
+    python -m bench.make_router --model DIR --answers FILE.jsonl --tokens 300_000
     python -m bench.make_router --model DIR --device cuda --tokens 30_000_000 --work-dir DIR --out DIR
 
 `--answers`: prompts and answers of the model, as `neap calibrate --answers` takes them; there is no other text then. The manifest holds
@@ -25,7 +25,6 @@ from shared.cli.curve_view import print_curve
 from shared.configured_model import dtype_named
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_router_folder
-from shared.ladder.forms import HEAD_FORMS
 from shared.model.load import load_model
 
 DEFAULT_TOKENS = 52_000
@@ -63,7 +62,6 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--tokens", "--max-tokens", type=int, default=DEFAULT_TOKENS)
     parser.add_argument("--answers", type=Path, help="JSONL file; default: the model writes text")
-    parser.add_argument("--head-form", choices=HEAD_FORMS, default=HEAD_FORMS[0])
     parser.add_argument(
         "--learning-curve", action="store_true", help="as of `neap calibrate`; goes to the manifest"
     )
@@ -83,7 +81,6 @@ def main() -> None:
         model_id=options.model_id,
         source=AnswerFile(str(options.answers)) if options.answers else SelfGenerated(),
         max_tokens=options.tokens,
-        head_form=options.head_form,
         learning_curve=options.learning_curve or options.device == "cuda",
     )
     plan = resolve(spec, loaded)

@@ -2,7 +2,7 @@
 
     python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40] [--json FILE]
 
-SmolLM2's sizes (D 576, rank 288, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, rank 512, 8,192, V 128,256).
+SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, 8,192, V 128,256).
 
 Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine; before every
 call 64 MB of other memory are read, as a deep pass would, so weights come from memory. On a GPU: medians of calls in a CUDA graph,
@@ -26,19 +26,18 @@ from torch import Tensor
 
 from bench.gpu import copy_bytes_per_s
 from bench.machine import described
-from bench.plain_exit import PlainExit
+from bench.plain_draws import PlainDraws
 from bench.stopwatch import Contenders, stopwatch
 from shared import ops
-from shared.ladder.fused_exit import DraftRows, FusedExit, router_weights
+from shared.ladder.draws import router_weights
 from shared.ladder.head_rows import projection
-from shared.ladder.heads import ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
 from shared.ops.choices import choose_greedy, choose_sampled
-from shared.ops.exits import draft_top, exit_head, new_tickets, route
+from shared.ops.exits import draft_top, new_tickets, route
 from shared.ops.library import runs_on
 from shared.ops.paged import paged_attention
 
-SIZES = {576: (288, 4587, 49152), 4096: (512, 8192, 128256)}
+SIZES = {576: (4587, 49152), 4096: (8192, 128256)}  # draft vocabulary and vocabulary
 TOKENS = {"cpu": (1, 2, 4, 8), "cuda": (1, 8, 32, 64)}
 # Dtype of states, keys and values, as in the engine.
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -115,50 +114,36 @@ class Bench:
         print(found.printed(), flush=True)
 
 
-def bench_exit(bench: Bench, width: int) -> None:
-    """Times a whole exit, and each of its ops alone."""
-    rank, size, _ = SIZES[width]
-    head = ExitHead("gated", width, width, rank).requires_grad_(False)
+def bench_draws(bench: Bench, width: int) -> None:
+    """Times the draft vocabulary and the router of an exit."""
+    size, _ = SIZES[width]
     router = DepthRouter(width).requires_grad_(False)
     rows = torch.randn(size, width) / width**0.5
-    fused = FusedExit(head, router, DraftRows.of(rows, None))
-    ways = {"PyTorch": PlainExit(head, router, projection(rows, None))}
+    ways = {"PyTorch": PlainDraws(router, projection(rows, None))}
     if bench.on_gpu:
         ways["PyTorch half"] = ways["PyTorch"].halved(rows)
-    mix, out, small = head.mix.half(), head.out.half(), rows.half()
-    weights = router_weights(router)
-    mix_size, out_size, hidden_size = mix.numel(), out.numel(), weights.hidden.numel()
+    small, weights = rows.half(), router_weights(router)
+    hidden_size = weights.hidden.numel()
     for tokens in bench.tokens:
-        state, deep = torch.randn(2, tokens, width).to(bench.dtype).unbind()
-        distance, tickets = torch.ones(tokens, dtype=torch.int64), new_tickets(tokens, bench.device)
-        adapted = head(state, deep, distance)
+        adapted = torch.randn(tokens, width)
+        place, tickets = torch.ones(tokens, dtype=torch.int64), new_tickets(tokens, bench.device)
         top, _, log_mass = draft_top(adapted, small, None, 2)
-        others = (top, log_mass, distance, LOWEST, HIGHEST, tickets)
-        whole = mix_size + out_size + small.numel() + hidden_size
+        others = (top, log_mass, place, LOWEST, HIGHEST, tickets)
         each = bench.line
-        each("exit", width, tokens, 2 * whole, 2 * whole * tokens, {
-            **{name: partial(way.exit, state, deep, distance) for name, way in ways.items()},
-            "neap": partial(fused, state, deep, distance),
-        })  # fmt: skip
-        each("exit_head", width, tokens, 2 * (mix_size + out_size), 2 * (mix_size + out_size) * tokens, {
-            **{name: partial(way.exit_head, state, deep, distance) for name, way in ways.items()},
-            "neap": partial(exit_head, state, deep, distance, mix, head.offset, out, head.scale, head.gain, 1e-6),
-            "neap float32": partial(exit_head, state, deep, distance, head.mix, head.offset, head.out, head.scale, head.gain, 1e-6),
-        })  # fmt: skip
         each("draft_top", width, tokens, 2 * small.numel(), 2 * small.numel() * tokens, {
             **{name: partial(way.draft_top, adapted) for name, way in ways.items()},
             "neap": partial(draft_top, adapted, small, None, 2),
             "neap float32": partial(draft_top, adapted, rows, None, 2),
         })  # fmt: skip
         each("route", width, tokens, 2 * hidden_size, 2 * hidden_size * tokens, {
-            **{name: partial(way.route, adapted, distance, top) for name, way in ways.items()},
+            **{name: partial(way.route, adapted, place, top) for name, way in ways.items()},
             "neap": partial(route, adapted, weights, *others),
         })  # fmt: skip
 
 
 def bench_choices(bench: Bench, width: int) -> None:
     """Times choosing tokens from logits over the model's vocabulary."""
-    vocabulary = SIZES[width][2]
+    vocabulary = SIZES[width][1]
     for tokens in bench.tokens:
         logits = torch.randn(tokens, vocabulary)
         bench.line("choose_greedy", width, tokens, logits.numel() * 4, 0,
@@ -236,7 +221,7 @@ def main() -> None:
         device = torch.device(arguments.device)
         bench = Bench(device, arguments.rounds, arguments.tokens or TOKENS[device.type])
         for width in arguments.widths:
-            bench_exit(bench, width)
+            bench_draws(bench, width)
             bench_choices(bench, width)
             bench_paged(bench, width)
     print(

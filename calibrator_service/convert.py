@@ -32,12 +32,7 @@ _LABELS = {
     calibration_pb2.LABEL_AGREEMENT: "agreement",
     calibration_pb2.LABEL_COSINE: "cosine",
 }
-_HEAD_FORMS = {
-    calibration_pb2.HEAD_FORM_UNSPECIFIED: None,
-    calibration_pb2.HEAD_FORM_AFFINE: "affine",
-    calibration_pb2.HEAD_FORM_GATED: "gated",
-    calibration_pb2.HEAD_FORM_FUSED: "fused",
-}
+_HEAD_FORMS = (calibration_pb2.HEAD_FORM_UNSPECIFIED, calibration_pb2.HEAD_FORM_FUSED)
 
 # Clients see these under another name than the store's.
 _STATES: dict[str, str] = {JobState.PUBLISHING: "STATE_RUNNING"}
@@ -52,14 +47,12 @@ def spec_from_proto(
     for name, known in (("label", _LABELS), ("head_form", _HEAD_FORMS)):
         if getattr(spec, name) not in known:
             raise InvalidInput(
-                f"{name} {getattr(spec, name)} is not known",
+                f"{name} {getattr(spec, name)} is not one that this service calibrates",
                 reason="BAD_SPEC",
                 metadata={"field": f"spec.{name}"},
             )
     # Absent fields get the defaults of CalibrationSpec.
     chosen: dict[str, Any] = {}
-    if (head_form := _HEAD_FORMS[spec.head_form]) is not None:
-        chosen["head_form"] = head_form
     if spec.HasField("cosine_threshold"):
         chosen["cosine_threshold"] = spec.cosine_threshold
     if spec.router_width:
@@ -134,7 +127,6 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
         rung_depths=spec.rung_depths,
         label=f"LABEL_{spec.label.upper()}",
         cosine_threshold=spec.cosine_threshold,
-        head_form=f"HEAD_FORM_{spec.head_form.upper()}",
         draft_vocabulary_size=spec.draft_vocabulary_size,
         router_width=spec.router_width,
         seed=spec.seed,

@@ -95,7 +95,8 @@ class JobStore:
             ).fetchone()
             if known is not None:
                 same_prompts = self._prompts(known["calibration_id"]) == prompts
-                if (known["spec"], known["aliases"]) != encoded or not same_prompts:
+                same_spec = _as_written_now(known["spec"]) == encoded[0]
+                if not same_spec or known["aliases"] != encoded[1] or not same_prompts:
                     raise AlreadyExists(
                         f"request {request_id!r} has already started another calibration, {known['calibration_id']}",
                         metadata={"calibration_id": known["calibration_id"]},
@@ -354,3 +355,11 @@ def fail_job(connection: Connection, calibration_id: str, reason: str, message: 
         connection, calibration_id, "failure_reason = ?, failure_message = ?", reason, message
     )
     end_job(connection, calibration_id, JobState.FAILED)
+
+
+def _as_written_now(spec_text: str) -> str:
+    """The stored form of a spec that may be an older build's. A text that this build cannot read stays as it is."""
+    try:
+        return CalibrationSpec.from_json(spec_text).to_json()
+    except Corrupt:
+        return spec_text

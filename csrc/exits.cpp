@@ -1,4 +1,4 @@
-// The ops of a layer exit: its head, the best of the draft vocabulary, and the router.
+// The ops of a layer exit after its head: the best of the draft vocabulary, and the router.
 #include <tuple>
 
 #include "device.h"
@@ -13,55 +13,6 @@ void dots(const RowDotsArgs& args) {
   const Kernels& kernels = neap::kernels();
   parallel(ceil_div(args.weight.rows, kernels.dot_rows), (double)args.weight.rows * args.weight.columns * args.tokens,
            [&](int64_t b, int64_t e) { kernels.row_dots(args, b, e); });
-}
-
-Tensor exit_head(Tensor state, Tensor deep_state, Tensor distance, Tensor mix, Tensor offset, std::optional<Tensor> out, std::optional<Tensor> scale,
-                 Tensor gain, double eps) {
-  const Call call("exit_head", state);
-  call.rows("state", state, {-1, -1});
-  const int64_t tokens = state.size(0), width = state.size(1);
-  call.rows("deep_state", deep_state, {tokens, width});
-  ExitHeadArgs args{};
-  args.tokens = tokens, args.width = width, args.eps = (float)eps;
-  args.distance = call.integers("distance", distance, {tokens});
-  args.mix = call.weight("mix", mix, -1, 2 * width);
-  args.offset = call.floats("offset", offset, {-1, args.mix.rows});
-  args.num_offsets = offset.size(0);
-  NEAP_CHECK(args.num_offsets > 0, "exit_head: offset has no rows");
-  NEAP_CHECK(!scale || out, "exit_head: an affine head has no scale");
-  if (out) {
-    args.out = call.weight("out", *out, -1, args.mix.rows / 2);
-    NEAP_CHECK(args.mix.rows % 2 == 0, "exit_head: a gated head's mix has an even number of rows, got ", args.mix.rows);
-  }
-  const int64_t size = out ? args.out.rows : args.mix.rows;
-  if (scale) args.scale = call.floats("scale", *scale, {2, width});
-  NEAP_CHECK(!scale || size == width, "exit_head: scale adds states of ", width, " numbers to an output of ", size);
-  args.gain = call.floats("gain", gain, {size});
-  Tensor adapted = call.empty({tokens, size}, aoti_torch_dtype_float32());
-  args.adapted = static_cast<float*>(adapted.mutable_data_ptr());
-  if (tokens == 0 || size == 0) return adapted;
-
-  Tensor units = call.empty({tokens, 2 * width}, aoti_torch_dtype_float32()), inner = call.empty({tokens, args.mix.rows}, aoti_torch_dtype_float32());
-  float* unit = static_cast<float*>(units.mutable_data_ptr());
-  args.units = unit, args.inner = static_cast<float*>(inner.mutable_data_ptr());
-  const NormArgs own{state.const_data_ptr(), call.dtype("state", state), unit, width, state.stride(0), 2 * width, args.eps};
-  const NormArgs deep{deep_state.const_data_ptr(), call.dtype("deep_state", deep_state), unit + width, width, deep_state.stride(0), 2 * width, args.eps};
-  if (!call.on_cpu()) {
-    call.on_gpu([&](void* stream) {
-      if (const int code = launch_norm(own, tokens, stream)) return code;
-      if (const int code = launch_norm(deep, tokens, stream)) return code;
-      return launch_exit_head(args, stream);
-    });
-    return adapted;
-  }
-  const Kernels& kernels = neap::kernels();
-  kernels.norm(own, 0, tokens);
-  kernels.norm(deep, 0, tokens);
-  dots({args.units, args.mix, args.inner, tokens, 2 * width});
-  kernels.exit_gate(args, 0, tokens);
-  if (out) dots({args.inner, args.out, args.adapted, tokens, args.mix.rows});
-  kernels.exit_finish(args, 0, tokens);
-  return adapted;
 }
 
 std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optional<Tensor> bias, int64_t k) {
@@ -138,9 +89,6 @@ Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature
 }  // namespace neap::binding
 
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
-  m.def(
-      "exit_head(Tensor state, Tensor deep_state, Tensor distance, Tensor mix, Tensor offset, Tensor? out, Tensor? scale, Tensor gain, "
-      "float eps) -> Tensor");
   m.def("draft_top(Tensor x, Tensor rows, Tensor? bias, int k) -> (Tensor, Tensor, Tensor)");
   m.def(
       "route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor distance, "
@@ -150,7 +98,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
 #define NEAP_REGISTER(device)                                  \
   STABLE_TORCH_LIBRARY_IMPL(neap, device, m) {                 \
     using namespace neap::binding;                             \
-    m.impl("exit_head", TORCH_BOX(&exit_head));                \
     m.impl("draft_top", TORCH_BOX(&draft_top));                \
     m.impl("route", TORCH_BOX(&route));                        \
   }

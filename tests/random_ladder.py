@@ -5,25 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from shared.ladder.exits import LayerExit
-from shared.ladder.forms import HeadForm
 from shared.ladder.fused_head import FusedHead
-from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.model.loaded import LoadedModel
 
 
-def random_head(form: HeadForm, width: int) -> ExitHead | FusedHead:
-    return FusedHead(width, 24) if form == "fused" else ExitHead(form, width, width, 8)
-
-
 def random_ladder(
-    loaded: LoadedModel,
-    seed: int,
-    depths: Sequence[int] = (0, 2),
-    *,
-    agreement: float = 0.0,
-    form: HeadForm = "gated",
+    loaded: LoadedModel, seed: int, depths: Sequence[int] = (0, 2), *, agreement: float = 0.0
 ) -> Ladder:
     """Routers are unsure of this and sure of that; every second token of the vocabulary can be drafted.
 
@@ -31,9 +20,7 @@ def random_ladder(
     """
     torch.manual_seed(seed)
     width = loaded.hidden_size
-    exits = [
-        LayerExit(d, random_head(form, width), DepthRouter(width, 8), agreement) for d in depths
-    ]
+    exits = [LayerExit(d, FusedHead(width, 24), DepthRouter(width, 8), agreement) for d in depths]
     for layer_exit in exits:
         for parameter in layer_exit.router.parameters():
             torch.nn.init.normal_(parameter)

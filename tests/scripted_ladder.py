@@ -7,7 +7,7 @@ import torch
 from shared.errors import RouterMismatch
 from shared.ladder.rungs import Draft
 from shared.model.loaded import LoadedModel
-from shared.model.runner import Runner
+from shared.model.runner import Runner, tap_depths
 
 # Given all tokens so far (context and drafts), the next draft's (token, probability), or None.
 Script = Callable[[list[int]], tuple[int, float] | None]
@@ -27,7 +27,7 @@ class ScriptedLadder:
         self.exits = exits
         self.depths = tuple(depths)
         self.layout = self.depths
-        self.chained_depths: tuple[int, ...] = ()
+        self.chained_depths = self.depths
         self.whole_depth: int | None = None
         self.kept_depths: tuple[int, ...] = ()
         self.agreements = (1.0,) * len(self.depths)
@@ -41,6 +41,7 @@ class ScriptedLadder:
             raise RouterMismatch("another model's")
 
     def bind(self, runner: Runner) -> "ScriptedLadder":
+        self.kept_depths = tap_depths(runner.num_layers) if self.depths else ()
         return self
 
     def prepare(self) -> Iterator[None]:
@@ -62,23 +63,24 @@ class ScriptedLadder:
         draft = self.table_draft(drafted)
         return [] if draft is None else [draft]
 
-    def ask(
-        self,
-        index: int,
-        states: torch.Tensor,
-        deep_states: torch.Tensor,
-        distances: Sequence[int],
-    ) -> list[Draft]:
-        rows = zip(states, deep_states, distances, strict=True)
-        return [self._exit(index, *row) for row in rows]
+    def ask_chained(
+        self, index: int, states: torch.Tensor, entering: torch.Tensor, places: Sequence[int]
+    ) -> tuple[list[Draft], torch.Tensor]:
+        outputs = self.chain_output(index, states, entering)
+        rows = zip(entering, outputs, places, strict=True)
+        return [self._exit(index, *row) for row in rows], outputs
 
-    def _exit(
-        self, index: int, state: torch.Tensor, deep_state: torch.Tensor, distance: int
-    ) -> Draft:
+    def chain_output(
+        self, index: int, states: torch.Tensor, entering: torch.Tensor
+    ) -> torch.Tensor:
+        """The deep state of the last settled token, which the next step of the chain then begins with."""
+        return states[:, -1]
+
+    def _exit(self, index: int, state: torch.Tensor, deep_state: torch.Tensor, place: int) -> Draft:
         depth = self.depths[index]
         if self.table is None:
-            self.drafted = self.drafted[: distance - 1]
-        self.seen_states.append((depth, state.clone(), deep_state.clone(), distance))
+            self.drafted = self.drafted[: place - 1]
+        self.seen_states.append((depth, state.clone(), deep_state.clone(), place))
         assert self.exits is not None
         proposal = self.exits(self.context + self.drafted) or (0, 0.0)
         draft = Draft(*proposal, rung=f"depth-{depth}", depth=depth)

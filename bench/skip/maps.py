@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.ladder.heads import EPSILON
+from shared.ladder.unit import EPSILON
 
 RIDGE = 1e-3
 

@@ -9,7 +9,7 @@ from bench.skip.maps import MapFit
 from bench.skip.passes import Batch, Uniform
 from calibrator_service.calibration.states.collect import padded
 from calibrator_service.calibration.text.shards import TokenSequence
-from shared.ladder.heads import unit
+from shared.ladder.unit import unit
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.ragged import RaggedSequence
 

@@ -8,18 +8,17 @@ import torch
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.text.splits import SPLIT_PATTERN
 from shared.errors import InvalidInput
-from shared.ladder.forms import HeadForm
 from shared.ladder.fused_head import default_mlp_width
 from shared.ladder.head_rows import head_width
-from shared.ladder.heads import default_rank
 from shared.model.layer_configs import layer_configs
 from shared.model.loaded import LoadedModel
 from shared.model.runner import tap_depths
 
 QUICK_BUDGET_S = 150.0
-# Largest artefact with the default rungs. A fused head has more than twice the weights of a gated one.
-ARTEFACT_BYTES, FUSED_ARTEFACT_BYTES = 8_000_000, 16_000_000
+# Largest artefact with the default rung.
+ARTEFACT_BYTES = 16_000_000
 DEFAULT_NEW_TOKENS = 128
+DEFAULT_DEPTHS = (0,)
 # Shares of the time budget at which the phases end.
 COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
 # Prompts of the risk split if neither the time nor the text is limited to less: enough to tell a risk of zero from a risk of one in fifty.
@@ -32,7 +31,6 @@ CHUNK_POSITIONS = 8192
 # Heads are trained for at most MAX_EPOCHS epochs, for fewer if these have more than TRAINED_POSITIONS positions, and for at least
 # MIN_EPOCHS.
 MAX_EPOCHS, MIN_EPOCHS, TRAINED_POSITIONS = 6, 2, 120_000_000
-FUSED_LEARNING_RATE = 1e-3
 # On a GPU the time of a training step is the time to launch it, so batches grow as long as this many steps are left.
 MIN_STEPS, MAX_BATCH_SIZE = 3000, 4096
 HEADS_SHARE = SPLIT_PATTERN.count("heads") / len(SPLIT_PATTERN)
@@ -47,7 +45,7 @@ class HeadTraining:
 
     epochs: int = MAX_EPOCHS
     batch_size: int = 512
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     weight_decay: float = 0.02
     warm_up_share: float = 0.05
     seconds: float = math.inf
@@ -69,14 +67,12 @@ class Plan:
     """A spec with every choice made. `spec` itself has a limit: see `with_time_budget`.
 
     `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
-    successor table. `inner_width`: the MLP's width of a fused head, the rank of a gated one. `max_tokens` and `budget_s` are infinite if
-    they do not bound the calibration.
+    successor table. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
     """
 
     spec: CalibrationSpec
     depths: tuple[int, ...]
     draft_vocabulary_size: int
-    inner_width: int
     max_tokens: float
     max_new_tokens: int
     sizes: PassSizes
@@ -86,8 +82,7 @@ class Plan:
 
     def captured_depths(self, num_layers: int) -> tuple[int, ...]:
         """The depths below L whose states heads learn from."""
-        kept = tap_depths(num_layers) if self.spec.head_form == "fused" else ()
-        return tuple(sorted({*self.depths, *kept}))
+        return tuple(sorted({*self.depths, *tap_depths(num_layers)}))
 
     @property
     def rows(self) -> int:
@@ -108,10 +103,10 @@ def with_time_budget(spec: CalibrationSpec) -> CalibrationSpec:
 
 
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
-    """Raises `InvalidInput` for a rung at the last layer or beyond, for a draft vocabulary larger than the model's, and for a form of
-    heads that the model cannot have."""
+    """Raises `InvalidInput` for a rung at the last layer or beyond, for a draft vocabulary larger than the model's, and for a model
+    that cannot have exits."""
     spec = with_time_budget(spec)
-    depths = tuple(sorted(spec.rung_depths)) or default_depths(loaded.num_layers, spec.head_form)
+    depths = tuple(sorted(spec.rung_depths)) or DEFAULT_DEPTHS
     if depths[-1] >= loaded.num_layers:
         raise InvalidInput(
             f"a rung at depth {depths[-1]} of {loaded.num_layers} layers skips nothing",
@@ -126,15 +121,12 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     vocabulary_size = spec.draft_vocabulary_size or min(
         loaded.vocabulary_size, MAX_DEFAULT_VOCABULARY
     )
-    if spec.head_form == "fused" and head_width(loaded.parts.head) != loaded.hidden_size:
+    if head_width(loaded.parts.head) != loaded.hidden_size:
         raise InvalidInput(
-            "the form fused is for models whose LM head reads states of the hidden size",
+            "exits are for models whose LM head reads states of the hidden size",
             reason="HEAD_FORM_NOT_SUPPORTED",
-            metadata={"head_form": spec.head_form},
         )
-    width = inner_width(spec.head_form, loaded.hidden_size)
     other_bytes = 100_000 + len(depths) * exit_bytes(spec, loaded.hidden_size) + 4 * vocabulary_size
-    largest_bytes = FUSED_ARTEFACT_BYTES if spec.head_form == "fused" else ARTEFACT_BYTES
     source = spec.source
     max_new_tokens = source.max_new_tokens if isinstance(source, SelfGenerated) else 0
     max_new_tokens = max_new_tokens or DEFAULT_NEW_TOKENS
@@ -146,34 +138,19 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
         spec=spec,
         depths=depths,
         draft_vocabulary_size=vocabulary_size,
-        inner_width=width,
         max_tokens=spec.max_tokens or math.inf,
         max_new_tokens=max_new_tokens,
         sizes=sizes,
-        table_bytes=max(largest_bytes - other_bytes, 1 << 20),
+        table_bytes=max(ARTEFACT_BYTES - other_bytes, 1 << 20),
         training=head_training(spec, loaded.device),
         budget_s=spec.time_budget_s or math.inf,
     )
 
 
-def inner_width(form: HeadForm, hidden_size: int) -> int:
-    if form == "fused":
-        return default_mlp_width(hidden_size)
-    return default_rank(hidden_size) if form == "gated" else 0
-
-
 def exit_bytes(spec: CalibrationSpec, hidden_size: int) -> int:
     """Size of the matrices of an exit's head and router in the artefact."""
-    width = inner_width(spec.head_form, hidden_size)
-    columns = {"affine": 2 * hidden_size, "gated": 5 * width, "fused": 4 * hidden_size + 3 * width}
-    return 2 * hidden_size * (columns[spec.head_form] + spec.router_width)
-
-
-def default_depths(num_layers: int, form: HeadForm) -> tuple[int, ...]:
-    """Depth 0. Other forms than fused, also an eighth of the model if that is another depth."""
-    if form == "fused":
-        return (0,)
-    return tuple(sorted({0, num_layers // 8}))
+    columns = 4 * hidden_size + 3 * default_mlp_width(hidden_size)
+    return 2 * hidden_size * (columns + spec.router_width)
 
 
 def pass_sizes_for(loaded: LoadedModel) -> PassSizes:
@@ -186,8 +163,7 @@ def pass_sizes_for(loaded: LoadedModel) -> PassSizes:
 
 def head_training(spec: CalibrationSpec, device: torch.device) -> HeadTraining:
     """For `spec.max_tokens`; the defaults if only time bounds the text, because then its amount is unknown."""
-    rate = FUSED_LEARNING_RATE if spec.head_form == "fused" else HeadTraining.learning_rate
-    params = HeadTraining(seed=spec.seed, learning_rate=rate)
+    params = HeadTraining(seed=spec.seed)
     if not spec.max_tokens:
         return params
     positions = HEADS_SHARE * spec.max_tokens

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from shared.errors import Corrupt, InvalidInput
-from shared.ladder.forms import DEFAULT_ROUTER_WIDTH, HEAD_FORMS, HeadForm
+from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
 
 Label = Literal["agreement", "cosine"]
 
@@ -97,7 +97,6 @@ class CalibrationSpec:
     rung_depths: tuple[int, ...] = ()
     label: Label = "agreement"
     cosine_threshold: float = 0.98
-    head_form: HeadForm = "gated"
     draft_vocabulary_size: int = 0
     router_width: int = DEFAULT_ROUTER_WIDTH
     seed: int = 0
@@ -121,11 +120,6 @@ class CalibrationSpec:
             raise _bad_spec("rung_depths", "a rung's depth must be in [0, 2^32)")
         if self.label not in get_args(Label):
             raise _bad_spec("label", f"label is {self.label!r}; it must be agreement or cosine")
-        if self.head_form not in HEAD_FORMS:
-            raise _bad_spec(
-                "head_form",
-                f"head_form is {self.head_form!r}; it must be one of {', '.join(HEAD_FORMS)}",
-            )
         if not 0.0 < self.cosine_threshold <= 1.0:
             raise _bad_spec(
                 "cosine_threshold",
@@ -152,8 +146,6 @@ class CalibrationSpec:
     def to_json(self) -> str:
         """The stored form, without the prompts. Equal specs give equal text: the job store compares the texts of repeated requests."""
         record = asdict(self)
-        if not self.learning_curve:  # older builds wrote no such field
-            del record["learning_curve"]
         for name in ("public_only", "prompts"):
             record["source"].pop(name, None)
         record["source"] = {"kind": type(self.source).__name__, **record["source"]}
@@ -168,6 +160,7 @@ class CalibrationSpec:
         try:
             record: dict[str, Any] = json.loads(text)
             source = record.pop("source")
+            record.pop("head_form", None)  # older builds had several
             kind = _SOURCES[source.pop("kind")]
             if prompts:
                 source["prompts"] = list(prompts)

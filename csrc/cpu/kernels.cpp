@@ -2,7 +2,7 @@
 #include "../include/attention.h"
 #include "../include/choose.h"
 #include "../include/draft_top.h"
-#include "../include/exit_head.h"
+#include "../include/norm.h"
 #include "../include/linear.h"
 #include "../include/place.h"
 #include "../include/route.h"
@@ -14,7 +14,7 @@ const Kernels& table() {
   static constexpr Kernels kernels = {
       NEAP_STRINGIFY(NEAP_ISA), widen, linear_items, linear, rms_norm, rotary, place, round_row,
       attention_scratch, attention, attention_split, attention_join,
-      kDotRows, row_dots, norm, exit_gate, exit_finish, draft_blocks, logit_blocks, draft_join, route_finish, choose,
+      kDotRows, row_dots, norm, draft_blocks, logit_blocks, draft_join, route_finish, choose,
   };
   return kernels;
 }

@@ -4,7 +4,6 @@
 
 #include "../include/choose.cuh"
 #include "../include/draft_top.cuh"
-#include "../include/exit_head.cuh"
 #include "../include/route.cuh"
 
 namespace neap {
@@ -18,36 +17,6 @@ unsigned blocks_of(int64_t items, int64_t each) { return (unsigned)((items + eac
 }  // namespace
 
 const char* cuda_error(int code) { return cudaGetErrorString((cudaError_t)code); }
-
-int launch_norm(const NormArgs& args, int64_t tokens, void* stream) {
-  return with_element(args.dtype, [&](auto* x) {
-    using X = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
-    NEAP_LAUNCH(norm_kernel<X>, (unsigned)tokens, kThreads, stream, args);
-    return (int)cudaGetLastError();
-  });
-}
-
-int launch_exit_head(const ExitHeadArgs& args, void* stream) {
-  const bool gated = args.out.data != nullptr;
-  const int64_t inner_rows = gated ? args.mix.rows / 2 : args.mix.rows;
-  const unsigned tiles = blocks_of(args.tokens, kTile);
-  int code = with_element(args.mix.dtype, [&](auto* w) {
-    using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
-    const bool fours = takes_four((const W*)args.mix.data, args.mix.columns) && takes_four(args.units, args.mix.columns);
-    NEAP_LAUNCH(exit_inner_kernel<W>, dim3(blocks_of(inner_rows, kWarps), tiles), kThreads, stream, args, fours);
-    return (int)cudaGetLastError();
-  });
-  if (code == 0 && gated)
-    code = with_element(args.out.dtype, [&](auto* w) {
-      using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
-      const bool fours = takes_four((const W*)args.out.data, args.out.columns) && takes_four(args.inner, args.mix.rows);
-      NEAP_LAUNCH(exit_out_kernel<W>, dim3(blocks_of(args.out.rows, kWarps), tiles), kThreads, stream, args, fours);
-      return (int)cudaGetLastError();
-    });
-  if (code) return code;
-  NEAP_LAUNCH(exit_finish_kernel, (unsigned)args.tokens, kThreads, stream, args);
-  return (int)cudaGetLastError();
-}
 
 int launch_draft_top(const DraftTopArgs& args, void* stream) {
   const int code = with_element(args.rows.dtype, [&](auto* w) {

@@ -1,10 +1,7 @@
-// The computation of a layer exit, and its arguments as plain structs for the CPU and GPU kernels. No torch.
+// What a layer exit computes from its head's result, and the arguments as plain structs for the CPU and GPU kernels. No torch.
 //
-//   own, deep = unit(state), unit(deep_state)               unit: RMS norm, no gain
-//   inner     = mix @ [own; deep] + offset[min(distance, num_offsets) - 1]
-//   adapted   = unit(gated ? out @ (silu(inner[:rank]) * inner[rank:]) + scale[0] * own + scale[1] * deep : inner) * gain
 //   top       = the k largest of rows @ adapted + bias
-//   probability = sigmoid(shift + output @ silu(hidden @ unit(adapted) + features...) + skip @ features)
+//   probability = sigmoid(shift + output @ silu(hidden @ unit(adapted) + features...) + skip @ features)   unit: RMS norm, no gain
 #pragma once
 #include "elements.h"
 
@@ -36,19 +33,6 @@ struct RowDotsArgs {
   int64_t tokens, x_stride;
 };
 
-struct ExitHeadArgs {
-  const int64_t* distance;  // [tokens]: positions back to the last settled token, at least 1; values past num_offsets count as that
-  Weight mix, out;       // [inner, 2 * width]; [head_width, rank], its data null: affine, and inner = head_width
-  const float* offset;   // [num_offsets, inner]
-  const float* scale;    // [2, head_width], or null: the states are not added
-  const float* gain;     // [head_width]
-  const float* units;    // [tokens, 2 * width]: own, deep
-  float* inner;          // [tokens, inner]; gated: the first half of each row is replaced by the product
-  float* adapted;        // [tokens, head_width]
-  int64_t tokens, width, num_offsets;
-  float eps;
-};
-
 struct DraftTopArgs {
   const float* x;        // [tokens, rows.columns] contiguous
   Weight rows;
@@ -72,7 +56,7 @@ struct RouteArgs {
   const float *feature_weight; // [kFeatures, width]
   const float *skip;           // [kFeatures]
   const float *top, *log_mass; // [tokens, k >= 1], [tokens]
-  const int64_t* distance;     // [tokens], as in ExitHeadArgs
+  const int64_t* distance;     // [tokens]: the draft's place in its chain, at least 1
   int64_t tokens, x_stride;
   int k;
   float shift, eps, lowest, highest;
@@ -81,9 +65,7 @@ struct RouteArgs {
   float* probability;          // [tokens]
 };
 
-// Launches of the GPU kernels on `stream`. They return 0 or a CUDA error. The caller allocates `units`, `inner` and the block buffers.
-int launch_norm(const NormArgs& args, int64_t tokens, void* stream);
-int launch_exit_head(const ExitHeadArgs& args, void* stream);
+// Launches of the GPU kernels on `stream`. They return 0 or a CUDA error. The caller allocates `inner` and the block buffers.
 int launch_draft_top(const DraftTopArgs& args, void* stream);
 int launch_route(const RouteArgs& args, void* stream);
 const char* cuda_error(int code);

@@ -91,8 +91,6 @@ struct Kernels {
   int64_t dot_rows;                                                   // weight rows of an item of row_dots
   void (*row_dots)(const RowDotsArgs&, int64_t begin, int64_t end);   // item: dot_rows rows
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);          // item: a token, also below unless noted
-  void (*exit_gate)(const ExitHeadArgs&, int64_t begin, int64_t end);
-  void (*exit_finish)(const ExitHeadArgs&, int64_t begin, int64_t end);
   void (*draft_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // item: kVocabularyBlock rows
   void (*logit_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // the same from x = logits [tokens, rows.rows]
   void (*draft_join)(const DraftTopArgs&, int64_t begin, int64_t end);

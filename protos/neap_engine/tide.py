@@ -25,8 +25,8 @@ from neap_engine.progress import ProgressLine
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.folder import read_ladder
-from shared.ladder.forms import DEFAULT_ROUTER_WIDTH
 from shared.ladder.policy import DepthPolicy
+from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
 from shared.model.loaded import LoadedModel, wrap_model
 
 # TIDE cuts each text of a calibration off after so many tokens.

@@ -32,17 +32,10 @@ from shared.cli.own_service import calibration_service
 from shared.errors import InvalidInput
 from shared.rpc.durations import duration_of
 
-HEAD_FORMS = {
-    "auto": pb.HEAD_FORM_UNSPECIFIED,
-    "affine": pb.HEAD_FORM_AFFINE,
-    "gated": pb.HEAD_FORM_GATED,
-    "fused": pb.HEAD_FORM_FUSED,
-}
 SERVICE_ENDS = (
     "its service ends with this command, and the next calibration service on the same data folder continues the job, unless it was"
     " cancelled"
 )
-HeadForm = Literal["auto", "affine", "gated", "fused"]
 
 
 @dataclass(frozen=True)
@@ -50,14 +43,13 @@ class Preset:
     """A time budget, and how a calibration makes the most of it."""
 
     time_budget_s: float
-    head_form: HeadForm
     learning_curve: bool
 
 
 PRESETS = {
-    "quick": Preset(150, "auto", learning_curve=False),
-    "hour": Preset(3600, "fused", learning_curve=True),
-    "night": Preset(8 * 3600, "fused", learning_curve=True),
+    "quick": Preset(150, learning_curve=False),
+    "hour": Preset(3600, learning_curve=True),
+    "night": Preset(8 * 3600, learning_curve=True),
 }
 LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
 
@@ -109,8 +101,8 @@ def calibrate(
         Literal["quick", "hour", "night"] | None,
         typer.Option(
             "--preset",
-            help="A time budget and the form of the exit heads for it: quick (150 seconds, auto), hour or night (8 hours; both fused, with "
-            "--learning-curve). --time-budget and --head-form change it. docs/running.md says what each of them buys.",
+            help="A time budget: quick (150 seconds), hour or night (8 hours), the last two with --learning-curve. --time-budget changes it. "
+            "docs/running.md says what each of them buys.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -139,14 +131,6 @@ def calibrate(
             "Default: the service chooses.",
         ),
     ] = "",
-    head_form: Annotated[
-        HeadForm,
-        typer.Option(
-            "--head-form",
-            help="Form of the exit heads: affine (a tuned lens), gated (a low-rank gated MLP), "
-            "fused (states at three depths, trained on its own chains of drafts), or auto (the service chooses).",
-        ),
-    ] = "auto",
     learning_curve: Annotated[
         bool,
         typer.Option(
@@ -209,16 +193,14 @@ def calibrate(
     Ctrl-C cancels the job and waits for its end; a second Ctrl-C leaves at once. A cancelled job publishes nothing.
     If the command is lost in another way, the job goes on: `neap jobs watch` shows it.
     """
-    form, chosen = head_form, PRESETS.get(preset or "")
+    chosen = PRESETS.get(preset or "")
     if chosen is not None:
         time_budget = chosen.time_budget_s if time_budget is None else time_budget
-        form = chosen.head_form if head_form == "auto" else head_form
         learning_curve = learning_curve or chosen.learning_curve
     spec = pb.CalibrationSpec(
         model_id=model,
         max_tokens=max_tokens,
         rung_depths=parse_depths(depths),
-        head_form=HEAD_FORMS[form],
         learning_curve=learning_curve,
         label=LABELS[label],
         draft_vocabulary_size=draft_vocabulary,

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.exits import LayerExit
-from shared.ladder.forms import HEAD_FORMS
 from shared.ladder.fused_head import FusedHead
-from shared.ladder.heads import ExitHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.risk import RISK_KEYS
 from shared.ladder.routers import DepthRouter
@@ -24,12 +22,14 @@ from shared.ladder.successors import SuccessorTable
 from shared.ladder.table_router import TableRouter
 from shared.model.own_thread import run_in_own_thread
 
-# 2: exits may have the form `fused`. Without such an exit a manifest says 1, which earlier versions of neap read, too.
+# 2: exits have the form `fused`. Without exits a manifest says 1, which earlier versions of neap read, too.
 SCHEMA_VERSION, FIRST_VERSION = 2, 1
 BLOB = "ladder.safetensors"
+# The form of exit heads, and those that earlier versions of neap calibrated as well.
+FORM, FORMER_FORMS = "fused", ("affine", "gated")
 MAX_BLOB_BYTES = 1 << 30
 # Upper limits of the sizes in a manifest, because memory is allocated by them.
-MAX_HIDDEN_SIZE, MAX_RANK, MAX_ROUTER_WIDTH, MAX_EXITS = 65_536, 8_192, 8_192, 64
+MAX_HIDDEN_SIZE, MAX_ROUTER_WIDTH, MAX_EXITS = 65_536, 8_192, 64
 MAX_MLP_WIDTH = 4 * MAX_HIDDEN_SIZE
 MAX_VOCABULARY = 1 << 22
 # First bytes of pickle protocols 2 to 5. Protocols 0 and 1 have no such mark.
@@ -80,13 +80,9 @@ def pack_ladder(
         rung(
             layer_exit.name,
             layer_exit.depth,
-            form=head.form,
-            **(
-                {"mlp_width": head.mlp_width}
-                if isinstance(head, FusedHead)
-                else {"rank": head.rank}
-            ),
-            head_width=head.head_width,
+            form=FORM,
+            mlp_width=head.mlp_width,
+            head_width=head.hidden_size,
             router_width=router.hidden.out_features,
         )
     if ladder.draft_vocabulary is not None:
@@ -95,9 +91,8 @@ def pack_ladder(
         key: report[key] for key in RISK_KEYS.values() if report.get(key, {}).get("bounds")
     }
     elsewhere = {"rungs", *published}
-    has_fused = any(isinstance(layer_exit.head, FusedHead) for layer_exit in ladder.exits)
     manifest = {
-        "schema_version": SCHEMA_VERSION if has_fused else FIRST_VERSION,
+        "schema_version": SCHEMA_VERSION if ladder.exits else FIRST_VERSION,
         "model": _model_json(ladder.model),
         "rungs": rungs,
         "draft_vocabulary": 0 if ladder.draft_vocabulary is None else len(ladder.draft_vocabulary),
@@ -118,8 +113,9 @@ def _model_json(model: ModelIdentity) -> dict[str, Any]:
 def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
     """The ladder that `pack_ladder` packed.
 
-    Raises `PreconditionFailed` (reason SCHEMA_TOO_NEW) for a later format, and `Corrupt` for wrong names, shapes or dtypes, numbers
-    that are not finite, sizes above the limits of this module, and pickles (reason PICKLE_REFUSED).
+    Raises `PreconditionFailed` for a later format (reason SCHEMA_TOO_NEW) and for exit heads of a former form (FORM_NOT_SUPPORTED),
+    and `Corrupt` for wrong names, shapes or dtypes, numbers that are not finite, sizes above the limits of this module, and pickles
+    (PICKLE_REFUSED).
     """
     return run_in_own_thread(_unpack, manifest, blobs)
 
@@ -209,16 +205,23 @@ class _Unpacker:
 
     def _exit(self, rung: Mapping[str, Any], model: ModelIdentity) -> LayerExit:
         depth = _size(rung["depth"], model.num_layers - 1, least=0)
-        if rung["name"] != exit_name(depth) or rung["form"] not in HEAD_FORMS:
+        if rung["form"] in FORMER_FORMS:
+            raise PreconditionFailed(
+                f"rung {_text(rung['name'])!r} has an exit head of the form {rung['form']}, which this version of neap does not serve: "
+                "calibrate the model again",
+                reason="FORM_NOT_SUPPORTED",
+            )
+        if rung["name"] != exit_name(depth) or rung["form"] != FORM:
             raise Corrupt(
                 f"rung {rung['name']!r} has a depth other than its name says, or an unknown form"
             )
-        width = _size(rung["head_width"], MAX_HIDDEN_SIZE)
+        if _size(rung["head_width"], MAX_HIDDEN_SIZE) != model.hidden_size:
+            raise Corrupt(f"the head of rung {rung['name']!r} is not as wide as the model's states")
         router_width = _size(rung["router_width"], MAX_ROUTER_WIDTH)
         # The meta device allocates nothing, so the manifest's sizes cost no memory before they are checked against the tensors.
         with torch.device("meta"):
-            head = _new_head(rung, model.hidden_size, width)
-            router = DepthRouter(width, router_width)
+            head = FusedHead(model.hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
+            router = DepthRouter(model.hidden_size, router_width)
         _fill(head, self._take(f"{rung['name']}.head"))
         _fill(router, self._take(f"{rung['name']}.router"))
         agreement = float(rung["figures"].get("agreement", 0.0))
@@ -243,14 +246,6 @@ class _Unpacker:
         ):
             raise Corrupt("the draft vocabulary is not a set of the model's tokens")
         return vocabulary
-
-
-def _new_head(rung: Mapping[str, Any], hidden_size: int, width: int) -> ExitHead | FusedHead:
-    if rung["form"] != "fused":
-        return ExitHead(rung["form"], hidden_size, width, _size(rung["rank"], MAX_RANK, least=0))
-    if width != hidden_size:
-        raise Corrupt(f"rung {rung['name']!r} is of a form for LM heads that read the hidden size")
-    return FusedHead(hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:

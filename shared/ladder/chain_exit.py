@@ -1,24 +1,13 @@
 """An exit that continues chains of drafts on its own output, one draft per call."""
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from shared import ops
-from shared.ladder.fused_exit import (
-    DraftRows,
-    KernelDraws,
-    is_supported,
-    kernel_weight,
-    with_others,
-)
+from shared.ladder.draws import Draws, KernelDraws, is_supported, kernel_weight, plain_draws
 from shared.ladder.fused_head import FusedHead, fused_output
 from shared.ladder.head_rows import Projection, projection
-from shared.ladder.routers import DepthRouter, scalar_features
-
-# Adapted states [N, W] and places [N] -> indices into the draft vocabulary [N, K] and probabilities [N, K], the most probable first.
-Draws = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+from shared.ladder.routers import DepthRouter
 
 
 class ChainExit:
@@ -40,7 +29,7 @@ class ChainExit:
         self._head = head
         self._draws: Draws
         if is_supported(rows.device, len(rows)):
-            self._draws = KernelDraws(router, DraftRows.of(rows, bias), num_drafts, num_chains)
+            self._draws = KernelDraws(router, rows, bias, num_drafts, num_chains)
         else:
             self._draws = plain_draws(router, projection(rows, bias), num_drafts)
         self._matrices = [projection_in_16_bits(matrix) for matrix in head.matrices]
@@ -59,19 +48,6 @@ class ChainExit:
         """
         output = self.output(states, entering)
         return *self._draws(self._head.adapted(output), places), output
-
-
-def plain_draws(router: DepthRouter, project: Projection, num_drafts: int = 1) -> Draws:
-    """What `KernelDraws` computes, in PyTorch. `project` maps adapted states to logits [N, Vd]."""
-
-    def draws(adapted: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
-        logits = project(adapted)
-        first = router(adapted, scalar_features(logits, distance))
-        top, indices = logits.topk(min(num_drafts, logits.shape[-1]))
-        shares = (top - logits.logsumexp(-1, keepdim=True)).exp()
-        return indices, with_others(first, shares)
-
-    return draws
 
 
 def projection_in_16_bits(matrix: Tensor) -> Projection:

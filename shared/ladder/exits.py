@@ -1,16 +1,11 @@
 """Layer exits: a head and a router as they were trained, and bound to the LM head's rows for drafting."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from torch import Tensor
 
-from shared.ladder.chain_exit import ChainExit, plain_draws
-from shared.ladder.fused_exit import DraftRows, FusedExit, is_supported
+from shared.ladder.chain_exit import ChainExit
 from shared.ladder.fused_head import FusedHead
-from shared.ladder.head_rows import Projection, projection
-from shared.ladder.heads import ExitHead
 from shared.ladder.native_chain import NativeChain, embedding_rows
 from shared.ladder.recorded_chain import DRAFTS_PER_PLACE, MAX_CHAINS, RecordedChain
 from shared.ladder.routers import DepthRouter
@@ -28,7 +23,7 @@ class LayerExit:
     """
 
     depth: int
-    head: ExitHead | FusedHead
+    head: FusedHead
     router: DepthRouter
     agreement: float = 0.0
 
@@ -40,60 +35,26 @@ class LayerExit:
     def layout(self) -> object:
         """Everything that the time of the exit depends on."""
         weights = (*self.head.named_parameters(), *self.router.named_parameters())
-        return self.depth, self.head.form, *((name, tuple(w.shape)) for name, w in weights)
-
-
-class PlainExit:
-    """An exit of another form, in PyTorch: computes what `FusedExit` computes where neap's kernels do not run."""
-
-    def __init__(self, head: ExitHead, router: DepthRouter, project: Projection) -> None:
-        self._head, self._draws = head, plain_draws(router, project)
-
-    def __call__(
-        self, state: Tensor, deep_state: Tensor, distance: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """As `FusedExit.__call__`."""
-        indices, probabilities = self._draws(self._head(state, deep_state, distance), distance)
-        return indices[:, 0], probabilities[:, 0]
+        return self.depth, *((name, tuple(w.shape)) for name, w in weights)
 
 
 # Those that draft whole chains in one call.
 WholeChains = NativeChain | RecordedChain
-BoundExit = WholeChains | ChainExit | FusedExit | PlainExit
+BoundExit = WholeChains | ChainExit
 
 
-def bind_exits(
-    exits: Sequence[LayerExit],
-    rows: Tensor,
-    bias: Tensor | None,
-    vocabulary: Tensor,
-    runner: Runner,
-) -> list[BoundExit]:
-    """The exits with the LM head's rows [Vd, W] and biases [Vd] of the draft vocabulary [Vd]. Head and router must be on their device."""
-    fuses = is_supported(rows.device, len(rows))
-    # Made only if an exit needs them: each is a copy of the rows.
-    drafts = cache(lambda: DraftRows.of(rows, bias))
-    project = cache(lambda: projection(rows, bias))
-    bound: list[BoundExit] = []
-    for one in exits:
-        if isinstance(one.head, FusedHead):
-            bound.append(_bind_chain(one, one.head, rows, bias, vocabulary, runner))
-        elif fuses:
-            bound.append(FusedExit(one.head, one.router, drafts()))
-        else:
-            bound.append(PlainExit(one.head, one.router, project()))
-    return bound
-
-
-def _bind_chain(
+def bind_exit(
     one: LayerExit,
-    head: FusedHead,
     rows: Tensor,
     bias: Tensor | None,
     vocabulary: Tensor,
     runner: Runner,
 ) -> BoundExit:
-    """The exit with the fastest way of drafting that it and the runner allow."""
+    """The exit with the fastest way of drafting that it and the runner allow.
+
+    `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary [Vd]. Head and router must be on their device.
+    """
+    head = one.head
     # Where states at depth 0 are rows of the embedding, no step of a chain needs the runner's host side.
     if one.depth or not runner.embedding_is_direct:
         return ChainExit(head, one.router, rows, bias)

@@ -1,4 +1,4 @@
-"""The exit head of the form `fused`: the full model's states at three depths and a token's embedding, through one gated block.
+"""The exit head: the full model's states at three depths and a token's embedding, through one gated block.
 
 In a chain of drafts the head's own output takes the place of the states, so a chain depends on the settled prefix and on the chain's
 tokens alone. It is trained on such chains (see `calibrator_service.calibration.training.objectives`).
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.ladder.head_rows import Projection
-from shared.ladder.heads import unit
+from shared.ladder.unit import unit
 
 NUM_STATES = 3
 # Initial logits are this much smaller than with the final norm's gain. At full size the first hundreds of steps only shrink them.
@@ -27,12 +27,10 @@ class FusedHead(nn.Module):
     Only for models whose LM head reads states of width D, because the output stands for states of width D.
     """
 
-    form = "fused"
-
     def __init__(self, hidden_size: int, mlp_width: int, gain: Tensor | None = None) -> None:
         """`gain` [D]: the final norm's gain; ones if it is None or of another shape."""
         super().__init__()
-        self.hidden_size = self.head_width = hidden_size
+        self.hidden_size = hidden_size
         self.mlp_width = mlp_width
         if gain is None or gain.shape != (hidden_size,):
             gain = torch.ones(hidden_size)

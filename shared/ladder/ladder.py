@@ -8,8 +8,7 @@ from torch import Tensor
 
 from shared.errors import RouterMismatch
 from shared.ladder.chain_exit import ChainExit
-from shared.ladder.exits import BoundExit, LayerExit, WholeChains, bind_exits
-from shared.ladder.fused_head import FusedHead
+from shared.ladder.exits import BoundExit, LayerExit, WholeChains, bind_exit
 from shared.ladder.head_rows import gather_rows
 from shared.ladder.learned_successors import ClientSuccessors
 from shared.ladder.native_chain import HeadDraft
@@ -103,8 +102,7 @@ class BoundLadder:
             *(e.layout for e in ladder.exits),
         )
         # The depths below L whose settled states chains begin with.
-        is_fused = any(isinstance(e.head, FusedHead) for e in ladder.exits)
-        self.kept_depths = tap_depths(runner.num_layers) if is_fused else ()
+        self.kept_depths = tap_depths(runner.num_layers) if ladder.exits else ()
         self._bound: list[BoundExit] = []
         if ladder.exits:
             assert ladder.draft_vocabulary is not None
@@ -114,9 +112,11 @@ class BoundLadder:
                 layer_exit.head.to(device).requires_grad_(False)
                 layer_exit.router.to(device).requires_grad_(False)
             rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
-            self._bound = bind_exits(ladder.exits, rows, bias, self._vocabulary, runner)
+            self._bound = [
+                bind_exit(one, rows, bias, self._vocabulary, runner) for one in ladder.exits
+            ]
         bound = list(zip(self.depths, self._bound, strict=True))
-        # The exit that drafts by `whole_chains`; those that draft by `ask_chained`. The others draft by `ask`.
+        # The exit that drafts by `whole_chains`; those that draft by `ask_chained`.
         self.whole_depth = next((d for d, one in bound if isinstance(one, WholeChains)), None)
         self.chained_depths = tuple(d for d, one in bound if isinstance(one, ChainExit))
 
@@ -130,20 +130,6 @@ class BoundLadder:
         self, prompt: Sequence[int], learned: ClientSuccessors | None = None
     ) -> "SequenceDrafter":
         return SequenceDrafter(self.ladder, prompt, learned)
-
-    @torch.inference_mode()
-    def ask(
-        self, index: int, states: Tensor, deep_states: Tensor, distances: Sequence[int]
-    ) -> list[Draft]:
-        """The drafts of `exits[index]` for N tokens. The results of all tokens are read back in one device synchronisation.
-
-        `states` [N, D]: the tokens' states at the exit's depth. `deep_states` [N, D]: for each token, the state at depth L of the
-        last settled token of its sequence. `distances` >= 1: how many positions that token lies back (1: it is the token before).
-        """
-        one = self._bound[index]
-        assert not isinstance(one, ChainExit | WholeChains)
-        distance = torch.tensor(distances, device=self._vocabulary.device)
-        return self._drafts(index, *one(states, deep_states, distance))
 
     @torch.inference_mode()
     def whole_chains(

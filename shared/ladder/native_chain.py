@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared import ops
-from shared.ladder.fused_exit import is_supported, kernel_weight, router_weights
+from shared.ladder.draws import is_supported, kernel_weight, router_weights
 from shared.ladder.fused_head import NUM_STATES, FusedHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
 from shared.ladder.rungs import Draft, exit_name

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared.ladder.forms import DEFAULT_ROUTER_WIDTH
-from shared.ladder.heads import unit
+from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
+from shared.ladder.unit import unit
 
 # Inputs beside the adapted state: see `scalar_features`.
 NUM_SCALARS = 3
@@ -13,16 +13,16 @@ NUM_SCALARS = 3
 LOWEST, HIGHEST = 1e-3, 0.999
 
 
-def scalar_features(logits: Tensor, distance: Tensor) -> Tensor:
-    """Scalar inputs of a `DepthRouter`: log p(top), p(top) - p(second), (distance - 1) / 4.
+def scalar_features(logits: Tensor, place: Tensor) -> Tensor:
+    """Scalar inputs of a `DepthRouter`: log p(top), p(top) - p(second), (place - 1) / 4.
 
-    `logits` [..., Vd] of the draft vocabulary; `distance` [...] as in `ExitHead.forward`. Returns [..., NUM_SCALARS].
+    `logits` [..., Vd] of the draft vocabulary; `place` [...] >= 1: of the draft in its chain. Returns [..., NUM_SCALARS].
     """
     top = torch.topk(logits, min(2, logits.shape[-1]), dim=-1).values
     log_mass = torch.logsumexp(logits, -1)
     first = top[..., 0] - log_mass
     second = (top[..., -1] - log_mass).exp() if logits.shape[-1] > 1 else torch.zeros_like(first)
-    return torch.stack([first, first.exp() - second, (distance - 1).to(first.dtype) / 4], -1)
+    return torch.stack([first, first.exp() - second, (place - 1).to(first.dtype) / 4], -1)
 
 
 class DepthRouter(nn.Module):

@@ -6,6 +6,8 @@ SUFFIX = "suffix"
 SUCCESSOR = "successor"
 # Not part of a router: the worker's own table, which learns from answers.
 LEARNED = "learned"
+# Width of a router's hidden layer. Here, because services check specs without torch.
+DEFAULT_ROUTER_WIDTH = 128
 
 
 def exit_name(depth: int) -> str:

@@ -1,7 +1,7 @@
-"""The ops of a layer exit as typed functions: exit head, largest logits of the draft vocabulary, router. CPU and CUDA.
+"""The ops of a layer exit after its head, as typed functions: largest logits of the draft vocabulary, router. CPU and CUDA.
 
-`N` tokens of width `D`. Weights are row-major [out, in], each tensor float32, float16 or bfloat16. Sums are in float32. `distance` is as in
-`shared.ladder.heads.ExitHead.forward`. Inference only. The functions raise `PreconditionFailed` if the library is not built, and
+`N` tokens of width `D`. Weights are row-major [out, in], each tensor float32, float16 or bfloat16. Sums are in float32. `distance` [N] is
+the place of a token's draft in its chain, at least 1. Inference only. The functions raise `PreconditionFailed` if the library is not built, and
 `RuntimeError`, which names the argument, for wrong shapes, dtypes, devices or layouts. `reference` specifies each in PyTorch.
 """
 
@@ -14,30 +14,6 @@ from shared.ops import refuse_gradient
 from shared.ops.library import load
 
 ROUTE_TOKENS = 8
-
-
-def exit_head(
-    state: Tensor,
-    deep_state: Tensor,
-    distance: Tensor,
-    mix: Tensor,
-    offset: Tensor,
-    out: Tensor | None,
-    scale: Tensor | None,
-    gain: Tensor,
-    eps: float,
-) -> Tensor:
-    """The input of the LM head [N, W] float32, from state and deep_state [N, D] and distance [N] int64.
-
-    Both states are normed and multiplied by `mix` [I, 2 * D]. Row min(distance, O) - 1 of `offset` [O, I] float32 is added. With `out`
-    [W, I / 2], silu(first half) * second half is multiplied by it, and if W = D, `scale` [2, D] times the normed states is added; without
-    `out`, I = W. The result is normed and multiplied by `gain` [W]."""
-    load()
-    refuse_gradient(state, deep_state, mix)
-    adapted: Tensor = torch.ops.neap.exit_head.default(
-        state, deep_state, distance, mix, offset, out, scale, gain, eps
-    )
-    return adapted
 
 
 def draft_top(

@@ -76,21 +76,6 @@ def _decoder_layers(
     return x.new_empty(len(stops) + 1, *x.shape)
 
 
-def _exit_head(
-    state: Tensor,
-    deep_state: Tensor,
-    distance: Tensor,
-    mix: Tensor,
-    offset: Tensor,
-    out: Tensor | None,
-    scale: Tensor | None,
-    gain: Tensor,
-    eps: float,
-) -> Tensor:
-    _check(mix.shape[1] == 2 * state.shape[1])
-    return state.new_empty(state.shape[0], gain.shape[0], dtype=torch.float32)
-
-
 def _draft_top(
     x: Tensor, rows: Tensor, bias: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +129,6 @@ def register() -> None:
         "contiguous_attention": _contiguous_attention,
         "ragged_contiguous_attention": _ragged_contiguous_attention,
         "decoder_layers": _decoder_layers,
-        "exit_head": _exit_head,
         "draft_top": _draft_top,
         "route": _route,
         "draft_chains": _draft_chains,

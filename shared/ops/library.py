@@ -31,7 +31,7 @@ def runs_on(device_type: str) -> bool:
 def _has_kernels(device_type: str) -> bool:
     """As `runs_on`, for a loaded library. Cached, because it is called several times per step."""
     has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
-        "neap::exit_head", device_type.upper()
+        "neap::draft_top", device_type.upper()
     )
     return has_kernel
 

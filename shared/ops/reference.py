@@ -237,31 +237,6 @@ def norm(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def exit_head(
-    state: Tensor,
-    deep_state: Tensor,
-    distance: Tensor,
-    mix: Tensor,
-    offset: Tensor,
-    out: Tensor | None,
-    scale: Tensor | None,
-    gain: Tensor,
-    eps: float,
-) -> Tensor:
-    """State and deep state [N, D], distance [N] -> adapted [N, W] float32: see `shared.ops.exits.exit_head`."""
-    own, deep = norm(state, eps), norm(deep_state, eps)
-    inner = (
-        F.linear(torch.cat([own, deep], -1), mix.float())
-        + offset[distance.clamp(1, len(offset)) - 1]
-    )
-    if out is not None:
-        gate, value = inner.chunk(2, -1)
-        inner = F.linear(F.silu(gate) * value, out.float())
-        if scale is not None:
-            inner = inner + scale[0] * own + scale[1] * deep
-    return norm(inner, eps) * gain
-
-
 def draft_top(
     x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2
 ) -> tuple[Tensor, Tensor, Tensor]:

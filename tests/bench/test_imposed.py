@@ -5,6 +5,7 @@ import torch
 
 from bench.imposed import SHAPES, Imposed, impose
 from shared.engine.engine import Engine
+from shared.ladder.fused_head import NUM_STATES
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
 from tests.fixed_costs import fixed_cost_engine
@@ -29,7 +30,9 @@ def test_the_exit_is_right_at_the_share_asked_for(imposed: Imposed) -> None:
     size = min(len(imposed.cycle), imposed.loaded.context_length)
     tokens = imposed.prompt(0, size)
     state = runner.capture(torch.tensor([tokens]), [DEPTH])[DEPTH][0]
-    drafts = bound.ask(0, state, torch.randn_like(state), [1] * size)
+    drafts, _ = bound.ask_chained(
+        0, torch.randn(size, NUM_STATES, state.shape[1]), state, [1] * size
+    )
     wanted = imposed.prompt(1, size)
     right = sum(draft.token == token for draft, token in zip(drafts, wanted, strict=True)) / size
     assert right == pytest.approx(SHARE, abs=0.04)
@@ -58,7 +61,8 @@ def test_the_first_of_two_exits_is_sure_of_about_half_the_tokens() -> None:
     wanted = two.prompt(1, size)
     for index, depth in enumerate((1, DEPTH)):
         state = captured[depth][0]
-        drafts = bound.ask(index, state, torch.randn_like(state), [1] * size)
+        settled = torch.randn(size, NUM_STATES, state.shape[1])
+        drafts, _ = bound.ask_chained(index, settled, state, [1] * size)
         right = sum(d.token == token for d, token in zip(drafts, wanted, strict=True)) / size
         assert right == pytest.approx(SHARE, abs=0.06)
         sure = sum(draft.probability > SHARE - 0.01 for draft in drafts) / size

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.plain_exit import PlainExit
-from bench.roofline import Bench, bench_choices, bench_exit, bench_paged
+from bench.plain_draws import PlainDraws
+from bench.roofline import Bench, bench_choices, bench_draws, bench_paged
 from shared.ladder.head_rows import projection
-from shared.ladder.heads import ExitHead
 from shared.ladder.routers import DepthRouter
 from shared.ops.library import runs_on
 
@@ -18,7 +17,7 @@ def bench() -> Bench:
     assert runs_on("cpu")
     bench = Bench(torch.device("cpu"), rounds=2, tokens=(1,))
     with torch.inference_mode():
-        for part in (bench_exit, bench_choices, bench_paged):
+        for part in (bench_draws, bench_choices, bench_paged):
             part(bench, 576)
     return bench
 
@@ -45,11 +44,12 @@ def test_a_row_names_its_cells_in_the_tables_order(bench: Bench) -> None:
 def test_the_float16_contender_agrees_with_the_modules() -> None:
     torch.manual_seed(0)
     rows = torch.randn(300, 64) / 8
-    plain = PlainExit(ExitHead("gated", 64, 64, 32), DepthRouter(64), projection(rows, None))
-    states, deep = torch.randn(2, 50, 64).unbind()
-    distance = 1 + torch.arange(50) % 4
+    plain = PlainDraws(DepthRouter(64), projection(rows, None))
+    adapted, place = torch.randn(50, 64), 1 + torch.arange(50) % 4
     with torch.inference_mode():
-        places, probabilities = plain.exit(states, deep, distance)  # type: ignore[misc]
-        half_places, half_probabilities = plain.halved(rows).exit(states, deep, distance)  # type: ignore[misc]
-    assert (places == half_places).float().mean() > 0.95
-    assert torch.allclose(half_probabilities.float(), probabilities, atol=0.02)
+        best, top, _ = plain.draft_top(adapted)  # type: ignore[misc]
+        half_best, half_top, _ = plain.halved(rows).draft_top(adapted)  # type: ignore[misc]
+        probabilities = plain.route(adapted, place, top.values)  # type: ignore[has-type]
+        halved = plain.halved(rows).route(adapted, place, half_top.values)  # type: ignore[has-type]
+    assert (best == half_best).float().mean() > 0.95  # type: ignore[has-type]
+    assert torch.allclose(halved.float(), probabilities, atol=0.02)

@@ -42,9 +42,7 @@ def started(store: JobStore) -> str:
     "source", [SPEC.source, TextFile("a", "b"), AnswerFile("a"), HubDataset("a", "b")]
 )
 def test_a_stored_spec_is_read_back(store, source):
-    spec = CalibrationSpec(
-        "tiny", source, time_budget_s=1.5, rung_depths=(1, 2), head_form="affine"
-    )
+    spec = CalibrationSpec("tiny", source, time_budget_s=1.5, rung_depths=(1, 2))
     assert store.spec(create(store, spec=spec).calibration_id) == spec
 
 

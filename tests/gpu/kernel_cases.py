@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared.ops import reference
 from shared.ops.choices import choose_greedy, choose_sampled
-from shared.ops.exits import RouterWeights, draft_top, exit_head, new_tickets, route
+from shared.ops.exits import RouterWeights, draft_top, new_tickets, route
 from shared.ops.paged import paged_attention
 from tests.shared.ops.paged_passes import CLOSE, drawn_pass
 
@@ -36,32 +36,6 @@ class Case:
 def copied(inputs: Inputs, device: str) -> Inputs:
     """Dense views keep their strides."""
     return [None if t is None else t.clone().to(device) for t in inputs]
-
-
-def _exit_head(tokens: int, width: int, form: str, dtype: torch.dtype) -> Case:
-    rank = 2 * (width // 2 + 1)
-
-    def inputs() -> Inputs:
-        gated = form == "gated"
-        inner = rank if gated else width
-        return [
-            torch.randn(tokens, width).to(dtype),
-            torch.randn(tokens, width).to(dtype),
-            torch.randint(0, 7, (tokens,)),
-            (torch.randn(inner, 2 * width) / width**0.5).to(dtype),
-            torch.randn(4, inner),
-            torch.randn(width, rank // 2).to(dtype) if gated else None,
-            torch.randn(2, width) if gated else None,
-            torch.randn(width),
-        ]
-
-    def run(*tensors: Tensor) -> Outputs:
-        return (exit_head(*tensors, 1e-3),)
-
-    def expected(*tensors: Tensor) -> Outputs:
-        return (reference.exit_head(*tensors, 1e-3),)
-
-    return Case(f"exit_head {form} {tokens}x{width} {dtype}", inputs, run, expected, SUMMED)
 
 
 def _draft_top(tokens: int, width: int, size: int, k: int, dtype: torch.dtype) -> Case:
@@ -152,9 +126,6 @@ def _paged(
 
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CASES: list[Case] = [
-    _exit_head(1, 576, "gated", HALF),
-    _exit_head(9, 65, "gated", SINGLE),
-    _exit_head(3, 128, "affine", BRAIN),
     _draft_top(1, 64, 4587, 2, HALF),
     _draft_top(9, 33, 130, 8, SINGLE),
     _draft_top(4, 128, 1000, 3, BRAIN),

@@ -107,10 +107,9 @@ def test_exact_is_full_alone_and_in_company(loaded):
             assert exact.stats.num_accepted > 0
 
 
-@pytest.mark.parametrize("form", ["gated", "fused"])
-def test_exact_is_full_whatever_random_exits_say(loaded, form):
+def test_exact_is_full_whatever_random_exits_say(loaded):
     """A ladder's own heads and routers, asked over recorded passes."""
-    ladder = random_ladder(loaded, 3, (0, 2, 3), agreement=1.0, form=form)
+    ladder = random_ladder(loaded, 3, (0, 2, 3), agreement=1.0)
     with fixed_cost_engine(loaded, ladder, kv_budget_bytes=1 << 24) as engine:
         for prompt in PROMPTS:
             full = engine.generate(prompt, policy="full", max_tokens=NUM_NEW)
@@ -123,7 +122,7 @@ def test_exact_is_full_whatever_random_exits_say(loaded, form):
 def test_recorded_chains_are_those_that_run_step_by_step():
     """In every size of a recording; what a calibration replays is what a worker drafts."""
     loaded = on_gpu("llama", torch.bfloat16)
-    ladder = random_ladder(loaded, 3, (0,), form="fused")
+    ladder = random_ladder(loaded, 3, (0,))
     recorded, plain = ladder.bind(captured(loaded)), ladder.bind(ContiguousRunner(loaded))
     list(recorded.prepare())
     for count in (1, 2, 9, 70):

@@ -15,8 +15,8 @@ from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.training.heads import Head
 from calibrator_service.calibration.training.routers import exit_samples
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, SequenceDrafter, suffix_evidence
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
 
@@ -34,15 +34,13 @@ def held_out_report(
     material: TrainingData,
     vocabulary: DraftVocabulary,
     ladder: Ladder,
-    curve: Mapping[int, Mapping[int, Head]],
+    curve: Mapping[int, Mapping[int, FusedHead]],
 ) -> dict[str, Any]:
     """Figures per rung ("rungs") and of the whole ladder, ready for JSON. `curve`: see `learning_curve`. Raises `Cancelled`."""
     held_out = material.table_sequences["report"]
     rungs = table_figures(ladder, held_out)
     run.report("evaluating", 0.95)
-    rungs |= exit_figures(
-        ladder, material.chunks["report"], vocabulary, run.spec.label, run.spec.seed
-    )
+    rungs |= exit_figures(ladder, material.chunks["report"], vocabulary, run.spec.label)
     learned = learning_curve(material, vocabulary, ladder, curve)
     for name, figures in learned[-1]["exits"].items():
         log.info("agreement along chains", rung=name, **figures)
@@ -143,21 +141,20 @@ def exit_figures(
     chunks: Sequence[StateChunk],
     vocabulary: DraftVocabulary,
     label: Label,
-    seed: int,
 ) -> dict[str, dict[str, object]]:
     """Figures of the layer exits by name. Agreement is that of the token, whichever label the routers were trained with."""
     figures = {}
     for layer_exit in ladder.exits:
         depth, head = layer_exit.depth, layer_exit.head
         layers = ladder.model.num_layers
-        samples = exit_samples(depth, head, chunks, vocabulary, layers, label, seed=seed)
+        samples = exit_samples(depth, head, chunks, vocabulary, layers, label)
         parts = zip(samples.adapted.split(PASS_SIZE), samples.scalars.split(PASS_SIZE), strict=True)
         with torch.no_grad():
             probability = torch.cat([layer_exit.router(a.float(), s) for a, s in parts])
         agreed = samples.label.numpy()
         figure = rung_figures(probability.double().numpy(), agreed, len(agreed))
         if label == "cosine":
-            by_token = exit_samples(depth, head, chunks, vocabulary, layers, "agreement", seed=seed)
+            by_token = exit_samples(depth, head, chunks, vocabulary, layers, "agreement")
             figure["agreement"] = float(by_token.label.float().mean())
         figures[layer_exit.name] = figure
     return figures

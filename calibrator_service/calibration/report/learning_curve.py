@@ -7,7 +7,7 @@ from typing import Any
 from calibrator_service.calibration.report.chain_agreement import chain_agreement
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.training.heads import Head
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder
 
 
@@ -15,7 +15,7 @@ def learning_curve(
     material: TrainingData,
     vocabulary: DraftVocabulary,
     ladder: Ladder,
-    curve: Mapping[int, Mapping[int, Head]],
+    curve: Mapping[int, Mapping[int, FusedHead]],
 ) -> list[dict[str, Any]]:
     """One entry per amount of text, ascending; the last is the ladder itself. "tokens": those of the heads split that the exits
     learned from; "exits": what `chain_agreement` found by exit, on the report split. Tables and draft vocabulary are the ladder's.

@@ -3,7 +3,7 @@
 Which positions `relaxed` drafts, with which rung and how many in a row depends on costs that the worker measures and on its recent
 requests. So the replay follows every chain of drafts that a worker could build. A chain begins at a settled position. While each of
 its drafts is the full model's choice, the text is the recorded one, and so is the input of all later drafts: table lookups see the
-final tokens and the chain so far, exits see the true state of the last token and the deep state of the last settled one. The first
+final tokens and the chain so far, exits see the states of the last settled token and continue on their own output. The first
 wrong draft that is accepted makes the generation differ, so what a worker would write after it does not matter. With a threshold, it is
 accepted if it and all drafts before it have at least the threshold's probability. With a margin, it is accepted if the full model's
 log-probability of its own choice exceeds the draft's by at most the margin. A worker builds some of these chains, so the result is
@@ -47,7 +47,7 @@ class _Replay:
     """The replay of one answer.
 
     states: depth -> [S, D] and deep [S, D], float, on the model's device; reach: settled position -> the highest threshold at which
-    a chain from there gets as long as the current round's chains; outputs: (settled position, number of the exit) -> a chained
+    a chain from there gets as long as the current round's chains; outputs: (settled position, number of the exit) -> the
     exit's last output [D] in that chain; highest: the highest threshold at which a wrong draft is final, 0 if there is none;
     wrong: (position, token) of all wrong drafts.
     """
@@ -165,14 +165,9 @@ class Replayer:
         found: list[Drafts] = [[] for _ in places]
         if not self._ladder.depths:
             return found
-        deep = torch.stack([replay.deep[settled - 1] for replay, settled in places])
-        distances = [chained + 1] * len(places)
         for index, depth in enumerate(self._ladder.depths):
             states = torch.stack([r.states[depth][settled + chained] for r, settled in places])
-            if depth in (*self._ladder.chained_depths, self._ladder.whole_depth):
-                drafts = self._continue_chains(index, places, states, chained)
-            else:
-                drafts = self._ladder.ask(index, states, deep, distances)
+            drafts = self._continue_chains(index, places, states, chained)
             for own, draft in zip(found, drafts, strict=True):
                 own.append((draft.token, draft.probability + ROUNDING))
         return found
@@ -195,8 +190,8 @@ class Replayer:
             drafts, outputs = [one.draft for one in single], [one.output for one in single]
         else:
             before = chained_states(begins) if chained else begins
-            distances = [chained + 1] * len(places)
-            drafts, found = self._ladder.ask_chained(index, before, states, distances)
+            place = [chained + 1] * len(places)
+            drafts, found = self._ladder.ask_chained(index, before, states, place)
             outputs = list(found)
         for (replay, settled), output in zip(places, outputs, strict=True):
             replay.outputs[settled, index] = output

@@ -18,14 +18,12 @@ class StateChunk:
     """N positions to learn from. Their states are among R >= N rows, grouped by sequence.
 
     states: depth -> [R, D] float16, scaled to a root mean square of 1; deep: [R, D] likewise, at depth L; rows: [N] index of a
-    position's own row; num_before: [N] number of rows of the same sequence before it, at least 1; choices: [N] int64, the full
-    model's choice after the position; converged: depth -> [N] bool, for the cosine label, else empty.
+    position's own row, which follows the row of the position before; choices: [N] int64, the full model's choice after the position; converged: depth -> [N] bool, for the cosine label, else empty.
     """
 
     states: dict[int, Tensor]
     deep: Tensor
     rows: Tensor
-    num_before: Tensor
     choices: Tensor
     converged: dict[int, Tensor]
 
@@ -38,7 +36,6 @@ class StateChunk:
             {depth: state.to(device) for depth, state in self.states.items()},
             self.deep.to(device),
             self.rows.to(device),
-            self.num_before.to(device),
             self.choices.to(device),
             {depth: reached.to(device) for depth, reached in self.converged.items()},
         )
@@ -74,12 +71,11 @@ def read_chunk(path: Path) -> StateChunk:
 
 def chunk_from_tensors(tensors: Mapping[str, Tensor]) -> StateChunk:
     """The chunk of the tensors that `Collector` captured and, on a CPU, stored under these names."""
-    usable = tensors["room"] > 0  # no position is settled before the first token of a sequence
+    usable = tensors["usable"]
     return StateChunk(
         states={int(n[6:]): t for n, t in tensors.items() if n.startswith("state.")},
         deep=tensors["deep"],
         rows=tensors["rows"][usable],
-        num_before=tensors["room"][usable],
         choices=tensors["choices"].long()[usable],
         converged={
             int(n[10:]): t[usable] for n, t in tensors.items() if n.startswith("converged.")

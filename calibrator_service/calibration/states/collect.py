@@ -26,8 +26,8 @@ from calibrator_service.calibration.states.chunk import (
 from calibrator_service.calibration.states.labels import cosine_converged, greedy_choices
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from calibrator_service.calibration.text.splits import Split
-from shared.ladder.heads import NUM_OFFSETS, unit
 from shared.ladder.successors import Array
+from shared.ladder.unit import unit
 from shared.model.contiguous_runner import ContiguousRunner
 
 
@@ -174,7 +174,8 @@ class Collector:
             if not wants_states:
                 continue
             own = torch.arange(first - start, end - start)
-            part["rows"], part["room"] = own, own.clamp(max=NUM_OFFSETS)
+            # No position is settled before the first token of a sequence.
+            part["rows"], part["usable"] = own, own > 0
             if self._cosine_threshold is not None:
                 for depth in self._depths:
                     state = captured[depth][row, start:end]
@@ -207,10 +208,10 @@ def _needs_choices(sequence: TokenSequence) -> bool:
 
 
 def _captured_span(sequence: TokenSequence) -> tuple[int, int]:
-    """[start, end) of the positions whose states are kept: those learned from, and NUM_OFFSETS before them for their deep states."""
+    """[start, end) of the positions whose states are kept: those learned from, and the one before them, which is settled when the first is drafted."""
     first = first_position(sequence)
     # The choice after a greedy answer's last token is unknown. Where choices are computed, there is one.
-    return max(0, first - NUM_OFFSETS), len(sequence.tokens) - (not _needs_choices(sequence))
+    return max(0, first - 1), len(sequence.tokens) - (not _needs_choices(sequence))
 
 
 def _labelled(sequence: TokenSequence, choices: Array | None) -> LabelledSequence:

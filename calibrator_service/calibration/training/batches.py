@@ -1,4 +1,4 @@
-"""Batches of positions: what an exit would see there while serving, gathered from a chunk of states."""
+"""Batches of chains: what an exit would see along them while serving, gathered from a chunk of states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,44 +7,6 @@ import torch
 from torch import Tensor
 
 from calibrator_service.calibration.states.chunk import StateChunk
-from shared.ladder.heads import NUM_OFFSETS
-
-# How often the deep state is 1, 2, 3 and 4 tokens old in training, as it is in chains of drafts.
-OFFSET_WEIGHTS = (0.55, 0.2, 0.15, 0.1)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """states: depth -> [B, D]; deep [B, D]; distance [B] int64; choices [B] int64, indices in the draft vocabulary or -1."""
-
-    states: dict[int, Tensor]
-    deep: Tensor
-    distance: Tensor
-    choices: Tensor
-
-
-def gather_batch(
-    chunk: StateChunk, index: Tensor, distance: Tensor, lookup: Tensor, device: torch.device
-) -> Batch:
-    """The positions `index` [B] of a chunk, each with the deep state `distance` [B] >= 1 positions back, or the oldest of its sequence.
-
-    `chunk` and `lookup` [V] must be on `device`; `index` and `distance` may be anywhere.
-    """
-    index, distance = index.to(device), distance.to(device)
-    distance = torch.minimum(distance, chunk.num_before[index])
-    rows = chunk.rows[index]
-    return Batch(
-        states={depth: state[rows].float() for depth, state in chunk.states.items()},
-        deep=chunk.deep[rows - distance].float(),
-        distance=distance,
-        choices=lookup[chunk.choices[index]],
-    )
-
-
-def draw_distances(size: int, generator: torch.Generator) -> Tensor:
-    """[size] int64 in [1, NUM_OFFSETS], distributed by OFFSET_WEIGHTS."""
-    weights = torch.tensor(OFFSET_WEIGHTS[:NUM_OFFSETS])
-    return 1 + torch.multinomial(weights, size, replacement=True, generator=generator)
 
 
 @dataclass(frozen=True)

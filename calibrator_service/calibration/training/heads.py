@@ -18,20 +18,12 @@ from calibrator_service.calibration.states.chunk import StateChunk, StateChunks
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.checkpoint import Checkpoint, Place
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.training.objectives import (
-    ChainObjective,
-    Objective,
-    OneStepObjective,
-    make_teacher,
-)
+from calibrator_service.calibration.training.objectives import ChainObjective, make_teacher
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
-from shared.ladder.fused_head import FusedHead
-from shared.ladder.head_rows import head_width
-from shared.ladder.heads import ExitHead
+from shared.ladder.fused_head import FusedHead, default_mlp_width
 from shared.model.contiguous_runner import ContiguousRunner
 
-Head = ExitHead | FusedHead
 # Shares of the text from which the heads of a learning curve learn.
 CURVE_SHARES = (1 / 16, 1 / 4)
 GRADIENT_NORM = 1.0
@@ -41,7 +33,7 @@ REPORT_INTERVAL_S = 0.5
 
 def fit_heads(
     run: Run, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
-) -> dict[int, Head]:
+) -> dict[int, FusedHead]:
     """Depth -> trained head, rounded as published; read from disk if an earlier run has trained them. Raises `Cancelled`."""
     chunks = material.chunks["heads"]
     begin = progress_after(CURVE_SHARES) if run.spec.learning_curve else RISK_TEXT_ENDS
@@ -51,7 +43,7 @@ def fit_heads(
 
 def fit_curve_heads(
     run: Run, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
-) -> dict[int, dict[int, Head]]:
+) -> dict[int, dict[int, FusedHead]]:
     """Number of tokens -> heads that learned from the first of the text only, about so many tokens of it, as `fit_heads` trains them.
 
     Empty if the spec wants no learning curve; shares of less than a chunk are left out. Each training may take its share of the time
@@ -85,7 +77,7 @@ def _fitted(
     params: HeadTraining,
     name: str,
     progress: tuple[float, float],
-) -> dict[int, Head]:
+) -> dict[int, FusedHead]:
     """Heads trained on `chunks`; their files have `name` in their names. `progress`: the whole calibration's, from the first step to
     the last."""
     heads = new_heads(run, vocabulary.device)
@@ -104,7 +96,7 @@ def _fitted(
         chunks,
         vocabulary,
         params,
-        make_objective(heads, runner, vocabulary),
+        ChainObjective(heads, vocabulary, runner.num_layers, make_teacher(runner, vocabulary)),
         checkpoint=run.folder / f"training{name}.safetensors",
         should_stop=run.should_stop,
         on_step=on_step,
@@ -117,37 +109,18 @@ def _fitted(
     return heads
 
 
-def new_heads(run: Run, device: torch.device) -> dict[int, Head]:
+def new_heads(run: Run, device: torch.device) -> dict[int, FusedHead]:
     """Depth -> untrained head. The initial weights depend on the seed alone."""
-    parts, form, inner_width = run.loaded.parts, run.spec.head_form, run.plan.inner_width
-    weight = getattr(parts.final_norm, "weight", None)
+    weight = getattr(run.loaded.parts.final_norm, "weight", None)
     gain = weight if isinstance(weight, Tensor) and weight.device.type != "meta" else None
     size = run.loaded.hidden_size
-
-    def new_head() -> Head:
-        if form == "fused":
-            return FusedHead(size, inner_width, gain)
-        return ExitHead(form, size, head_width(parts.head), inner_width, gain)
-
+    mlp_width = default_mlp_width(size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.spec.seed)
-        return {depth: new_head().to(device) for depth in run.plan.depths}
+        return {d: FusedHead(size, mlp_width, gain).to(device) for d in run.plan.depths}
 
 
-def make_objective(
-    heads: Mapping[int, Head], runner: ContiguousRunner, vocabulary: DraftVocabulary
-) -> Objective:
-    """The objective of the heads' form."""
-    fused = {depth: head for depth, head in heads.items() if isinstance(head, FusedHead)}
-    others = {depth: head for depth, head in heads.items() if isinstance(head, ExitHead)}
-    assert not fused or not others
-    if fused:
-        teacher = make_teacher(runner, vocabulary)
-        return ChainObjective(fused, vocabulary, runner.num_layers, teacher)
-    return OneStepObjective(others, vocabulary)
-
-
-def _load_heads(heads: Mapping[int, Head], path: Path) -> None:
+def _load_heads(heads: Mapping[int, FusedHead], path: Path) -> None:
     tensors = load(path.read_bytes())
     for depth, head in heads.items():
         prefix = f"{depth}."
@@ -157,11 +130,11 @@ def _load_heads(heads: Mapping[int, Head], path: Path) -> None:
 
 
 def train_heads(
-    heads: Mapping[int, Head],
+    heads: Mapping[int, FusedHead],
     chunks: Sequence[StateChunk],
     vocabulary: DraftVocabulary,
     params: HeadTraining,
-    objective: Objective,
+    objective: ChainObjective,
     *,
     checkpoint: Path | None = None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -192,7 +165,7 @@ def train_heads(
     losses = {depth: vocabulary.rows.new_zeros(()) for depth in heads}
     done = start.done
     for place, chunk, batches in _epochs(chunks, vocabulary, params, start):
-        for number, (index, generator) in enumerate(batches):
+        for number, index in enumerate(batches):
             if should_stop():
                 raise Cancelled("stopped while the exit heads were trained")
             share = (
@@ -207,7 +180,7 @@ def train_heads(
                 group["lr"] = params.learning_rate * warm_up * 0.5 * (1 + math.cos(math.pi * done))
             with torch.enable_grad():
                 with _fast_products(device):
-                    found = objective.losses(chunk, index, generator)
+                    found = objective.losses(chunk, index)
                 optimiser.zero_grad()
                 torch.stack(list(found.values())).sum().backward()
             for depth, loss in found.items():
@@ -242,7 +215,7 @@ def _fast_products(device: torch.device) -> Iterator[None]:
 
 def _epochs(
     chunks: Sequence[StateChunk], vocabulary: DraftVocabulary, params: HeadTraining, start: Place
-) -> Iterator[tuple[Place, StateChunk, list[tuple[Tensor, torch.Generator]]]]:
+) -> Iterator[tuple[Place, StateChunk, Sequence[Tensor]]]:
     """Yields each chunk of all epochs from `start` on, with its batches of positions whose choice is in the draft vocabulary.
 
     One chunk at a time is in memory. A chunk's batches depend on the seed and its place alone, so training can continue anywhere.
@@ -256,5 +229,4 @@ def _epochs(
             generator = torch.Generator().manual_seed((seed * 100_003 + number) % 2**63)
             usable = torch.nonzero(lookup[chunk.choices] >= 0)[:, 0].cpu()
             shuffled = usable[torch.randperm(len(usable), generator=generator)]
-            batches = [(index, generator) for index in shuffled.split(params.batch_size)]
-            yield Place(epoch, number), chunk, batches
+            yield Place(epoch, number), chunk, shuffled.split(params.batch_size)

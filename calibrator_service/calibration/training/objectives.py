@@ -1,25 +1,19 @@
-"""What exit heads are trained to do, as losses of a batch of positions."""
+"""What exit heads are trained to do, as losses of a batch of chains."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from calibrator_service.calibration.states.chunk import StateChunk
-from calibrator_service.calibration.training.batches import (
-    draw_distances,
-    gather_batch,
-    gather_chains,
-)
+from calibrator_service.calibration.training.batches import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from shared.ladder.fused_head import FusedHead, chained
-from shared.ladder.heads import ExitHead
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import tap_depths
 
-# Steps of its own chain over which a fused head is trained.
+# Steps of its own chain over which a head is trained.
 NUM_STEPS = 2
 # Weight of the full model's greedy choice in the loss. The rest of the weight is on its distribution.
 HARD_SHARE = 0.5
@@ -28,40 +22,8 @@ HARD_SHARE = 0.5
 Teacher = Callable[[Tensor], Tensor]
 
 
-class Objective(Protocol):
-    """`losses`: depth -> loss, of the positions `index` [B] of a chunk on the vocabulary's device."""
-
-    def losses(
-        self, chunk: StateChunk, index: Tensor, generator: torch.Generator
-    ) -> dict[int, Tensor]: ...
-
-
-class OneStepObjective:
-    """Heads of the forms affine and gated: the greedy choice after a position, from a deep state of random age."""
-
-    def __init__(self, heads: Mapping[int, ExitHead], vocabulary: DraftVocabulary) -> None:
-        self._heads, self._vocabulary = heads, vocabulary
-        self._lookup = vocabulary.lookup.to(vocabulary.device)
-
-    def losses(
-        self, chunk: StateChunk, index: Tensor, generator: torch.Generator
-    ) -> dict[int, Tensor]:
-        vocabulary = self._vocabulary
-        distance = draw_distances(len(index), generator)
-        batch = gather_batch(chunk, index, distance, self._lookup, vocabulary.device)
-        found = {}
-        for depth, head in self._heads.items():
-            logits = F.linear(
-                head(batch.states[depth], batch.deep, batch.distance),
-                vocabulary.rows,
-                vocabulary.bias,
-            ).float()
-            found[depth] = F.cross_entropy(logits, batch.choices, ignore_index=-1)
-        return found
-
-
 class ChainObjective:
-    """Fused heads: the full model's distribution and its greedy choice, after each token of a chain that the head continues itself.
+    """The full model's distribution and its greedy choice, after each token of a chain that the head continues itself.
 
     `teacher`: None trains on the greedy choices alone.
     """
@@ -82,9 +44,8 @@ class ChainObjective:
         self._teacher, self._num_steps = teacher, num_steps
         self._hard_share = hard_share if teacher is not None else 1.0
 
-    def losses(
-        self, chunk: StateChunk, index: Tensor, generator: torch.Generator
-    ) -> dict[int, Tensor]:
+    def losses(self, chunk: StateChunk, index: Tensor) -> dict[int, Tensor]:
+        """Depth -> loss, of the chains that begin at the positions `index` [B] of a chunk on the vocabulary's device."""
         vocabulary = self._vocabulary
         batch = gather_chains(
             chunk, index, self._num_steps, tuple(self._heads), self._kept_depths, self._lookup,

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,14 +15,8 @@ from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.labels import agreement
 from calibrator_service.calibration.states.training_data import TrainingData
-from calibrator_service.calibration.training.batches import draw_distances
-from calibrator_service.calibration.training.chain_outputs import (
-    ExitOutputs,
-    chain_outputs,
-    outputs_at,
-)
+from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.training.heads import Head
 from calibrator_service.calibration.training.tables import fit_tables
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
@@ -44,7 +38,7 @@ PRIOR_SAMPLES = 10
 
 
 def fit_ladder(
-    run: Run, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, Head]
+    run: Run, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, FusedHead]
 ) -> Ladder:
     """The ladder of all rungs, with routers trained on the routers split. The agreement of its exits is not measured yet.
 
@@ -60,7 +54,6 @@ def fit_ladder(
             vocabulary,
             run.loaded.num_layers,
             run.spec.label,
-            seed=run.spec.seed,
         )
         end_share = HEADS_END + (ROUTERS_END - HEADS_END) * number / len(heads)
         router = train_router(
@@ -77,7 +70,7 @@ def fit_ladder(
 
 @dataclass(frozen=True)
 class RouterSamples:
-    """One exit at N positions: adapted [N, head_width] float16, scalars [N, NUM_SCALARS], label [N] bool."""
+    """One exit at N positions: adapted [N, D] float16, scalars [N, NUM_SCALARS], label [N] bool."""
 
     adapted: Tensor
     scalars: Tensor
@@ -90,48 +83,36 @@ class RouterSamples:
 @torch.no_grad()
 def exit_samples(
     depth: int,
-    head: Head,
+    head: FusedHead,
     chunks: Sequence[StateChunk],
     vocabulary: DraftVocabulary,
     num_layers: int,
     label: Label,
-    *,
-    seed: int,
 ) -> RouterSamples:
-    """Runs one exit as it will be served, at up to MAX_SAMPLES positions of `chunks`.
-
-    A fused head drafts whole chains; other heads get distances drawn as in training.
-    """
+    """Runs one exit as it will be served, along chains from up to MAX_SAMPLES positions of `chunks`."""
     found: list[RouterSamples] = []
     num_samples = 0
-    generator = torch.Generator().manual_seed(seed)
     for stored in chunks:
         chunk = stored.to(vocabulary.device)
         converged = chunk.converged.get(depth)
         for index in torch.arange(len(chunk)).split(PASS_SIZE):
             if num_samples >= MAX_SAMPLES:
                 break
-            outputs: Iterable[ExitOutputs]
-            if isinstance(head, FusedHead):
-                outputs = chain_outputs(depth, head, chunk, index, vocabulary, num_layers)
-            else:
-                distances = draw_distances(len(index), generator)
-                outputs = [outputs_at(depth, head, chunk, index, distances, vocabulary)]
-            for one in outputs:
+            for one in chain_outputs(depth, head, chunk, index, vocabulary, num_layers):
                 reached = torch.zeros_like(one.choices, dtype=torch.bool)
                 if converged is not None:
                     reached = converged[one.positions]
                 labels = agreement(
                     label, one.logits.argmax(-1).cpu(), one.choices.cpu(), reached.cpu()
                 )
-                scalars = scalar_features(one.logits, one.distances)
+                scalars = scalar_features(one.logits, one.chain_places)
                 found.append(RouterSamples(one.adapted.half().cpu(), scalars.cpu(), labels))
                 num_samples += len(labels)
         if num_samples >= MAX_SAMPLES:
             break
     if not found:
         return RouterSamples(
-            torch.zeros(0, head.head_width),
+            torch.zeros(0, head.hidden_size),
             torch.zeros(0, NUM_SCALARS),
             torch.zeros(0, dtype=torch.bool),
         )

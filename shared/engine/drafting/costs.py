@@ -149,9 +149,7 @@ def exit_timings(
             states = runner.run(own, cache, first=0, last=depth, base=context)
         else:
             states = runner.embed(own, context)
-        if depth in ladder.chained_depths:
-            return ladder.ask_chained(index, settled[:count], states[0], [1] * count)[0]
-        return ladder.ask(index, states[0], settled[:count, -1], [1] * count)
+        return ladder.ask_chained(index, settled[:count], states[0], [1] * count)[0]
 
     one = tokens[:, :1]
     costs: list[ExitCost] = []

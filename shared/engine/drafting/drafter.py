@@ -61,13 +61,7 @@ class Drafter:
             for stop in ladder.chained_depths:
                 if 0 < stop <= depth:  # a chain needs the states of all its tokens there
                     advance_to(stop, [one.chain for one in asked], self._runner)
-            if depth in ladder.chained_depths:
-                drafts = self._extend_chains(ladder, index, asked)
-            else:
-                states = last_states_at(depth, [one.chain for one in asked], self._runner)
-                deep_states = torch.stack([one.sequence.deep_state for one in asked])
-                distances = [len(one.chain.tokens) for one in asked]
-                drafts = ladder.ask(index, states, deep_states, distances)
+            drafts = self._extend_chains(ladder, index, asked)
             for one, draft in zip(asked, drafts, strict=True):
                 self._consider(index, one, draft)
 
@@ -197,18 +191,6 @@ def _by_ladder(
         one, drafter = own[0]
         assert one.sequence.ladder is not None
         yield drafter, one.sequence.ladder, [one for one, _ in own]
-
-
-def last_states_at(depth: int, chains: Rows[Chain], runner: Runner) -> Tensor:
-    """States at `depth` [N, D] of the chains' last tokens. None of them may have been deeper: exits are asked shallowest first."""
-    if depth == 0:
-        return runner.embed_tokens(
-            [chain.tokens[-1] for chain in chains],
-            [chain.base + len(chain.drafts) for chain in chains],
-        )
-    advance_to(depth, chains, runner)
-    states = [chain.states[-1] for chain in chains]
-    return torch.stack([state for state in states if state is not None])
 
 
 def keep_embeddings(chains: Rows[Chain], runner: Runner) -> None:

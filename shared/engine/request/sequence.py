@@ -86,12 +86,6 @@ class Sequence:
         return self.ladder is not None and policy.name == "exact" and not policy.max_drafts
 
     @property
-    def deep_state(self) -> Tensor:
-        """State at depth L [D] of the last settled token."""
-        assert self.settled_states is not None
-        return self.settled_states[-1]
-
-    @property
     def vocabulary_size(self) -> int:
         return self._loaded.vocabulary_size
 

@@ -3,7 +3,7 @@
 import torch
 
 from bench.skip.maps import MapFit
-from shared.ladder.heads import unit
+from shared.ladder.unit import unit
 
 WIDTH, COUNT = 12, 4000
 

@@ -59,15 +59,14 @@ def test_more_text_means_fewer_epochs_and_on_a_gpu_larger_batches():
     assert chosen(1_000_000_000, GPU) == (2, 4096)
 
 
-def test_a_fused_head_reads_states_of_three_depths(counting):
-    plan = resolve(CalibrationSpec(head_form="fused"), counting)
+def test_a_head_reads_states_of_three_depths(counting):
+    plan = resolve(CalibrationSpec(), counting)
     assert plan.depths == (0,)
     assert plan.captured_depths(30) == (0, 10, 20)
-    assert resolve(CalibrationSpec(), counting).captured_depths(30) == (0,)
 
 
-def test_a_fused_head_is_refused_where_the_lm_head_reads_states_of_another_size():
+def test_a_head_is_refused_where_the_lm_head_reads_states_of_another_size():
     loaded = wrap_model(build_family("opt"))
     with pytest.raises(InvalidInput) as caught:
-        resolve(CalibrationSpec(head_form="fused"), loaded)
+        resolve(CalibrationSpec(), loaded)
     assert caught.value.reason == "HEAD_FORM_NOT_SUPPORTED"

@@ -10,24 +10,16 @@ from shared.errors import PermissionDenied
 
 
 def test_follows_the_job_to_its_version(service, neap):
-    flags = ["--depths", "2,4", "--head-form", "affine", "--time-budget", "90", "--alias", "a"]
+    flags = ["--depths", "2,4", "--time-budget", "90", "--alias", "a"]
     result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
     assert result.exit_code == 0, result.output
     assert "collecting 25% tokens 1,234" in result.stdout
     assert "published version 7 (sha256:abc)" in result.stdout
     spec = service.calibration.spec
     assert list(spec.rung_depths) == [2, 4]
-    assert spec.head_form == pb.HEAD_FORM_AFFINE
     assert spec.time_budget.seconds == 90
     assert list(spec.aliases) == ["a"]
     assert spec.WhichOneof("source") == "self_generated"
-
-
-def test_every_form_of_heads_has_a_name(service, neap):
-    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
-    for form in ("affine", "gated", "fused"):
-        assert neap(*base, "--head-form", form).exit_code == 0
-        assert service.calibration.spec.head_form == pb.HeadForm.Value(f"HEAD_FORM_{form.upper()}")
 
 
 def test_limits_are_left_to_the_service_unless_given(service, neap):
@@ -44,18 +36,15 @@ def test_limits_are_left_to_the_service_unless_given(service, neap):
 def test_a_preset_is_a_budget_and_what_fits_into_it(service, neap):
     base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
 
-    def asked(*flags: str) -> tuple[int, int, bool]:
+    def asked(*flags: str) -> tuple[int, bool]:
         assert neap(*base, *flags).exit_code == 0
         spec = service.calibration.spec
-        return spec.time_budget.seconds, spec.head_form, spec.learning_curve
+        return spec.time_budget.seconds, spec.learning_curve
 
-    assert asked("--preset", "quick") == (150, pb.HEAD_FORM_UNSPECIFIED, False)
-    assert asked("--preset", "hour") == (3600, pb.HEAD_FORM_FUSED, True)
-    assert asked("--preset", "night", "--time-budget", "7000", "--head-form", "gated") == (
-        *(7000, pb.HEAD_FORM_GATED),
-        True,
-    )
-    assert asked("--learning-curve") == (0, pb.HEAD_FORM_UNSPECIFIED, True)
+    assert asked("--preset", "quick") == (150, False)
+    assert asked("--preset", "hour") == (3600, True)
+    assert asked("--preset", "night", "--time-budget", "7000") == (7000, True)
+    assert asked("--learning-curve") == (0, True)
 
 
 def test_a_time_budget_that_a_duration_cannot_hold_is_refused(service, neap):
@@ -253,7 +242,6 @@ def test_detach_prints_the_id_alone(service, calibrate):
     ("flags", "code"),
     [
         (["--depths", "2,x"], 1),
-        (["--head-form", "x"], 2),
         (["--seed", "-1"], 2),
         (["--time-budget", "nan"], 2),
         (["--time-budget", "inf"], 1),

@@ -10,7 +10,7 @@ import torch
 from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, round_weights, unpack_ladder
 from shared.ladder.exits import LayerExit
 from shared.ladder.folder import MANIFEST, read_ladder, write_router_folder
-from shared.ladder.heads import ExitHead
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.table_router import fit_table_router
@@ -23,7 +23,7 @@ SHIPPED = Path(__file__).parents[3] / "bench" / "router"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    layer_exit = LayerExit(2, ExitHead("gated", 16, 16, 8), DepthRouter(16, 8))
+    layer_exit = LayerExit(2, FusedHead(16, 24), DepthRouter(16, 8))
     for module in (layer_exit.head, layer_exit.router):
         round_weights(module)
     router = fit_table_router([], [])

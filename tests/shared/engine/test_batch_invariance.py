@@ -16,8 +16,9 @@ from shared.engine.step import Decoder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.runner import tap_depths
 from shared.model.sampling import SamplingParams
-from tests.families import VOCABULARY_SIZE, load_family
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, load_family
 
 # With the dtype of keys and values. The layers of Llama and Mistral are one op each.
 FAMILIES = [
@@ -62,8 +63,8 @@ class _Ladder:
     depths = (DEPTH,)
     agreements = (0.9,)
     whole_depth: int | None = None
-    chained_depths: tuple[int, ...] = ()
-    kept_depths: tuple[int, ...] = ()
+    chained_depths = (DEPTH,)
+    kept_depths = tap_depths(NUM_LAYERS)
 
     def __init__(self, right: dict[tuple[int, ...], int], seed: int) -> None:
         self._right, self._seed = right, seed
@@ -72,18 +73,23 @@ class _Ladder:
     def new_sequence(self, prompt: Rows[int], learned: object = None) -> _Drafts:
         return _Drafts(self._right, prompt, self._seed)
 
-    def ask(
-        self, index: int, states: torch.Tensor, deep_states: torch.Tensor, distances: Rows[int]
-    ) -> list[Draft]:
-        assert states.shape == deep_states.shape == (len(distances), states.shape[1])
+    def ask_chained(
+        self, index: int, states: torch.Tensor, entering: torch.Tensor, places: Rows[int]
+    ) -> tuple[list[Draft], torch.Tensor]:
+        assert len(states) == len(entering) == len(places)
         assert torch.isfinite(states).all()
-        assert torch.isfinite(deep_states).all()
-        self.num_shared += len(distances) > 1
-        numbers = (states.abs().sum(-1) * 1000).long().tolist()
+        assert torch.isfinite(entering).all()
+        self.num_shared += len(places) > 1
+        numbers = (entering.abs().sum(-1) * 1000).long().tolist()
         return [
             Draft(number % VOCABULARY_SIZE, (number % 10) / 10, f"depth-{DEPTH}", DEPTH)
             for number in numbers
-        ]
+        ], self.chain_output(index, states, entering)
+
+    def chain_output(
+        self, index: int, states: torch.Tensor, entering: torch.Tensor
+    ) -> torch.Tensor:
+        return states[:, -1]
 
 
 def draw_request(draw: random.Random) -> GenerationRequest:

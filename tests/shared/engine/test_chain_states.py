@@ -63,10 +63,10 @@ def runner() -> ContiguousRunner:
 @pytest.fixture(scope="module")
 def ladder(runner: ContiguousRunner) -> Ladder:
     """One exit, whose drafts have a probability of about a half."""
-    [layer_exit] = random_ladder(runner.loaded, 1, (0,), form="fused").exits
+    [layer_exit] = random_ladder(runner.loaded, 1, (0,)).exits
     for parameter in layer_exit.router.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-    return replace(random_ladder(runner.loaded, 1, (0,), form="fused"), exits=(layer_exit,))
+    return replace(random_ladder(runner.loaded, 1, (0,)), exits=(layer_exit,))
 
 
 def settled_states(runner: ContiguousRunner, bound: BoundLadder, tokens: list[int]) -> Tensor:

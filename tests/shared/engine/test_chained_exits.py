@@ -146,7 +146,7 @@ def runner(request: pytest.FixtureRequest, accelerated: LoadedModel) -> Runner:
 
 def test_chains_while_serving_are_those_of_training(runner, monkeypatch, tmp_path):
     """Also after rejections, and for tokens that the tables have drafted: outputs depend on the settled prefix and the chain alone."""
-    ladder = random_ladder(runner.loaded, 1, DEPTHS, form="fused")
+    ladder = random_ladder(runner.loaded, 1, DEPTHS)
     tokens, rounds = decode(runner, ladder, monkeypatch)
     trained = outputs_in_training(runner.loaded, ladder, tokens, tmp_path)
     compared = dict.fromkeys(range(1, 5), 0)
@@ -189,7 +189,7 @@ def outputs_in_training(
 
 def test_an_exit_that_was_not_asked_catches_up(accelerated, monkeypatch):
     runner = ContiguousRunner(accelerated)
-    ladder = random_ladder(accelerated, 1, DEPTHS, form="fused")
+    ladder = random_ladder(accelerated, 1, DEPTHS)
     with monkeypatch.context() as patch:
         _, always = decode(runner, ladder, patch)
     with monkeypatch.context() as patch:
@@ -209,7 +209,7 @@ def test_exact_answers_are_those_of_full(kind, accelerated):
     """In company, with shared prefixes, greedy and sampled. The exits' drafts are mostly wrong, so most chains are rolled back."""
     loaded = accelerated if kind == "contiguous" else load_family("llama")
     options = {} if kind == "contiguous" else {"runner_of": make_runner}
-    ladder = random_ladder(loaded, 1, DEPTHS, form="fused", agreement=0.9)
+    ladder = random_ladder(loaded, 1, DEPTHS, agreement=0.9)
     hot = SamplingParams(temperature=1.2, top_k=30, seed=3)
     requests = [
         (PROMPT[: 4 + 2 * number] if number % 2 else (*PROMPT, *PROMPT, number + 20), sampling)

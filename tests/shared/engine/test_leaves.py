@@ -126,7 +126,7 @@ def test_every_accepted_leaf_saves_a_pass(loaded, added):
 
 def test_exact_answers_are_those_of_full_in_company(loaded, added):
     """Whatever random exits say, greedy and sampled, with prefixes of one another."""
-    ladder = random_ladder(loaded, 3, (0,), agreement=0.9, form="fused")
+    ladder = random_ladder(loaded, 3, (0,), agreement=0.9)
     stem = tuple(range(3, 40))
     requests = [(stem[: 6 + 5 * number], way) for number, way in enumerate([*WAYS, *WAYS][:5])]
     with paged_engine(loaded, ladder) as engine:

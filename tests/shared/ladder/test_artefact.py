@@ -19,17 +19,16 @@ from shared.ladder.artefact import (
     unpack_ladder,
 )
 from shared.ladder.exits import LayerExit
-from shared.ladder.forms import HEAD_FORMS, HeadForm
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, TableRouter
-from tests.random_ladder import random_head
 
 MODEL = ModelIdentity("tiny", "sha256:" + "0" * 64, "LlamaForCausalLM", 4, 16, 100)
 
 
-def ladder(form: HeadForm = "gated") -> Ladder:
+def ladder() -> Ladder:
     builder = SuccessorBuilder()
     row = np.random.default_rng(0).integers(0, 100, 300)
     builder.add(row[:-1], row[1:])
@@ -37,7 +36,7 @@ def ladder(form: HeadForm = "gated") -> Ladder:
     exits = []
     for depth in (0, 2):
         torch.manual_seed(depth)
-        head, depth_router = random_head(form, 16), DepthRouter(16, 8)
+        head, depth_router = FusedHead(16, 24), DepthRouter(16, 8)
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter)
         for module in (head, depth_router):
@@ -53,18 +52,15 @@ def packed() -> tuple[dict[str, Any], dict[str, bytes]]:
     return pack_ladder(ladder(), report)
 
 
-@pytest.mark.parametrize("form", HEAD_FORMS)
-def test_round_trip(form: HeadForm) -> None:
-    original = ladder(form)
+def test_round_trip() -> None:
+    original = ladder()
     manifest, blobs = pack_ladder(original, {})
     unpacked = unpack_ladder(json.loads(json.dumps(manifest)), blobs)
     assert unpacked.model == original.model
     assert unpacked.rung_names == original.rung_names
     assert unpacked.draft_vocabulary is not None
     assert unpacked.draft_vocabulary.tolist() == [1, 5, 99]
-    assert manifest["schema_version"] == (2 if form == "fused" else 1), "what earlier versions read"
-    states = (torch.randn(3, 16),) if form == "fused" else (torch.randn(16),)
-    inputs = (*states, torch.randn(16), *(() if form == "fused" else (torch.tensor(2),)))
+    inputs = torch.randn(3, 16), torch.randn(16)
     for before, after in zip(original.exits, unpacked.exits, strict=True):
         adapted = before.head(*inputs)
         assert torch.equal(after.head(*inputs), adapted)
@@ -108,7 +104,9 @@ def test_a_path_is_not_published(model_id: str, published: str) -> None:
 
 def test_a_ladder_without_exits() -> None:
     original = Ladder(MODEL, ladder().suffix_router)
-    unpacked = unpack_ladder(*pack_ladder(original, {}))
+    manifest, blobs = pack_ladder(original, {})
+    assert manifest["schema_version"] == 1, "what earlier versions read"
+    unpacked = unpack_ladder(manifest, blobs)
     assert unpacked.rung_names == ("suffix",)
     assert unpacked.draft_vocabulary is None
 
@@ -118,6 +116,16 @@ def test_a_later_format_is_refused_with_its_own_reason() -> None:
     with pytest.raises(PreconditionFailed) as caught:
         unpack_ladder({**manifest, "schema_version": SCHEMA_VERSION + 1}, blobs)
     assert caught.value.reason == "SCHEMA_TOO_NEW"
+
+
+@pytest.mark.parametrize("form", ["affine", "gated"])
+@pytest.mark.parametrize("schema_version", [1, 2])
+def test_a_former_form_is_refused_with_what_to_do(form: str, schema_version: int) -> None:
+    manifest, blobs = packed()
+    manifest["rungs"][2] = {"name": "depth-0", "depth": 0, "form": form, "rank": 8}
+    with pytest.raises(PreconditionFailed, match="calibrate the model again") as caught:
+        unpack_ladder({**manifest, "schema_version": schema_version}, blobs)
+    assert caught.value.reason == "FORM_NOT_SUPPORTED"
 
 
 def _set(path: str, value: Any) -> Any:
@@ -142,11 +150,11 @@ def _set(path: str, value: Any) -> Any:
         _set("model.vocabulary_size", 50),
         _set("model.fingerprint", 5),
         _set("rungs", {}),
-        _set("rungs.2.rank", 10**6),
-        _set("rungs.2.rank", 4),
+        _set("rungs.2.mlp_width", 10**9),
+        _set("rungs.2.mlp_width", 23),
+        _set("rungs.2.head_width", 12),
         _set("rungs.2.depth", 1),
         _set("rungs.2.depth", True),
-        _set("rungs.2.form", "affine"),
         _set("rungs.2.form", "magic"),
         _set("rungs.2.router_width", 9),
         _set("rungs.3.name", "depth-0"),
@@ -200,15 +208,3 @@ def test_damaged_blobs_are_refused() -> None:
         unpack_ladder(manifest, {})
     with pytest.raises(Corrupt):
         unpack_ladder(manifest, {**blobs, "more": b""})
-
-
-@pytest.mark.parametrize(
-    "layout", [{"mlp_width": 10**9}, {"mlp_width": 23}, {"head_width": 12}, {"form": "gated"}]
-)
-def test_a_fused_exit_with_another_layout_than_its_tensors_is_refused(
-    layout: dict[str, Any],
-) -> None:
-    manifest, blobs = pack_ladder(ladder("fused"), {})
-    manifest["rungs"][-1].update(layout)
-    with pytest.raises(Corrupt):
-        unpack_ladder(manifest, blobs)

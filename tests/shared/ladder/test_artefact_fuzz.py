@@ -172,13 +172,6 @@ def test_shapes_that_no_tensor_has_are_refused(shape):
         unpack_ladder(manifest, {BLOB: _with_entry(blobs[BLOB], "F16", shape, 32)})
 
 
-def test_a_gated_head_without_rank_is_refused():
-    manifest, blobs = packed()
-    manifest["rungs"][2]["rank"] = 0
-    with pytest.raises(Corrupt):
-        unpack_ladder(manifest, blobs)
-
-
 @pytest.mark.parametrize("number", [10**400, -(10**400)])
 @pytest.mark.parametrize("place", ["agreement", "bias"])
 def test_numbers_too_large_for_a_float_are_refused(number, place):

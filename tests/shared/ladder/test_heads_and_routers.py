@@ -4,34 +4,27 @@ import pytest
 import torch
 from torch import nn
 
-from shared.ladder.forms import HEAD_FORMS, HeadForm
+from shared.ladder.fused_head import INITIAL_GAIN, NUM_STATES, FusedHead
 from shared.ladder.head_rows import gather_rows, projection
-from shared.ladder.heads import NUM_OFFSETS, ExitHead
 from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 
-ONE = torch.tensor(1)
 
-
-@pytest.mark.parametrize("form", HEAD_FORMS)
-def test_a_heads_output_depends_on_all_inputs_but_not_on_their_scale(form: HeadForm) -> None:
-    head = ExitHead(form, 8, 8, 4)
-    nn.init.normal_(head.offset)
-    state, deep = torch.randn(3, 8), torch.randn(3, 8)
-    distance = torch.ones(3, dtype=torch.long)
-    plain = head(state, deep, distance)
-    assert not torch.allclose(head(torch.randn(3, 8), deep, distance), plain)
-    assert not torch.allclose(head(state, torch.randn(3, 8), distance), plain)
-    assert not torch.allclose(head(state, deep, distance + 1), plain)
-    torch.testing.assert_close(head(state * 50, deep * 0.1, distance), plain, rtol=1e-3, atol=1e-3)
-    last = head(state, deep, distance + NUM_OFFSETS - 1)
-    torch.testing.assert_close(head(state, deep, distance + 60), last)
+def test_a_heads_output_depends_on_all_inputs_but_not_on_their_scale() -> None:
+    head = FusedHead(8, 16)
+    states, entering = torch.randn(3, NUM_STATES, 8), torch.randn(3, 8)
+    plain = head(states, entering)
+    for place in range(NUM_STATES):
+        changed = states.clone()
+        changed[:, place] = torch.randn(3, 8)
+        assert not torch.allclose(head(changed, entering), plain)
+    assert not torch.allclose(head(states, torch.randn(3, 8)), plain)
+    torch.testing.assert_close(head(states * 50, entering * 0.1), plain, rtol=1e-3, atol=1e-3)
 
 
 def test_a_head_starts_with_the_final_norms_gain_where_it_fits() -> None:
     gain = torch.rand(8)
-    torch.testing.assert_close(ExitHead("gated", 8, 8, 4, gain).gain.data, gain)
-    narrow = ExitHead("gated", 8, 6, 4, gain)
-    assert narrow(torch.randn(8), torch.randn(8), ONE).shape == (6,)
+    torch.testing.assert_close(FusedHead(8, 16, gain).gain.data, gain * INITIAL_GAIN)
+    torch.testing.assert_close(FusedHead(6, 16, gain).gain.data, torch.full((6,), INITIAL_GAIN))
 
 
 def test_the_input_norm_is_part_of_the_router() -> None:

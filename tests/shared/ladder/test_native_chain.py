@@ -24,7 +24,7 @@ def runner() -> ContiguousRunner:
 
 @pytest.fixture(scope="module")
 def bound(runner: ContiguousRunner) -> BoundLadder:
-    return random_ladder(runner.loaded, 1, (0,), form="fused").bind(runner)
+    return random_ladder(runner.loaded, 1, (0,)).bind(runner)
 
 
 def test_chains_that_begin_and_chains_that_go_on_share_a_call_in_any_order(bound):

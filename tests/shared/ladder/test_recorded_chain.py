@@ -38,7 +38,7 @@ def runner(recorder: TracingRecorder) -> PagedRunner:
 
 @pytest.fixture(scope="module")
 def ladder(runner: PagedRunner) -> Ladder:
-    return random_ladder(runner.loaded, 1, (0,), form="fused")
+    return random_ladder(runner.loaded, 1, (0,))
 
 
 @pytest.fixture(scope="module")

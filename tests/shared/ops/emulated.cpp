@@ -4,26 +4,6 @@
 
 int run(const Call& c) {
   using namespace neap;
-  if (c.name == "norm") {
-    NormArgs a{};
-    const int64_t tokens = c.integer();
-    a.dtype = (Dtype)c.integer(), a.width = c.integer(), a.x_stride = c.integer(), a.out_stride = c.integer(), a.eps = (float)c.next();
-    a.x = c.data<char>(), a.out = c.data<float>();
-    return launch_norm(a, tokens, nullptr);
-  }
-  if (c.name == "exit_head") {
-    ExitHeadArgs a{};
-    a.tokens = c.integer(), a.width = c.integer(), a.num_offsets = c.integer();
-    const Dtype dtype = (Dtype)c.integer();
-    const int64_t inner = c.integer(), size = c.integer();
-    a.eps = (float)c.next();
-    a.distance = c.data<int64_t>();
-    a.mix = {c.data<char>(), dtype, inner, 2 * a.width};
-    a.out = {c.data<char>(), dtype, size, inner / 2};
-    a.offset = c.data<float>(), a.scale = c.data<float>(), a.gain = c.data<float>();
-    a.units = c.data<float>(), a.inner = c.data<float>(), a.adapted = c.data<float>();
-    return launch_exit_head(a, nullptr);
-  }
   if (c.name == "draft_top") {
     DraftTopArgs a{};
     a.tokens = c.integer();

@@ -18,46 +18,6 @@ def seeded() -> None:
     torch.manual_seed(5)
 
 
-def check_norm(program: Path) -> None:
-    seeded()
-    for number, (tokens, width, stride) in enumerate([(3, 70, 90), (2, 200, 200), (1, 1, 1)]):
-        dtype = FLOATS[number]
-        x = (torch.randn(tokens, stride) + 9).to(dtype)
-        expected = reference.norm(x[:, :width], EPS)
-        calls = []
-        for seed in SEEDS:
-            numbers = (tokens, CODES[dtype], width, stride, width, EPS)
-            calls.append(Call("norm", numbers, (x, blank(tokens, width)), seed))
-        run(program, calls)
-        for call in calls:
-            torch.testing.assert_close(call.buffers[1], expected, **CLOSE)
-
-
-def check_exit_head(program: Path) -> None:
-    seeded()
-    cases = [  # tokens, width, inner, size (0: affine), dtype: four at a time and one by one; a tile of tokens and more
-        (1, 16, 24, 16, torch.float16), (9, 20, 12, 20, torch.float32),
-        (3, 7, 10, 13, torch.bfloat16), (2, 8, 9, 0, torch.float16),
-    ]  # fmt: skip
-    for tokens, width, inner, size, dtype in cases:
-        state, deep = torch.randn(2, tokens, width).unbind()
-        distance, offset = torch.randint(0, 7, (tokens,)), torch.randn(4, inner)
-        mix = torch.randn(inner, 2 * width).to(dtype)
-        out = torch.randn(size, inner // 2).to(dtype) if size else None
-        scale = torch.randn(2, width) if size == width else None
-        gain = torch.randn(size or inner)
-        units = torch.cat([reference.norm(state, EPS), reference.norm(deep, EPS)], -1)
-        expected = reference.exit_head(state, deep, distance, mix, offset, out, scale, gain, EPS)
-        calls = []
-        for seed in SEEDS:
-            numbers = (tokens, width, 4, CODES[dtype], inner, size, EPS)
-            buffers = (distance, mix, out, offset, scale, gain, units, blank(tokens, inner), blank(tokens, size or inner))  # fmt: skip
-            calls.append(Call("exit_head", numbers, buffers, seed))
-        run(program, calls)
-        for call in calls:
-            torch.testing.assert_close(call.buffers[-1], expected, **CLOSE)
-
-
 def check_draft_top(program: Path) -> None:
     seeded()
     for tokens, columns, size, k, dtype in [(1, 12, 70, 2, torch.float16), (9, 8, 66, 3, torch.float32), (2, 5, 10, 8, torch.bfloat16)]:  # fmt: skip
@@ -132,8 +92,6 @@ def check_choose(program: Path) -> None:
 
 
 CHECKS: dict[str, Callable[[Path], None]] = {
-    "norm": check_norm,
-    "exit_head": check_exit_head,
     "draft_top": check_draft_top,
     "route": check_route,
     "choose": check_choose,

@@ -1,4 +1,4 @@
-"""Exit head, draft vocabulary and router: the CPU kernels against their references, over shapes drawn by hypothesis."""
+"""Draft vocabulary and router: the CPU kernels against their references, over shapes drawn by hypothesis."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.ops import reference
-from shared.ops.exits import RouterWeights, draft_top, exit_head, new_tickets, route
+from shared.ops.exits import RouterWeights, draft_top, new_tickets, route
 
 DRAWN = settings(
     max_examples=30,
@@ -19,52 +19,6 @@ TOKENS = st.integers(1, 5)
 WIDTHS = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 100]))
 # The tolerance for sums of the same float32 products in another order.
 CLOSE = {"atol": 2e-5, "rtol": 2e-4}
-
-
-def head(
-    form: str, tokens: int, width: int, size: int, state: torch.dtype, weights: torch.dtype
-) -> tuple:
-    """The arguments of `exit_head`, without those of the norm."""
-    inner = size if form == "affine" else 2 * (size // 2 + 1)
-    own, deep = torch.randn(2, tokens, width).unbind()
-    gated = form == "gated"
-    return (
-        (own + torch.linspace(30, 0, tokens)[:, None]).to(state),
-        (7 * deep).to(state),
-        torch.randint(0, 7, (tokens,)),
-        (torch.randn(inner, 2 * width) / width**0.5).to(weights),
-        torch.randn(4, inner),
-        torch.randn(size, inner // 2).to(weights) if gated else None,
-        torch.randn(2, width) if gated and size == width else None,
-        torch.randn(size),
-    )
-
-
-@DRAWN
-@given(
-    tokens=TOKENS,
-    width=WIDTHS,
-    size=st.one_of(st.none(), WIDTHS),
-    form=st.sampled_from(["affine", "gated"]),
-    state=DTYPES,
-    weights=DTYPES,
-)
-def test_exit_head_agrees_with_its_reference_and_ignores_its_neighbours(
-    isa: str,
-    tokens: int,
-    width: int,
-    size: int | None,
-    form: str,
-    state: torch.dtype,
-    weights: torch.dtype,
-) -> None:
-    arguments = head(form, tokens, width, size or width, state, weights)
-    out = exit_head(*arguments, 1e-2)
-    torch.testing.assert_close(out, reference.exit_head(*arguments, 1e-2), **CLOSE)
-    for row in range(tokens):
-        own = slice(row, row + 1)
-        alone = tuple(argument[own] for argument in arguments[:3])
-        assert torch.equal(exit_head(*alone, *arguments[3:], 1e-2), out[own])
 
 
 @DRAWN
@@ -174,11 +128,10 @@ def test_route_keeps_to_its_limits() -> None:
 
 def test_the_same_bits_for_any_number_of_threads() -> None:
     x, rows = torch.randn(2, 576), torch.randn(3000, 576).half()
-    arguments = head("gated", 2, 576, 576, torch.float32, torch.float16)
     results = []
     for count in (1, 2, 5):
         torch.set_num_threads(count)
-        results.append((exit_head(*arguments, 1e-6), *draft_top(x, rows, None, 2)))
+        results.append(draft_top(x, rows, None, 2))
     for one, two, five in zip(*results, strict=True):
         assert torch.equal(one, two)
         assert torch.equal(one, five)
@@ -196,37 +149,7 @@ def test_every_float16_is_read_right(isa: str) -> None:
             assert float(values) == float(rows[:, place].float().max())
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("mix", torch.randn(6, 9), r"mix has shape \[6, 9\], want \[any, 8\]"),
-        ("mix", torch.randn(6, 8).double(), "mix must be float32, float16 or bfloat16"),
-        ("mix", torch.randn(8, 6).T, "mix must be contiguous"),
-        ("deep_state", torch.randn(2, 4), "deep_state has shape"),
-        ("distance", torch.zeros(1, dtype=torch.int32), "distance must be int64"),
-        ("gain", torch.randn(3), "gain has shape"),
-        ("out", torch.randn(4, 2), "out has shape"),
-        ("scale", torch.randn(2, 3), "scale has shape"),
-        ("state", torch.randn(1, 8)[:, ::2], "last dimension of state"),
-    ],
-)
-def test_wrong_arguments_of_a_head_are_named(name: str, value: torch.Tensor, message: str) -> None:
-    arguments = {
-        "state": torch.randn(1, 4),
-        "deep_state": torch.randn(1, 4),
-        "distance": torch.ones(1, dtype=torch.int64),
-        "mix": torch.randn(6, 8),
-        "offset": torch.randn(2, 6),
-        "out": torch.randn(4, 3),
-        "scale": torch.randn(2, 4),
-        "gain": torch.randn(4),
-    }
-    exit_head(**arguments, eps=1e-6)
-    with pytest.raises(RuntimeError, match=message):
-        exit_head(**{**arguments, name: value}, eps=1e-6)
-
-
-def test_wrong_arguments_of_the_others_are_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     with pytest.raises(RuntimeError, match="k is 9"):
         draft_top(torch.randn(1, 4), torch.randn(20, 4), None, 9)
     with pytest.raises(RuntimeError, match=r"k is 4, want 1 to 8 of 3 rows"):

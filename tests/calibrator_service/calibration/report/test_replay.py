@@ -18,7 +18,7 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.engine.drafting.costs import MAX_PASS_TOKENS
 from shared.ladder.exits import LayerExit
-from shared.ladder.forms import HeadForm
+from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import Draft
@@ -27,7 +27,6 @@ from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from shared.ops.chains import ChainStart
-from tests.random_ladder import random_head
 
 PROMPT = (0, 7, 9)
 NUM_NEW = 14
@@ -162,12 +161,12 @@ def test_a_worker_chains_no_more_drafts_than_the_replay():
 DraftsByPlace = dict[tuple[int, int], Drafts]
 
 
-def random_ladder(loaded: LoadedModel, seed: int, form: HeadForm) -> Ladder:
+def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
     """A ladder with untrained exits, tables of part of the text, and routers with high probabilities."""
     torch.manual_seed(seed)
     exits = []
     for depth in (0, 2):
-        head, router = random_head(form, 32), DepthRouter(32, 8)
+        head, router = FusedHead(32, 24), DepthRouter(32, 8)
         torch.nn.init.constant_(router.output.bias, 2.0)
         exits.append(LayerExit(depth, head.eval(), router.eval().requires_grad_(False)))
     builder = SuccessorBuilder()
@@ -201,7 +200,6 @@ def by_the_book(
         for chained in range(min(MAX_CHAIN, end - 1 - settled)):
             at = settled + chained
             states = runner.capture(torch.tensor([tokens[: at + 1]]), [0, 1, 2, 3])
-            deep = states[runner.num_layers][0, settled - 1]
             drafts = [drafter.table_draft(tokens[settled + 1 : at + 1])]
             for index, depth in enumerate(bound.depths):
                 entering = states[depth][:, at]
@@ -210,14 +208,12 @@ def by_the_book(
                     start = ChainStart(tokens[settled : at + 1], 0, 1, 1.0, 1.0, 0.0)
                     [[one]] = bound.whole_chains([torch.stack(settled_states)], [start])
                     drafts.append(one.draft)
-                elif depth in bound.chained_depths:
+                else:
                     begin = outputs[index].expand(3, -1) if chained else torch.stack(settled_states)
                     found, (outputs[index],) = bound.ask_chained(
                         index, begin[None], entering, [chained + 1]
                     )
                     drafts += found
-                else:
-                    drafts += bound.ask(index, entering, deep[None], [chained + 1])
             said = [d for d in drafts if d is not None]
             drafted[settled, chained] = [(d.token, d.probability) for d in said]
             wrong = [d.probability for d in said if d.token != tokens[at + 1]]
@@ -229,10 +225,9 @@ def by_the_book(
     return highest, drafted
 
 
-@pytest.mark.parametrize("form", ["gated", "fused"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_replay_equals_a_worker_chain_by_chain(counting, monkeypatch, seed, form):
-    ladder = random_ladder(counting, seed, form)
+def test_the_replay_equals_a_worker_chain_by_chain(counting, monkeypatch, seed):
+    ladder = random_ladder(counting, seed)
     sequences = [greedy(counting, (0, start)) for start in range(6, 12)]
     sequences.append(greedy(counting, tuple(range(5, 24))))
     replayed: dict[TokenSequence, DraftsByPlace] = {sequence: {} for sequence in sequences}

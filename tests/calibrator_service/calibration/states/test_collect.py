@@ -10,14 +10,12 @@ from calibrator_service.calibration.states.chunk import read_chunk
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.states.labels import agreement, cosine_converged
 from calibrator_service.calibration.text.shards import TokenSequence
-from calibrator_service.calibration.training.batches import gather_batch
 from shared.errors import Corrupt
-from shared.ladder.heads import NUM_OFFSETS, unit
+from shared.ladder.unit import unit
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 
 TEXT = TokenSequence(tuple(range(5, 15)), 10)
-CPU = torch.device("cpu")
 
 
 def answer(loaded: LoadedModel, prompt: list[int], count: int) -> TokenSequence:
@@ -73,28 +71,22 @@ def test_states_belong_to_their_positions(counting, tmp_path):
     labelled = mine.finish("heads")
     (chunk,) = mine.chunks("heads")
     runner = ContiguousRunner(counting)
-    lookup = torch.arange(32)
     at = 0
     for sequence in labelled:
         captured = runner.capture(torch.from_numpy(sequence.tokens)[None], [0, 2, 3])
         for position in range(max(sequence.first, 1), len(sequence.tokens)):
-            for distance in range(1, NUM_OFFSETS + 2):
-                batch = gather_batch(
-                    chunk, torch.tensor([at]), torch.tensor([distance]), lookup, CPU
-                )
-                used = int(batch.distance)
-                assert used == min(distance, int(chunk.num_before[at])) <= position
-                for depth in (0, 2):
-                    torch.testing.assert_close(
-                        batch.states[depth][0],
-                        unit(captured[depth][0, position]),
-                        rtol=2e-3,
-                        atol=2e-3,
-                    )
+            own = int(chunk.rows[at])
+            for depth in (0, 2):
+                expected = unit(captured[depth][0, position])
                 torch.testing.assert_close(
-                    batch.deep[0], unit(captured[3][0, position - used]), rtol=2e-3, atol=2e-3
+                    chunk.states[depth][own].float(), expected, rtol=2e-3, atol=2e-3
                 )
-                assert int(batch.choices) == sequence.choices[position]
+            for back in (0, 1):  # the token before may be the last settled one
+                expected = unit(captured[3][0, position - back])
+                torch.testing.assert_close(
+                    chunk.deep[own - back].float(), expected, rtol=2e-3, atol=2e-3
+                )
+            assert int(chunk.choices[at]) == sequence.choices[position]
             at += 1
     assert at == len(chunk)
 

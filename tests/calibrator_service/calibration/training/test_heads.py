@@ -14,13 +14,9 @@ from calibrator_service.calibration.training import heads as train_module
 from calibrator_service.calibration.training.batches import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import train_heads
-from calibrator_service.calibration.training.objectives import (
-    ChainObjective,
-    OneStepObjective,
-    make_teacher,
-)
+from calibrator_service.calibration.training.objectives import ChainObjective, make_teacher
 from shared.ladder.fused_head import FusedHead
-from shared.ladder.heads import ExitHead, unit
+from shared.ladder.unit import unit
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import HostSyncs
 from shared.model.loaded import LoadedModel
@@ -30,7 +26,7 @@ from shared.model.runner import tap_depths
 @pytest.fixture
 def collector(counting: LoadedModel, tmp_path: Path) -> Collector:
     mine = Collector(
-        ContiguousRunner(counting), [0, 2], tmp_path, max_state_bytes=0, keeps_states=False, pass_tokens=64
+        ContiguousRunner(counting), [0, 1, 2], tmp_path, max_state_bytes=0, keeps_states=False, pass_tokens=64
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     for length in (9, 30, 14, 25):
@@ -53,7 +49,7 @@ def test_recomputed_states_equal_stored_ones(counting, collector, tmp_path):
     keeping.finish("heads")
     (kept,) = keeping.chunks("heads")
     assert len(kept) == len(recomputed) == 9 + 30 + 14 + 25 - 4 * 3
-    for name in ("rows", "num_before", "choices"):
+    for name in ("rows", "choices"):
         assert torch.equal(getattr(kept, name), getattr(recomputed, name))
     for ours, theirs in (
         (kept.deep, recomputed.deep),
@@ -67,7 +63,7 @@ def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatc
     monkeypatch.setattr(train_module, "REPORT_INTERVAL_S", math.inf)  # the first step's only
     # As on a GPU: otherwise the optimiser counts its steps in tensors on the host, and reads them.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: AdamW(*a, **{**k, "fused": True}))
-    heads = {depth: ExitHead("gated", 32, 32, 16) for depth in (0, 2)}
+    heads = {depth: FusedHead(32, 16) for depth in (0, 2)}
     vocabulary = DraftVocabulary(torch.arange(32), torch.randn(32, 32), None, torch.arange(32))
 
     def waits(batch_size: int) -> list[str]:
@@ -76,7 +72,7 @@ def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatc
             train_heads(
                 heads, collector.chunks("heads"), vocabulary,
                 HeadTraining(epochs=1, batch_size=batch_size),
-                OneStepObjective(heads, vocabulary),
+                ChainObjective(heads, vocabulary, 3, None),
                 on_step=lambda done, _: told.append(done),
             )  # fmt: skip
         assert len(told) == 1

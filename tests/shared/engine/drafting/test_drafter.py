@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence as Rows
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -68,10 +69,9 @@ def members(
     return found
 
 
-@pytest.mark.parametrize(("form", "seeds"), [("gated", (1, 2)), ("fused", (2, 3))])
-def test_other_sequences_in_the_batch_change_no_draft(runner, form, seeds):
+def test_other_sequences_in_the_batch_change_no_draft(runner):
     """The seeds are those of routers that are sure enough for whole chains."""
-    first, second = (random_ladder(runner.loaded, seed, form=form) for seed in seeds)
+    first, second = (random_ladder(runner.loaded, seed) for seed in (2, 3))
     exact = DepthPolicy("exact", max_drafts=3)
     policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
     batch = members(runner, [first, second, first, first], policies)
@@ -85,35 +85,17 @@ def test_other_sequences_in_the_batch_change_no_draft(runner, form, seeds):
     assert {draft.depth for drafts in alone for draft in drafts} == set(DEPTHS)
 
 
-def test_each_exit_gets_the_offset_of_the_settled_state(runner, monkeypatch):
-    [member] = members(runner, [random_ladder(runner.loaded, 1)], [DepthPolicy("exact", max_drafts=3)])  # fmt: skip
-    asked: list[tuple[int, list[int]]] = []
-    ask = BoundLadder.ask
-
-    def noted(
-        self: BoundLadder,
-        index: int,
-        states: torch.Tensor,
-        deep: torch.Tensor,
-        distances: Rows[int],
-    ) -> list[Draft]:
-        asked.append((index, list(distances)))
-        assert torch.equal(deep[0], member[0].deep_state)
-        return ask(self, index, states, deep, distances)
-
-    monkeypatch.setattr(BoundLadder, "ask", noted)
-    draft_chains([member], 1)
-    assert asked == [(index, [distance]) for distance in (1, 2, 3) for index in range(len(DEPTHS))]
-
-
 def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
-    ladder = random_ladder(runner.loaded, 1)
+    ladder = random_ladder(runner.loaded, 1, (1, 2))
     batch = members(runner, [ladder] * 3, [DepthPolicy("exact", max_drafts=n) for n in (1, 2, 2)])
     asked: list[int] = []
-    ask = BoundLadder.ask
-    monkeypatch.setattr(
-        BoundLadder, "ask", lambda self, *args: asked.append(len(args[3])) or ask(self, *args)
-    )
+    ask = BoundLadder.ask_chained
+
+    def noted(self: BoundLadder, *args: Any) -> tuple[list[Draft], torch.Tensor]:
+        asked.append(len(args[3]))
+        return ask(self, *args)
+
+    monkeypatch.setattr(BoundLadder, "ask_chained", noted)
     runner.counters.reset()
     draft_chains(batch, 3)
     assert asked == [3, 3, 2, 2]

@@ -14,7 +14,7 @@ from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
-from shared.ladder import exits as exits_module
+from shared.ladder import ladder as ladder_module
 from shared.ladder import native_chain
 from shared.ladder.chain_exit import ChainExit
 from shared.ladder.exits import LayerExit
@@ -130,9 +130,9 @@ def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., Draf
 
 
 def single_steps(
-    one: LayerExit, head: FusedHead, rows: torch.Tensor, bias: torch.Tensor | None, *_: object
+    one: LayerExit, rows: torch.Tensor, bias: torch.Tensor | None, *_: object
 ) -> ChainExit:
-    return ChainExit(head, one.router, rows, bias)
+    return ChainExit(one.head, one.router, rows, bias)
 
 
 @pytest.mark.parametrize("positions", [(), (0,), (0, 1), (2,), (1, 3), (0, 1, 2, 3, 4)])
@@ -145,7 +145,7 @@ def test_a_whole_chain_has_the_drafts_of_its_single_steps(
     whole = drafted(any_runner, ladder, policies)
     assert noted
     calls = len(noted)
-    monkeypatch.setattr(exits_module, "_bind_chain", single_steps)
+    monkeypatch.setattr(ladder_module, "bind_exit", single_steps)
     assert whole == drafted(any_runner, ladder, policies)
     assert len(noted) == calls, "the second time, step by step"
     assert [len(drafts) for drafts in whole] == [NUM_DRAFTS, 2, NUM_DRAFTS]

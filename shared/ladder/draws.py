@@ -1,0 +1,95 @@
+"""The most probable drafts of a head's adapted states: on neap's kernels, with float16 weights, or in PyTorch."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shared.ladder.head_rows import Projection
+from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
+from shared.ladder.unit import EPSILON
+from shared.ops import library
+from shared.ops.exits import ROUTE_TOKENS, RouterWeights, draft_top, new_tickets, route
+
+LARGEST_HALF = 65504.0
+# Adapted states [N, W] and places in chains [N] int64 >= 1 -> indices into the draft vocabulary [N, K] int64 and probabilities [N, K],
+# the most probable first.
+Draws = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def kernel_weight(weight: Tensor) -> Tensor:
+    """A contiguous copy for the kernels: float16, or float32 if a number exceeds float16's range.
+
+    The kernels are bound by reading weights, so half the size is about half the time.
+    """
+    weight = weight.detach().float()
+    fits = bool(weight.abs().max() <= LARGEST_HALF) if weight.numel() else True
+    return (weight.half() if fits else weight).contiguous()
+
+
+def router_weights(router: DepthRouter) -> RouterWeights:
+    """A router's weights, with its calibration (slope and shift) folded into the output layer."""
+    slope = router.slope.detach()
+    return RouterWeights(
+        hidden=kernel_weight(router.hidden.weight),
+        bias=router.hidden.bias.detach().clone(),
+        output=(slope * router.output.weight[0]).detach(),
+        features=router.scalars.weight.detach().T.contiguous(),
+        skip=(slope * router.skip.weight[0]).detach(),
+        shift=float(slope * router.output.bias + router.shift),
+        eps=EPSILON,
+    )
+
+
+class KernelDraws:
+    """`Draws` on the kernels. `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary.
+
+    `num_drafts`: K, at least 2, as the router compares two. `num_tokens`: the most tokens of a call that is recorded. Larger calls replace a tensor that a recording would go on using.
+    """
+
+    def __init__(
+        self,
+        router: DepthRouter,
+        rows: Tensor,
+        bias: Tensor | None,
+        num_drafts: int = 2,
+        num_tokens: int = ROUTE_TOKENS,
+    ) -> None:
+        self._rows = kernel_weight(rows)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._num_drafts = min(num_drafts, len(rows))
+        self.router = router_weights(router)
+        self._tickets = new_tickets(num_tokens, rows.device)
+
+    def __call__(self, adapted: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Draws`."""
+        if len(adapted) > len(self._tickets) * ROUTE_TOKENS:
+            self._tickets = new_tickets(len(adapted), adapted.device)
+        top, indices, log_mass = draft_top(adapted, self._rows, self._bias, self._num_drafts)
+        first = route(adapted, self.router, top, log_mass, places, LOWEST, HIGHEST, self._tickets)
+        return indices, with_others(first, (top - log_mass[:, None]).exp())
+
+
+def plain_draws(router: DepthRouter, project: Projection, num_drafts: int = 1) -> Draws:
+    """What `KernelDraws` computes, in PyTorch. `project` maps adapted states to logits [N, Vd]."""
+
+    def draws(adapted: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        logits = project(adapted)
+        first = router(adapted, scalar_features(logits, places))
+        top, indices = logits.topk(min(num_drafts, logits.shape[-1]))
+        shares = (top - logits.logsumexp(-1, keepdim=True)).exp()
+        return indices, with_others(first, shares)
+
+    return draws
+
+
+def with_others(first: Tensor, shares: Tensor) -> Tensor:
+    """The probabilities [N, K] of drafts of which a router has judged the first: `first` [N]. `shares` [N, K]: the head's own
+    probabilities. The others share what is left as the head would."""
+    left = ((1 - first) / (1 - shares[:, 0]).clamp_min(1e-6))[:, None]
+    return torch.cat([first[:, None], (left * shares[:, 1:]).clamp(0, 1)], 1)
+
+
+def is_supported(device: torch.device, vocabulary_size: int) -> bool:
+    """Whether the kernels run on `device` with a draft vocabulary of `vocabulary_size` tokens."""
+    return vocabulary_size > 1 and library.runs_on(device.type)
