@@ -136,7 +136,10 @@ def _exit(width: int, depth: int, share: float) -> LayerExit:
     router = DepthRouter(width)
     with torch.no_grad():
         nn.init.zeros_(head.down)
-        head.fuse.copy_(torch.cat([torch.zeros(width, NUM_STATES * width), torch.eye(width)], 1))
+        nothing = torch.zeros(width, NUM_STATES * width)
+        head.fuse.copy_(
+            torch.cat([nothing, torch.eye(width), nothing[:, :width], torch.eye(width)], 1)
+        )
         nn.init.ones_(head.gain)
         nn.init.zeros_(router.output.weight)
         nn.init.zeros_(router.output.bias)

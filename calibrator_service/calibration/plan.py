@@ -17,6 +17,8 @@ from shared.model.runner import tap_depths
 QUICK_BUDGET_S = 150.0
 # Largest artefact with the default rung.
 ARTEFACT_BYTES = 16_000_000
+# The successor table may have these in any case: heads of wide models alone may need more than ARTEFACT_BYTES.
+LEAST_TABLE_BYTES = 4_000_000
 DEFAULT_NEW_TOKENS = 128
 DEFAULT_DEPTHS = (0,)
 # Shares of the time budget at which the phases end.
@@ -28,6 +30,10 @@ MAX_DEFAULT_VOCABULARY = 8192
 # Tokens of one forward pass, padding included, and positions of one chunk of states, both on a CPU.
 PASS_TOKENS = 2048
 CHUNK_POSITIONS = 8192
+# Training by gradients begins to pay with this much time and text; with less, heads are what the closed form gives.
+TRAINING_BUDGET_S, TRAINING_TOKENS = 600.0, 60_000
+# Of a head whose block adds nothing.
+LEAST_MLP_WIDTH = 16
 # Heads are trained for at most MAX_EPOCHS epochs, for fewer if these have more than TRAINED_POSITIONS positions, and for at least
 # MIN_EPOCHS.
 MAX_EPOCHS, MIN_EPOCHS, TRAINED_POSITIONS = 6, 2, 120_000_000
@@ -67,7 +73,7 @@ class Plan:
     """A spec with every choice made. `spec` itself has a limit: see `with_time_budget`.
 
     `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
-    successor table. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
+    successor table. `trains`: whether training by gradients follows the closed form; `mlp_width`: of the block that it trains. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
     """
 
     spec: CalibrationSpec
@@ -78,6 +84,8 @@ class Plan:
     sizes: PassSizes
     table_bytes: int
     training: HeadTraining
+    trains: bool
+    mlp_width: int
     budget_s: float
 
     def captured_depths(self, num_layers: int) -> tuple[int, ...]:
@@ -126,7 +134,15 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
             "exits are for models whose LM head reads states of the hidden size",
             reason="HEAD_FORM_NOT_SUPPORTED",
         )
-    other_bytes = 100_000 + len(depths) * exit_bytes(spec, loaded.hidden_size) + 4 * vocabulary_size
+    by_time = spec.time_budget_s is None or spec.time_budget_s >= TRAINING_BUDGET_S
+    by_text = not spec.max_tokens or spec.max_tokens >= TRAINING_TOKENS
+    trains = spec.learning_curve or (by_time and by_text)
+    mlp_width = default_mlp_width(loaded.hidden_size) if trains else LEAST_MLP_WIDTH
+    other_bytes = (
+        100_000
+        + len(depths) * exit_bytes(spec, loaded.hidden_size, mlp_width)
+        + 4 * vocabulary_size
+    )
     source = spec.source
     max_new_tokens = source.max_new_tokens if isinstance(source, SelfGenerated) else 0
     max_new_tokens = max_new_tokens or DEFAULT_NEW_TOKENS
@@ -141,15 +157,17 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
         max_tokens=spec.max_tokens or math.inf,
         max_new_tokens=max_new_tokens,
         sizes=sizes,
-        table_bytes=max(ARTEFACT_BYTES - other_bytes, 1 << 20),
+        table_bytes=max(ARTEFACT_BYTES - other_bytes, LEAST_TABLE_BYTES),
         training=head_training(spec, loaded.device),
+        trains=trains,
+        mlp_width=mlp_width,
         budget_s=spec.time_budget_s or math.inf,
     )
 
 
-def exit_bytes(spec: CalibrationSpec, hidden_size: int) -> int:
+def exit_bytes(spec: CalibrationSpec, hidden_size: int, mlp_width: int) -> int:
     """Size of the matrices of an exit's head and router in the artefact."""
-    columns = 4 * hidden_size + 3 * default_mlp_width(hidden_size)
+    columns = 6 * hidden_size + 3 * mlp_width
     return 2 * hidden_size * (columns + spec.router_width)
 
 

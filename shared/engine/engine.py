@@ -17,7 +17,7 @@ from shared.engine.memory.prefixes import Prefixes, common_prefix
 from shared.engine.model_claim import ModelClaim
 from shared.engine.quality.shadow import Shadow
 from shared.engine.request.admission import Admission
-from shared.engine.request.handle import GenerationHandle, OnEvent
+from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
 from shared.engine.request.job import Job
 from shared.engine.request.options import RequestOptions, request_of
 from shared.engine.request.prompt import Prompt
@@ -237,11 +237,13 @@ class Engine:
         ladder: Ladder | None = None,
         *,
         on_event: OnEvent | None = None,
+        on_states: OnStates | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationHandle:
         """Checks a request and queues it. `prompt` and `options` as in `generate`, or a whole request, whose options it has itself.
 
-        `on_event` receives its events on the engine's thread; without it they come through the handle.
+        `on_event` receives its events on the engine's thread; without it they come through the handle. `on_states` receives the states of
+        its tokens there.
         Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
         `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
         """
@@ -254,7 +256,7 @@ class Engine:
         ladder = ladder or self._ladder
         self._admission.check(request, ladder, lambda: self._num_cached(request.prompt_key))
         _ = request.prompt_key  # made here, not on the engine's thread
-        handle = GenerationHandle(request, self._wake, on_event)
+        handle = GenerationHandle(request, self._wake, on_event, on_states)
         job = Job(
             handle,
             None if request.policy.name == "full" else ladder,

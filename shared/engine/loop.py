@@ -232,7 +232,9 @@ class EngineLoop:
                 return False
             bound, drafter = job.binding
             request = job.handle.request
-            job.sequence = self._decoder.admit(request, bound, drafter.served(request))
+            job.sequence = self._decoder.admit(
+                request, bound, drafter.served(request), job.handle.on_states
+            )
             job.sequence.submitted_s = max(job.handle.submitted_s, self._ready_s)
             job.handle.started_s = time.monotonic()
         except Exception as error:

@@ -21,6 +21,7 @@ from shared.engine.drafting.planner import (
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.admission import max_num_tokens
+from shared.engine.request.handle import OnStates
 from shared.engine.request.prefill_rate import PrefillRate
 from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
 from shared.engine.request.sequence import Sequence
@@ -114,11 +115,15 @@ class Decoder:
         self._adaptive = AdaptiveDrafting()
 
     def admit(
-        self, request: GenerationRequest, ladder: BoundLadder | None, served: Reliability
+        self,
+        request: GenerationRequest,
+        ladder: BoundLadder | None,
+        served: Reliability,
+        on_states: OnStates | None = None,
     ) -> Sequence:
         """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
 
-        `served`: how the ladder's drafts fared in earlier requests of this kind. Raises `Exhausted` (reasons OUT_OF_MEMORY,
+        `served`: how the ladder's drafts fared in earlier requests of this kind. `on_states` as in `GenerationHandle`. Raises `Exhausted` (reasons OUT_OF_MEMORY,
         KV_PAGES).
         """
         loaded = self.runner.loaded
@@ -131,7 +136,9 @@ class Decoder:
             learned = self.learned.of(request.client)
         max_tokens = capacity - len(request.prompt_ids)
         regimes = self.runner.regimes
-        return Sequence(request, loaded, ladder, cache, max_tokens, served, learned, regimes)
+        return Sequence(
+            request, loaded, ladder, cache, max_tokens, served, learned, regimes, on_states
+        )
 
     def step(self, batch: Rows[Member], costs: PassCosts) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.
@@ -367,6 +374,10 @@ class Decoder:
         sequence.num_settled = chain.base + num_through
         kept = [chain.kept[depth][newest] for depth in sequence.kept_depths]
         sequence.settled_states = torch.stack(kept)
+        if sequence.on_states is not None:
+            through = [*range(num_through - 1), newest]
+            states = [[chain.kept[d][i] for i in through] for d in sequence.kept_depths]
+            sequence.on_states(chain.base, torch.stack([torch.stack(s) for s in states], 1))
         if verdict is None:
             return
         tokens = self._tokens(chain, verdict)

@@ -22,8 +22,9 @@ from shared.ladder.successors import SuccessorTable
 from shared.ladder.table_router import TableRouter
 from shared.model.own_thread import run_in_own_thread
 
-# 2: exits have the form `fused`. Without exits a manifest says 1, which earlier versions of neap read, too.
-SCHEMA_VERSION, FIRST_VERSION = 2, 1
+# 3: a head has a matrix of its own for the further steps of its chains; in 2 it was tied to that of the first. Without exits a manifest
+# says 1, which earlier versions of neap read, too.
+SCHEMA_VERSION, TIED_VERSION, FIRST_VERSION = 3, 2, 1
 BLOB = "ladder.safetensors"
 # The form of exit heads, and those that earlier versions of neap calibrated as well.
 FORM, FORMER_FORMS = "fused", ("affine", "gated")
@@ -127,7 +128,7 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
             f"the router has format {version}; this version of neap reads formats up to {SCHEMA_VERSION}",
             reason="SCHEMA_TOO_NEW",
         )
-    if version not in (FIRST_VERSION, SCHEMA_VERSION) or set(blobs) != {BLOB}:
+    if version not in (FIRST_VERSION, TIED_VERSION, SCHEMA_VERSION) or set(blobs) != {BLOB}:
         raise Corrupt(f"the router has no valid schema_version, or its blobs are not just {BLOB}")
     if len(blobs[BLOB]) > MAX_BLOB_BYTES:
         raise Corrupt("the router's blob is too large")
@@ -222,7 +223,10 @@ class _Unpacker:
         with torch.device("meta"):
             head = FusedHead(model.hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
             router = DepthRouter(model.hidden_size, router_width)
-        _fill(head, self._take(f"{rung['name']}.head"))
+        tensors = self._take(f"{rung['name']}.head")
+        if self.manifest["schema_version"] == TIED_VERSION:
+            tensors["fuse"] = _untied(tensors["fuse"], model.hidden_size)
+        _fill(head, tensors)
         _fill(router, self._take(f"{rung['name']}.router"))
         agreement = float(rung["figures"].get("agreement", 0.0))
         if not 0.0 <= agreement <= 1.0:
@@ -246,6 +250,15 @@ class _Unpacker:
         ):
             raise Corrupt("the draft vocabulary is not a set of the model's tokens")
         return vocabulary
+
+
+def _untied(fuse: Tensor, hidden_size: int) -> Tensor:
+    """The matrix of a head of format 2 [D, 4D], whose chains put the output in the place of all states, in today's format [D, 6D]."""
+    if fuse.shape[-1] != 4 * hidden_size:
+        raise Corrupt("fuse of a FusedHead has the wrong shape")
+    *states, entering = fuse.float().split(hidden_size, 1)
+    further = torch.cat([torch.stack(states).sum(0), entering], 1)
+    return torch.cat([fuse, further.to(fuse.dtype)], 1)
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:

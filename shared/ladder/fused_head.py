@@ -1,7 +1,7 @@
-"""The exit head: the full model's states at three depths and a token's embedding, through one gated block.
+"""The exit head: the full model's states at three depths and a token's embedding, through one matrix and one gated block.
 
 In a chain of drafts the head's own output takes the place of the states, so a chain depends on the settled prefix and on the chain's
-tokens alone. It is trained on such chains (see `calibrator_service.calibration.training.objectives`).
+tokens alone. It is solved and trained on such chains (see `calibrator_service.calibration.training`).
 """
 
 from functools import partial
@@ -14,6 +14,8 @@ from shared.ladder.head_rows import Projection
 from shared.ladder.unit import unit
 
 NUM_STATES = 3
+# What a step begins with: the settled states, and the head's own output. One of both is zero.
+NUM_SLOTS = NUM_STATES + 1
 # Initial logits are this much smaller than with the final norm's gain. At full size the first hundreds of steps only shrink them.
 INITIAL_GAIN = 0.3
 
@@ -22,8 +24,10 @@ class FusedHead(nn.Module):
     """States after a third, two thirds and all of the layers of the last settled token, and the state that the newest token enters
     the exit with: its embedding at depth 0, its state after d layers at depth d.
 
-    With u(x) = `unit(x)`: fused = fuse [D, 4D] @ (u(low), u(middle), u(last), u(entering)); n = u(fused) * norm [D];
+    With u(x) = `unit(x)`, the first step of a chain: fused = fuse [D, 4D] @ (u(low), u(middle), u(last), u(entering)). A further step:
+    fused = next [D, 2D] @ (output of the step before, u(entering)). Then n = u(fused) * norm [D];
     output = u(fused + down [D, M] @ (silu(gate [M, D] @ n) * (up [M, D] @ n))). The LM head's input is output * gain [D].
+    The parameter `fuse` [D, 6D] holds fuse and next, side by side.
     Only for models whose LM head reads states of width D, because the output stands for states of width D.
     """
 
@@ -35,7 +39,7 @@ class FusedHead(nn.Module):
         if gain is None or gain.shape != (hidden_size,):
             gain = torch.ones(hidden_size)
         num_inputs = (NUM_STATES + 1) * hidden_size
-        self.fuse = nn.Parameter(torch.randn(hidden_size, num_inputs) * num_inputs**-0.5)
+        self.fuse = nn.Parameter(torch.randn(hidden_size, 6 * hidden_size) * num_inputs**-0.5)
         self.norm = nn.Parameter(torch.ones(hidden_size))
         self.gate = nn.Parameter(torch.randn(mlp_width, hidden_size) * hidden_size**-0.5)
         self.up = nn.Parameter(torch.randn(mlp_width, hidden_size) * hidden_size**-0.5)
@@ -45,15 +49,22 @@ class FusedHead(nn.Module):
     def forward(self, states: Tensor, entering: Tensor) -> Tensor:
         """The output [..., D], float32, with a root mean square of 1.
 
-        `states` [..., NUM_STATES, D]: of the last settled token, or `chained` of the output for the token before. `entering` [..., D].
+        `states`: of the last settled token [..., NUM_STATES, D], or `in_slots` of these or `chained` of the output for the token before,
+        both [..., NUM_SLOTS, D]. `entering` [..., D].
         """
         products = (partial(F.linear, weight=weight) for weight in self.matrices)
         return fused_output(states, entering, self.norm, *products)
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """fuse, gate, up and down."""
+        """fuse [D, 6D], gate, up and down."""
         return self.fuse, self.gate, self.up, self.down
+
+    @property
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """fuse [D, 4D] of a chain's first step, and next [D, 2D] of its further steps."""
+        first, further = self.fuse.detach().split([4 * self.hidden_size, 2 * self.hidden_size], 1)
+        return first, further
 
     def adapted(self, output: Tensor) -> Tensor:
         """The LM head's input [..., D] of an output [..., D]."""
@@ -70,14 +81,25 @@ def fused_output(
     down: Projection,
 ) -> Tensor:
     """`FusedHead.forward`, with each product by a matrix as a function."""
-    fused = fuse(torch.cat([unit(states).flatten(-2), unit(entering)], -1))
+    slots, newest = unit(in_slots(states)), unit(entering)
+    kept, own = slots[..., :NUM_STATES, :], slots[..., NUM_STATES, :]
+    is_further = (own != 0).any(-1, keepdim=True)
+    nothing = torch.zeros_like(newest)
+    first = torch.where(is_further, nothing, newest)
+    further = torch.where(is_further, newest, nothing)
+    fused = fuse(torch.cat([kept.flatten(-2), first, own, further], -1))
     normed = unit(fused) * norm
     return unit(fused + down(F.silu(gate(normed)) * up(normed)))
 
 
+def in_slots(states: Tensor) -> Tensor:
+    """Settled states [..., NUM_STATES, D] with an empty slot for the output: [..., NUM_SLOTS, D], which stays as it is."""
+    return F.pad(states, (0, 0, 0, NUM_SLOTS - states.shape[-2]))
+
+
 def chained(output: Tensor) -> Tensor:
-    """The output [..., D] in the place of the states [..., NUM_STATES, D], for the next token of the chain."""
-    return output[..., None, :].expand(*output.shape[:-1], NUM_STATES, output.shape[-1])
+    """The output [..., D] in the place of the states, for the next token of the chain: [..., NUM_SLOTS, D]."""
+    return F.pad(output[..., None, :], (0, 0, NUM_STATES, 0))
 
 
 def default_mlp_width(hidden_size: int) -> int:

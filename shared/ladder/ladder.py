@@ -145,7 +145,7 @@ class BoundLadder:
     ) -> tuple[list[Draft], Tensor]:
         """The next drafts of N chains of `exits[index]`, one of the `chained_depths`, and the outputs [N, D] behind them.
 
-        `states` [N, 3, D]: of the last settled tokens at `kept_depths` and L, or `chained` of the outputs for the tokens before.
+        `states`: of the last settled tokens at `kept_depths` and L [N, 3, D], or as `FusedHead.forward` takes those of chains.
         `entering` [N, D]: the newest tokens' states at the exit's depth. `places` >= 1: the drafted tokens' places in their chains.
         The drafts are read back in one device synchronisation.
         """

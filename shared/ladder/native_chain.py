@@ -46,12 +46,10 @@ class NativeChain:
         embedding: Tensor,
     ) -> None:
         self._hidden_size = head.hidden_size
-        *states, entering = head.fuse.detach().split(head.hidden_size, 1)
-        # In a chain the output takes the place of all states, so their parts of `fuse` can be added beforehand.
-        summed = torch.stack(states).sum(0)
+        fuse, further = head.steps
         self._weights = ChainWeights(
-            fuse=packed_small(head.fuse),
-            next=packed_small(torch.cat([summed, entering], 1)),
+            fuse=packed_small(fuse),
+            next=packed_small(further),
             gate=packed_small(head.gate),
             up=packed_small(head.up),
             down=packed_small(head.down),

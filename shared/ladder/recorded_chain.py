@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shared.ladder.chain_exit import ChainExit
-from shared.ladder.fused_head import NUM_STATES, chained
+from shared.ladder.fused_head import NUM_SLOTS, chained, in_slots
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.routers import HIGHEST
 from shared.ladder.rungs import Draft, exit_name
@@ -41,7 +41,7 @@ class RecordedChain:
         device = vocabulary.device
         with torch.inference_mode():
             # What a recording reads: the states behind each newest token, that token, and the place of the token to be drafted.
-            self._states = torch.zeros(MAX_CHAINS, NUM_STATES, hidden_size, device=device)
+            self._states = torch.zeros(MAX_CHAINS, NUM_SLOTS, hidden_size, device=device)
             self._newest = torch.zeros(MAX_CHAINS, dtype=torch.int64, device=device)
             self._places = torch.ones(MAX_CHAINS, dtype=torch.int64, device=device)
             self._is_fed = torch.zeros(MAX_CHAINS, dtype=torch.bool, device=device)
@@ -74,7 +74,9 @@ class RecordedChain:
         count = len(starts)
         # Before the tensors are filled: recording runs the work.
         feed, step = self._recorded_for(next(size for size in NUM_CHAINS if size >= count))
-        states = [chained(begin) if begin.dim() == 1 else begin.float() for begin in begins]
+        states = [
+            chained(begin) if begin.dim() == 1 else in_slots(begin.float()) for begin in begins
+        ]
         self._states[:count].copy_(torch.stack(states))
         # The last column holds all newest tokens. A sequence with fewer tokens than others enters the columns later.
         width = max(len(start.tokens) for start in starts)

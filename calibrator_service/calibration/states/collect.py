@@ -1,11 +1,12 @@
-"""Passes sequences through the frozen model once, and keeps its choices and the states at the rungs' depths.
+"""The full model's choices along sequences, and the states at the depths that exits learn from.
 
-Sequences are buffered per split into chunks of bounded size, and each chunk becomes a file, which a later run reads instead of
-running the model. On a GPU a pass is as fast as reading its states from disk. There a file holds tokens only and the states are
-computed again at each use, so that the disk does not bound the amount of text.
+The states come from the engine that wrote an answer, or else from a pass over the sequence. Sequences are buffered per split into chunks of
+bounded size. The chunks of the split `heads` are added to the sums that heads are solved from. Those of splits that are read again become
+files, which a later run reads instead of running the model. On a GPU a pass is as fast as reading its states from disk. There a file holds
+tokens only and the states are computed again at each use, so that the disk does not bound the amount of text.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +25,13 @@ from calibrator_service.calibration.states.chunk import (
     read_tensors,
 )
 from calibrator_service.calibration.states.labels import cosine_converged, greedy_choices
+from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
-from calibrator_service.calibration.text.splits import Split
+from calibrator_service.calibration.text.splits import SPLITS, Split
 from shared.ladder.successors import Array
 from shared.ladder.unit import unit
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.runner import tap_depths
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ class _SplitBuffer:
 class Collector:
     """Labels sequences, and captures states if there are depths to capture at.
 
-    With `keeps_states`, chunks are files of states, of at most `max_state_bytes` per split; otherwise files of tokens without a
-    limit. `pass_tokens`: tokens of one forward pass, padding included.
+    `sums`: what the chunks of the split `heads` are added to. `stored`: the splits whose chunks are read again. With `keeps_states`, these
+    are files of states, of at most `max_state_bytes` per split; otherwise files of tokens without a limit. `pass_tokens`: tokens of one
+    forward pass, padding included.
     """
 
     def __init__(
@@ -69,6 +73,8 @@ class Collector:
         folder: Path,
         *,
         max_state_bytes: int,
+        sums: Sums | None = None,
+        stored: Collection[Split] = SPLITS,
         cosine_threshold: float | None = None,
         chunk_positions: int = CHUNK_POSITIONS,
         pass_tokens: int = PASS_TOKENS,
@@ -77,6 +83,7 @@ class Collector:
         self._runner = runner
         self._depths = tuple(depths)
         self._folder = folder
+        self._sums, self._stored = sums, frozenset(stored)
         self._cosine_threshold = cosine_threshold
         self._chunk_positions = chunk_positions
         self._pass_tokens, self._keeps_states = pass_tokens, keeps_states
@@ -108,24 +115,30 @@ class Collector:
     def _flush(self, split: Split, own: _SplitBuffer) -> list[LabelledSequence]:
         sequences, index = own.waiting, own.num_chunks
         own.waiting, own.num_waiting_positions, own.num_chunks = [], 0, index + 1
-        # The disk is bounded, too. Sequences beyond the bound only feed the tables.
-        wants_states = bool(self._depths) and own.num_stored_positions < self._max_positions
-        needs_choices = any(not s.is_greedy or not s.num_answer_tokens for s in sequences)
-        if not self._keeps_states and self._depths:
+        is_summed = self._sums is not None and split == "heads" and index >= self._sums.num_chunks
+        is_stored = bool(self._depths) and split in self._stored
+        if self._keeps_states:
+            # The disk is bounded, too. Sequences beyond the bound are not read again.
+            is_stored &= own.num_stored_positions < self._max_positions
+        needs_choices = any(_needs_choices(sequence) for sequence in sequences)
+        if is_stored and not self._keeps_states:
             path = self._folder / f"tokens-{split}-{index:05d}.safetensors"
             if not path.exists():
                 write_shard(path, sequences)
             own.files.append(path)
-            wants_states = False
-        if not wants_states and not needs_choices:
+            is_stored = False
+        if not is_stored and not is_summed and not needs_choices:
             return [_labelled(s, None) for s in sequences]
         path = self._folder / f"states-{split}-{index:05d}.safetensors"
-        if path.exists():
-            tensors = read_tensors(path)
-        else:
-            tensors = self._capture(sequences, wants_states)
-            write_atomically(path, save({name: t.cpu() for name, t in tensors.items()}))
-        if wants_states:
+        tensors = read_tensors(path) if path.exists() else None
+        if tensors is None or ("deep" not in tensors and (is_stored or is_summed)):
+            tensors = self._capture(sequences, is_stored or is_summed)
+            written = tensors if is_stored else {n: tensors[n] for n in ("choices", "counts")}
+            write_atomically(path, save({name: t.cpu() for name, t in written.items()}))
+        if is_summed:
+            assert self._sums is not None
+            self._sums.add(chunk_from_tensors(tensors))
+        if is_stored:
             own.num_stored_positions += len(tensors["rows"])
             own.files.append(path)
         choices = tensors["choices"].long().split(tensors["counts"].tolist())
@@ -134,7 +147,13 @@ class Collector:
     def _capture(self, sequences: list[TokenSequence], wants_states: bool) -> dict[str, Tensor]:
         """The tensors of a chunk (see `chunk_from_tensors`); only choices and their counts without `wants_states`."""
         parts: list[dict[str, Tensor]] = [{} for _ in sequences]
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i].tokens))
+        unseen = []
+        for index, sequence in enumerate(sequences):
+            if wants_states and self._was_observed(sequence):
+                parts[index] = self._observed(sequence)
+            else:
+                unseen.append(index)
+        order = sorted(unseen, key=lambda i: len(sequences[i].tokens))
         for batch in batches(order, [len(s.tokens) for s in sequences], self._pass_tokens):
             self._forward(batch, sequences, parts, wants_states)
         if wants_states:
@@ -143,6 +162,37 @@ class Collector:
                 part["rows"] = part["rows"] + offset
                 offset += len(part["deep"])
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _was_observed(self, sequence: TokenSequence) -> bool:
+        """Whether the engine that wrote the sequence has shown all states that are wanted."""
+        depths = {0, *tap_depths(self._runner.num_layers)}
+        return (
+            sequence.states is not None
+            and not _needs_choices(sequence)
+            and self._cosine_threshold is None
+            and depths.issuperset(self._depths)
+        )
+
+    def _observed(self, sequence: TokenSequence) -> dict[str, Tensor]:
+        """The part of a sequence whose states its engine has shown: as `_forward` fills it."""
+        assert sequence.states is not None
+        first, (start, end) = first_position(sequence), _captured_span(sequence)
+        start = max(start, sequence.states_start)
+        states = sequence.states[start - sequence.states_start : end - sequence.states_start]
+        tokens = torch.tensor(sequence.tokens[start:end]).to(self._runner.loaded.device)
+        low, middle = tap_depths(self._runner.num_layers)
+        found = {0: unit(self._runner.embed(tokens[None], start)[0]).half()}
+        found |= {low: states[:, 0], middle: states[:, 1]}
+        positions = torch.arange(first, end)
+        choices = torch.tensor(sequence.tokens[first + 1 :], dtype=torch.int32)
+        return {
+            "choices": choices,
+            "counts": torch.tensor([len(choices)], dtype=torch.int32),
+            "rows": (positions - start).clamp_min(0),
+            "room": (positions - start).clamp(0, 1),
+            "deep": states[:, 2],
+            **{f"state.{depth}": found[depth] for depth in self._depths},
+        }
 
     @torch.inference_mode()
     def _forward(

@@ -1,6 +1,6 @@
 """What a calibration learns from and is evaluated on: the labelled text and the states of each split."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,15 @@ from calibrator_service.calibration.plan import MAX_STATE_BYTES
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.states.chunk import StateChunks
 from calibrator_service.calibration.states.collect import Collector, LabelledSequence
+from calibrator_service.calibration.states.moments import MomentsLayout
+from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import SPLITS, Split
 from calibrator_service.calibration.text.stream import CollectingProgress
 from shared.errors import InvalidInput
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.runner import tap_depths
 
 # Tokens of the routers split, and of the report split, on which the table rungs are evaluated; they are held in memory.
 MAX_TABLE_TOKENS = 100_000
@@ -24,12 +27,13 @@ MAX_TABLE_TOKENS = 100_000
 
 @dataclass(frozen=True)
 class TrainingData:
-    """chunks: states of each split; table_sequences: sequences of the routers and report splits, for the tables.
+    """sums: of the heads split, which heads are solved from; chunks: states of each split that is read again; table_sequences: sequences of the routers and report splits, for the tables.
 
     choice_counts: [V] int64, how often the full model chose each token in the heads split; successors: has counted the successors
     of that split; num_tokens: tokens learned from, per split.
     """
 
+    sums: Sums
     chunks: Mapping[Split, StateChunks]
     table_sequences: Mapping[Split, tuple[LabelledSequence, ...]]
     choice_counts: Tensor
@@ -48,11 +52,19 @@ def collect_training_data(
     Raises `InvalidInput` (TOO_LITTLE_TEXT) if a split stays empty, what `sequences` raises, and `Cancelled`.
     """
     plan = run.plan
+    sums = Sums(
+        layouts_of(run),
+        final_states(runner),
+        run.loaded.device,
+        run.folder / "sums.safetensors",
+    )
     collector = Collector(
         runner,
         plan.captured_depths(run.loaded.num_layers),
         run.folder,
         max_state_bytes=MAX_STATE_BYTES,
+        sums=sums,
+        stored=SPLITS if plan.trains else [split for split in SPLITS if split != "heads"],
         cosine_threshold=run.spec.cosine_threshold if run.spec.label == "cosine" else None,
         chunk_positions=plan.sizes.chunk_positions,
         pass_tokens=plan.sizes.pass_tokens,
@@ -85,13 +97,30 @@ def collect_training_data(
         take(split, collector.finish(split))
         if num_tokens[split] == 0:
             raise _too_little_text(run, split, is_cut=progress.is_late())
+    sums.save()
     return TrainingData(
+        sums=sums,
         chunks={split: collector.chunks(split) for split in SPLITS},
         table_sequences={split: tuple(own) for split, own in table_sequences.items()},
         choice_counts=choice_counts,
         successors=successors,
         num_tokens=num_tokens,
     )
+
+
+def layouts_of(run: Run) -> dict[int, MomentsLayout]:
+    """Which states each exit is solved from, by its depth."""
+    kept, size = tap_depths(run.loaded.num_layers), run.loaded.hidden_size
+    return {depth: MomentsLayout(size, depth, kept) for depth in run.plan.depths}
+
+
+def final_states(runner: ContiguousRunner) -> Callable[[Tensor], Tensor]:
+    """Deep states of a chunk [N, D] -> what the LM head reads [N, D]. A model without a final norm has them scaled to a root mean square of 1."""
+
+    def final(deep: Tensor) -> Tensor:
+        return runner.normed(deep.to(runner.loaded.model.dtype))
+
+    return final
 
 
 def _too_little_text(run: Run, split: Split, *, is_cut: bool) -> InvalidInput:

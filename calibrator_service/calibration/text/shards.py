@@ -1,12 +1,13 @@
 """Token sequences, and the files (shards) that hold them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from calibrator_service.calibration.files import write_atomically
 from shared.errors import Corrupt
@@ -17,13 +18,16 @@ class TokenSequence:
     """The `tokens` of one conversation or text, of which those from `answer_start` on are the model's answer.
 
     For given text `answer_start` is the length. `is_greedy`: each token of the answer is the full model's greedy choice. `kind`: of the
-    prompt; it decides the split and is not stored.
+    prompt; it decides the split and is not stored. Nor are `states` [N, 3, D] float16, which the engine that wrote the answer has shown:
+    those of the tokens from `states_start` on at the depths `tap_depths` and L, scaled to a root mean square of 1.
     """
 
     tokens: tuple[int, ...]
     answer_start: int
     is_greedy: bool = True
     kind: str = ""
+    states: Tensor | None = field(default=None, compare=False, repr=False)
+    states_start: int = 0
 
     @property
     def num_answer_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Exit heads learn to predict the full model's next token, through the LM head's rows of the draft vocabulary."""
+"""Exit heads are solved in closed form. Where there is text and time, training by gradients goes on from there."""
 
 import math
 import time
@@ -15,13 +15,15 @@ from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import HEADS_END, RISK_TEXT_ENDS, HeadTraining
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.states.chunk import StateChunk, StateChunks
+from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.checkpoint import Checkpoint, Place
+from calibrator_service.calibration.training.closed_form import solve_head
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.objectives import ChainObjective, make_teacher
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
-from shared.ladder.fused_head import FusedHead, default_mlp_width
+from shared.ladder.fused_head import FusedHead
 from shared.model.contiguous_runner import ContiguousRunner
 
 # Shares of the text from which the heads of a learning curve learn.
@@ -34,11 +36,11 @@ REPORT_INTERVAL_S = 0.5
 def fit_heads(
     run: Run, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
 ) -> dict[int, FusedHead]:
-    """Depth -> trained head, rounded as published; read from disk if an earlier run has trained them. Raises `Cancelled`."""
+    """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them. Raises `Cancelled`."""
     chunks = material.chunks["heads"]
     begin = progress_after(CURVE_SHARES) if run.spec.learning_curve else RISK_TEXT_ENDS
     params = replace(run.plan.training, seconds=run.seconds_until(HEADS_END))
-    return _fitted(run, runner, chunks, vocabulary, params, "", (begin, HEADS_END))
+    return _fitted(run, runner, material.sums, chunks, vocabulary, params, "", (begin, HEADS_END))
 
 
 def fit_curve_heads(
@@ -59,7 +61,9 @@ def fit_curve_heads(
         span = progress_after(CURVE_SHARES[:number]), progress_after(CURVE_SHARES[: number + 1])
         name = f"-of-{count}-chunks"
         tokens = round(material.num_tokens["heads"] * count / len(chunks))
-        found[tokens] = _fitted(run, runner, chunks[:count], vocabulary, params, name, span)
+        found[tokens] = _fitted(
+            run, runner, material.sums, chunks[:count], vocabulary, params, name, span
+        )
     return found
 
 
@@ -72,6 +76,7 @@ def progress_after(shares: Sequence[float]) -> float:
 def _fitted(
     run: Run,
     runner: ContiguousRunner,
+    sums: Sums,
     chunks: StateChunks,
     vocabulary: DraftVocabulary,
     params: HeadTraining,
@@ -80,12 +85,17 @@ def _fitted(
 ) -> dict[int, FusedHead]:
     """Heads trained on `chunks`; their files have `name` in their names. `progress`: the whole calibration's, from the first step to
     the last."""
-    heads = new_heads(run, vocabulary.device)
+    heads = {
+        depth: solve_head(one, run.plan.mlp_width).to(vocabulary.device)
+        for depth, one in sums.moments.items()
+    }
     path = run.folder / f"heads{name}.safetensors"
     if path.exists():
         _load_heads(heads, path)
         return heads
     begin, end = progress
+    if not run.plan.trains:
+        return {depth: _published(head) for depth, head in heads.items()}
 
     def on_step(done: float, losses: dict[str, float]) -> None:
         run.figures.update(losses)
@@ -101,23 +111,16 @@ def _fitted(
         should_stop=run.should_stop,
         on_step=on_step,
     )
-    for head in heads.values():
-        round_weights(head)
-        head.eval().requires_grad_(False)
+    heads = {depth: _published(head) for depth, head in heads.items()}
     stored = {f"{d}.{n}": t.cpu() for d, h in heads.items() for n, t in h.state_dict().items()}
     write_atomically(path, save(stored))
     return heads
 
 
-def new_heads(run: Run, device: torch.device) -> dict[int, FusedHead]:
-    """Depth -> untrained head. The initial weights depend on the seed alone."""
-    weight = getattr(run.loaded.parts.final_norm, "weight", None)
-    gain = weight if isinstance(weight, Tensor) and weight.device.type != "meta" else None
-    size = run.loaded.hidden_size
-    mlp_width = default_mlp_width(size)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(run.spec.seed)
-        return {d: FusedHead(size, mlp_width, gain).to(device) for d in run.plan.depths}
+def _published(head: FusedHead) -> FusedHead:
+    """The head with its weights as they are published."""
+    round_weights(head)
+    return head.eval().requires_grad_(False)
 
 
 def _load_heads(heads: Mapping[int, FusedHead], path: Path) -> None:

@@ -10,7 +10,7 @@ from shared.engine.drafting.chain import Chain, Leaf
 from shared.engine.drafting.planner import MIN_SURVIVAL, PassCosts, least_survival
 from shared.engine.request.sequence import Sequence
 from shared.errors import Corrupt
-from shared.ladder.fused_head import chained
+from shared.ladder.fused_head import chained, in_slots
 from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft
 from shared.ops.chains import ChainStart
@@ -86,11 +86,11 @@ class DraftBuilder:
         return tokens / (PASS_WEIGHT + passes)
 
     def chain_states(self, index: int) -> Tensor:
-        """What the next step of chained exit `index` begins with [3, D]: its last output, or the settled states."""
+        """What the next step of chained exit `index` begins with [NUM_SLOTS, D]: its last output, or the settled states."""
         outputs = self.outputs[index]
         if outputs:
             return chained(outputs[-1])
-        return self.settled_states
+        return in_slots(self.settled_states.float())
 
     @property
     def settled_states(self) -> Tensor:

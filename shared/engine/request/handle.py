@@ -5,21 +5,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from torch import Tensor
+
 from shared.engine.request.request import Finished, GenerationEvent, GenerationRequest
 from shared.errors import DeadlineExceeded, NeapError
 
 # None: the generation has ended, after Finished or after an error.
 EngineEvent = GenerationEvent | NeapError | None
 OnEvent = Callable[[EngineEvent], None]
+# A position, and the states [N, 3, D] of the N tokens from there on, at the depths `tap_depths` and L.
+OnStates = Callable[[int, Tensor], None]
 
 
 class GenerationHandle:
-    """Thread-safe. Events go to `on_event`, which the engine's thread calls, or, without it, to `events()` and `next_event`."""
+    """Thread-safe. Events go to `on_event`, which the engine's thread calls, or, without it, to `events()` and `next_event`.
+
+    `on_states`: called by the engine's thread with the states of tokens that have been through every layer. Those of a cached prefix are
+    left out.
+    """
 
     def __init__(
-        self, request: GenerationRequest, wake: Callable[[], None], on_event: OnEvent | None
+        self,
+        request: GenerationRequest,
+        wake: Callable[[], None],
+        on_event: OnEvent | None,
+        on_states: OnStates | None = None,
     ) -> None:
-        self.request = request
+        self.request, self.on_states = request, on_states
         self.submitted_s = time.monotonic()
         # When the engine started it, in `time.monotonic()` seconds; None while it waits.
         self.started_s: float | None = None

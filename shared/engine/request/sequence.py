@@ -6,6 +6,7 @@ from collections import Counter
 from torch import Tensor
 
 from shared.engine.drafting.planner import REQUEST_WEIGHT, Reliability
+from shared.engine.request.handle import OnStates
 from shared.engine.request.request import (
     DepthStatistics,
     Finished,
@@ -22,6 +23,7 @@ from shared.ladder.learned_successors import ClientSuccessors
 from shared.model.cache import KVCache
 from shared.model.loaded import LoadedModel
 from shared.model.regimes import Regimes
+from shared.model.runner import tap_depths
 
 
 class Sequence:
@@ -46,6 +48,7 @@ class Sequence:
         served: Reliability,
         learned: ClientSuccessors | None = None,
         regimes: Regimes | None = None,
+        on_states: OnStates | None = None,
     ) -> None:
         self.request = request
         self.ladder = ladder
@@ -56,7 +59,10 @@ class Sequence:
         self.num_cached = 0
         self.read_length = len(self.tokens)
         self._regimes = regimes or Regimes()
-        self.kept_depths = (*(ladder.kept_depths if ladder else ()), loaded.num_layers)
+        self.on_states = on_states
+        tapped = tap_depths(loaded.num_layers) if on_states else ()
+        kept_depths = ladder.kept_depths if ladder and ladder.kept_depths else tapped
+        self.kept_depths = (*kept_depths, loaded.num_layers)
         self.settled_states: Tensor | None = None
         self.drafter: SequenceDrafter | None = ladder.new_sequence((), learned) if ladder else None
         self._num_shown = 0
