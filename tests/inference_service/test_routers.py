@@ -11,9 +11,11 @@ from inference_service import router_loader
 from inference_service.router_loader import RouterLoader
 from inference_service.routers import RouterChoice, RouterStore
 from shared.errors import Corrupt, NotFound, PreconditionFailed, RouterMismatch
+from shared.ladder.artefact import pack_ladder
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.split import takes_canary
+from tests.random_ladder import random_ladder
 from tests.registry_damage import content_path
 from tests.waiting import wait_until_async
 from tests.worker import build_ladder
@@ -107,6 +109,29 @@ async def test_an_alias_that_moves_serves_its_old_version_until_the_new_one_is_r
     assert len(prepared) == 2
     registry.rollback_alias("tiny", "latest")
     assert (await store.select(loaded, RouterChoice())) is first, "it is still there"
+
+
+async def test_a_router_with_heads_of_a_former_form_leaves_what_served_before(registry, loaded):
+    manifest, blobs = pack_ladder(random_ladder(loaded, 1, (0,)), {})
+    registry.publish("tiny", manifest, blobs, request_id="now", aliases=("latest",))
+    fallbacks = []
+    store = RouterStore(registry, on_fallback=lambda *labels: fallbacks.append(labels))
+    first = await store.select(loaded, RouterChoice())
+    former = {**manifest, "rungs": [{**manifest["rungs"][0], "form": "gated", "rank": 8}]}
+    registry.publish("tiny", former, blobs, request_id="former", aliases=("latest",))
+
+    async def is_refused():
+        assert await store.select(loaded, RouterChoice()) is first
+        return fallbacks[-1] == ("tiny", "alias", "FORM_NOT_SUPPORTED")
+
+    await wait_until_async(is_refused)
+    for just_started, choice in (
+        (RouterStore(registry), RouterChoice()),
+        (store, RouterChoice(version=2)),
+    ):
+        with pytest.raises(PreconditionFailed, match="calibrate the model again") as caught:
+            await just_started.select(loaded, choice)
+        assert caught.value.reason == "FORM_NOT_SUPPORTED"
 
 
 async def test_a_router_that_fails_its_self_test_never_serves(registry, loaded, publish, unpack):

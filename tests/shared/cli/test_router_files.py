@@ -136,6 +136,10 @@ DAMAGES = {
     "fewer rungs": (lambda f: edit(f, rungs=[]), "[CORRUPT]"),
     "another width": (lambda f: edit(f, model={"id": "tiny"}), "[CORRUPT]"),
     "a later format": (lambda f: edit(f, schema_version=SCHEMA_VERSION + 1), "[SCHEMA_TOO_NEW]"),
+    "a former form": (
+        lambda f: edit(f, rungs=[{"name": "depth-2", "depth": 2, "form": "gated", "rank": 8}]),
+        "calibrate the model again [FORM_NOT_SUPPORTED]",
+    ),
     "another blob": (
         lambda f: edit(f, blobs={BLOB: {"digest": "sha256:" + "0" * 64, "size_bytes": 1}}),
         "does not have the files that its manifest names [CORRUPT]",
