@@ -1,6 +1,7 @@
 """The choices that a spec leaves open, made from measurements on SmolLM2-135M."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +11,7 @@ from calibrator_service.calibration.text.splits import SPLIT_PATTERN
 from shared.errors import InvalidInput
 from shared.ladder.fused_head import default_mlp_width
 from shared.ladder.head_rows import head_width
+from shared.ladder.rungs import exit_name
 from shared.model.layer_configs import layer_configs
 from shared.model.loaded import LoadedModel
 from shared.model.runner import tap_depths
@@ -72,12 +74,15 @@ class PassSizes:
 class Plan:
     """A spec with every choice made. `spec` itself has a limit: see `with_time_budget`.
 
+    `left_out`: name -> why, of the exits that the ladder would have by default and does not get.
     `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
-    successor table. `trains`: whether training by gradients follows the closed form; `mlp_width`: of the block that it trains. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
+    successor table. `trains`: whether training by gradients follows the closed form; `mlp_width`: of the block that it
+    trains. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
     """
 
     spec: CalibrationSpec
     depths: tuple[int, ...]
+    left_out: Mapping[str, str]
     draft_vocabulary_size: int
     max_tokens: float
     max_new_tokens: int
@@ -90,7 +95,7 @@ class Plan:
 
     def captured_depths(self, num_layers: int) -> tuple[int, ...]:
         """The depths below L whose states heads learn from."""
-        return tuple(sorted({*self.depths, *tap_depths(num_layers)}))
+        return tuple(sorted({*self.depths, *tap_depths(num_layers)})) if self.depths else ()
 
     @property
     def rows(self) -> int:
@@ -111,15 +116,24 @@ def with_time_budget(spec: CalibrationSpec) -> CalibrationSpec:
 
 
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
-    """Raises `InvalidInput` for a rung at the last layer or beyond, for a draft vocabulary larger than the model's, and for a model
-    that cannot have exits."""
+    """Raises `InvalidInput` for a rung at the last layer or beyond, for a draft vocabulary larger than the model's, and for rung depths
+    of a model that cannot have exits."""
     spec = with_time_budget(spec)
     depths = tuple(sorted(spec.rung_depths)) or DEFAULT_DEPTHS
-    if depths[-1] >= loaded.num_layers:
+    left_out = {}
+    if (width := head_width(loaded.parts.head)) != loaded.hidden_size:
+        why = f"the LM head reads states of width {width}, not of the model's {loaded.hidden_size}"
+        if spec.rung_depths:
+            raise InvalidInput(
+                f"the model cannot have exits: {why}; without rung depths it gets the tables alone",
+                reason="EXITS_NOT_SUPPORTED",
+            )
+        left_out, depths = {exit_name(depth): why for depth in depths}, ()
+    if max(depths, default=0) >= loaded.num_layers:
         raise InvalidInput(
-            f"a rung at depth {depths[-1]} of {loaded.num_layers} layers skips nothing",
+            f"a rung at depth {max(depths)} of {loaded.num_layers} layers skips nothing",
             reason="RUNG_TOO_DEEP",
-            metadata={"depth": str(depths[-1]), "num_layers": str(loaded.num_layers)},
+            metadata={"depth": str(max(depths)), "num_layers": str(loaded.num_layers)},
         )
     if spec.draft_vocabulary_size > loaded.vocabulary_size:
         raise InvalidInput(
@@ -129,11 +143,6 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     vocabulary_size = spec.draft_vocabulary_size or min(
         loaded.vocabulary_size, MAX_DEFAULT_VOCABULARY
     )
-    if head_width(loaded.parts.head) != loaded.hidden_size:
-        raise InvalidInput(
-            "exits are for models whose LM head reads states of the hidden size",
-            reason="HEAD_FORM_NOT_SUPPORTED",
-        )
     by_time = spec.time_budget_s is None or spec.time_budget_s >= TRAINING_BUDGET_S
     by_text = not spec.max_tokens or spec.max_tokens >= TRAINING_TOKENS
     trains = spec.learning_curve or (by_time and by_text)
@@ -153,6 +162,7 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     return Plan(
         spec=spec,
         depths=depths,
+        left_out=left_out,
         draft_vocabulary_size=vocabulary_size,
         max_tokens=spec.max_tokens or math.inf,
         max_new_tokens=max_new_tokens,

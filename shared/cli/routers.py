@@ -111,6 +111,9 @@ def show(
         )
     out.print(table)
     contents = json.loads(router.manifest_json)
+    left_out = contents.get("calibration", {}).get("left_out")
+    for name, why in left_out.items() if isinstance(left_out, dict) else ():
+        print_line(f"  without {name}: {why}")
     print_curve(contents)
     print_risk(contents)
 

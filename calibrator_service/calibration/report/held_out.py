@@ -62,6 +62,7 @@ def held_out_report(
         "draft_vocabulary_coverage": float(is_covered.float().mean()),
         "successor_entries": ladder.successors.num_entries if ladder.successors else 0,
         "depths": [exit_name(depth) for depth in run.plan.depths],
+        "left_out": dict(run.plan.left_out),
     }
 
 

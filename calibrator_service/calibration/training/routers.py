@@ -65,7 +65,9 @@ def fit_ladder(
         )
         exits.append(LayerExit(depth, head, router))
         run.report("training_routers", end_share)
-    return replace(tables, exits=tuple(exits), draft_vocabulary=vocabulary.tokens)
+    return replace(
+        tables, exits=tuple(exits), draft_vocabulary=vocabulary.tokens if exits else None
+    )
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,13 @@ from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, Sel
 from calibrator_service.calibration.text import stream
 from calibrator_service.calibration.training import heads
 from calibrator_service.calibration.training.heads import CURVE_SHARES, progress_after
+from shared.engine.engine import Engine
 from shared.errors import Cancelled, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
 from shared.ladder.ladder import Ladder
-from shared.model.loaded import LoadedModel
+from shared.model.loaded import LoadedModel, wrap_model
+from tests.calibrator_service.calibration.conftest import make_tokenizer
+from tests.families import build_family
 
 SPEC = CalibrationSpec(
     source=SelfGenerated(max_new_tokens=24), max_tokens=5000, rung_depths=(0, 2), router_width=16
@@ -291,3 +294,25 @@ def test_without_limits_the_quick_budget_applies(counting):
     assert bounds(CalibrationSpec(max_tokens=9)) == (9, math.inf)
     assert bounds(CalibrationSpec(time_budget_s=7.0)) == (math.inf, 7.0)
     assert bounds(CalibrationSpec(max_tokens=9, time_budget_s=7.0)) == (9, 7.0)
+
+
+def test_a_model_that_cannot_have_exits_gets_the_tables_and_the_reason(tmp_path):
+    """The LM head of this model reads states of another width than its layers have."""
+    loaded = wrap_model(build_family("opt"), make_tokenizer(chat=False), model_id="opt")
+    path = tmp_path / "answers.jsonl"
+    counting = [(5 + number) % 24 + 5 for number in range(80)]
+    lines = [{"prompt": counting[i : i + 2], "answer": counting[i + 2 : i + 26]} for i in range(48)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    spec = CalibrationSpec(source=AnswerFile(str(path)), max_tokens=1000)
+    result = calibrate(loaded, spec)
+    assert result.ladder.rung_names == ("suffix", "successor")
+    assert result.report["depths"] == []
+    assert "reads states of width" in result.report["left_out"]["depth-0"]
+    manifest, blobs = pack_ladder(result.ladder, result.report)
+    ladder = unpack_ladder(manifest, blobs)
+    with Engine(loaded, ladder) as engine:
+        full, exact = (
+            engine.generate(tuple(counting[:20]), policy=policy, max_tokens=20, ignore_eos=True)
+            for policy in ("full", "exact")
+        )
+    assert exact.token_ids == full.token_ids

@@ -65,8 +65,11 @@ def test_a_head_reads_states_of_three_depths(counting):
     assert plan.captured_depths(30) == (0, 10, 20)
 
 
-def test_a_head_is_refused_where_the_lm_head_reads_states_of_another_size():
+def test_there_is_no_exit_where_the_lm_head_reads_states_of_another_width():
     loaded = wrap_model(build_family("opt"))
-    with pytest.raises(InvalidInput) as caught:
-        resolve(CalibrationSpec(), loaded)
-    assert caught.value.reason == "HEAD_FORM_NOT_SUPPORTED"
+    plan = resolve(CalibrationSpec(), loaded)
+    assert plan.depths == plan.captured_depths(loaded.num_layers) == ()
+    assert "reads states of width" in plan.left_out["depth-0"]
+    with pytest.raises(InvalidInput, match="reads states of width") as caught:
+        resolve(CalibrationSpec(rung_depths=(0,)), loaded)
+    assert caught.value.reason == "EXITS_NOT_SUPPORTED"

@@ -76,6 +76,14 @@ def test_show_prints_the_certified_bounds(service, neap):
         assert part in shown, part
 
 
+@pytest.mark.parametrize("left_out", [{"depth-0": "it would not pay"}, None, 7])
+def test_show_prints_which_exits_were_left_out(service, neap, left_out):
+    service.routers.manifest = {"rungs": [], "calibration": {"left_out": left_out}}
+    shown = neap("routers", "show", "--model", "tiny", "--calibrator", service.address, "1")
+    assert ("  without depth-0: it would not pay" in shown.stdout) == isinstance(left_out, dict)
+    assert shown.exit_code == 0, shown.output
+
+
 def test_show_prints_what_more_text_is_worth(service, neap):
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
     num_tokens = real_manifest()["calibration"]["learning_curve"][-1]["tokens"]
