@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from shared.errors import RouterMismatch
+from shared.ladder.native_chain import HeadDraft
 from shared.ladder.rungs import Draft
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner, tap_depths
+from shared.ops.chains import ChainStart
 
 # Given all tokens so far (context and drafts), the next draft's (token, probability), or None.
 Script = Callable[[list[int]], tuple[int, float] | None]
@@ -27,8 +29,7 @@ class ScriptedLadder:
         self.exits = exits
         self.depths = tuple(depths)
         self.layout = self.depths
-        self.chained_depths = self.depths
-        self.whole_depth: int | None = None
+        self.state_depths = self.depths
         self.kept_depths: tuple[int, ...] = ()
         self.agreements = (1.0,) * len(self.depths)
         self.fingerprint = fingerprint
@@ -63,18 +64,17 @@ class ScriptedLadder:
         draft = self.table_draft(drafted)
         return [] if draft is None else [draft]
 
-    def ask_chained(
-        self, index: int, states: torch.Tensor, entering: torch.Tensor, places: Sequence[int]
-    ) -> tuple[list[Draft], torch.Tensor]:
-        outputs = self.chain_output(index, states, entering)
-        rows = zip(entering, outputs, places, strict=True)
-        return [self._exit(index, *row) for row in rows], outputs
-
-    def chain_output(
-        self, index: int, states: torch.Tensor, entering: torch.Tensor
-    ) -> torch.Tensor:
-        """The deep state of the last settled token, which the next step of the chain then begins with."""
-        return states[:, -1]
+    def propose(
+        self, index: int, begins: Sequence[torch.Tensor], starts: Sequence[ChainStart]
+    ) -> list[list[HeadDraft]]:
+        """Its outputs are the deep state of the last settled token, so that the whole chain sees it."""
+        found = []
+        for begin, start in zip(begins, starts, strict=True):
+            assert start.entering is not None
+            deep = begin[-1] if begin.dim() == 2 else begin
+            draft = self._exit(index, start.entering[-1], deep, start.place + len(start.tokens))
+            found.append([HeadDraft(draft, deep)])
+        return found
 
     def _exit(self, index: int, state: torch.Tensor, deep_state: torch.Tensor, place: int) -> Draft:
         depth = self.depths[index]

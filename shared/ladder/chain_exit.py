@@ -1,17 +1,23 @@
-"""An exit that continues chains of drafts on its own output, one draft per call."""
+"""Steps of an exit that continues chains of drafts on its own output, and the exit that takes one step per call."""
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shared import ops
 from shared.ladder.draws import Draws, KernelDraws, is_supported, kernel_weight, plain_draws
-from shared.ladder.fused_head import FusedHead, fused_output
+from shared.ladder.fused_head import FusedHead, chained, fused_output, in_slots
 from shared.ladder.head_rows import Projection, projection
+from shared.ladder.native_chain import HeadDraft
 from shared.ladder.routers import DepthRouter
+from shared.ladder.rungs import Draft, exit_name
+from shared.ops.chains import ChainStart
 
 
-class ChainExit:
-    """An exit whose head is a `FusedHead`. The block's matrices are held in 16 bits.
+class ChainSteps:
+    """The steps of one exit. The block's matrices are held in 16 bits.
 
     `rows` [Vd, W] and `bias` [Vd] are the LM head's of the draft vocabulary. `num_drafts`: K, the drafts of each position.
     `num_chains`: the most chains of a call that is recorded.
@@ -48,6 +54,49 @@ class ChainExit:
         """
         output = self.output(states, entering)
         return *self._draws(self._head.adapted(output), places), output
+
+
+class SteppedChain:
+    """An exit at `depth` that makes one draft per call, from states that the model's layers have computed.
+
+    `vocabulary` [Vd] int64: the tokens that it may draft.
+    """
+
+    reads_states = True
+
+    def __init__(self, steps: ChainSteps, vocabulary: Tensor, depth: int) -> None:
+        self._steps, self._vocabulary, self._depth = steps, vocabulary, depth
+
+    def propose(
+        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
+    ) -> list[list[HeadDraft]]:
+        """As `NativeChain.propose`, with one draft of each chain. The drafts are read back in one device synchronisation."""
+        states = [
+            chained(begin) if begin.dim() == 1 else in_slots(begin.float()) for begin in begins
+        ]
+        entering = [start.entering for start in starts if start.entering is not None]
+        place = 0
+        while late := [i for i, start in enumerate(starts) if place + 1 < len(start.tokens)]:
+            outputs = self._steps.output(
+                torch.stack([states[i] for i in late]),
+                torch.stack([entering[i][place] for i in late]),
+            )
+            for i, output in zip(late, outputs, strict=True):
+                states[i] = chained(output)
+            place += 1
+        places = [start.place + len(start.tokens) for start in starts]
+        found, probabilities, outputs = self._steps.step(
+            torch.stack(states),
+            torch.stack([own[-1] for own in entering]),
+            torch.tensor(places, device=self._vocabulary.device),
+        )
+        tokens = self._vocabulary[found[:, 0]]
+        read = torch.stack([tokens.double(), probabilities[:, 0].double()]).tolist()
+        name = exit_name(self._depth)
+        return [
+            [HeadDraft(Draft(int(token), probability, name, self._depth), output)]
+            for token, probability, output in zip(*read, outputs, strict=True)
+        ]
 
 
 def projection_in_16_bits(matrix: Tensor) -> Projection:

@@ -1,17 +1,20 @@
 """Layer exits: a head and a router as they were trained, and bound to the LM head's rows for drafting."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-from shared.ladder.chain_exit import ChainExit
+from shared.ladder.chain_exit import ChainSteps, SteppedChain
 from shared.ladder.fused_head import FusedHead
-from shared.ladder.native_chain import NativeChain, embedding_rows
+from shared.ladder.native_chain import HeadDraft, NativeChain, embedding_rows
 from shared.ladder.recorded_chain import DRAFTS_PER_PLACE, MAX_CHAINS, RecordedChain
 from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
+from shared.ops.chains import ChainStart
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,18 @@ class LayerExit:
         return self.depth, *((name, tuple(w.shape)) for name, w in weights)
 
 
-# Those that draft whole chains in one call.
-WholeChains = NativeChain | RecordedChain
-BoundExit = WholeChains | ChainExit
+class Proposer(Protocol):
+    """An exit as the drafter asks it, bound to a model on its device.
+
+    `reads_states`: `starts` must have the states with which tokens enter the exit; they are then computed by the model's layers.
+    """
+
+    reads_states: bool
+
+    def propose(
+        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
+    ) -> list[list[HeadDraft]]:
+        """At least one draft of each chain. See `NativeChain.propose`."""
 
 
 def bind_exit(
@@ -49,21 +61,19 @@ def bind_exit(
     bias: Tensor | None,
     vocabulary: Tensor,
     runner: Runner,
-) -> BoundExit:
+) -> Proposer:
     """The exit with the fastest way of drafting that it and the runner allow.
 
     `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary [Vd]. Head and router must be on their device.
     """
-    head = one.head
+    head, router = one.head, one.router
     # Where states at depth 0 are rows of the embedding, no step of a chain needs the runner's host side.
-    if one.depth or not runner.embedding_is_direct:
-        return ChainExit(head, one.router, rows, bias)
-    embedding = embedding_rows(runner, len(rows))
+    needs_passes = one.depth > 0 or not runner.embedding_is_direct
+    embedding = None if needs_passes else embedding_rows(runner, len(rows))
     if embedding is not None:
-        return NativeChain(head, one.router, rows, bias, vocabulary, embedding)
-    if isinstance(runner, ContiguousRunner) and rows.device.type == "cpu":
-        return ChainExit(
-            head, one.router, rows, bias
-        )  # without kernels, drafts in reserve cost too much
-    step = ChainExit(head, one.router, rows, bias, DRAFTS_PER_PLACE, MAX_CHAINS)
-    return RecordedChain(step, vocabulary, head.hidden_size, runner)
+        return NativeChain(head, router, rows, bias, vocabulary, embedding)
+    # On a CPU without kernels, drafts in reserve cost too much.
+    if needs_passes or (isinstance(runner, ContiguousRunner) and rows.device.type == "cpu"):
+        return SteppedChain(ChainSteps(head, router, rows, bias), vocabulary, one.depth)
+    steps = ChainSteps(head, router, rows, bias, DRAFTS_PER_PLACE, MAX_CHAINS)
+    return RecordedChain(steps, vocabulary, head.hidden_size, runner)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import RouterMismatch
-from shared.ladder.chain_exit import ChainExit
-from shared.ladder.exits import BoundExit, LayerExit, WholeChains, bind_exit
+from shared.ladder.exits import LayerExit, Proposer, bind_exit
 from shared.ladder.head_rows import gather_rows
 from shared.ladder.learned_successors import ClientSuccessors
 from shared.ladder.native_chain import HeadDraft
@@ -94,7 +93,6 @@ class BoundLadder:
         self.ladder = ladder
         self.depths = tuple(layer_exit.depth for layer_exit in ladder.exits)
         self.agreements = tuple(layer_exit.agreement for layer_exit in ladder.exits)
-        self._exits = ladder.exits
         # Everything that the time of an exit depends on: ladders with equal layouts share measured costs.
         vocabulary = ladder.draft_vocabulary
         self.layout: object = (
@@ -103,7 +101,7 @@ class BoundLadder:
         )
         # The depths below L whose settled states chains begin with.
         self.kept_depths = tap_depths(runner.num_layers) if ladder.exits else ()
-        self._bound: list[BoundExit] = []
+        self._bound: list[Proposer] = []
         if ladder.exits:
             assert ladder.draft_vocabulary is not None
             device = runner.loaded.device
@@ -115,10 +113,9 @@ class BoundLadder:
             self._bound = [
                 bind_exit(one, rows, bias, self._vocabulary, runner) for one in ladder.exits
             ]
-        bound = list(zip(self.depths, self._bound, strict=True))
-        # The exit that drafts by `whole_chains`; those that draft by `ask_chained`.
-        self.whole_depth = next((d for d, one in bound if isinstance(one, WholeChains)), None)
-        self.chained_depths = tuple(d for d, one in bound if isinstance(one, ChainExit))
+        # The depths of exits that read the states with which tokens enter them.
+        bound = zip(self.depths, self._bound, strict=True)
+        self.state_depths = tuple(depth for depth, one in bound if one.reads_states)
 
     def prepare(self) -> Iterator[None]:
         """Records what drafting would otherwise record at first use. Yields between steps, so that other work can run."""
@@ -132,45 +129,14 @@ class BoundLadder:
         return SequenceDrafter(self.ladder, prompt, learned)
 
     @torch.inference_mode()
-    def whole_chains(
-        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
+    def propose(
+        self, index: int, begins: Sequence[Tensor], starts: Sequence[ChainStart]
     ) -> list[list[HeadDraft]]:
-        """The drafts of the exit at `whole_depth`, of all chains in one call. See `NativeChain.draft` and `RecordedChain.draft`."""
-        [one] = (one for one in self._bound if isinstance(one, WholeChains))
-        return one.draft(begins, starts)
+        """The drafts of `exits[index]`, of all chains in one call. See `NativeChain.propose`.
 
-    @torch.inference_mode()
-    def ask_chained(
-        self, index: int, states: Tensor, entering: Tensor, places: Sequence[int]
-    ) -> tuple[list[Draft], Tensor]:
-        """The next drafts of N chains of `exits[index]`, one of the `chained_depths`, and the outputs [N, D] behind them.
-
-        `states`: of the last settled tokens at `kept_depths` and L [N, 3, D], or as `FusedHead.forward` takes those of chains.
-        `entering` [N, D]: the newest tokens' states at the exit's depth. `places` >= 1: the drafted tokens' places in their chains.
-        The drafts are read back in one device synchronisation.
+        An exit at one of the `state_depths` reads `entering` of `starts`.
         """
-        place = torch.tensor(places, device=self._vocabulary.device)
-        found, probabilities, outputs = self._chain_exit(index).step(states, entering, place)
-        return self._drafts(index, found[:, 0], probabilities[:, 0]), outputs
-
-    @torch.inference_mode()
-    def chain_output(self, index: int, states: Tensor, entering: Tensor) -> Tensor:
-        """The outputs [N, D] of `ask_chained` alone, for chains whose next token another rung has drafted."""
-        return self._chain_exit(index).output(states, entering)
-
-    def _chain_exit(self, index: int) -> ChainExit:
-        one = self._bound[index]
-        assert isinstance(one, ChainExit)
-        return one
-
-    def _drafts(self, index: int, found: Tensor, probabilities: Tensor) -> list[Draft]:
-        """`found` [N]: indices into the draft vocabulary."""
-        layer_exit, tokens = self._exits[index], self._vocabulary[found]
-        answer = torch.stack([tokens.double(), probabilities.double()]).tolist()
-        return [
-            Draft(int(token), probability, layer_exit.name, layer_exit.depth)
-            for token, probability in zip(*answer, strict=True)
-        ]
+        return self._bound[index].propose(begins, starts)
 
 
 class SequenceDrafter:

@@ -36,6 +36,8 @@ class NativeChain:
     `rows` [Vd, W] and `bias` [Vd] are the LM head's for `vocabulary` [Vd] int64; `embedding` is from `embedding_rows`.
     """
 
+    reads_states = False
+
     def __init__(
         self,
         head: FusedHead,
@@ -63,7 +65,7 @@ class NativeChain:
             router=router_weights(router),
         )
 
-    def draft(
+    def propose(
         self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
     ) -> list[list[HeadDraft]]:
         """The drafts of each chain. It begins with the settled states [3, D], or goes on from the head's output [W] for its last token

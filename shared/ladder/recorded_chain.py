@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shared.ladder.chain_exit import ChainExit
+from shared.ladder.chain_exit import ChainSteps
 from shared.ladder.fused_head import NUM_SLOTS, chained, in_slots
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.routers import HIGHEST
@@ -28,15 +28,17 @@ DRAFTS_PER_PLACE = 3
 
 
 class RecordedChain:
-    """`one`: the exit, whose head reads states of `hidden_size`; `vocabulary` [Vd] int64: the tokens that it may draft.
+    """`steps`: the exit's, whose head reads states of `hidden_size`; `vocabulary` [Vd] int64: the tokens that it may draft.
 
     States at depth 0 must be rows of the runner's embedding.
     """
 
+    reads_states = False
+
     def __init__(
-        self, one: ChainExit, vocabulary: Tensor, hidden_size: int, runner: Runner
+        self, steps: ChainSteps, vocabulary: Tensor, hidden_size: int, runner: Runner
     ) -> None:
-        self._exit, self._vocabulary, self._runner = one, vocabulary, runner
+        self._steps, self._vocabulary, self._runner = steps, vocabulary, runner
         self._recorded: dict[int, tuple[Work, Work]] = {}
         device = vocabulary.device
         with torch.inference_mode():
@@ -53,22 +55,22 @@ class RecordedChain:
             self._outputs = torch.zeros(NUM_DRAFTS, MAX_CHAINS, hidden_size, device=device)
 
     def prepare(self) -> Iterator[None]:
-        """Records everything that `draft` replays. Yields between recordings."""
+        """Records everything that `propose` replays. Yields between recordings."""
         for size in NUM_CHAINS:
             self._recorded_for(size)
             yield
 
-    def draft(
+    def propose(
         self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
     ) -> list[list[HeadDraft]]:
-        """As `NativeChain.draft`, with at most NUM_DRAFTS drafts of each chain. Waits for the device once per MAX_CHAINS chains."""
+        """As `NativeChain.propose`, with at most NUM_DRAFTS drafts of each chain. Waits for the device once per MAX_CHAINS chains."""
         found: list[list[HeadDraft]] = []
         for first in range(0, len(starts), MAX_CHAINS):
             piece = slice(first, first + MAX_CHAINS)
-            found += self._draft(begins[piece], starts[piece])
+            found += self._propose(begins[piece], starts[piece])
         return found
 
-    def _draft(
+    def _propose(
         self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
     ) -> list[list[HeadDraft]]:
         count = len(starts)
@@ -110,7 +112,7 @@ class RecordedChain:
     def _feed(self, size: int) -> None:
         """The head sees the newest tokens of the chains that are fed; the states of the others stay."""
         states, is_fed = self._states[:size], self._is_fed[:size, None, None]
-        output = self._exit.output(states, self._entering(self._newest[:size]))
+        output = self._steps.output(states, self._entering(self._newest[:size]))
         states.copy_(torch.where(is_fed, chained(output), states))
 
     @torch.inference_mode()
@@ -119,7 +121,7 @@ class RecordedChain:
         states, newest = self._states[:size], self._newest[:size]
         for step in range(NUM_DRAFTS):
             places = self._places[:size] + step
-            found, probabilities, output = self._exit.step(states, self._entering(newest), places)
+            found, probabilities, output = self._steps.step(states, self._entering(newest), places)
             tokens = self._vocabulary[found]
             states, newest = chained(output), tokens[:, 0]
             self._drafted[step, :size].copy_(tokens)

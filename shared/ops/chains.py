@@ -57,6 +57,8 @@ class ChainStart(NamedTuple):
 
     `survival`: the probability that the drafts among `tokens` are right. A draft of probability p multiplies it by
     min(p * `factor`, highest). The chain ends with the first draft after which it is below `least_survival`.
+
+    `entering` [len(tokens), D]: the states of the tokens at the exit's depth. The op reads them from the embedding.
     """
 
     tokens: Sequence[int]
@@ -65,6 +67,7 @@ class ChainStart(NamedTuple):
     survival: float
     factor: float
     least_survival: float
+    entering: Tensor | None = None
 
 
 def chain_length(start: ChainStart, probabilities: Sequence[float], highest: float) -> int:

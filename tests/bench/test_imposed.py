@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from bench.imposed import SHAPES, Imposed, impose
 from shared.engine.engine import Engine
 from shared.ladder.fused_head import NUM_STATES
+from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
+from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.ops.chains import ChainStart
 from tests.fixed_costs import fixed_cost_engine
 
 DEPTH, SHARE = 2, 0.8
@@ -16,6 +20,13 @@ DEPTH, SHARE = 2, 0.8
 @pytest.fixture(scope="module")
 def imposed() -> Imposed:
     return impose(SHAPES["tiny"], (DEPTH,), SHARE)
+
+
+def drafts_of(bound: BoundLadder, index: int, entering: Tensor) -> list[Draft]:
+    """The first drafts of chains whose newest tokens enter the exit with `entering` [N, D]."""
+    starts = [ChainStart([0], 0, 1, 1.0, 1.0, 0.0, state) for state in entering.split(1)]
+    begins = torch.randn(len(starts), NUM_STATES, entering.shape[1]).unbind()
+    return [one.draft for [one] in bound.propose(index, begins, starts)]
 
 
 def test_each_token_is_followed_by_the_next_of_the_cycle(imposed: Imposed) -> None:
@@ -30,9 +41,7 @@ def test_the_exit_is_right_at_the_share_asked_for(imposed: Imposed) -> None:
     size = min(len(imposed.cycle), imposed.loaded.context_length)
     tokens = imposed.prompt(0, size)
     state = runner.capture(torch.tensor([tokens]), [DEPTH])[DEPTH][0]
-    drafts, _ = bound.ask_chained(
-        0, torch.randn(size, NUM_STATES, state.shape[1]), state, [1] * size
-    )
+    drafts = drafts_of(bound, 0, state)
     wanted = imposed.prompt(1, size)
     right = sum(draft.token == token for draft, token in zip(drafts, wanted, strict=True)) / size
     assert right == pytest.approx(SHARE, abs=0.04)
@@ -61,8 +70,7 @@ def test_the_first_of_two_exits_is_sure_of_about_half_the_tokens() -> None:
     wanted = two.prompt(1, size)
     for index, depth in enumerate((1, DEPTH)):
         state = captured[depth][0]
-        settled = torch.randn(size, NUM_STATES, state.shape[1])
-        drafts, _ = bound.ask_chained(index, settled, state, [1] * size)
+        drafts = drafts_of(bound, index, state)
         right = sum(d.token == token for d, token in zip(drafts, wanted, strict=True)) / size
         assert right == pytest.approx(SHARE, abs=0.06)
         sure = sum(draft.probability > SHARE - 0.01 for draft in drafts) / size

@@ -21,7 +21,6 @@ from calibrator_service.calibration.states.collect import batches, padded
 from calibrator_service.calibration.states.labels import greedy_choices
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
-from shared.ladder.fused_head import chained as chained_states
 from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
@@ -180,19 +179,15 @@ class Replayer:
         `states` [N, D]: as in `_exit_drafts`, of the chains' last tokens at the exit's depth.
         """
         if chained:
-            begins = torch.stack([replay.outputs[settled, index] for replay, settled in places])
+            begins = [replay.outputs[settled, index] for replay, settled in places]
         else:
-            begins = torch.stack([self._settled_states(*place) for place in places])
-        if self._ladder.depths[index] == self._ladder.whole_depth:
-            tokens = [replay.sequence.tokens[settled + chained] for replay, settled in places]
-            starts = [ChainStart([token], chained, 1, 1.0, 1.0, 0.0) for token in tokens]
-            single = [draft for [draft] in self._ladder.whole_chains(begins.unbind(), starts)]
-            drafts, outputs = [one.draft for one in single], [one.output for one in single]
-        else:
-            before = chained_states(begins) if chained else begins
-            place = [chained + 1] * len(places)
-            drafts, found = self._ladder.ask_chained(index, before, states, place)
-            outputs = list(found)
+            begins = [self._settled_states(*place) for place in places]
+        starts = [
+            ChainStart([r.sequence.tokens[s + chained]], chained, 1, 1.0, 1.0, 0.0, state)
+            for (r, s), state in zip(places, states.split(1), strict=True)
+        ]
+        single = [draft for [draft] in self._ladder.propose(index, begins, starts)]
+        drafts, outputs = [one.draft for one in single], [one.output for one in single]
         for (replay, settled), output in zip(places, outputs, strict=True):
             replay.outputs[settled, index] = output
         return drafts

@@ -1,4 +1,4 @@
-"""The drafts that an exit has made for the next positions of a chain, because one call drafts many."""
+"""The drafts that an exit has made for the next positions of a chain, because one call may draft many."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from shared.ladder.native_chain import HeadDraft
 
 @dataclass
 class Ahead:
-    """How far the exit of whole chains is with one chain.
+    """How far an exit is with one chain.
 
     Its head has seen the first `num_seen` tokens; `output` [W] is its output for the last of them, None if it has seen none. Its drafts
     of later positions hold as long as the chain takes them.

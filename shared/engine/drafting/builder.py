@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 
+import torch
 from torch import Tensor
 
 from shared.engine.drafting.ahead import Ahead
@@ -10,9 +11,8 @@ from shared.engine.drafting.chain import Chain, Leaf
 from shared.engine.drafting.planner import MIN_SURVIVAL, PassCosts, least_survival
 from shared.engine.request.sequence import Sequence
 from shared.errors import Corrupt
-from shared.ladder.fused_head import chained, in_slots
 from shared.ladder.risk import CERTIFIED_DRAFTS
-from shared.ladder.rungs import Draft
+from shared.ladder.rungs import Draft, exit_name
 from shared.ops.chains import ChainStart
 
 # Tokens per deep pass that are assumed for a sequence without deep passes, and the weight of this assumption in passes.
@@ -37,18 +37,17 @@ class DraftBuilder:
         leaves: bool = False,
     ) -> None:
         policy = sequence.request.policy
-        chained_depths = sequence.ladder.chained_depths if sequence.ladder else ()
+        state_depths = sequence.ladder.state_depths if sequence.ladder else ()
         self.sequence = sequence
         self.chain = Chain(
             len(sequence.tokens) - 1,
             [sequence.tokens[-1]],
             sequence.cache,
-            kept={depth: [] for depth in (*sequence.kept_depths, *chained_depths)},
+            kept={depth: [] for depth in (*sequence.kept_depths, *state_depths)},
             read_length=sequence.read_length,
         )
-        # Outputs of each chained exit, by its index, for the first tokens of the chain.
-        self.outputs: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self.ahead = Ahead()
+        # How far each exit is with the chain, by the exit's index.
+        self.ahead: defaultdict[int, Ahead] = defaultdict(Ahead)
         self.min_layers = policy.min_layers
         self.survival = 1.0
         self.best: Draft | None = None
@@ -85,29 +84,25 @@ class DraftBuilder:
         tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
         return tokens / (PASS_WEIGHT + passes)
 
-    def chain_states(self, index: int) -> Tensor:
-        """What the next step of chained exit `index` begins with [NUM_SLOTS, D]: its last output, or the settled states."""
-        outputs = self.outputs[index]
-        if outputs:
-            return chained(outputs[-1])
-        return in_slots(self.settled_states.float())
-
-    @property
-    def settled_states(self) -> Tensor:
-        """States of the last settled token at the depths that chains begin with [3, D]."""
-        states = self.sequence.settled_states
+    def chain_begin(self, index: int) -> Tensor:
+        """What exit `index` goes on from: its output [D] for the last token that it has seen, or the states [3, D] of the last
+        settled token at the depths that chains begin with."""
+        states, output = self.sequence.settled_states, self.ahead[index].output
         assert states is not None
-        return states
+        return states if output is None else output
 
-    def chain_start(self, rung: str, least: float) -> ChainStart:
-        """What the exit of whole chains goes on from, until survival is below `least` or too low for a place in the deep pass."""
+    def chain_start(self, index: int, depth: int, reads_states: bool, least: float) -> ChainStart:
+        """The tokens that exit `index` at `depth` has not seen. It may go on until survival is below `least` or too low for a place
+        in the deep pass."""
+        num_seen = self.ahead[index].num_seen
         return ChainStart(
-            tokens=self.chain.tokens[self.ahead.num_seen :],
-            place=self.ahead.num_seen,
+            tokens=self.chain.tokens[num_seen:],
+            place=num_seen,
             room=self._room - len(self.chain.drafts),
             survival=self.survival,
-            factor=self.sequence.reliability.factor(rung),
+            factor=self.sequence.reliability.factor(exit_name(depth)),
             least_survival=max(least, self._least_survival),
+            entering=torch.stack(self.chain.kept[depth][num_seen:]) if reads_states else None,
         )
 
     def look_up(self) -> None:
@@ -167,7 +162,8 @@ class DraftBuilder:
             chain.num_final += 1
             probability = 1.0
         chain.append(draft, probability)
-        self.ahead.follow(draft.token)
+        for ahead in self.ahead.values():
+            ahead.follow(draft.token)
         self.survival *= probability
         return True
 

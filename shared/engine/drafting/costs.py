@@ -140,16 +140,17 @@ def exit_timings(
     )
 
     def ask_exit(index: int, depth: int, count: int) -> list[Draft]:
-        if depth == ladder.whole_depth:
-            starts = [ChainStart([1], 0, 1, 1.0, 1.0, 0.0)] * count
-            chains = ladder.whole_chains(settled[:count].unbind(0), starts)
-            return [chain[0].draft for chain in chains]
-        own = tokens[:, :count]
-        if depth:
-            states = runner.run(own, cache, first=0, last=depth, base=context)
-        else:
-            states = runner.embed(own, context)
-        return ladder.ask_chained(index, settled[:count], states[0], [1] * count)[0]
+        entering: Sequence[Tensor | None] = [None] * count
+        if depth in ladder.state_depths:
+            own = tokens[:, :count]
+            if depth:
+                states = runner.run(own, cache, first=0, last=depth, base=context)
+            else:
+                states = runner.embed(own, context)
+            entering = states[0].split(1)
+        starts = [ChainStart([1], 0, 1, 1.0, 1.0, 0.0, state) for state in entering]
+        chains = ladder.propose(index, settled[:count].unbind(0), starts)
+        return [chain[0].draft for chain in chains]
 
     one = tokens[:, :1]
     costs: list[ExitCost] = []

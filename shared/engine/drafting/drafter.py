@@ -4,9 +4,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from itertools import groupby, product
 
-import torch
-from torch import Tensor
-
 from shared.engine.drafting.builder import DraftBuilder
 from shared.engine.drafting.chain import Chain, advance_to
 from shared.engine.drafting.planner import (
@@ -21,7 +18,7 @@ from shared.engine.failure import attempt, fail_all
 from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import Sequence
 from shared.ladder.ladder import BoundLadder
-from shared.ladder.rungs import Draft, exit_name
+from shared.ladder.native_chain import HeadDraft
 from shared.model.runner import Runner
 
 
@@ -52,79 +49,46 @@ class Drafter:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens share a
         pass."""
         for index, depth in enumerate(ladder.depths):
-            if depth == ladder.whole_depth:
-                self._ask_ahead(ladder, index, builders, num_sequences)
-                continue
-            asked = [one for one, _ in self._worth_asking(index, depth, builders, num_sequences)]
-            if not asked:
-                continue
-            for stop in ladder.chained_depths:
-                if 0 < stop <= depth:  # a chain needs the states of all its tokens there
-                    advance_to(stop, [one.chain for one in asked], self._runner)
-            drafts = self._extend_chains(ladder, index, asked)
-            for one, draft in zip(asked, drafts, strict=True):
-                self._consider(index, one, draft)
+            without = [one for one in builders if not one.ahead[index].has_drafts]
+            asked = self._worth_asking(index, depth, without, num_sequences)
+            if asked:
+                self._propose(ladder, index, asked)
+            for one in builders:
+                found = one.ahead[index].take(len(one.chain.tokens))
+                if found is not None:
+                    self._consider(index, one, found)
 
-    def _consider(self, index: int, one: DraftBuilder, draft: Draft) -> None:
+    def _consider(self, index: int, one: DraftBuilder, found: HeadDraft) -> None:
         before = one.best_probability
-        probability = attempt(one.sequence, one.consider, draft)
+        probability = attempt(one.sequence, one.consider, found.draft)
         if probability is not None:
             self._gains.record(index, before, probability)
+        for other in found.others:
+            attempt(one.sequence, one.consider_beside, other)
 
-    def _ask_ahead(
-        self, ladder: BoundLadder, index: int, builders: Rows[DraftBuilder], num_sequences: int
-    ) -> None:
-        """The drafts of the exit of whole chains: first it drafts on the chains for which it has none left and is expected to pay."""
-        without = [one for one in builders if not one.ahead.has_drafts]
-        asked = self._worth_asking(index, ladder.depths[index], without, num_sequences)
-        if asked:
-            self._draft_ahead(ladder, index, asked)
-        for one in builders:
-            found = one.ahead.take(len(one.chain.tokens))
-            if found is not None:
-                self._consider(index, one, found.draft)
-                for other in found.others:
-                    attempt(one.sequence, one.consider_beside, other)
-
-    def _draft_ahead(
+    def _propose(
         self, ladder: BoundLadder, index: int, asked: Rows[tuple[DraftBuilder, float]]
     ) -> None:
-        """Drafts the asked chains on in one call, each as long as a draft is expected to save its share of the time: what it saves
-        is proportional to survival."""
+        """The exit drafts the asked chains on in one call, each as long as a draft is expected to save its share of the time: what it
+        saves is proportional to survival."""
+        depth = ladder.depths[index]
+        reads_states = depth in ladder.state_depths
+        if reads_states:
+            chains = [one.chain for one, _ in asked]
+            for stop in ladder.state_depths:
+                if 0 < stop <= depth:  # a chain needs the states of all its tokens there
+                    advance_to(stop, chains, self._runner)
+            if depth == 0:
+                keep_embeddings(chains, self._runner)
         share_s = self.costs.exits[index].of(len(asked)) / len(asked)
-        begins = [
-            one.settled_states if one.ahead.output is None else one.ahead.output for one, _ in asked
-        ]
+        begins = [one.chain_begin(index) for one, _ in asked]
         starts = [
-            one.chain_start(exit_name(ladder.depths[index]), one.survival * share_s / gain_s)
+            one.chain_start(index, depth, reads_states, one.survival * share_s / gain_s)
             for one, gain_s in asked
         ]
-        chains = ladder.whole_chains(begins, starts)
-        for (one, _), drafts in zip(asked, chains, strict=True):
-            one.ahead.put(drafts)
-
-    def _extend_chains(
-        self, ladder: BoundLadder, index: int, asked: Rows[DraftBuilder]
-    ) -> list[Draft]:
-        """The drafts of a chained exit. First it catches up on the chains' tokens that were drafted without asking it."""
-        depth = ladder.depths[index]
-        if depth == 0:
-            keep_embeddings([one.chain for one in asked], self._runner)
-
-        def inputs(ones: Rows[DraftBuilder]) -> tuple[Tensor, Tensor]:
-            newest = [one.chain.kept[depth][len(one.outputs[index])] for one in ones]
-            return torch.stack([one.chain_states(index) for one in ones]), torch.stack(newest)
-
-        def remember(ones: Rows[DraftBuilder], outputs: Tensor) -> None:
-            for one, output in zip(ones, outputs, strict=True):
-                one.outputs[index].append(output)
-
-        while late := [one for one in asked if len(one.outputs[index]) < len(one.chain.drafts)]:
-            remember(late, ladder.chain_output(index, *inputs(late)))
-        places = [len(one.chain.tokens) for one in asked]
-        drafts, outputs = ladder.ask_chained(index, *inputs(asked), places)
-        remember(asked, outputs)
-        return drafts
+        chains_drafts = ladder.propose(index, begins, starts)
+        for (one, _), drafts in zip(asked, chains_drafts, strict=True):
+            one.ahead[index].put(drafts)
 
     def _worth_asking(
         self, index: int, depth: int, builders: Rows[DraftBuilder], num_sequences: int

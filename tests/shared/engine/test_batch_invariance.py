@@ -13,11 +13,13 @@ from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
+from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import tap_depths
 from shared.model.sampling import SamplingParams
+from shared.ops.chains import ChainStart
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, load_family
 
 # With the dtype of keys and values. The layers of Llama and Mistral are one op each.
@@ -62,8 +64,7 @@ class _Ladder:
 
     depths = (DEPTH,)
     agreements = (0.9,)
-    whole_depth: int | None = None
-    chained_depths = (DEPTH,)
+    state_depths = (DEPTH,)
     kept_depths = tap_depths(NUM_LAYERS)
 
     def __init__(self, right: dict[tuple[int, ...], int], seed: int) -> None:
@@ -73,23 +74,19 @@ class _Ladder:
     def new_sequence(self, prompt: Rows[int], learned: object = None) -> _Drafts:
         return _Drafts(self._right, prompt, self._seed)
 
-    def ask_chained(
-        self, index: int, states: torch.Tensor, entering: torch.Tensor, places: Rows[int]
-    ) -> tuple[list[Draft], torch.Tensor]:
-        assert len(states) == len(entering) == len(places)
-        assert torch.isfinite(states).all()
-        assert torch.isfinite(entering).all()
-        self.num_shared += len(places) > 1
-        numbers = (entering.abs().sum(-1) * 1000).long().tolist()
-        return [
-            Draft(number % VOCABULARY_SIZE, (number % 10) / 10, f"depth-{DEPTH}", DEPTH)
-            for number in numbers
-        ], self.chain_output(index, states, entering)
-
-    def chain_output(
-        self, index: int, states: torch.Tensor, entering: torch.Tensor
-    ) -> torch.Tensor:
-        return states[:, -1]
+    def propose(
+        self, index: int, begins: Rows[torch.Tensor], starts: Rows[ChainStart]
+    ) -> list[list[HeadDraft]]:
+        self.num_shared += len(starts) > 1
+        found = []
+        for begin, start in zip(begins, starts, strict=True):
+            assert start.entering is not None
+            assert torch.isfinite(begin).all()
+            assert torch.isfinite(start.entering).all()
+            number = int(start.entering[-1].abs().sum() * 1000)
+            draft = Draft(number % VOCABULARY_SIZE, (number % 10) / 10, f"depth-{DEPTH}", DEPTH)
+            found.append([HeadDraft(draft, begin[-1] if begin.dim() == 2 else begin)])
+        return found
 
 
 def draw_request(draw: random.Random) -> GenerationRequest:

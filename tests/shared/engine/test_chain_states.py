@@ -80,7 +80,7 @@ def settled_states(runner: ContiguousRunner, bound: BoundLadder, tokens: list[in
 def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder, monkeypatch):
     decoder = Decoder(runner, Prefixes(1 << 12))
     bound, drafter = ladder.bind(runner), Drafter(runner, COSTS, ExitGains((1.0,)))
-    assert bound.whole_depth == 0
+    assert bound.state_depths == ()
     texts = {}
     for prompt, sampling in [(PREFIX, GREEDY), *REQUESTS]:
         request = request_of(prompt, sampling, DepthPolicy("full"))
@@ -105,7 +105,7 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
             for place, draft in enumerate(chain.drafts):
                 if draft.rung == exit_name(0):
                     start = ChainStart(chain.tokens[: place + 1], 0, 1, 1.0, 1.0, 0.0)
-                    [[expected]] = bound.whole_chains([states], [start])
+                    [[expected]] = bound.propose(0, [states], [start])
                     assert draft == expected.draft
                     num_compared += 1
         decoder.step(going, COSTS)

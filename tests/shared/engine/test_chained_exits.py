@@ -67,7 +67,7 @@ def decode(
     gains = gains or _Gains()
     text = [*PROMPT, *plain_answer(runner)]
     rounds: list[Round] = []
-    ask, whole_chains = BoundLadder.ask_chained, BoundLadder.whole_chains
+    propose = BoundLadder.propose
 
     def table_draft(self: SequenceDrafter, drafted: Rows[int] = ()) -> Draft | None:
         gains.place = len(drafted) + 1
@@ -76,28 +76,19 @@ def decode(
         return Draft(token, 0.9, "suffix", 0)
 
     def noted(
-        self: BoundLadder, index: int, states: Tensor, entering: Tensor, places: Rows[int]
-    ) -> tuple[list[Draft], Tensor]:
-        drafts, outputs = ask(self, index, states, entering, places)
-        if rounds:
-            rounds[-1].outputs.setdefault(index, []).append((places[0], outputs[0]))
-        # The tables draft: they know what is right, and the exit's own drafts would end every chain.
-        return [replace(draft, probability=0.001) for draft in drafts], outputs
-
-    def noted_whole(
-        self: BoundLadder, begins: Rows[Tensor], starts: Rows[ChainStart]
+        self: BoundLadder, index: int, begins: Rows[Tensor], starts: Rows[ChainStart]
     ) -> list[list[HeadDraft]]:
-        [start], [[first, *_]] = starts, whole_chains(self, begins, starts)
+        [start], [[first, *_]] = starts, propose(self, index, begins, starts)
         if rounds:
             place = start.place + len(start.tokens)
-            rounds[-1].outputs.setdefault(0, []).append((place, first.output))
+            rounds[-1].outputs.setdefault(index, []).append((place, first.output))
+        # The tables draft: they know what is right, and the exit's own drafts would end every chain.
         return [[first._replace(draft=replace(first.draft, probability=0.001))]]
 
     # Fewer bits would change the outputs by more than the tolerance.
     monkeypatch.setattr(native_chain, "FORMAT", "F32")
-    monkeypatch.setattr(BoundLadder, "whole_chains", noted_whole)
     monkeypatch.setattr(SequenceDrafter, "table_draft", table_draft)
-    monkeypatch.setattr(BoundLadder, "ask_chained", noted)
+    monkeypatch.setattr(BoundLadder, "propose", noted)
     decoder = Decoder(runner)
     bound, drafter = ladder.bind(runner), Drafter(runner, COSTS, gains)
     request = GenerationRequest(

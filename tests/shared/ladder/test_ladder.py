@@ -17,6 +17,7 @@ from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, Evidence, TableRouter, fit_table_router
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
+from shared.ops.chains import ChainStart
 
 VOCABULARY = torch.tensor([1, 5, 9, 30])
 
@@ -67,15 +68,18 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
     mine = ladder(loaded)
     mine = replace(mine, exits=(replace(mine.exits[0], depth=1), mine.exits[1]))
     bound = mine.bind(ContiguousRunner(loaded))
-    assert bound.chained_depths == (1, 2)
+    assert bound.state_depths == (1, 2)
     cases = ((0, 1), (1, 3), (1, 4), (1, 1))
     states, entering = torch.randn(len(cases), NUM_STATES, 16), torch.randn(len(cases), 16)
-    places = [place for _, place in cases]
-    together = [bound.ask_chained(index, states, entering, places)[0] for index in range(2)]
+    starts = [
+        ChainStart([7], place - 1, 1, 1.0, 1.0, 0.0, entering[row : row + 1])
+        for row, (_, place) in enumerate(cases)
+    ]
+    together = [bound.propose(index, states.unbind(), starts) for index in range(2)]
     for row, (index, place) in enumerate(cases):
-        own = slice(row, row + 1)
-        [draft], _ = bound.ask_chained(index, states[own], entering[own], [place])
-        assert together[index][row] == draft, "a token's result does not depend on the batch"
+        [[found]] = bound.propose(index, [states[row]], [starts[row]])
+        draft = found.draft
+        assert together[index][row][0].draft == draft, "the result does not depend on the batch"
         head = mine.exits[index].head
         adapted = head.adapted(head(states[row], entering[row]))
         logits = adapted @ loaded.parts.head.weight[VOCABULARY].T

@@ -204,16 +204,13 @@ def by_the_book(
             for index, depth in enumerate(bound.depths):
                 entering = states[depth][:, at]
                 settled_states = [states[d][0, settled - 1] for d in (*bound.kept_depths, 3)]
-                if depth == bound.whole_depth:
-                    start = ChainStart(tokens[settled : at + 1], 0, 1, 1.0, 1.0, 0.0)
-                    [[one]] = bound.whole_chains([torch.stack(settled_states)], [start])
-                    drafts.append(one.draft)
-                else:
-                    begin = outputs[index].expand(3, -1) if chained else torch.stack(settled_states)
-                    found, (outputs[index],) = bound.ask_chained(
-                        index, begin[None], entering, [chained + 1]
-                    )
-                    drafts += found
+                begin, place, unseen = torch.stack(settled_states), 0, tokens[settled : at + 1]
+                if depth in bound.state_depths and chained:
+                    begin, place, unseen = outputs[index], chained, tokens[at : at + 1]
+                start = ChainStart(unseen, place, 1, 1.0, 1.0, 0.0, entering)
+                [[one]] = bound.propose(index, [begin], [start])
+                drafts.append(one.draft)
+                outputs[index] = one.output
             said = [d for d in drafts if d is not None]
             drafted[settled, chained] = [(d.token, d.probability) for d in said]
             wrong = [d.probability for d in said if d.token != tokens[at + 1]]

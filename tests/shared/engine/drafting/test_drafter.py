@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence as Rows
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.runner import Runner
 from shared.model.sampling import SamplingParams
+from shared.ops.chains import ChainStart
 from tests.families import build_family
 from tests.random_ladder import random_ladder
 
@@ -89,13 +89,15 @@ def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
     ladder = random_ladder(runner.loaded, 1, (1, 2))
     batch = members(runner, [ladder] * 3, [DepthPolicy("exact", max_drafts=n) for n in (1, 2, 2)])
     asked: list[int] = []
-    ask = BoundLadder.ask_chained
+    propose = BoundLadder.propose
 
-    def noted(self: BoundLadder, *args: Any) -> tuple[list[Draft], torch.Tensor]:
-        asked.append(len(args[3]))
-        return ask(self, *args)
+    def noted(
+        self: BoundLadder, index: int, begins: Rows[torch.Tensor], starts: Rows[ChainStart]
+    ) -> object:
+        asked.append(len(starts))
+        return propose(self, index, begins, starts)
 
-    monkeypatch.setattr(BoundLadder, "ask_chained", noted)
+    monkeypatch.setattr(BoundLadder, "propose", noted)
     runner.counters.reset()
     draft_chains(batch, 3)
     assert asked == [3, 3, 2, 2]

@@ -16,7 +16,7 @@ from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
 from shared.ladder import ladder as ladder_module
 from shared.ladder import native_chain
-from shared.ladder.chain_exit import ChainExit
+from shared.ladder.chain_exit import ChainSteps, SteppedChain
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
@@ -109,13 +109,15 @@ def drafted(
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[list[ChainStart]]:
     """The starts of each call that drafts chains."""
     calls: list[list[ChainStart]] = []
-    whole_chains = BoundLadder.whole_chains
+    propose = BoundLadder.propose
 
-    def note(self: BoundLadder, begins: Rows[torch.Tensor], starts: Rows[ChainStart]) -> object:
+    def note(
+        self: BoundLadder, index: int, begins: Rows[torch.Tensor], starts: Rows[ChainStart]
+    ) -> object:
         calls.append(list(starts))
-        return whole_chains(self, begins, starts)
+        return propose(self, index, begins, starts)
 
-    monkeypatch.setattr(BoundLadder, "whole_chains", note)
+    monkeypatch.setattr(BoundLadder, "propose", note)
     return calls
 
 
@@ -130,9 +132,13 @@ def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., Draf
 
 
 def single_steps(
-    one: LayerExit, rows: torch.Tensor, bias: torch.Tensor | None, *_: object
-) -> ChainExit:
-    return ChainExit(one.head, one.router, rows, bias)
+    one: LayerExit,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    vocabulary: torch.Tensor,
+    _: Runner,
+) -> SteppedChain:
+    return SteppedChain(ChainSteps(one.head, one.router, rows, bias), vocabulary, one.depth)
 
 
 @pytest.mark.parametrize("positions", [(), (0,), (0, 1), (2,), (1, 3), (0, 1, 2, 3, 4)])
@@ -147,7 +153,9 @@ def test_a_whole_chain_has_the_drafts_of_its_single_steps(
     calls = len(noted)
     monkeypatch.setattr(ladder_module, "bind_exit", single_steps)
     assert whole == drafted(any_runner, ladder, policies)
-    assert len(noted) == calls, "the second time, step by step"
+    read = [[start.entering is not None for start in starts] for starts in noted]
+    assert not any(map(any, read[:calls]))
+    assert all(map(all, read[calls:])), "the second time, step by step"
     assert [len(drafts) for drafts in whole] == [NUM_DRAFTS, 2, NUM_DRAFTS]
     for drafts in whole:
         from_tables = [i for i, (_, rung) in enumerate(drafts) if rung == SUFFIX]
@@ -217,5 +225,4 @@ def test_a_model_whose_first_states_are_not_its_embedding_drafts_step_by_step() 
     torch.manual_seed(0)
     runner = ContiguousRunner(wrap_model(build_family("gpt2"), accelerate=True))
     bound = fused_ladder(runner).bind(runner)
-    assert bound.whole_depth is None
-    assert bound.chained_depths == (0,)
+    assert bound.state_depths == (0,)
