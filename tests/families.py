@@ -185,10 +185,6 @@ BORDERED += ["ministral3", "llama4"]
 # Angles or scales that transformers chooses for a whole batch: a row's answers depend on the others'.
 DEPENDS_ON_COMPANY = {"phi3-longrope", "phimoe-longrope", "llama-longrope", "llama4"}
 
-# The proof compares passes over fewer tokens than a real longrope has before its border, and more than these have. Routers that return
-# several tensors, as Llama 4's and PhiMoE's, keep torch's sums.
-UNPROVEN = {"llama-longrope", "phi3-longrope", "phimoe-longrope", "llama4"}
-
 
 def build_family(name: str) -> hf.PreTrainedModel:
     """A model whose every parameter matters: biases and norm weights are not left at zero or one."""

@@ -9,6 +9,7 @@ nearly equal, another pass may choose the other one.
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedSequence
 from shared.model.runner import Runner
 
-# Tokens of the passes that are compared: a prompt, one token, and a few beside another sequence's.
-_PROMPT, _FEW, _OTHER = 19, 4, 6
+# Tokens of the passes that are compared: a prompt in two pieces, one token, and a few beside another sequence's.
+_PIECE, _PROMPT, _FEW, _OTHER = 2, 19, 4, 6
 # The part of a path's name that changes the bits of rounded products alone.
 _ROUNDED_ONLY = "bf16"
 
@@ -47,9 +48,7 @@ def numerics_of(runner: Runner) -> Numerics:
     loaded = runner.loaded
     bits, agree = _probe(runner)
     runner.counters.reset()
-    why_not = _why_not(loaded) or (
-        "" if agree else "a token's bits depend on what else is in a pass"
-    )
+    why_not = _why_not(loaded, agree)
     facts = _facts(runner) | {"bits": _digest(bits), "torch functions": _digest(_torch_functions())}
     if why_not:
         facts["threads"] = torch.get_num_threads()
@@ -57,17 +56,17 @@ def numerics_of(runner: Runner) -> Numerics:
     return Numerics(hashlib.sha256(text.encode()).hexdigest()[:16], not why_not, why_not)
 
 
-def _why_not(loaded: LoadedModel) -> str:
-    """Why a token's bits depend on the pass. Empty if nothing is known that makes them so."""
+def _why_not(loaded: LoadedModel, agree: bool) -> str:
+    """Why a token's bits depend on the pass. Empty if they do not: passes `agree`, and nothing is known that makes others differ."""
     report = loaded.acceleration
     if loaded.device.type != "cpu":
         return f"products on {loaded.device.type} are rounded by the number of tokens in a pass"
     if report is None:
         return "the model runs its own modules instead of neap's kernels"
-    if not report.batch_invariant:
-        own = report.left_alone.get("attention") or next(iter(report.left_alone.values()), "")
-        return "parts of the model round by the number of tokens in a pass" + (own and f": {own}")
-    return ""
+    if agree:
+        return ""
+    own = report.left_alone.get("attention") or next(iter(report.left_alone.values()), "")
+    return "a token's bits depend on what else is in a pass" + (own and f": {own}")
 
 
 def _probe(runner: Runner) -> tuple[Tensor, bool]:
@@ -104,7 +103,8 @@ def _logits_from(runner: Runner, place: int, length: int) -> tuple[Tensor, Tenso
         )
 
     expected = runner.logits(run(own, 0, whole))[0]
-    parts = [run(own[:prompt], 0, cache)]
+    pieces = pairwise(sorted({0, min(_PIECE, prompt), prompt}))
+    parts = [run(own[start:end], start, cache) for start, end in pieces]
     parts += [run(own[prompt : prompt + 1], prompt, cache)] if length > prompt else []
     last = own[prompt + 1 :]
     if last and runner.supports_ragged:

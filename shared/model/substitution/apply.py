@@ -37,9 +37,6 @@ from shared.model.weights.quantised import quantisation
 # Largest relative error of logits. It is larger than that of a module, because tens of layers amplify the errors of the modules.
 MODEL_TOLERANCE = 1e-3
 
-# Tokens of the passes that are compared with one pass over all of them.
-PARTS = (2, 1, 19, 1, 5)
-
 _UNDO = "_neap_undo"  # an attribute of the model, because a table of models would keep them alive
 
 
@@ -59,7 +56,6 @@ class AccelerationReport:
     layers: int  # decoder layers that run as one op over contiguous KV caches
     packed_bytes: int
     freed_bytes: int
-    batch_invariant: bool  # whether one pass gave the same bits as several passes over parts of it
     left_alone: Mapping[str, str]
     embeddings: int
     experts: int  # modules whose experts are multiplied one by one
@@ -113,7 +109,6 @@ def accelerate(
             layers = substitute_layers(run, _random_ids(model, 1, 9), kv_dtype) if attends else 0
             if compute_dtype == torch.bfloat16:
                 run.round_inputs()
-            invariant = _is_batch_invariant(model)
         except BaseException:
             run.undo_all()
             raise
@@ -127,7 +122,6 @@ def accelerate(
         layers=layers,
         packed_bytes=run.packed_bytes,
         freed_bytes=run.freed_bytes,
-        batch_invariant=invariant,
         left_alone=dict(run.left_alone),
         embeddings=run.counts["embedding"],
         experts=run.counts["experts"],
@@ -273,15 +267,3 @@ def _padded_logits(model: PreTrainedModel) -> Tensor:
     logits: Tensor = torch.cat([first.logits, second.logits], dim=1)
     logits[1, :2] = 0
     return logits
-
-
-def _is_batch_invariant(model: PreTrainedModel) -> bool:
-    """Whether the logits of a sequence have the same bits in one pass as in passes over its parts."""
-    ids = _random_ids(model, 1, sum(PARTS))
-    together = model(input_ids=ids, use_cache=False).logits
-    cache, alone = None, []
-    for part in ids.split(PARTS, 1):
-        output = model(input_ids=part, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        alone.append(output.logits)
-    return torch.equal(torch.cat(alone, 1), together)
