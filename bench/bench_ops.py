@@ -21,6 +21,7 @@ from transformers.utils import logging
 from bench.stopwatch import Contenders
 from shared import ops
 from shared.model.cache import ContiguousCache
+from shared.model.cache_argument import with_cache
 from shared.model.substitution.apply import accelerate
 from shared.model.substitution.rotary import FUNCTION
 
@@ -105,18 +106,18 @@ def model_pass(model: PreTrainedModel, tokens: int, contiguous: bool) -> Callabl
     if contiguous:
         contiguous_cache = ContiguousCache(CONTEXT + 64)
         contiguous_cache.begin(0, CONTEXT)
-        model(input_ids=ids[:, :CONTEXT], past_key_values=contiguous_cache)
+        model(input_ids=ids[:, :CONTEXT], **with_cache(model, contiguous_cache))
 
         def run_contiguous() -> None:
             contiguous_cache.begin(CONTEXT, tokens)
-            model(input_ids=ids[:, CONTEXT:], past_key_values=contiguous_cache)
+            model(input_ids=ids[:, CONTEXT:], **with_cache(model, contiguous_cache))
 
         return run_contiguous
     cache = DynamicCache()
-    model(input_ids=ids[:, :CONTEXT], past_key_values=cache)
+    model(input_ids=ids[:, :CONTEXT], **with_cache(model, cache))
 
     def run() -> None:
-        model(input_ids=ids[:, CONTEXT:], past_key_values=cache)
+        model(input_ids=ids[:, CONTEXT:], **with_cache(model, cache))
         cache.crop(-tokens)
 
     return run

@@ -1,7 +1,7 @@
 """Lets an engine decode for `model.generate(...)` of transformers, and so for `pipeline(...)`.
 
 transformers' `generate` takes a decoding loop as `custom_generate`: it prepares prompt, options, logits processors and stopping criteria
-and then calls the loop. `attach` passes the loop below. transformers 5.17 to 5.23 does not hand the streamer, the tokenizer and the
+and then calls the loop. `attach` passes the loop below. transformers 5.17 to 5.24 does not hand the streamer, the tokenizer and the
 assistant model to such a loop, so `Attached` takes them from the call itself. See docs/decisions/021.
 """
 
@@ -36,10 +36,11 @@ from shared.engine.request.request import (
 )
 from shared.errors import PreconditionFailed
 from shared.ladder.policy import DepthPolicy
+from shared.model.cache_argument import CACHE_ARGUMENTS
 
 SIGNATURE = inspect.signature(GenerationMixin.generate)
-# Arguments of `generate` that never reach a loop passed as `custom_generate`, or that bypass it.
-REFUSED = ("assistant_model", "assistant_tokenizer", "custom_generate", "past_key_values")
+# Arguments of `generate` that never reach a loop passed as `custom_generate`, that bypass it, or that reach it under another name.
+REFUSED = ("assistant_model", "assistant_tokenizer", "custom_generate", "cache_params", *CACHE_ARGUMENTS)  # fmt: skip
 
 
 class Attached:

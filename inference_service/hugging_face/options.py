@@ -23,6 +23,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from shared.errors import InvalidInput
+from shared.model.cache_argument import CACHE_ARGUMENTS
 from shared.model.sampling import SamplingParams
 
 # In transformers' own order, which is the engine's: (class, its attribute, field of SamplingParams).
@@ -42,7 +43,7 @@ CRITERIA_OF_ONE_SEQUENCE = (
 )
 # What transformers itself passes to each decoding method. The engine has its own cache and its own passes.
 PASSED_ALWAYS = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+    {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHE_ARGUMENTS}
 )  # fmt: skip
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 

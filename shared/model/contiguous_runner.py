@@ -88,7 +88,7 @@ class ContiguousRunner(GatedModel):
                 taps=taps,
                 input_ids=token_ids,
                 position_ids=positions[None].to(token_ids.device),
-                past_key_values=cache,
+                cache=cache,
                 use_cache=True,
             )
 

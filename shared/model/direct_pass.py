@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shared.model.borders import borders
 from shared.model.cache import ContiguousCache
+from shared.model.cache_argument import with_cache
 from shared.model.gates import Gates
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedCache
@@ -137,7 +138,7 @@ class DirectPass:
             state,
             taps,
             position_embeddings=self._angles.of(spans),
-            past_key_values=cache,
+            cache=cache,
         )
 
 
@@ -160,8 +161,8 @@ def _watch(loaded: LoadedModel) -> _Watched:
         limit = math.inf if local_size is None else local_size - 1
         limits.append(limit if allow_is_causal_skip else 0)
 
-    layers = list(loaded.parts.layers)
-    around = [m for m in loaded.model.base_model.modules() if m not in layers]
+    model, layers = loaded.model.base_model, list(loaded.parts.layers)
+    around = [module for module in model.modules() if module not in layers]
     hooks = [module.register_forward_hook(note_output) for module in around]
     hooks += [layer.register_forward_pre_hook(note_call, with_kwargs=True) for layer in layers]
     count = min(3, loaded.context_length)
@@ -169,9 +170,9 @@ def _watch(loaded: LoadedModel) -> _Watched:
     cache.begin(0, count)
     try:
         with observed_masks(note_mask):
-            loaded.model.base_model(
+            model(
                 input_ids=torch.zeros(1, count, dtype=torch.long),
-                past_key_values=cache,
+                **with_cache(model, cache),
                 use_cache=True,
             )
     finally:

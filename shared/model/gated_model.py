@@ -78,7 +78,7 @@ class GatedModel:
                 hidden,
                 taps=taps,
                 input_ids=token_ids,
-                past_key_values=own,
+                cache=own,
                 use_cache=True,
             )
 
@@ -104,9 +104,7 @@ class GatedModel:
             return rows
         cache = self.new_cache(base + token_ids.shape[1])
         cache.begin(base, token_ids.shape[1])
-        return self.gates.run(
-            0, 0, None, input_ids=token_ids, past_key_values=cache, use_cache=True
-        )
+        return self.gates.run(0, 0, None, input_ids=token_ids, cache=cache, use_cache=True)
 
     @torch.inference_mode()
     def normed(self, state: Tensor) -> Tensor:

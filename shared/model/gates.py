@@ -14,9 +14,10 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from shared.errors import UnsupportedModel
+from shared.model.cache_argument import CACHE_ARGUMENTS, with_cache
 from shared.model.substitution.layer import LayerStack
 
 LayerOutput = Tensor | tuple[Any, ...]
@@ -25,7 +26,7 @@ Forward = Callable[..., LayerOutput]
 log = structlog.get_logger("neap.model")
 
 # The arguments beside the hidden state that must be the same objects for all layers that run as one op.
-_SHARED_ARGUMENTS = ("attention_mask", "position_embeddings", "past_key_values")
+_SHARED_ARGUMENTS = ("attention_mask", "position_embeddings", *CACHE_ARGUMENTS)
 
 
 class _CalledDifferently(Exception):
@@ -149,21 +150,24 @@ class Gates:
                 return out
         return self._running[index](*args, **kwargs)
 
-    def _run_model(self, **inputs: Any) -> None:
+    def _run_model(self, cache: Cache | None = None, **inputs: Any) -> None:
         """The model's own forward, which calls the gates."""
+        model = self._model.base_model
+        if cache is not None:
+            inputs |= with_cache(model, cache)
         opened = self._first, self._last, self._entering
         counters = self.counters
         counted = list(counters.per_layer), counters.token_layers
         self._may_stack = True
         try:
-            self._model.base_model(**inputs)
+            model(**inputs)
         except _CalledDifferently as different:
             log.info("layers run one by one: their arguments differ", layer=different.index)
             self._stack = None
             counters.per_layer, counters.token_layers = counted
             self._open(*opened)
             # Keys and values that the op has written are written again.
-            self._model.base_model(**inputs)
+            model(**inputs)
         finally:
             self._may_stack = False
 
@@ -195,6 +199,8 @@ class Gates:
         **inputs: Any,
     ) -> Tensor:
         """Runs layers [first, last). `entering`: the state at depth `first` [B, Q, D]. Returns the state at depth `last` [B, Q, D].
+
+        `inputs`: what the model's own forward gets. `cache` among them is the KV cache, whatever the forward calls it.
 
         [0, 0) runs no layer and returns the state at depth 0. `forwards`: one per layer, run in place of the layers' own. `taps`: the
         state at each depth that is a key, in [first, last), becomes its value, [B, Q, D].

@@ -158,7 +158,7 @@ class PagedForward:
                     taps=taps,
                     input_ids=tokens.ids[None],
                     position_ids=tokens.seen_at[None],
-                    past_key_values=_LayerCache(PagedOffset(checks)),
+                    cache=_LayerCache(PagedOffset(checks)),
                     use_cache=True,
                 )
             return state[0]

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from shared.errors import UnsupportedModel
 from shared.model.borders import borders
 from shared.model.cache import LengthlessCache
+from shared.model.cache_argument import with_cache
 
 # Positions whose angles are compared under different lengths.
 _COMPARED = 4
@@ -219,7 +220,7 @@ def _rereads(model: PreTrainedModel, length: int) -> bool:
     inputs = prepare(
         ids,
         next_sequence_length=1,
-        past_key_values=_Past(length - 1),
+        **with_cache(model, _Past(length - 1)),
         attention_mask=torch.ones_like(ids),
         use_cache=True,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shared.errors import Cancelled
 from shared.model.cache import ContiguousCache
+from shared.model.cache_argument import with_cache
 from shared.model.loaded import LoadedModel
 
 # Nucleus sampling considers the most likely tokens only: sorting the whole vocabulary takes longer than the model's pass.
@@ -117,7 +118,7 @@ def _last_logits(
     logits: Tensor = loaded.model(
         input_ids=tokens,
         attention_mask=mask[:, :end],
-        past_key_values=cache,
+        **with_cache(loaded.model, cache),
         use_cache=True,
         **{name: value for name, value in optional.items() if name in accepted},
     ).logits

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from shared import ops
 from shared.errors import UnsupportedModel
 from shared.model.borders import context_limit, origins
+from shared.model.cache_argument import cache_argument, with_cache
 from shared.model.substitution import attention, rotary
 from shared.model.substitution.experts import experts
 from shared.model.substitution.fused_layers import substitute_layers
@@ -262,8 +263,8 @@ def _logits_in_one_pass(model: PreTrainedModel) -> Tensor:
 def _padded_logits(model: PreTrainedModel) -> Tensor:
     """The same in two passes. The last three tokens run over a cache."""
     first = model(**_padded_inputs(model, slice(0, 4)), use_cache=True)
-    past = first.past_key_values
-    second = model(**_padded_inputs(model, slice(4, 7)), past_key_values=past)
+    cache = first[cache_argument(model)]
+    second = model(**_padded_inputs(model, slice(4, 7)), **with_cache(model, cache))
     logits: Tensor = torch.cat([first.logits, second.logits], dim=1)
     logits[1, :2] = 0
     return logits

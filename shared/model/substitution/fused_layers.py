@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shared.errors import UnsupportedModel
 from shared.model.borders import NUM_CHECKED, context_limit, origins
 from shared.model.cache import ContiguousCache
+from shared.model.cache_argument import with_cache
 from shared.model.parts import find_layers
 from shared.model.substitution.layer import Call, FusedLayer, plan, watch
 from shared.model.substitution.match import Unsuitable
@@ -71,7 +72,8 @@ def _calls(run: Substitutions, layers: list[nn.Module], ids: Tensor) -> dict[nn.
 
 def _pass(run: Substitutions, cache: ContiguousCache, ids: Tensor, base: int) -> None:
     cache.begin(base, ids.shape[1])
-    run.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model = run.model.base_model
+    model(input_ids=ids, **with_cache(model, cache), use_cache=True)
 
 
 def _find_disagreeing(
@@ -89,7 +91,8 @@ def _find_disagreeing(
 
     def compare(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Any) -> None:
         try:
-            out = candidates[layer].fused(args, {**kwargs, "past_key_values": twin})
+            named = {name: twin if value is cache else value for name, value in kwargs.items()}
+            out = candidates[layer].fused(args, named)
         except RuntimeError as error:
             refuted[layer] = f"the op refuses it: {error}"
             return

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shared.model.cache_argument import CACHE_ARGUMENTS, cache_among
 from shared.model.substitution.attention import observed
 from shared.model.substitution.match import (
     Embedding,
@@ -27,13 +28,13 @@ from shared.ops.layer import LayerWeights, decoder_layers, stacked
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Arguments that a layer may get. The fused layer reads the first four; the others do not change the result.
+# Arguments that a layer may get. The fused layer reads the cache and the three after it; the others do not change the result.
 _KNOWN = frozenset(
     [
+        *CACHE_ARGUMENTS,
         "hidden_states",
         "attention_mask",
         "position_embeddings",
-        "past_key_values",
         "position_ids",
         "use_cache",
         "cache_position",
@@ -235,7 +236,7 @@ def run_plan(
 ) -> Tensor | None:
     """The output [B, Q, D] of consecutive layers, of which the first is called with these arguments, and the others with the same but the
     state. For a call that the op does not support, does nothing and returns None. `taps` as in `decoder_layers`."""
-    layers_kv = getattr(kwargs.get("past_key_values"), "layers_kv", None)
+    layers_kv = getattr(cache_among(kwargs), "layers_kv", None)
     angles = kwargs.get("position_embeddings")
     if layers_kv is None or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
         return None

@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 from inference_service.hugging_face.attach import attach
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.ladder.policy import DepthPolicy
+from shared.model.cache_argument import CACHE_ARGUMENTS
 from shared.model.loaded import wrap_model
 from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder
@@ -211,7 +212,7 @@ REFUSED = {
     "custom_generate": {"custom_generate": lambda *args, **kwargs: None},
     "cache_implementation='paged'": {"cache_implementation": "paged"},
     "cache_implementation='quantized'": {"cache_implementation": "quantized", "cache_config": {}},
-    "past_key_values": {"past_key_values": hf.DynamicCache()},
+    **{name: {name: hf.DynamicCache()} for name in ("cache_params", *CACHE_ARGUMENTS)},
     "output_scores": {"output_scores": True, "return_dict_in_generate": True},
     "MinLengthLogitsProcessor": {"min_new_tokens": 3},
     "NoRepeatNGramLogitsProcessor": {"no_repeat_ngram_size": 2},

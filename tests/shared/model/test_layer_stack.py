@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared.model.cache_argument import with_cache
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.ragged import RaggedSequence
@@ -93,7 +94,7 @@ def test_states_are_captured_where_they_are_wanted(spans):
     cache = runner.new_cache(6)
     cache.begin(0, 6)
     with torch.inference_mode():
-        captured = runner.gates.capture([1, 3, NUM_LAYERS], input_ids=ids, past_key_values=cache)
+        captured = runner.gates.capture([1, 3, NUM_LAYERS], input_ids=ids, cache=cache)
     assert spans == [1, 2, NUM_LAYERS - 3]
     assert captured.keys() == expected.keys()
     assert all(torch.equal(captured[depth], expected[depth]) for depth in expected)
@@ -145,10 +146,10 @@ def test_the_model_can_still_be_called_directly(spans):
     loaded = _loaded()
     runner = ContiguousRunner(loaded)
     ids = torch.randint(2, VOCABULARY_SIZE, (1, 6))
-    expected = _run(runner, ids, [0, NUM_LAYERS])[0]
+    expected, model = _run(runner, ids, [0, NUM_LAYERS])[0], loaded.model.base_model
     for _ in range(2):
         cache = runner.new_cache(6)
         cache.begin(0, 6)
         with torch.inference_mode():
-            states = loaded.model.base_model(input_ids=ids, past_key_values=cache)
+            states = model(input_ids=ids, **with_cache(model, cache))
         assert torch.equal(states.last_hidden_state, loaded.parts.final_norm(expected))

@@ -11,6 +11,7 @@ from transformers.models.mistral import modeling_mistral
 
 from shared.errors import UnsupportedModel
 from shared.model.cache import ContiguousCache
+from shared.model.cache_argument import with_cache
 from shared.model.substitution import rotary
 from shared.model.substitution.apply import accelerate, restore
 from shared.model.substitution.match import agrees
@@ -105,7 +106,7 @@ def test_any_split_of_a_sequence_gives_the_same_bits(family, tokens):
     cache, parts = ContiguousCache(40), []
     for start in range(0, 24, tokens):
         cache.begin(start, tokens)
-        part = model(input_ids=ids[:, start : start + tokens], past_key_values=cache)
+        part = model(input_ids=ids[:, start : start + tokens], **with_cache(model, cache))
         parts.append(part.logits)
     assert torch.equal(torch.cat(parts, 1), whole)
 
@@ -251,5 +252,5 @@ def test_a_growing_cache_gives_the_bits_of_a_preallocated_one():
     for start in range(0, 12, 4):
         preallocated.begin(start, 4)
         inputs = {"input_ids": ids[:, start : start + 4]}
-        one = model(**inputs, past_key_values=growing).logits
-        assert torch.equal(model(**inputs, past_key_values=preallocated).logits, one)
+        one = model(**inputs, **with_cache(model, growing)).logits
+        assert torch.equal(model(**inputs, **with_cache(model, preallocated)).logits, one)

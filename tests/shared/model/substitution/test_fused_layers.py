@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from shared.model.cache import ContiguousCache
+from shared.model.cache_argument import with_cache
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.ragged import RaggedCache, RaggedSequence
@@ -56,7 +57,7 @@ def _in_parts(model: PreTrainedModel, ids: Tensor, parts: list[int]) -> Tensor:
     for count in parts:
         cache.begin(base, count)
         own = ids[:, base : base + count]
-        logits.append(model(input_ids=own, past_key_values=cache).logits)
+        logits.append(model(input_ids=own, **with_cache(model, cache)).logits)
         base += count
     return torch.cat(logits, 1)
 
@@ -73,7 +74,7 @@ def test_layers_as_one_op_have_the_bits_of_their_modules(family, fused_calls):
         assert fused_calls
         assert all(fused_calls)
         fused_calls.clear()
-        by_modules = model(input_ids=ids, past_key_values=DynamicCache()).logits
+        by_modules = model(input_ids=ids, **with_cache(model, DynamicCache())).logits
         assert torch.equal(by_modules, together)
         assert fused_calls == [False] * NUM_LAYERS
         fused_calls.clear()
@@ -86,7 +87,7 @@ def test_layers_are_one_op_over_16_bit_caches_too(kv_dtype, fused_calls):
     fused_calls.clear()
     cache = ContiguousCache(5, kv_dtype)
     cache.begin(0, 5)
-    model(input_ids=_ids(1, 5), past_key_values=cache)
+    model(input_ids=_ids(1, 5), **with_cache(model, cache))
     assert fused_calls == [True] * NUM_LAYERS
     assert cache.keys[0].dtype == cache.values[0].dtype == kv_dtype
 
@@ -100,10 +101,10 @@ def test_rows_that_are_left_go_on_alike(fused_calls):
     for kept in (torch.tensor([0, 1, 2]), torch.tensor([2, 0])):
         cache = ContiguousCache(6)
         cache.begin(0, 5)
-        model(input_ids=first, past_key_values=cache)
+        model(input_ids=first, **with_cache(model, cache))
         cache.keep_rows(kept)
         cache.begin(5, 1)
-        logits.append(model(input_ids=then[kept], past_key_values=cache).logits)
+        logits.append(model(input_ids=then[kept], **with_cache(model, cache)).logits)
     assert fused_calls
     assert all(fused_calls)
     assert torch.equal(logits[0][[2, 0]], logits[1])
@@ -130,14 +131,14 @@ def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(fuse
         alone.append(_in_parts(model, ids, [base, count])[:, base:])
         cache = ContiguousCache(16)
         cache.begin(0, base)
-        model(input_ids=ids[:, :base], past_key_values=cache)
+        model(input_ids=ids[:, :base], **with_cache(model, cache))
         sequences.append(RaggedSequence(cache, base, count))
     fused_calls.clear()
     positions = torch.cat([torch.arange(s.base, s.base + s.num_tokens) for s in sequences])
     out = model(
         input_ids=torch.cat([row[:, base:] for row, base in zip(rows, held, strict=True)], 1),
         position_ids=positions[None],
-        past_key_values=RaggedCache(sequences),
+        **with_cache(model, RaggedCache(sequences)),
     )
     assert fused_calls == [True] * NUM_LAYERS
     assert torch.equal(out.logits, torch.cat(alone, 1))
@@ -206,7 +207,7 @@ def test_what_the_op_cannot_do_is_left_to_the_modules(fused_calls):
     accelerate(model)
     cache = ContiguousCache(4)
     cache.begin(0, 4)
-    expected = model(input_ids=ids, past_key_values=cache)
+    expected = model(input_ids=ids, **with_cache(model, cache))
     fused_calls.clear()
     for changes in (
         {
@@ -217,12 +218,12 @@ def test_what_the_op_cannot_do_is_left_to_the_modules(fused_calls):
         {"something": 1},
     ):
         cache.begin(0, 4)
-        out = model(input_ids=ids, past_key_values=cache, **changes)
+        out = model(input_ids=ids, **with_cache(model, cache), **changes)
         assert torch.equal(out.logits, expected.logits)
     seen: list[object] = []
     hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
     cache.begin(0, 4)
-    model(input_ids=ids, past_key_values=cache)
+    model(input_ids=ids, **with_cache(model, cache))
     hook.remove()
     assert fused_calls == [False] * (2 * NUM_LAYERS + 1) + [True] * (NUM_LAYERS - 1)
     assert seen == [1]
