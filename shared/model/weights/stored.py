@@ -136,6 +136,9 @@ class Blocks(Stored):
     ) -> None:
         self._place = (file, offset, shape, kind)
         self._wanted, self._row_order = wanted, row_order
+        # Made once: loading reads a matrix for the fingerprint, for the model's own pass, and for the kernels. Not kept if the kernels get
+        # another format.
+        self._packed: Tensor | None = None
         super().__init__(*shape, dtype_name(wanted) if wanted else kind.name, transposed=transposed)
 
     def read(self) -> Tensor:
@@ -168,7 +171,12 @@ class Blocks(Stored):
         return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._wanted))
 
     def _pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        return ops.pack_blocks(self.read()[rows], self._place[3].name, self.columns)
+        if self._packed is not None and rows == ALL_ROWS:
+            return self._packed
+        packed = ops.pack_blocks(self.read()[rows], self._place[3].name, self.columns)
+        if self._wanted is None and rows == ALL_ROWS:
+            self._packed = packed
+        return packed
 
 
 class Joined(Stored):

@@ -18,6 +18,7 @@ from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.weights import gguf as module
 from shared.model.weights.lazy import lazy
+from shared.model.weights.stored import Blocks
 from tests.gguf_files import write_llama
 
 SMALL = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.F16, Kind.BF16, Kind.F32]
@@ -77,6 +78,20 @@ def test_is_parsed_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_model(file)
     assert made == {"contents": 1, "names": 1}
     assert _replaced() == before
+
+
+def test_a_matrix_in_blocks_is_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times: Counter[Blocks] = Counter()
+    read = Blocks.read
+
+    def count(matrix: Blocks) -> Tensor:
+        times[matrix] += 1
+        return read(matrix)
+
+    monkeypatch.setattr(Blocks, "read", count)
+    matrices = [p for p in load_model(file).model.parameters() if p.dim() == 2]
+    assert len(times) == len(matrices)
+    assert set(times.values()) == {1}
 
 
 @pytest.mark.parametrize("tied", [True, False])
