@@ -20,7 +20,7 @@ def random_ladder(
     """
     torch.manual_seed(seed)
     width = loaded.hidden_size
-    exits = [LayerExit(d, FusedHead(width, 24), DepthRouter(width, 8), agreement) for d in depths]
+    exits = [LayerExit(d, FusedHead(width, 32), DepthRouter(width, 8), agreement) for d in depths]
     for layer_exit in exits:
         for parameter in layer_exit.router.parameters():
             torch.nn.init.normal_(parameter)
