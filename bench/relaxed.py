@@ -11,13 +11,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from bench.options import make_parser, parsed
 from bench.prompts import DEFAULT_FILE, first_turns
 from calibrator_service.calibration.report.certificate import binomial_cdf
+from calibrator_service.calibration.text.engine_writer import EngineWriter
 from calibrator_service.calibration.text.risk_answers import Limits, RiskAnswerGenerator
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
+from calibrator_service.calibration.text.writer import Pace
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
@@ -37,9 +40,10 @@ def drawn(loaded: LoadedModel, count: int, num_tokens: int) -> list[Ids]:
     """Prompts from the distribution that the bound is certified for. A calibration with another seed saw none of them, except by
     chance."""
     config = SelfGenerationConfig(seed=DRAWN_SEED, max_new_tokens=num_tokens)
-    with tempfile.TemporaryDirectory() as folder:
+    writer = EngineWriter(loaded, 64)
+    with tempfile.TemporaryDirectory() as folder, closing(writer):
         generator = RiskAnswerGenerator(loaded, config, Path(folder), lambda _: False)
-        answers = generator.answers(Limits(count, 64, float("inf")), lambda: False)
+        answers = generator.answers(Limits(count, 64, float("inf")), writer, Pace())
     return [answer.prompt for answer in answers]
 
 

@@ -23,6 +23,8 @@ from calibrator_service.calibration.text.stream import (
     plan_text,
     split_sequences,
 )
+from calibrator_service.calibration.text.writer import Writer
+from calibrator_service.calibration.text.writers import Writers
 from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_curve_heads, fit_heads
 from calibrator_service.calibration.training.routers import fit_ladder
@@ -54,12 +56,14 @@ def calibrate(
     work_dir: Path | str | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
+    fleet_of: Callable[[Writer], Writer] | None = None,
 ) -> CalibrationResult:
     """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: `plan.quick_spec`.
 
     `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder, which is
     removed also if SIGTERM ends the program. It may be deleted afterwards. The same spec, model and folder give the same ladder,
-    unless a time budget ends a phase elsewhere.
+    unless a time budget ends a phase elsewhere. `fleet_of` makes a writer that lets others write, from the one that writes here and
+    takes over what they leave.
     Raises `InvalidInput`, `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
     `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
@@ -71,22 +75,25 @@ def calibrate(
             work_dir = stack.enter_context(scratch)
         run = Run(loaded, plan, Path(work_dir), progress, should_stop)
         # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/004).
-        return run_in_own_thread(run_phases, run)
+        return run_in_own_thread(run_phases, run, fleet_of)
 
 
-def run_phases(run: Run) -> CalibrationResult:
+def run_phases(run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> CalibrationResult:
     """All phases in order, in the calling thread. Raises as `calibrate`."""
     run.report("loading", 0.0)
     runner = ContiguousRunner(run.loaded)
 
-    with run.phase("collecting"):
+    with run.phase("collecting"), Writers(run, fleet_of) as writers:
         source = source_record(run.spec.source)
         text = plan_text(run)
         splitter = Splitter(text.held_out_kinds if isinstance(text, GivenText) else ())
         collecting = CollectingProgress(run, text)
-        sequences = split_sequences(run, text, splitter, collecting)  # written as they are read
+        sequences = split_sequences(run, text, splitter, collecting, writers.of_text)
         material = collect_training_data(run, runner, sequences, collecting)
-        risk_answers = write_risk_answers(run, text, splitter.has_assigned)
+        is_used = splitter.has_assigned
+        risk_answers = write_risk_answers(
+            run, text, is_used, writers.own, knows_speed=writers.of_text is writers.own
+        )
 
     with run.phase("training_heads"):
         vocabulary = choose_draft_vocabulary(run, material)

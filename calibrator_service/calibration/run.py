@@ -54,6 +54,11 @@ class Run:
         """Seconds spent on this calibration, including those of runs that were killed."""
         return self._spent_before_s + time.monotonic() - self._start_s
 
+    @property
+    def has_collected(self) -> bool:
+        """Whether an earlier run of this calibration has finished its collecting phase."""
+        return self._spent_before_s > 0.0
+
     def phase_s(self) -> float:
         """Seconds since the current phase began in this process."""
         return time.monotonic() - self._phase_start_s

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,14 @@ def load_model(
         kv_dtype=kv_dtype,
         compute_dtype=compute_dtype,
     )
+    load_s = time.monotonic() - started_s
     log.info(
         "model loaded",
         model_id=name,
-        seconds=round(time.monotonic() - started_s, 1),
+        seconds=round(load_s, 1),
         fingerprint=loaded.fingerprint,
     )
-    return loaded
+    return replace(loaded, source=str(source), load_s=load_s)
 
 
 def _load_model(

@@ -26,7 +26,8 @@ class LoadedModel:
     """A frozen model and its parts. `fingerprint` identifies architecture and weights, independently of the dtype.
 
     `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are multiplied.
-    `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated.
+    `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `source`: where `load_model` read it, in
+    `load_s` seconds; None for a model that was already built.
     """
 
     model_id: str
@@ -39,6 +40,8 @@ class LoadedModel:
     kv_dtype: torch.dtype
     compute_dtype: torch.dtype
     acceleration: "AccelerationReport | None" = None
+    source: str | None = None
+    load_s: float = 0.0
 
     @property
     def num_layers(self) -> int:

@@ -19,6 +19,7 @@ from calibrator_service.calibration.text.stream import CollectingProgress
 from shared.errors import InvalidInput
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.own_thread import run_in_own_thread
 from shared.model.runner import tap_depths
 
 # Tokens of the routers split, and of the report split, on which the table rungs are evaluated; they are held in memory.
@@ -49,7 +50,7 @@ def collect_training_data(
 ) -> TrainingData:
     """Passes `sequences` through the model.
 
-    Raises `InvalidInput` (TOO_LITTLE_TEXT) if a split stays empty, what `sequences` raises, and `Cancelled`.
+    Raises `InvalidInput` (TOO_LITTLE_TEXT, BUDGET_TOO_SHORT) if a split stays empty, what `sequences` raises, and `Cancelled`.
     """
     plan = run.plan
     sums = Sums(
@@ -91,10 +92,11 @@ def collect_training_data(
             )
         progress.set_learned(sum(num_tokens.values()))
 
+    # Passes run in threads that end, beside the thread of the engine that writes (docs/decisions/004).
     for split, sequence in sequences:
-        take(split, collector.add(split, sequence))
+        take(split, run_in_own_thread(collector.add, split, sequence))
     for split in SPLITS:
-        take(split, collector.finish(split))
+        take(split, run_in_own_thread(collector.finish, split))
         if num_tokens[split] == 0:
             raise _too_little_text(run, split, is_cut=progress.is_late())
     sums.save()
@@ -124,11 +126,12 @@ def final_states(runner: ContiguousRunner) -> Callable[[Tensor], Tensor]:
 
 
 def _too_little_text(run: Run, split: Split, *, is_cut: bool) -> InvalidInput:
-    cause = "the source gave too little text"
+    cause, reason = "the source gave too little text", "TOO_LITTLE_TEXT"
     if is_cut:
+        reason = "BUDGET_TOO_SHORT"
         # The caller may not have asked for that budget: it may be the default.
         cause = (
             f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model "
             "and source; give a larger one, or max_tokens"
         )
-    return InvalidInput(f"{cause}: nothing is left for the {split} split", reason="TOO_LITTLE_TEXT")
+    return InvalidInput(f"{cause}: nothing is left for the {split} split", reason=reason)

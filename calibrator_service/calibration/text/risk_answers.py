@@ -7,43 +7,43 @@ If the caller gave the prompts, a share of them is held out (see `splits`).
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from calibrator_service.calibration.plan import COLLECTING_ENDS, RISK_PROMPTS, RISK_TEXT_ENDS
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.text import seed_prompts
-from calibrator_service.calibration.text.batch_decode import DecodeParams, decode_batch
 from calibrator_service.calibration.text.chat import PromptFormat
 from calibrator_service.calibration.text.self_generation import (
     FOLLOW_UP_SHARE,
+    MAGPIE,
     MIN_USER_CHARACTERS,
+    PASSAGE,
     START_TOKENS,
+    TEMPLATE,
     USER_TURN_TOKENS,
     Lengths,
     SelfGenerationConfig,
 )
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from calibrator_service.calibration.text.stream import GivenText, Text
+from calibrator_service.calibration.text.writer import Pace, Writer, WriteRequest, write_all
 from shared.model.loaded import LoadedModel
 
 # Tokens written per prompt of the risk split, in answers' lengths: some prompts are written as well.
 ANSWERS_PER_PROMPT = 1.15
 # The risk text may take this many times its planned time; then an incomplete round is dropped.
 OVERTIME_FACTOR = 2.0
-TEMPLATE, PASSAGE, MAGPIE = range(3)
 # One passage prompt in this many asks for a passage; the others are about one.
 PASSAGE_INTERVAL = 3
-# Batches per round of drawing and answering.
-ROUND_BATCHES = 2
-# Prompts of up to this many tokens are padded to each other's length, whatever their ratio.
-MIN_PADDED = 96
+# Rounds of drawing and answering have this many prompts for each row that is written.
+ROUND_ROWS = 2
 
 Prompt = tuple[int, ...]
+# Answers requests, in their order.
+Write = Callable[[Sequence[WriteRequest]], list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,25 @@ class Limits:
     seconds: float
 
 
-def write_risk_answers(run: Run, text: Text, is_used: Callable[[Prompt], bool]) -> RiskAnswers:
+def write_risk_answers(
+    run: Run,
+    text: Text,
+    is_used: Callable[[Prompt], bool],
+    writer: Writer,
+    *,
+    knows_speed: bool = True,
+) -> RiskAnswers:
     """The risk split of generated text; no answers for given text, which does not show what the model would say.
 
-    `is_used` tells whether another split has a prompt. Raises `Cancelled`, and `Corrupt` for a file of an earlier run that cannot be
-    read.
+    `is_used` tells whether another split has a prompt. `writer`: of the model itself, because a bound is certified for its own
+    arithmetic. `knows_speed`: it has written the other text, too. Raises `Cancelled`, and `Corrupt` for a file of an earlier run that
+    cannot be read.
     """
     config = _config(run, text)
     if config is None:
         return RiskAnswers(text)
     generator = RiskAnswerGenerator(run.loaded, config, run.folder, is_used)
-    limits = _risk_limits(run, generator.max_new_tokens)
+    limits = _risk_limits(run, generator.max_new_tokens, knows_speed)
     planned = max(ANSWERS_PER_PROMPT * generator.max_new_tokens * limits.num_prompts, 1.0)
 
     def on_tokens(num_tokens: int) -> None:
@@ -83,11 +91,11 @@ def write_risk_answers(run: Run, text: Text, is_used: Callable[[Prompt], bool]) 
         span = RISK_TEXT_ENDS - COLLECTING_ENDS
         run.report("collecting", COLLECTING_ENDS + span * min(written / planned, 1.0))
 
-    sequences = generator.answers(limits, run.should_stop, on_tokens)
+    sequences = generator.answers(limits, writer, Pace(run.should_stop, on_tokens=on_tokens))
     return RiskAnswers(text, tuple(sequences), generator.max_new_tokens)
 
 
-def _risk_limits(run: Run, max_new_tokens: int) -> Limits:
+def _risk_limits(run: Run, max_new_tokens: int, knows_speed: bool) -> Limits:
     """The number of prompts, which depends on the spec and on time and never on the answers.
 
     The answers have no more tokens than the spec asks for in the other splits together.
@@ -96,24 +104,11 @@ def _risk_limits(run: Run, max_new_tokens: int) -> Limits:
     most = int(min(RISK_PROMPTS, max(run.plan.max_tokens / max_new_tokens, 1)))
     if seconds == float("inf"):
         return Limits(most, run.plan.rows, seconds)
-    # A run that was killed may have found all its text on disk. Then the speed is unknown, and half a batch is assumed to fit.
+    # A run that was killed may have found all its text on disk. Then the speed is unknown, and half the rows are assumed to fit.
     fitting = run.plan.rows // 2
-    if written := run.figures.get("generated_tokens", 0.0):
-        tokens_per_s = written / max(run.phase_s(), 1e-3)
+    if knows_speed and (tokens_per_s := run.figures.get("tokens_per_s", 0.0)):
         fitting = int(seconds * tokens_per_s / (ANSWERS_PER_PROMPT * max_new_tokens))
     return Limits(min(fitting, most), run.plan.rows, OVERTIME_FACTOR * seconds)
-
-
-def batches_of_similar_length(prompts: Sequence[Prompt], rows: int) -> Iterator[list[Prompt]]:
-    """Batches of at most `rows`, shortest prompts first. A prompt much longer than the batch's first starts a new batch."""
-    batch: list[Prompt] = []
-    for prompt in sorted(prompts, key=len):
-        if batch and (len(batch) == rows or len(prompt) > max(2 * len(batch[0]), MIN_PADDED)):
-            yield batch
-            batch = []
-        batch.append(prompt)
-    if batch:
-        yield batch
 
 
 class RiskAnswerGenerator:
@@ -136,106 +131,84 @@ class RiskAnswerGenerator:
         self._format = PromptFormat(loaded)
         self._lengths = Lengths.of(config, loaded)
         self._rng = random.Random(f"{config.seed}/risk")
-        self._sampling = torch.Generator().manual_seed(self._rng.getrandbits(63))
 
     @property
     def max_new_tokens(self) -> int:
         """Longest answer; shorter than configured if the context is short."""
         return self._lengths.max_new_tokens
 
-    def answers(
-        self,
-        limits: Limits,
-        should_stop: Callable[[], bool],
-        on_tokens: Callable[[int], None] | None = None,
-    ) -> list[TokenSequence]:
-        """Whole greedy answers, which loops do not end. Reread if `folder` has them. Raises `Cancelled`, `Corrupt`."""
+    def answers(self, limits: Limits, writer: Writer, pace: Pace) -> list[TokenSequence]:
+        """Whole greedy answers, which loops do not end. Reread if `folder` has them. `pace` with the limits' time in place of its own.
+
+        Raises `Cancelled`, `Corrupt`, and what the writer raises.
+        """
         path = self._folder / "risk.safetensors"
         if not path.exists():
-            write_shard(path, self._write(limits, should_stop, on_tokens))
+            end_s = time.monotonic() + limits.seconds
+            pace = replace(pace, is_late=lambda: time.monotonic() >= end_s)
+            write_shard(path, self._write(limits, writer, pace))
         return read_shard(path)
 
-    def _write(
-        self,
-        limits: Limits,
-        should_stop: Callable[[], bool],
-        on_tokens: Callable[[int], None] | None,
-    ) -> list[TokenSequence]:
-        end_s = time.monotonic() + limits.seconds
+    def _write(self, limits: Limits, writer: Writer, pace: Pace) -> list[TokenSequence]:
         answers: list[TokenSequence] = []
         num_left = limits.num_prompts
         given = list(self._config.prompts)
 
-        def is_late() -> bool:
-            return time.monotonic() >= end_s
+        def write(requests: Sequence[WriteRequest]) -> list[tuple[int, ...]]:
+            return [written.tokens for written in write_all(writer, requests, pace)]
 
-        def decode(prompts: Sequence[Prompt], params: DecodeParams) -> list[list[int]]:
-            return decode_batch(
-                self._loaded,
-                prompts,
-                params,
-                generator=self._sampling,
-                should_stop=should_stop,
-                is_late=is_late,
-                on_tokens=on_tokens,
-            )
-
-        while num_left > 0 and not is_late():
-            count = min(num_left, ROUND_BATCHES * limits.rows)
+        while num_left > 0 and not pace.is_late():
+            count = min(num_left, ROUND_ROWS * limits.rows)
             num_left -= count
             if self._config.prompts:
                 prompts = [tuple(self._format.encode_user(text)) for text in given[:count]]
                 del given[:count]
             else:
-                prompts = self._draw(count, decode)
+                prompts = self._draw(count, write)
             prompts = [prompt[-self._lengths.max_prompt :] for prompt in prompts]
             prompts = [prompt for prompt in prompts if not self._is_used(prompt)]
-            whole: list[TokenSequence] = []
-            for batch in batches_of_similar_length(prompts, limits.rows):
-                whole += [
-                    TokenSequence((*prompt, *new), len(prompt))
-                    for prompt, new in zip(batch, decode(batch, self._greedy), strict=True)
-                ]
-                if is_late():
-                    return answers
-            answers += whole
+            whole = write([self._greedy(prompt) for prompt in prompts])
+            if pace.is_late():
+                return answers
+            answers += [
+                TokenSequence((*prompt, *new), len(prompt))
+                for prompt, new in zip(prompts, whole, strict=True)
+            ]
         return answers
 
-    @property
-    def _greedy(self) -> DecodeParams:
-        return DecodeParams(self.max_new_tokens, self._loaded.eos_token_ids, stop_loops=False)
+    def _greedy(self, prompt: Prompt) -> WriteRequest:
+        return WriteRequest(prompt, self.max_new_tokens, stop_loops=False)
 
-    def _sampled(self, max_new_tokens: int) -> DecodeParams:
-        config = self._config
+    def _sampled(self, prompt: Prompt, max_new_tokens: int) -> WriteRequest:
         return replace(
-            self._greedy,
-            max_new_tokens=max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
+            self._greedy(prompt),
+            max_new_tokens=min(max_new_tokens, self.max_new_tokens),
+            temperature=self._config.temperature,
+            top_p=self._config.top_p,
+            seed=self._rng.getrandbits(63),
         )
 
-    def _draw(
-        self, count: int, decode: Callable[[Sequence[Prompt], DecodeParams], list[list[int]]]
-    ) -> list[Prompt]:
+    def _draw(self, count: int, write: Write) -> list[Prompt]:
         rng, user_turn = self._rng, self._format.user_turn
         if not self._format.has_chat_template:
             starts = [(self._format.first_token(rng),) for _ in range(count)]
-            sampled = decode(starts, self._sampled(START_TOKENS))
+            sampled = write([self._sampled(start, START_TOKENS) for start in starts])
             return [(*start, *new) for start, new in zip(starts, sampled, strict=True)]
         kinds = [rng.randrange(3 if user_turn else 2) for _ in range(count)]
         texts = [seed_prompts.seed_prompt(rng) for _ in range(kinds.count(TEMPLATE))]
         prompts = [tuple(self._format.encode_user(text)) for text in texts]
-        prompts += self._passage_prompts(kinds.count(PASSAGE), decode)
+        prompts += self._passage_prompts(kinds.count(PASSAGE), write)
         if user_turn and MAGPIE in kinds:
-            params = replace(self._sampled(USER_TURN_TOKENS), stop_ids=user_turn.stop_ids)
-            turns = decode([user_turn.opening] * kinds.count(MAGPIE), params)
+            sampled = [
+                self._sampled(user_turn.opening, USER_TURN_TOKENS)
+                for _ in range(kinds.count(MAGPIE))
+            ]
+            turns = write([replace(one, stop_ids=user_turn.stop_ids) for one in sampled])
             texts = [t for t in map(self._format.decode, turns) if len(t) >= MIN_USER_CHARACTERS]
             prompts += [tuple(self._format.encode_user(text)) for text in texts]
         return prompts
 
-    def _passage_prompts(
-        self, count: int, decode: Callable[[Sequence[Prompt], DecodeParams], list[list[int]]]
-    ) -> list[Prompt]:
+    def _passage_prompts(self, count: int, write: Write) -> list[Prompt]:
         """One in PASSAGE_INTERVAL asks for a passage, the others are about one, each about a passage of its own."""
         rng = self._rng
         texts = [seed_prompts.passage_prompt(rng) for _ in range(count)]
@@ -248,7 +221,7 @@ class RiskAnswerGenerator:
             for text, request, is_all in zip(texts, requests, asks_only, strict=True)
             if not is_all and not self._is_used(request)
         ]
-        written = decode([request for _, request in continued], self._greedy) if continued else []
+        written = write([self._greedy(request) for _, request in continued])
         for (text, _), new in zip(continued, written, strict=True):
             passage = self._format.decode(new)
             if rng.random() < FOLLOW_UP_SHARE:
@@ -268,9 +241,7 @@ def _config(run: Run, text: Text) -> SelfGenerationConfig | None:
     if isinstance(text, GivenText):
         if not isinstance(text.source, AnswerFile):
             return None
-        return SelfGenerationConfig(
-            seed=run.spec.seed, max_new_tokens=run.plan.max_new_tokens, rows=run.plan.rows
-        )
+        return SelfGenerationConfig(seed=run.spec.seed, max_new_tokens=run.plan.max_new_tokens)
     if text.config.prompts and not text.risk_prompts:
         return None
     return replace(text.config, prompts=text.risk_prompts)

@@ -1,56 +1,65 @@
-"""Text that the model writes itself, in shards that a later run reuses.
+"""Text that the model writes itself, in pieces that a later run reuses.
 
-A shard depends only on the model, the configuration and the shard's index, so a killed run continues with the first missing shard.
+A piece depends only on the model, the configuration and the piece's index, so a killed run continues with the first missing piece.
 Training text must look like decoding, so answers are greedy. Prompts come from the caller, or from the templates of `seed_prompts`
 and from the model: given only the opening of a user's turn, it writes what a user would ask (Magpie, 2406.08464). A model without a
 chat template samples the first tokens of a text and continues greedily. The caller's prompts may be few, so they are answered in
 several rounds: greedily in the first, and sampled in later ones.
+
+Some prompts need an answer first: a task about a passage, or a turn of Magpie. An *item* is one prompt with what leads to it and what
+follows from it. Items are written side by side, so no item waits for another.
 """
 
 import hashlib
 import json
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-
 from calibrator_service.calibration.text import seed_prompts
-from calibrator_service.calibration.text.batch_decode import DecodeParams, decode_batch
 from calibrator_service.calibration.text.chat import PromptFormat
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
+from calibrator_service.calibration.text.writer import Pace, Writer, WriteRequest, Written
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
-# Shards alternate between three kinds of prompts: templates, passages and Magpie. Passages make long prompts; in shards of their own
-# they need little padding.
-NUM_KINDS, PASSAGES, MAGPIE = 3, 1, 2
+# Items of one piece.
+PIECE_ITEMS = 16
+# Kinds of items, in turn. A passage makes three prompts: two follow from it.
+TEMPLATE, PASSAGE, MAGPIE = range(3)
+KINDS = (TEMPLATE, PASSAGE, MAGPIE, TEMPLATE, MAGPIE)
+TASKS_PER_PASSAGE = 2
 USER_TURN_TOKENS = 64
 START_TOKENS = 12
 MIN_USER_CHARACTERS = 8
 FOLLOW_UP_SHARE = 0.25
-# From about this many prompts on, templates of many more categories are used. Little text is better spent on the most common ones.
+# From about this many items on, templates of many more categories are used. Little text is better spent on the most common ones.
 CORE_PROMPTS = 600
 # Temperatures at which given prompts are answered, round by round.
 ROUND_TEMPERATURES = (0.0, 0.7, 1.0, 0.4)
+# The first GROWTH_ITEMS items have answers of at most FIRST_ANSWER_TOKENS tokens, the next ones twice as many, then three times, ..: a
+# slow model has answers to many prompts before it has long ones. Only what pays for hundreds of answers gets to the full length.
+FIRST_ANSWER_TOKENS, GROWTH_ITEMS = 24, 48
+
+# Asks for one answer after the other.
+Item = Generator[WriteRequest, Written, None]
 
 
 @dataclass(frozen=True)
 class SelfGenerationConfig:
-    """Everything that decides the text, besides the model. `rows` are decoded together; `max_new_tokens` bounds an answer."""
+    """Everything that decides the text, besides the model. `max_new_tokens` bounds an answer."""
 
     seed: int = 0
     prompts: tuple[str, ...] = ()
     max_new_tokens: int = 128
-    rows: int = 64
     temperature: float = 1.0
     top_p: float = 0.95
 
     def digest(self, model_fingerprint: str) -> str:
-        """The name of the shards: 12 hex digits over this configuration and the model."""
-        identity = json.dumps({**asdict(self), "model": model_fingerprint, "format": 1})
+        """The name of the pieces: 12 hex digits over this configuration and the model."""
+        identity = json.dumps({**asdict(self), "model": model_fingerprint, "format": 2})
         return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
@@ -67,16 +76,26 @@ class Lengths:
         return cls(max_new_tokens, loaded.context_length - max_new_tokens)
 
 
-class SelfGenerator:
-    """Writes and rereads shards in `folder`. It runs the model, so use one at a time.
+@dataclass
+class _Piece:
+    """`found[i]`: the sequences of its item i so far. `num_open`: items that are not complete."""
 
-    Raises `InvalidInput` if prompts are given for a model without a tokenizer.
-    """
+    index: int
+    found: list[list[TokenSequence]] = field(default_factory=list)
+    num_open: int = 0
+    is_new: bool = True
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        return [sequence for own in self.found for sequence in own]
+
+
+class SelfGenerator:
+    """Writes and rereads pieces in `folder`. Raises `InvalidInput` if prompts are given for a model without a tokenizer."""
 
     def __init__(self, loaded: LoadedModel, config: SelfGenerationConfig, folder: Path) -> None:
         if config.prompts and loaded.tokenizer is None:
             raise InvalidInput("prompts were given, but the model has no tokenizer")
-        self._loaded = loaded
         self._config = config
         self._folder = folder
         self._digest = config.digest(loaded.text_fingerprint)
@@ -86,130 +105,160 @@ class SelfGenerator:
     def path(self, index: int) -> Path:
         return self._folder / f"selfgen-{self._digest}-{index:05d}.safetensors"
 
-    def shards(
-        self,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        is_late: Callable[[], bool] = lambda: False,
-        on_tokens: Callable[[int], None] | None = None,
+    def pieces(
+        self, writer: Writer, pace: Pace, rest: Path, *, rereads: bool = False
     ) -> Iterator[list[TokenSequence]]:
-        """Yields shards in order of their index, read from disk or newly written; endless unless prompts are given.
+        """Yields pieces in order of their index, read from disk or newly written; endless unless prompts are given. The writer is idle
+        whenever a piece is yielded.
 
-        Once `is_late`, the shard in work ends early and is yielded, but not kept: only whole shards may be reused. Raises
-        `Cancelled` once `should_stop`, `Corrupt` for a shard that cannot be read.
+        Once late, what the unfinished pieces have is yielded as the last piece, and kept in `rest`: it is part of this run's text, but no
+        other run may continue it. `rereads`: the pieces on disk are this run's text, however late it is. Raises what the writer raises,
+        and `Corrupt` for a piece that cannot be read.
         """
         index = 0
-        while not self._has_no_more_prompts(index) and not is_late():
-            path = self.path(index)
-            if path.exists():
-                yield read_shard(path)
-            else:
-                sequences = self._generate(index, should_stop, is_late, on_tokens)
-                if not is_late():
-                    write_shard(path, sequences)
-                yield sequences
+        rereads = rereads or rest.exists()
+        while self.path(index).exists() and (rereads or not pace.is_late()):
+            yield read_shard(self.path(index))
             index += 1
+        if rest.exists():
+            yield read_shard(rest)
+        elif not pace.is_late():
+            yield from self._written(index, writer, pace, rest)
 
-    def _has_no_more_prompts(self, index: int) -> bool:
-        return bool(self._config.prompts) and index >= self._shards_a_round * len(
-            ROUND_TEMPERATURES
-        )
+    def _written(
+        self, index: int, writer: Writer, pace: Pace, rest: Path
+    ) -> Iterator[list[TokenSequence]]:
+        pieces: deque[_Piece] = deque()
+        requests: deque[tuple[_Piece, Item, WriteRequest]] = deque()
+        asked: dict[int, tuple[_Piece, Item]] = {}
+        num_asked = 0
+
+        def next_request() -> WriteRequest | None:
+            nonlocal index, num_asked
+            while not requests and self._has_items(index):
+                pieces.append(self._begin(index, requests))
+                index += 1
+            if not requests:
+                return None
+            piece, item, request = requests.popleft()
+            asked[num_asked] = piece, item
+            num_asked += 1
+            return request
+
+        for written in writer.write(next_request, pace):
+            piece, item = asked.pop(written.index)
+            try:
+                requests.appendleft((piece, item, item.send(written)))
+            except StopIteration:
+                piece.num_open -= 1
+            is_late = pace.is_late()
+            while pieces and not pieces[0].num_open and not is_late:
+                piece = pieces.popleft()
+                if piece.is_new:
+                    write_shard(self.path(piece.index), piece.sequences)
+                with writer.idle():
+                    yield piece.sequences
+        last = [sequence for piece in pieces for sequence in piece.sequences]
+        write_shard(rest, last)
+        yield last
+
+    def _has_items(self, index: int) -> bool:
+        return not self._config.prompts or index * PIECE_ITEMS < self._num_given
 
     @property
-    def _shards_a_round(self) -> int:
-        return math.ceil(len(self._config.prompts) / self._config.rows)
+    def _num_given(self) -> int:
+        return len(ROUND_TEMPERATURES) * len(self._config.prompts)
 
-    def _generate(
-        self,
-        index: int,
-        should_stop: Callable[[], bool],
-        is_late: Callable[[], bool],
-        on_tokens: Callable[[int], None] | None,
-    ) -> list[TokenSequence]:
-        rng = random.Random(f"{self._config.seed}/{index}")
-        generator = torch.Generator().manual_seed(rng.getrandbits(63))
-        user_turn = self._format.user_turn
+    def _begin(self, index: int, requests: deque[tuple[_Piece, Item, WriteRequest]]) -> _Piece:
+        """A piece, read from disk, or with the first requests of its items in `requests`."""
+        if self.path(index).exists():
+            return _Piece(index, [read_shard(self.path(index))], is_new=False)
+        piece = _Piece(index)
+        end = (index + 1) * PIECE_ITEMS
+        for number in range(index * PIECE_ITEMS, min(end, self._num_given or end)):
+            piece.found.append([])
+            item = self._item(number, piece.found[-1])
+            requests.append((piece, item, next(item)))
+            piece.num_open += 1
+        return piece
 
-        def decode(
-            prompts: Sequence[Sequence[int]], sampled: int = 0, temperature: float = 0.0
-        ) -> list[list[int]]:
-            """Answers at a temperature, or `sampled` tokens of a user's turn."""
-            longest = self._lengths.max_new_tokens
-            params = DecodeParams(
-                max_new_tokens=min(sampled, longest) or longest,
-                stop_ids=user_turn.stop_ids
-                if sampled and user_turn
-                else self._loaded.eos_token_ids,
-                temperature=self._config.temperature if sampled else temperature,
-                top_p=self._config.top_p,
-            )
-            return decode_batch(
-                self._loaded,
-                prompts,
-                params,
-                generator=generator,
-                should_stop=should_stop,
-                is_late=is_late,
-                on_tokens=on_tokens,
-            )
-
-        def answer(prompts: list[list[int]], temperature: float = 0.0) -> list[TokenSequence]:
-            prompts = sorted((p[-self._lengths.max_prompt :] for p in prompts), key=len)
-            return [
-                TokenSequence((*prompt, *new), len(prompt), is_greedy=temperature == 0.0)
-                for prompt, new in zip(
-                    prompts, decode(prompts, temperature=temperature), strict=True
-                )
-                if new
-            ]
-
-        rows = self._config.rows
+    def _item(self, number: int, found: list[TokenSequence]) -> Item:
+        """Asks for what item `number` needs, and adds its sequences to `found`."""
+        rng = random.Random(f"{self._config.seed}/{number}")
         if self._config.prompts:
-            turn, place = divmod(index, self._shards_a_round)
-            chosen = self._config.prompts[place * rows : (place + 1) * rows]
-            encoded = [self._format.encode_user(text) for text in chosen]
-            return answer(encoded, ROUND_TEMPERATURES[turn])
+            turn, place = divmod(number, len(self._config.prompts))
+            prompt = self._format.encode_user(self._config.prompts[place])
+            longest = self._lengths.max_new_tokens
+            yield from self._answer(found, rng, prompt, longest, ROUND_TEMPERATURES[turn])
+            return
+        longest = FIRST_ANSWER_TOKENS * (1 + number // GROWTH_ITEMS)
+        longest = min(longest, self._lengths.max_new_tokens)
         if not self._format.has_chat_template:
-            starts = [[self._format.first_token(rng)] for _ in range(rows)]
-            sampled = decode(starts, sampled=START_TOKENS)
-            return answer([start + new for start, new in zip(starts, sampled, strict=True)])
-        if index % NUM_KINDS == PASSAGES:
-            return self._passages(rng, answer, is_late)
-        if index % NUM_KINDS == MAGPIE and user_turn:
-            turns = decode([user_turn.opening] * rows, sampled=USER_TURN_TOKENS)
-            texts = [t for t in map(self._format.decode, turns) if len(t) >= MIN_USER_CHARACTERS]
-        else:
-            wide = index * rows >= CORE_PROMPTS
-            texts = [seed_prompts.seed_prompt(rng, wide=wide) for _ in range(rows)]
-        return answer([self._format.encode_user(text) for text in texts])
+            start = [self._format.first_token(rng)]
+            start += yield from self._sample(rng, start, START_TOKENS)
+            yield from self._answer(found, rng, start, longest)
+            return
+        kind, user_turn = KINDS[number % len(KINDS)], self._format.user_turn
+        if kind == PASSAGE:
+            yield from self._passage(found, rng, longest)
+            return
+        text = ""
+        if kind == MAGPIE and user_turn:
+            turn_ids = yield from self._sample(
+                rng, list(user_turn.opening), USER_TURN_TOKENS, user_turn.stop_ids
+            )
+            text = self._format.decode(turn_ids)
+        if len(text) < MIN_USER_CHARACTERS:  # no turn of Magpie, or one that asks nothing
+            text = seed_prompts.seed_prompt(rng, wide=number >= CORE_PROMPTS)
+        yield from self._answer(found, rng, self._format.encode_user(text), longest)
 
-    def _passages(
+    def _passage(self, found: list[TokenSequence], rng: random.Random, longest: int) -> Item:
+        """A passage, then follow-up turns and tasks about it."""
+        text = seed_prompts.passage_prompt(rng)
+        request = self._format.encode_user(text)
+        passage = self._format.decode((yield from self._answer(found, rng, request, longest)))
+        for _ in range(TASKS_PER_PASSAGE):
+            turns = [("user", seed_prompts.passage_task(rng, [passage]))]
+            if rng.random() < FOLLOW_UP_SHARE:
+                follow_up = ("user", seed_prompts.follow_up(rng))
+                turns = [("user", text), ("assistant", passage), follow_up]
+            yield from self._answer(found, rng, self._format.encode(turns), longest)
+
+    def _answer(
+        self,
+        found: list[TokenSequence],
+        rng: random.Random,
+        prompt: list[int],
+        longest: int,
+        temperature: float = 0.0,
+    ) -> Generator[WriteRequest, Written, tuple[int, ...]]:
+        """The answer to a prompt, which becomes a sequence."""
+        kept = tuple(prompt[-self._lengths.max_prompt :])
+        written = yield WriteRequest(
+            kept,
+            longest,
+            temperature=temperature,
+            top_p=self._config.top_p,
+            seed=rng.getrandbits(63),
+        )
+        if written.tokens:
+            found.append(TokenSequence((*kept, *written.tokens), len(kept), written.is_choice))
+        return written.tokens
+
+    def _sample(
         self,
         rng: random.Random,
-        answer: Callable[[list[list[int]]], list[TokenSequence]],
-        is_late: Callable[[], bool],
-    ) -> list[TokenSequence]:
-        """Passages, then follow-up turns and tasks about them."""
-        rows = self._config.rows
-        requests: dict[tuple[int, ...], str] = {}
-        for _ in range(
-            rows // 2
-        ):  # two texts have the same tokens if the tokenizer knows few of the words
-            text = seed_prompts.passage_prompt(rng)
-            requests[tuple(self._format.encode_user(text))] = text
-        written = answer([list(prompt) for prompt in requests])
-        if is_late():  # the next prompts are long: a minute of prefill for one token each
-            return written
-        passages = [self._format.decode(s.tokens[s.answer_start :]) for s in written]
-        num_follow_ups = min(int(FOLLOW_UP_SHARE * rows), len(written))
-        conversations = [
-            [("user", requests[written[i].prompt]), ("assistant", passages[i])]
-            for i in rng.sample(range(len(written)), num_follow_ups)
-        ]
-        prompts = [
-            self._format.encode([*turns, ("user", seed_prompts.follow_up(rng))])
-            for turns in conversations
-        ]
-        while len(prompts) < rows:
-            prompts.append(self._format.encode_user(seed_prompts.passage_task(rng, passages)))
-        return [*written, *answer(prompts)]
+        prompt: list[int],
+        longest: int,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> Generator[WriteRequest, Written, tuple[int, ...]]:
+        """A part of a prompt, which the model writes."""
+        written = yield WriteRequest(
+            tuple(prompt[-self._lengths.max_prompt :]),
+            min(longest, self._lengths.max_new_tokens),
+            stop_ids,
+            self._config.temperature,
+            self._config.top_p,
+            rng.getrandbits(63),
+        )
+        return written.tokens

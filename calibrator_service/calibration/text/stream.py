@@ -4,6 +4,7 @@ Whoever reads the sequences decides the pace, so text is written and passed thro
 """
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from calibrator_service.calibration.text.self_generation import (
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.sources import text_sequences
 from calibrator_service.calibration.text.splits import Split, Splitter, held_out_kinds
+from calibrator_service.calibration.text.writer import Pace, Writer
+from shared.errors import InvalidInput
 
 # A model that only repeats itself would write for ever. After this many known sequences in a row the text ends.
 MAX_STALE_SEQUENCES = 2000
@@ -26,6 +29,9 @@ MAX_STALE_SEQUENCES = 2000
 TEXT_SHARE = 0.85
 # Share of the work for a token of generated text that is done when it is written. The rest is one pass over many tokens at once.
 WRITING_SHARE = 0.9
+# Less generated text than this teaches nothing. Whether a budget pays for it is judged once EARLY_SHARE of the time to write has passed,
+# with a slack, because the first prompts are read then.
+MIN_WRITTEN_TOKENS, EARLY_SHARE, EARLY_SLACK = 256, 0.25, 2.0
 # One in HELD_OUT_INTERVAL given prompts is held out for the risk split. Fewer than MIN_HELD_OUT certify nothing, so then none is.
 HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
 
@@ -64,7 +70,6 @@ def plan_text(run: Run) -> Text:
         seed=run.spec.seed,
         prompts=prompts,
         max_new_tokens=run.plan.max_new_tokens,
-        rows=run.plan.rows,
     )
     return GeneratedText(config, risk_prompts)
 
@@ -83,7 +88,7 @@ def hold_out_prompts(
 
 
 class CollectingProgress:
-    """Progress of the collecting phase, in tokens: those being written, those assigned to splits, and those learned from."""
+    """Progress of the collecting phase, in tokens: those written, those assigned to splits, and those learned from."""
 
     def __init__(self, run: Run, text: Text) -> None:
         self._run = run
@@ -93,24 +98,47 @@ class CollectingProgress:
             num_answers = len(ROUND_TEMPERATURES) * len(text.config.prompts)
             most = num_answers * text.config.max_new_tokens
             self._expected = min(self._expected, most)
-        self._num_being_written = self._num_learned = 0
+        self._text_s = TEXT_SHARE * COLLECTING_ENDS * run.plan.budget_s
+        self._num_written = self._num_learned = 0
+        # Seconds of writing, and when it began or went on, by `time.monotonic`.
+        self._written_s, self._since_s = 0.0, time.monotonic()
         self.num_assigned = 0
 
     def is_late(self) -> bool:
         """Whether it is too late to begin more text."""
-        budget_s = self._run.plan.budget_s
-        return self._run.elapsed_s() > TEXT_SHARE * COLLECTING_ENDS * budget_s
+        return self._run.elapsed_s() > self._text_s
 
     def add_written(self, num_tokens: int) -> None:
-        """The model has written `num_tokens` more. Raises `Cancelled`."""
+        """The model has written `num_tokens` more. Raises `Cancelled`, and `InvalidInput` (BUDGET_TOO_SHORT)."""
+        self._num_written += num_tokens
+        seconds = self._written_s + time.monotonic() - self._since_s
         figures = self._run.figures
-        figures["generated_tokens"] = figures.get("generated_tokens", 0.0) + num_tokens
-        self._num_being_written += num_tokens
+        figures["generated_tokens"] = float(self._num_written)
+        figures["tokens_per_s"] = self._num_written / max(seconds, 1e-3)
+        self._check_budget()
         self._report()
 
-    def finish_shard(self) -> None:
-        """The shard in work is complete; its tokens count again when they are assigned."""
-        self._num_being_written = 0
+    def pause(self) -> None:
+        """What has been written goes through the model now."""
+        self._written_s += time.monotonic() - self._since_s
+
+    def resume(self) -> None:
+        """The model writes again."""
+        self._since_s = time.monotonic()
+
+    def _check_budget(self) -> None:
+        elapsed_s, written = self._run.elapsed_s(), max(self._num_written, self.num_assigned)
+        share = min(elapsed_s / self._text_s, 1.0)
+        slack = EARLY_SLACK if share < 1.0 else 1.0
+        if share < EARLY_SHARE or slack * written >= share * MIN_WRITTEN_TOKENS:
+            return
+        needed_s = self._run.plan.budget_s * share * MIN_WRITTEN_TOKENS / max(written, 1)
+        raise InvalidInput(
+            f"{self._run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: it had written {written} tokens "
+            f"after {elapsed_s:.0f} seconds. Give it about {2 * needed_s:.0f} seconds, or max_tokens",
+            reason="BUDGET_TOO_SHORT",
+            metadata={"needed_s": f"{2 * needed_s:.0f}"},
+        )
 
     def set_learned(self, num_tokens: int) -> None:
         """`num_tokens` in total, over all splits, have gone through the model. Raises `Cancelled`."""
@@ -123,22 +151,22 @@ class CollectingProgress:
         by_time = run.elapsed_s() / (COLLECTING_ENDS * run.plan.budget_s)
         done = float(self._num_learned)
         if self._is_written:
-            # Hours may pass until the first shard is complete, so the part that is written counts.
-            written = min(self.num_assigned + self._num_being_written, self._expected)
+            # What a killed run has written is only assigned.
+            written = min(max(self.num_assigned, self._num_written), self._expected)
             done = WRITING_SHARE * written + (1 - WRITING_SHARE) * self._num_learned
         by_tokens = done / self._expected
         run.report("collecting", COLLECTING_ENDS * min(1.0, max(by_time, by_tokens)))
 
 
 def split_sequences(
-    run: Run, text: Text, splitter: Splitter, progress: CollectingProgress
+    run: Run, text: Text, splitter: Splitter, progress: CollectingProgress, writer: Writer
 ) -> Iterator[tuple[Split, TokenSequence]]:
     """Yields new sequences with their splits until there are enough tokens, the phase's time is over, or nothing new comes.
 
-    Raises what the source raises, and `Cancelled`.
+    Raises what the source raises, `Cancelled`, and `InvalidInput` (BUDGET_TOO_SHORT) if the time is too short to write any text.
     """
     num_stale = 0
-    for sequence in _sequences(run, text, progress):
+    for sequence in _sequences(run, text, progress, writer):
         split = splitter.assign(sequence)
         if split is None:
             num_stale += 1
@@ -146,14 +174,16 @@ def split_sequences(
             num_stale = 0
             progress.num_assigned += sequence.num_answer_tokens or len(sequence.tokens)
             yield split, sequence
-        # Generated text ends by itself once it is late: what the last shard holds is used.
+        # Generated text ends by itself once it is late: what the last answers have is used.
         is_over = isinstance(text, GivenText) and progress.is_late()
         is_stale = num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.rows)
         if progress.num_assigned >= run.plan.max_tokens or is_stale or is_over:
             return
 
 
-def _sequences(run: Run, text: Text, progress: CollectingProgress) -> Iterator[TokenSequence]:
+def _sequences(
+    run: Run, text: Text, progress: CollectingProgress, writer: Writer
+) -> Iterator[TokenSequence]:
     if isinstance(text, GivenText):
         if isinstance(text.source, AnswerFile):
             yield from answer_sequences(run.loaded, text.source)
@@ -161,9 +191,12 @@ def _sequences(run: Run, text: Text, progress: CollectingProgress) -> Iterator[T
             yield from text_sequences(run.loaded, text.source)
         return
     generator = SelfGenerator(run.loaded, text.config, run.text_folder)
-    shards = generator.shards(
-        should_stop=run.should_stop, is_late=progress.is_late, on_tokens=progress.add_written
-    )
-    for shard in shards:
-        progress.finish_shard()
-        yield from shard
+    pace = Pace(run.should_stop, progress.is_late, progress.add_written)
+    rest = run.folder / "rest.safetensors"
+    progress.resume()
+    for piece in generator.pieces(writer, pace, rest, rereads=run.has_collected):
+        progress.pause()
+        yield from piece
+        progress.resume()
+    if not run.has_collected:
+        progress.add_written(0)

@@ -280,8 +280,23 @@ def test_a_time_budget_is_kept(counting):
 def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting):
     with pytest.raises(InvalidInput) as caught:
         calibrate(counting, CalibrationSpec(time_budget_s=0.001))
-    assert caught.value.reason == "TOO_LITTLE_TEXT"
+    assert caught.value.reason == "BUDGET_TOO_SHORT"
     assert "time budget" in caught.value.message
+    assert float(caught.value.metadata["needed_s"]) >= 0
+
+
+def test_a_run_that_is_killed_after_its_time_for_text_continues(counting, tmp_path):
+    def die(progress: Progress) -> None:
+        if progress.phase == "training_heads":
+            raise Killed
+
+    spec = CalibrationSpec(time_budget_s=12.0)
+    with pytest.raises(Killed):
+        calibrate(counting, spec, work_dir=tmp_path, progress=die)
+    [state] = tmp_path.glob("*/state.json")
+    state.write_text(json.dumps({"elapsed_s": 11.0}))
+    result = calibrate(counting, spec, work_dir=tmp_path)
+    assert result.report["tokens"]["report"] > 0
 
 
 def test_without_limits_the_quick_budget_applies(counting):

@@ -14,6 +14,7 @@ from calibrator_service.calibration.report.certificate import MARGINS, THRESHOLD
 from calibrator_service.calibration.report.replay import Differing, Replayer
 from calibrator_service.calibration.report.risk import certified_risks
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated, TextFile
+from calibrator_service.calibration.text.engine_writer import EngineWriter
 from calibrator_service.calibration.text.risk_answers import (
     Limits,
     RiskAnswerGenerator,
@@ -160,7 +161,7 @@ def some_run(loaded: LoadedModel) -> Any:
 )
 def test_without_answers_nothing_is_certified(base_model, result, text, reason):
     run = some_run(base_model)
-    answers = write_risk_answers(run, text, lambda _: False)
+    answers = write_risk_answers(run, text, lambda _: False, EngineWriter(base_model, 2))
     runner = run_in_own_thread(ContiguousRunner, base_model)
     record = certified_risks(run, runner, result.ladder, answers)["risk"]
     assert (record["num_prompts"], record["bounds"], record["reason"]) == (0, [], reason)

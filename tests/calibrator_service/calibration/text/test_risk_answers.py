@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from calibrator_service.calibration.text import risk_answers
+from calibrator_service.calibration.text.engine_writer import EngineWriter
 from calibrator_service.calibration.text.risk_answers import (
     Limits,
     RiskAnswerGenerator,
@@ -14,16 +15,13 @@ from calibrator_service.calibration.text.risk_answers import (
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import Splitter
+from calibrator_service.calibration.text.writer import Pace
 from shared.errors import Cancelled
 from shared.model.loaded import LoadedModel
 
-CONFIG = SelfGenerationConfig(max_new_tokens=20, rows=16)
+CONFIG = SelfGenerationConfig(max_new_tokens=20)
 WORDS = [f"w{number}" for number in range(24)]
 ENDLESS = Limits(24, 16, math.inf)
-
-
-def never() -> bool:
-    return False
 
 
 def prompt_of(sequence: TokenSequence) -> tuple[int, ...]:
@@ -31,9 +29,28 @@ def prompt_of(sequence: TokenSequence) -> tuple[int, ...]:
 
 
 def answers(
-    loaded: LoadedModel, folder: Path, config: SelfGenerationConfig = CONFIG, dealt=lambda _: False
+    loaded: LoadedModel,
+    folder: Path,
+    config: SelfGenerationConfig = CONFIG,
+    dealt=lambda _: False,
+    limits: Limits = ENDLESS,
+    pace: Pace | None = None,
 ):  # type: ignore[no-untyped-def]
-    return RiskAnswerGenerator(loaded, config, folder, dealt).answers(ENDLESS, never)
+    writer = EngineWriter(loaded, limits.rows)
+    try:
+        generator = RiskAnswerGenerator(loaded, config, folder, dealt)
+        return generator.answers(limits, writer, pace or Pace())
+    finally:
+        writer.close()
+
+
+def learnt(loaded: LoadedModel, folder: Path, config: SelfGenerationConfig):  # type: ignore[no-untyped-def]
+    writer = EngineWriter(loaded, 16)
+    try:
+        pieces = SelfGenerator(loaded, config, folder).pieces(writer, Pace(), folder / "rest")
+        return [sequence for piece in pieces for sequence in piece]
+    finally:
+        writer.close()
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -52,15 +69,15 @@ def test_answers_are_greedy_and_whole(counting, base_model, tmp_path, chat):
 
 def test_loops_do_not_end_an_answer(counting, tmp_path):
     """Training text ends at a loop. Answers of the risk split must not, because a worker continues."""
-    config = SelfGenerationConfig(max_new_tokens=60, rows=24, prompts=tuple(WORDS))
-    learnt = next(SelfGenerator(counting, config, tmp_path).shards())
+    config = SelfGenerationConfig(max_new_tokens=60, prompts=tuple(WORDS))
+    free = learnt(counting, tmp_path, config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "calibrator_service.calibration.text.batch_decode.is_repeating", lambda tokens: True
+            "calibrator_service.calibration.text.writer.is_repeating", lambda tokens: True
         )
-        cut = next(SelfGenerator(counting, config, tmp_path / "cut").shards())
+        cut = learnt(counting, tmp_path / "cut", config)
         judged = answers(counting, tmp_path, config)
-    longest = max(sequence.num_answer_tokens for sequence in learnt)
+    longest = max(sequence.num_answer_tokens for sequence in free)
     assert max(sequence.num_answer_tokens for sequence in cut) < longest
     assert max(sequence.num_answer_tokens for sequence in judged) == longest
 
@@ -76,28 +93,24 @@ def test_prompts_of_other_splits_are_left_out(counting, tmp_path):
     assert rest
 
 
-def test_a_late_batch_is_dropped_as_a_whole(counting, tmp_path, monkeypatch):
+def test_a_late_round_is_dropped_as_a_whole(counting, tmp_path, monkeypatch):
     """An incomplete answer would count as one without a difference."""
-    now, real = [0.0], risk_answers.decode_batch
+    now, real = [0.0], risk_answers.write_all
 
-    def slow(*arguments, **options):  # type: ignore[no-untyped-def]
+    def slow(writer, requests, pace):  # type: ignore[no-untyped-def]
         now[0] += 4.0
-        return real(*arguments, **options)
+        return real(writer, requests, pace)
 
     monkeypatch.setattr(risk_answers.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(risk_answers, "decode_batch", slow)
+    monkeypatch.setattr(risk_answers, "write_all", slow)
     config = SelfGenerationConfig(max_new_tokens=20, prompts=tuple(WORDS))
-    in_time = RiskAnswerGenerator(counting, config, tmp_path / "a", lambda _: False)
-    assert len(in_time.answers(Limits(24, 8, 9.0), never)) == 16
-    late = RiskAnswerGenerator(counting, config, tmp_path / "b", lambda _: False)
-    assert late.answers(Limits(24, 8, 3.0), never) == []
+    assert len(answers(counting, tmp_path / "a", config, limits=Limits(24, 4, 9.0))) == 16
+    assert answers(counting, tmp_path / "b", config, limits=Limits(24, 4, 3.0)) == []
 
 
 def test_answers_are_repeatable_and_can_be_cancelled(counting, tmp_path):
     with pytest.raises(Cancelled):
-        RiskAnswerGenerator(counting, CONFIG, tmp_path, lambda _: False).answers(
-            ENDLESS, lambda: True
-        )
+        answers(counting, tmp_path, pace=Pace(should_stop=lambda: True))
     first = answers(counting, tmp_path)
     assert answers(counting, tmp_path) == first
     assert answers(counting, tmp_path / "again") == first

@@ -1,0 +1,178 @@
+"""Writes text with an engine on a model in this process: many rows, prompts read in pieces beside them, shared prefixes computed once."""
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from calibrator_service.calibration.text.writer import (
+    NUCLEUS_CANDIDATES,
+    Answer,
+    Pace,
+    WriteRequest,
+    Written,
+)
+from shared.engine.drafting.costs import CostMeter
+from shared.engine.drafting.planner import PassCosts
+from shared.engine.engine import Engine
+from shared.engine.request.handle import EngineEvent, GenerationHandle
+from shared.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
+from shared.errors import Cancelled, NeapError
+from shared.ladder.policy import DepthPolicy
+from shared.model.loaded import LoadedModel
+from shared.model.runner import Runner
+from shared.model.sampling import SamplingParams
+
+# How often a writer looks whether it is to stop.
+POLL_S = 0.1
+# Requests that wait in the engine, as a share of those that run, so that one enters in the step after another has ended.
+WAITING_SHARE = 0.125
+PREFIX_CACHE_BYTES = 256 << 20
+
+
+class _NoDrafts(CostMeter):
+    """Policy full drafts nothing, so nobody asks what a pass costs. Measuring takes seconds with a large model."""
+
+    def measure_passes(
+        self, runner: Runner, *, between: Callable[[], None] = lambda: None
+    ) -> PassCosts:
+        return PassCosts((1.0,))
+
+
+class EngineWriter:
+    """A `Writer`. `rows`: answers that are written together. `is_own`: the model is the one that is calibrated, not a copy of it in
+    another format.
+
+    The engine is there from the first request until `close`. It claims its model: passes of other threads need `idle`.
+    """
+
+    def __init__(self, loaded: LoadedModel, rows: int, *, is_own: bool = True) -> None:
+        self._loaded, self._rows, self._is_own = loaded, rows, is_own
+        self._engine: Engine | None = None
+        self._running: dict[int, _EngineAnswer] = {}
+        self._ended: queue.SimpleQueue[_EngineAnswer] = queue.SimpleQueue()
+        self._num_counted = 0
+
+    def write(
+        self, next_request: Callable[[], WriteRequest | None], pace: Pace
+    ) -> Iterator[Written]:
+        """See `Writer`. Raises also what `Engine.submit` and the engine itself raise."""
+        num_requests, is_late = 0, False
+        most = self._rows + int(WAITING_SHARE * self._rows)
+        try:
+            while True:
+                while not is_late and len(self._running) < most:
+                    if (request := next_request()) is None:
+                        break
+                    self._submit(num_requests, request)
+                    num_requests += 1
+                if not self._running:
+                    return
+                if pace.should_stop():
+                    raise Cancelled("stopped while the model wrote text")
+                if not is_late and pace.is_late():
+                    is_late = True
+                    self._cancel()
+                answer = self._next_ended()
+                self._report(pace, answer)
+                if answer is not None:
+                    yield self._written(answer)
+        finally:
+            self._cancel()
+            while self._running:
+                del self._running[self._ended.get().index]
+            self._num_counted = 0
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        for answer in self._running.values():
+            answer.handle.pause()
+        # A turn that begins from now on finds nothing that it may step.
+        while self._engine is not None and self._engine.turn_began_s is not None:
+            time.sleep(0.001)
+        try:
+            yield
+        finally:
+            for answer in self._running.values():
+                answer.handle.resume()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _submit(self, index: int, request: WriteRequest) -> None:
+        if self._engine is None:
+            self._engine = Engine(
+                self._loaded,
+                max_running=self._rows,
+                max_queue=2 * self._rows,
+                max_queue_tokens=2 * self._rows * self._loaded.context_length,
+                prefix_cache_bytes=PREFIX_CACHE_BYTES,
+                cost_meter=_NoDrafts(),
+            )
+            self._engine.warm_up()
+        answer = _EngineAnswer(index, request, self._ended)
+        answer.handle = self._engine.submit(
+            GenerationRequest(
+                request.prompt,
+                SamplingParams(
+                    temperature=request.temperature,
+                    top_k=NUCLEUS_CANDIDATES if request.temperature else 0,
+                    top_p=request.top_p,
+                    seed=request.seed,
+                ),
+                StoppingParams(request.max_new_tokens, stop_token_ids=request.stop_ids),
+                DepthPolicy("full"),
+            ),
+            on_event=answer.receive,
+        )
+        self._running[index] = answer
+
+    def _cancel(self) -> None:
+        for answer in self._running.values():
+            answer.is_cancelled = True
+            answer.handle.resume()
+            answer.handle.cancel()
+
+    def _next_ended(self) -> "_EngineAnswer | None":
+        with suppress(queue.Empty):
+            return self._ended.get(timeout=POLL_S)
+        return None
+
+    def _report(self, pace: Pace, ended: "_EngineAnswer | None") -> None:
+        """Tells how many tokens are new. Tokens of answers that have ended leave the sum."""
+        total = sum(len(answer.tokens) for answer in self._running.values())
+        pace.on_tokens(total - self._num_counted)
+        self._num_counted = total - (len(ended.tokens) if ended else 0)
+
+    def _written(self, answer: "_EngineAnswer") -> Written:
+        del self._running[answer.index]
+        if answer.error is not None and not (answer.is_over or answer.is_cancelled):
+            raise answer.error
+        is_choice = self._is_own and answer.request.temperature == 0.0
+        return Written(answer.index, tuple(answer.tokens), is_choice)
+
+
+class _EngineAnswer(Answer):
+    """An answer whose events the engine's thread delivers. Once it has ended it is put into `ended`."""
+
+    handle: GenerationHandle
+
+    def __init__(
+        self, index: int, request: WriteRequest, ended: "queue.SimpleQueue[_EngineAnswer]"
+    ) -> None:
+        super().__init__(index, request)
+        self._ended = ended
+        self.is_cancelled = False
+        self.error: NeapError | None = None
+
+    def receive(self, event: EngineEvent) -> None:
+        if event is None:
+            self._ended.put(self)
+        elif isinstance(event, NeapError):
+            self.error = event
+        elif isinstance(event, TokenChunk) and not self.is_over:
+            self.add([token.token_id for token in event.tokens])
+            if self.is_over:
+                self.handle.cancel()

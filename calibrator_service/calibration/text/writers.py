@@ -1,0 +1,91 @@
+"""Which writers a calibration has: one on the model itself, perhaps a faster one on a copy of it in bfloat16, perhaps others' machines."""
+
+import math
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import structlog
+import torch
+
+from calibrator_service.calibration.plan import COLLECTING_ENDS
+from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.spec import SelfGenerated
+from calibrator_service.calibration.text.engine_writer import EngineWriter
+from calibrator_service.calibration.text.stream import TEXT_SHARE
+from calibrator_service.calibration.text.writer import Writer
+from shared.engine.memory.budget import available_bytes
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
+
+# A copy writes nearly twice as fast, so it pays if loading it takes at most this share of the time to write, or, without a time
+# budget, from this many tokens on.
+COPY_LOAD_SHARE, MIN_COPY_TOKENS = 0.25, 20_000
+# Free memory that a copy needs, in bytes per parameter: its weights, and as much again while they are packed.
+COPY_PARAMETER_BYTES = 4
+
+log = structlog.get_logger("neap.calibration")
+
+
+class Writers:
+    """A context manager, which closes them. `own` writes with the model itself; `of_text` is who writes the text of the splits that
+    train. `fleet_of`: see `pipeline.calibrate`.
+    """
+
+    def __init__(self, run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> None:
+        self.own: Writer = EngineWriter(run.loaded, run.plan.rows)
+        self.of_text = self.own
+        if not isinstance(run.spec.source, SelfGenerated):
+            return
+        if fleet_of is not None:
+            self.of_text = fleet_of(self.own)
+        elif not run.has_collected and pays_for_copy(run):
+            log.info("text is written with a copy of the model in bfloat16")
+            self.of_text = EngineWriter(bfloat16_copy(run.loaded), run.plan.rows, is_own=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.of_text.close()
+        self.own.close()
+
+
+def pays_for_copy(run: Run) -> bool:
+    """Whether writing with a copy of the model in bfloat16 is faster, even though it must be loaded first."""
+    loaded = run.loaded
+    if loaded.source is None or loaded.acceleration is None or not multiplies_bfloat16():
+        return False
+    if loaded.compute_dtype == torch.bfloat16:
+        return False
+    num_parameters = loaded.model.num_parameters()
+    if COPY_PARAMETER_BYTES * num_parameters > available_bytes(loaded.device):
+        return False
+    left_s = TEXT_SHARE * COLLECTING_ENDS * run.plan.budget_s - run.elapsed_s()
+    if math.isinf(left_s):
+        return run.plan.max_tokens >= MIN_COPY_TOKENS
+    return loaded.load_s <= COPY_LOAD_SHARE * left_s
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor multiplies matrices faster in bfloat16 than in float32."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+
+
+def bfloat16_copy(loaded: LoadedModel) -> LoadedModel:
+    """The model loaded again, with weights, keys, values and products in bfloat16. Raises as `load_model`."""
+    assert loaded.source is not None
+    return load_model(
+        loaded.source,
+        model_id=loaded.model_id,
+        dtype=torch.bfloat16,
+        compute_dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        context_length=loaded.context_length,
+    )
