@@ -16,7 +16,7 @@ from calibrator_service.process_config import DEFAULT_RECIPE, JobFolder, ModelOp
 from calibrator_service.supervisor import Supervisor, SupervisorConfig
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
-from shared.config import CalibratorSettings, settings_from_command_line
+from shared.config import CalibratorSettings, make_settings, settings_from_command_line
 from shared.cpus import size_thread_pools
 from shared.errors import NeapError
 from shared.metrics_server import serve_metrics
@@ -27,6 +27,7 @@ from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import export_traces
+from shared.security_settings import ClientSettings
 from shared.timeouts import ROUTER_CALL_WAIT_S
 
 log = structlog.get_logger("neap.calibration")
@@ -62,6 +63,8 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
     Raises NeapError if the registry, the data folder or the address cannot be used.
     """
     models = {model.model_id: model.source for model in settings.models}
+    if settings.text_workers:
+        make_settings(ClientSettings)  # wrong settings are noticed now, and not by a job
     security = open_security(settings, settings.listen)
     # Calls about jobs do not use the registry, so one that hangs must not delay them.
     job_pool = BlockingPool(name="neap-jobs")
@@ -77,6 +80,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                 registry=settings.registry,
                 text_folders=settings.text_folders,
                 hub_datasets=settings.hub_datasets,
+                text_workers=settings.text_workers,
                 options=ModelOptions(
                     device=settings.device,
                     dtype=settings.dtype,
@@ -98,6 +102,7 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                     models,
                     settings.text_folders,
                     settings.hub_datasets,
+                    has_text_workers=bool(settings.text_workers),
                     max_queued_jobs=settings.max_queued_jobs,
                     max_time_budget_s=settings.max_time_budget_s,
                     pool=job_pool,

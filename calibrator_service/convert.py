@@ -83,6 +83,7 @@ def _source(
         return SelfGenerated(
             prompts=tuple(spec.self_generated.prompts),
             max_new_tokens=spec.self_generated.max_new_tokens,
+            use_workers=spec.self_generated.use_workers,
         )
     if kind == "text_file":
         _check_source("BAD_TEXT_FILE", path=spec.text_file.path, field=spec.text_file.field)
@@ -141,7 +142,9 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
     if isinstance(source, SelfGenerated):
         message.self_generated.CopyFrom(
             calibration_pb2.SelfGenerated(
-                prompts=source.prompts, max_new_tokens=source.max_new_tokens
+                prompts=source.prompts,
+                max_new_tokens=source.max_new_tokens,
+                use_workers=source.use_workers,
             )
         )
     elif isinstance(source, TextFile):

@@ -33,6 +33,7 @@ class ProcessConfig:
     text_folders: tuple[str, ...]
     hub_datasets: tuple[str, ...]
     options: ModelOptions
+    text_workers: tuple[str, ...] = ()
     log_level: str = "info"
     recipe: str = DEFAULT_RECIPE
 
@@ -43,8 +44,8 @@ class ProcessConfig:
     def from_line(cls, line: str) -> "ProcessConfig":
         record = json.loads(line)
         record["options"] = ModelOptions(**record["options"])
-        record["text_folders"] = tuple(record["text_folders"])
-        record["hub_datasets"] = tuple(record["hub_datasets"])
+        for name in ("text_folders", "hub_datasets", "text_workers"):
+            record[name] = tuple(record[name])
         return cls(**record)
 
 

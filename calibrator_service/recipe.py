@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.process_config import ModelOptions
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
@@ -14,7 +14,7 @@ from shared.errors import Cancelled
 
 @dataclass(frozen=True)
 class Task:
-    """`source`: folder or name of the model. `work_dir` outlives the process: a resumed job finds its files there.
+    """`source`: folder or name of the model. `text_workers`: addresses of the workers that may write its text. `work_dir` outlives the process: a resumed job finds its files there.
 
     `progress` and `should_stop` are cheap to call.
     """
@@ -25,6 +25,7 @@ class Task:
     work_dir: Path
     progress: Callable[[Progress], None]
     should_stop: Callable[[], bool]
+    text_workers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def run(task: Task) -> Product:
     import torch
 
     from calibrator_service.calibration.pipeline import calibrate
+    from calibrator_service.fleet import fleet_of
     from shared.configured_model import dtype_named
     from shared.ladder.artefact import pack_ladder
     from shared.ladder.checks import check_artefact
@@ -64,6 +66,13 @@ def run(task: Task) -> Product:
         work_dir=task.work_dir,
         progress=task.progress,
         should_stop=task.should_stop,
+        fleet_of=fleet_of(task.text_workers, loaded) if uses_workers(task) else None,
     )
     manifest, blobs = pack_ladder(result.ladder, result.report)
     return Product({**manifest, "checks": check_artefact(manifest, blobs)}, blobs)
+
+
+def uses_workers(task: Task) -> bool:
+    """Whether workers write its text. A service that is configured without them since the job was created writes itself."""
+    source = task.spec.source
+    return isinstance(source, SelfGenerated) and source.use_workers and bool(task.text_workers)

@@ -8,7 +8,13 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.calibration.v1 import calibration_pb2_grpc
 from neap_client.channel import MAX_MESSAGE_BYTES
 
-from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, TextFile
+from calibrator_service.calibration.spec import (
+    AnswerFile,
+    CalibrationSpec,
+    HubDataset,
+    SelfGenerated,
+    TextFile,
+)
 from calibrator_service.convert import (
     job_to_proto,
     spec_from_proto,
@@ -20,7 +26,7 @@ from calibrator_service.supervisor import Supervisor
 from calibrator_service.text_files import find_text_file
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
-from shared.errors import Corrupt, InvalidInput, NotFound
+from shared.errors import Corrupt, InvalidInput, NotFound, PreconditionFailed
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
 from shared.rpc.callers import Role, require_role
 from shared.rpc.interceptors import annotate_call
@@ -48,6 +54,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         text_folders: tuple[Path, ...],
         hub_datasets: tuple[str, ...],
         *,
+        has_text_workers: bool = False,
         max_queued_jobs: int,
         max_time_budget_s: float,
         pool: BlockingPool,
@@ -58,6 +65,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         self._models = models
         self._text_folders = text_folders
         self._hub_datasets = hub_datasets
+        self._has_text_workers = has_text_workers
         self._max_queued_jobs = max_queued_jobs
         self._max_time_budget_s = max_time_budget_s
         self._pool = pool
@@ -93,6 +101,8 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             find_text_file(spec.source.path, self._text_folders)
         elif isinstance(spec.source, HubDataset):
             check_source(spec.source, self._hub_datasets)
+        elif isinstance(spec.source, SelfGenerated) and spec.source.use_workers:
+            self._check_text_workers()
         return self._store.create(
             request.request_id,
             spec,
@@ -100,6 +110,13 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             max_queued=self._max_queued_jobs,
             answer=job_to_proto,
         )
+
+    def _check_text_workers(self) -> None:
+        if not self._has_text_workers:
+            raise PreconditionFailed(
+                "this service is configured with no workers that write text (--text-workers)",
+                reason="NO_TEXT_WORKERS",
+            )
 
     def _check_model(self, spec: CalibrationSpec) -> None:
         check_model_id(spec.model_id)

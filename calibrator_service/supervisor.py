@@ -53,6 +53,7 @@ class SupervisorConfig:
     registry: str
     text_folders: tuple[Path, ...] = ()
     hub_datasets: tuple[str, ...] = ()
+    text_workers: tuple[str, ...] = ()
     options: ModelOptions = field(default_factory=ModelOptions)
     log_level: str = "info"
     recipe: str = DEFAULT_RECIPE
@@ -261,6 +262,7 @@ class Supervisor:
             source=source,
             text_folders=tuple(map(str, self._config.text_folders)),
             hub_datasets=self._config.hub_datasets,
+            text_workers=self._config.text_workers,
             options=self._config.options,
             log_level=self._config.log_level,
             recipe=self._config.recipe,

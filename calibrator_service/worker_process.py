@@ -148,6 +148,7 @@ def _make_product(
         source=config.source,
         spec=_resolve_source(store.spec(config.calibration_id), config),
         options=config.options,
+        text_workers=config.text_workers,
         work_dir=work_dir,
         progress=reporter.progress,
         should_stop=reporter.should_stop,

@@ -56,6 +56,7 @@ def to_generation_request(
         request_id=request_id,
         client=client,
         deadline_s=deadline_s,
+        is_low_priority=request.low_priority,
     )
 
 

@@ -319,6 +319,13 @@ class CalibratorSettings(ServiceSettings):
         "none, or an empty variable, forbids all datasets. May be repeated; the variable takes a comma-separated list.",
         json_schema_extra={"metavar": "PATTERN"},
     )
+    text_workers: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Address of inference workers that may write a calibration's text, at low priority, if its request asks for that: HOST:PORT or any "
+        "other form that gRPC accepts. Requests cannot name addresses. The variables NEAP_CLIENT_* and NEAP_TOKEN say how to connect. May be repeated; "
+        "the variable takes a comma-separated list. Unset: the service writes all text itself.",
+        json_schema_extra={"metavar": "ADDRESS"},
+    )
     max_queued_jobs: int = Field(
         default=16, ge=1, description="Most jobs that wait to be run. Further jobs are refused."
     )
@@ -341,7 +348,7 @@ class CalibratorSettings(ServiceSettings):
         description="Longest duration in seconds that a job may ask for. Jobs that ask for more are refused. The default is a week.",
     )
 
-    @field_validator("text_folders", mode="before")
+    @field_validator("text_folders", "text_workers", mode="before")
     @classmethod
     def _folders_from_text(cls, value: Any) -> Any:
         return _listed(value)

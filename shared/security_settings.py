@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Self
 
+from neap_client.channel import ClientSecurity
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -102,3 +103,16 @@ class ClientSettings(BaseSettings):
         if self.token.get_secret_value() and self.token_file is not None:
             raise ValueError("token and token_file cannot be combined")
         return self
+
+    def client_security(self) -> ClientSecurity:
+        """What a client needs of it."""
+        return ClientSecurity(
+            tls=self.tls,
+            ca=self.ca,
+            certificate=self.cert,
+            key=self.key,
+            server_name=self.server_name,
+            token=self.token.get_secret_value().strip(),
+            token_file=self.token_file,
+            allow_plaintext_token=self.allow_plaintext_tokens,
+        )

@@ -26,11 +26,13 @@ _MAX_UINT32 = 2**32 - 1
 class SelfGenerated:
     """Text that the model writes itself. Without `prompts` the model also writes its prompts, or they are drawn from templates.
 
-    `max_new_tokens`: longest answer; 0 means the default (`plan.DEFAULT_NEW_TOKENS`).
+    `max_new_tokens`: longest answer; 0 means the default (`plan.DEFAULT_NEW_TOKENS`). `use_workers`: the service's inference workers
+    answer the prompts, too.
     """
 
     prompts: tuple[str, ...] = ()
     max_new_tokens: int = 0
+    use_workers: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_new_tokens <= MAX_NEW_TOKENS:
@@ -148,6 +150,8 @@ class CalibrationSpec:
         record = asdict(self)
         for name in ("public_only", "prompts"):
             record["source"].pop(name, None)
+        if not record["source"].get("use_workers", True):
+            del record["source"]["use_workers"]
         record["source"] = {"kind": type(self.source).__name__, **record["source"]}
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 

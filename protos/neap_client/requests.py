@@ -32,6 +32,7 @@ def generate_request(
     repetition_penalty: float | None = None,
     seed: int | None = None,
     logprobs: int | None = None,
+    low_priority: bool = False,
 ) -> pb.GenerateRequest:
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
@@ -62,6 +63,7 @@ def generate_request(
             min_layers=min_layers,
         ),
         logprobs=logprobs,
+        low_priority=low_priority,
     )
     if isinstance(prompt, str):
         set_prompt(request, prompt, raw=raw, system=system)

@@ -97,6 +97,14 @@ def calibrate(
             'with a "prompt" on each line, any other file a prompt.',
         ),
     ] = None,
+    workers: Annotated[
+        bool,
+        typer.Option(
+            "--workers",
+            help="Let the inference workers that the service is configured with (--text-workers) write the text, at low priority. What they leave is "
+            "written by the service.",
+        ),
+    ] = False,
     preset: Annotated[
         Literal["quick", "hour", "night"] | None,
         typer.Option(
@@ -208,6 +216,10 @@ def calibrate(
         aliases=alias or ["latest"],
     )
     set_source(spec, text=text, answers=answers, dataset=dataset, field=field, prompts=prompts)
+    if workers:
+        if spec.WhichOneof("source") != "self_generated":
+            raise InvalidInput("--workers is for text that the model writes itself")
+        spec.self_generated.use_workers = True
     if time_budget is not None:
         spec.time_budget.CopyFrom(duration_of(time_budget, "--time-budget"))
     if detach and start_service:

@@ -193,14 +193,4 @@ def equivalent_command(*arguments: str, calibrator: str) -> str:
 
 def client_security() -> ClientSecurity:
     """Return the security settings from flags and variables. Raises InvalidInput (BAD_CONFIGURATION)."""
-    settings = make_settings(ClientSettings, **_flags.get())
-    return ClientSecurity(
-        tls=settings.tls,
-        ca=settings.ca,
-        certificate=settings.cert,
-        key=settings.key,
-        server_name=settings.server_name,
-        token=settings.token.get_secret_value().strip(),
-        token_file=settings.token_file,
-        allow_plaintext_token=settings.allow_plaintext_tokens,
-    )
+    return make_settings(ClientSettings, **_flags.get()).client_security()

@@ -17,7 +17,7 @@ from shared.plain_text import one_line
 ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
 # States that no patience changes.
 SETTLED = (*ENDED, pb.STATE_WAITING)
-FIGURES_SHOWN = ("tokens", "generated_tokens", "agreement", "loss")
+FIGURES_SHOWN = ("tokens", "generated_tokens", "tokens_per_s", "agreement", "loss")
 MAX_FIGURES_SHOWN = 4
 # The exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells have it.
 INTERRUPTED = 130

@@ -23,6 +23,8 @@ class Schedulable(Protocol):
     def is_cancelled(self) -> bool: ...
     @property
     def is_paused(self) -> bool: ...
+    @property
+    def is_low_priority(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ R = TypeVar("R", bound=Schedulable)
 
 
 class Scheduler(Generic[R]):
-    """First come, first served. A request that does not fit yet holds back those behind it, so that no large request starves.
+    """First come, first served. A request that does not fit yet holds back those behind it, so that no large request starves. Requests of
+    low priority stand behind all others, and those do not count them when they look for room in the queue.
 
     A paused request (its client has stopped reading) keeps its keys and values, but it does not count against `max_running`:
     clients that stop reading must not stop the others. If more go on than may share a step, they take turns. Not thread-safe: the
@@ -96,15 +99,20 @@ class Scheduler(Generic[R]):
 
     def add(self, request: R) -> None:
         """Appends a request to the queue. Raises `Exhausted` (reason QUEUE_FULL)."""
-        num_tokens = sum(waiting.num_prompt_tokens for waiting in self._waiting)
+        ahead = [
+            waiting
+            for waiting in self._waiting
+            if request.is_low_priority or not waiting.is_low_priority
+        ]
+        num_tokens = sum(waiting.num_prompt_tokens for waiting in ahead)
         is_too_long = num_tokens + request.num_prompt_tokens > self.limits.max_queue_tokens
-        if len(self._waiting) >= self.limits.max_queue or (self._waiting and is_too_long):
+        if len(ahead) >= self.limits.max_queue or (ahead and is_too_long):
             raise Exhausted(
-                f"{len(self._waiting)} requests with {num_tokens} prompt tokens are already waiting",
+                f"{len(ahead)} requests with {num_tokens} prompt tokens are already waiting",
                 reason="QUEUE_FULL",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._waiting.append(request)
+        self._waiting.insert(len(ahead), request)
 
     def remove_ended(self, now_s: float) -> list[R]:
         """Removes and returns the requests that were cancelled or whose deadline has passed."""

@@ -34,6 +34,10 @@ class Job:
         return self.handle.request.deadline_s
 
     @property
+    def is_low_priority(self) -> bool:
+        return self.handle.request.is_low_priority
+
+    @property
     def is_cancelled(self) -> bool:
         return self.handle.is_cancelled
 

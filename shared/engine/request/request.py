@@ -57,7 +57,8 @@ class GenerationRequest:
 
     Statistics count it under `router_version` (0: no router). `risk_bound`: the share of prompts, in (0, 1), on which its router may
     differ from the full model under policy relaxed; None: there is no bound. `risk_bound_tokens`: the bound holds for so many
-    tokens of the answer, up to its first end-of-sequence token; None: for all of them.
+    tokens of the answer, up to its first end-of-sequence token; None: for all of them. `is_low_priority`: it starts only while no
+    other request waits.
     """
 
     prompt_ids: tuple[int, ...]
@@ -71,6 +72,7 @@ class GenerationRequest:
     router_version: int = 0
     risk_bound: float | None = None
     risk_bound_tokens: int | None = None
+    is_low_priority: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

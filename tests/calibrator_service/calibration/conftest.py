@@ -50,7 +50,7 @@ def make_model(chat: bool = True, seed: int = 0, with_tokenizer: bool = True) ->
         loss.backward()
         optimiser.step()
     tokenizer = make_tokenizer(chat) if with_tokenizer else None
-    return wrap_model(model, tokenizer, model_id="counting")
+    return wrap_model(model, tokenizer, model_id="counting", accelerate=True)
 
 
 @pytest.fixture(scope="session")

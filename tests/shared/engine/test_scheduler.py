@@ -15,6 +15,7 @@ class Request:
     deadline_s: float = math.inf
     is_cancelled: bool = False
     is_paused: bool = False
+    is_low_priority: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -164,3 +165,29 @@ def test_clear_returns_everything():
     assert names(queue.clear()) == "abc"
     assert list(queue) == []
     assert queue.next_deadline_s == math.inf
+
+
+def low(name: str) -> Request:
+    return Request(name, is_low_priority=True)
+
+
+def test_requests_of_low_priority_start_only_while_no_other_waits():
+    queue = filled(scheduler(), low("x"), Request("a"), low("y"), Request("b"))
+    assert names(queue.admit()) == "ab"
+    queue.remove(next(iter(queue)))
+    queue.add(Request("c"))
+    assert names(queue.admit()) == "c"
+    for request in queue.running:
+        queue.remove(request)
+    assert names(queue.admit()) == "xy"
+
+
+def test_requests_of_low_priority_take_no_place_in_the_queue_from_others():
+    queue = filled(scheduler(max_running=0, max_queue=2), low("x"), low("y"))
+    with pytest.raises(Exhausted):
+        queue.add(low("z"))
+    filled(queue, Request("a"), Request("b"))
+    for late in (Request("c"), low("z")):
+        with pytest.raises(Exhausted):
+            queue.add(late)
+    assert names(list(queue)) == "abxy"
