@@ -114,7 +114,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     def _check_text_workers(self) -> None:
         if not self._has_text_workers:
             raise PreconditionFailed(
-                "this service is configured with no workers that write text (--text-workers)",
+                "this service is configured with no workers that write text (--text-worker)",
                 reason="NO_TEXT_WORKERS",
             )
 

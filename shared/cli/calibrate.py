@@ -101,7 +101,7 @@ def calibrate(
         bool,
         typer.Option(
             "--workers",
-            help="Let the inference workers that the service is configured with (--text-workers) write the text, at low priority. What they leave is "
+            help="Let the inference workers that the service is configured with (--text-worker) write the text, at low priority. What they leave is "
             "written by the service.",
         ),
     ] = False,

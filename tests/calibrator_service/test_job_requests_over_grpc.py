@@ -8,7 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.status import from_rpc_error
 
-from shared.errors import InvalidInput, NotFound
+from shared.errors import InvalidInput, NotFound, PreconditionFailed
 from tests.calibrator_service.conftest import Service, error_of
 from tests.fuzzing import extremes
 
@@ -24,6 +24,11 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"self_generated": pb.SelfGenerated(prompts=["x" * 1_000_000] * 9)},
         InvalidInput,
         "SPEC_TOO_LARGE",
+    ),
+    "workers, but none are configured": (
+        {"self_generated": pb.SelfGenerated(use_workers=True)},
+        PreconditionFailed,
+        "NO_TEXT_WORKERS",
     ),
     "unknown label": ({"label": 77}, InvalidInput, "BAD_SPEC"),
     "unknown head": ({"head_form": 77}, InvalidInput, "BAD_SPEC"),

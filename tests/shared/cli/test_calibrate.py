@@ -75,6 +75,12 @@ def test_sources(service, neap, tmp_path):
     base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
     assert neap(*base, "--prompts", str(prompts)).exit_code == 0
     assert list(service.calibration.spec.self_generated.prompts) == ["one", "two"]
+    assert not service.calibration.spec.self_generated.use_workers
+    assert neap(*base, "--prompts", str(prompts), "--workers").exit_code == 0
+    assert service.calibration.spec.self_generated.use_workers
+    refused = neap(*base, "--text", "some.txt", "--workers")
+    assert refused.exit_code == 1
+    assert "--workers" in refused.stderr
     assert neap(*base, "--dataset", "org/set:conf", "--field", "body").exit_code == 0
     assert service.calibration.spec.hub_dataset == pb.HubDataset(
         name="org/set", config="conf", field="body"
