@@ -100,8 +100,9 @@ class CollectingProgress:
             self._expected = min(self._expected, most)
         self._text_s = TEXT_SHARE * COLLECTING_ENDS * run.plan.budget_s
         self._num_written = self._num_learned = 0
-        # Seconds of writing, and when it began or went on, by `time.monotonic`.
-        self._written_s, self._since_s = 0.0, time.monotonic()
+        # Seconds of writing until it last paused, and when it began or went on (`time.monotonic`); None before the writer is ready.
+        self._written_s = 0.0
+        self._since_s: float | None = None
         self.num_assigned = 0
 
     def is_late(self) -> bool:
@@ -110,34 +111,41 @@ class CollectingProgress:
 
     def add_written(self, num_tokens: int) -> None:
         """The model has written `num_tokens` more. Raises `Cancelled`, and `InvalidInput` (BUDGET_TOO_SHORT)."""
+        self._since_s = self._since_s or time.monotonic()
         self._num_written += num_tokens
-        seconds = self._written_s + time.monotonic() - self._since_s
+        seconds = max(self._written_s + time.monotonic() - self._since_s, 1e-3)
         figures = self._run.figures
         figures["generated_tokens"] = float(self._num_written)
-        figures["tokens_per_s"] = self._num_written / max(seconds, 1e-3)
-        self._check_budget()
+        figures["tokens_per_s"] = self._num_written / seconds
+        self._check_budget(seconds)
         self._report()
 
     def pause(self) -> None:
         """What has been written goes through the model now."""
-        self._written_s += time.monotonic() - self._since_s
+        self._written_s += time.monotonic() - (self._since_s or time.monotonic())
 
     def resume(self) -> None:
         """The model writes again."""
-        self._since_s = time.monotonic()
+        self._since_s = self._since_s and time.monotonic()
 
-    def _check_budget(self) -> None:
+    def _check_budget(self, seconds: float) -> None:
+        """`seconds`: of writing so far."""
         elapsed_s, written = self._run.elapsed_s(), max(self._num_written, self.num_assigned)
-        share = min(elapsed_s / self._text_s, 1.0)
-        slack = EARLY_SLACK if share < 1.0 else 1.0
-        if share < EARLY_SHARE or slack * written >= share * MIN_WRITTEN_TOKENS:
+        left_s = max(self._text_s - elapsed_s, 0.0)
+        expected = written + written / seconds * left_s
+        slack = EARLY_SLACK if left_s else 1.0
+        if (
+            left_s and seconds < EARLY_SHARE * self._text_s
+        ) or slack * expected >= MIN_WRITTEN_TOKENS:
             return
-        needed_s = self._run.plan.budget_s * share * MIN_WRITTEN_TOKENS / max(written, 1)
+        # Before the writer is ready, and then what it needs for twice the least text.
+        enough_s = elapsed_s - seconds + 2 * MIN_WRITTEN_TOKENS * seconds / max(written, 1)
+        needed_s = max(enough_s, 0.0) / (TEXT_SHARE * COLLECTING_ENDS)
         raise InvalidInput(
             f"{self._run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: it had written {written} tokens "
-            f"after {elapsed_s:.0f} seconds. Give it about {2 * needed_s:.0f} seconds, or max_tokens",
+            f"after {elapsed_s:.0f} seconds. Give it about {needed_s:.0f} seconds, or max_tokens",
             reason="BUDGET_TOO_SHORT",
-            metadata={"needed_s": f"{2 * needed_s:.0f}"},
+            metadata={"needed_s": f"{needed_s:.0f}"},
         )
 
     def set_learned(self, num_tokens: int) -> None:
@@ -193,7 +201,6 @@ def _sequences(
     generator = SelfGenerator(run.loaded, text.config, run.text_folder)
     pace = Pace(run.should_stop, progress.is_late, progress.add_written)
     rest = run.folder / "rest.safetensors"
-    progress.resume()
     for piece in generator.pieces(writer, pace, rest, rereads=run.has_collected):
         progress.pause()
         yield from piece

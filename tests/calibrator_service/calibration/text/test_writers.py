@@ -26,9 +26,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def _fast_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True}
-    )
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
 
 
 def run_of(loaded: LoadedModel, folder: Path, **spec: Any) -> Run:

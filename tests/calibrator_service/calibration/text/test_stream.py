@@ -1,0 +1,85 @@
+"""A calibration's text has figures that people understand, and a budget that cannot pay for it is named early."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calibrator_service.calibration.plan import resolve
+from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.calibration.text import stream
+from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
+from calibrator_service.calibration.text.stream import CollectingProgress, GeneratedText
+from shared.errors import InvalidInput
+from shared.model.loaded import LoadedModel
+
+TEXT_SHARE_OF_BUDGET = 0.5 * 0.85
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    clock.now = 100.0
+    monkeypatch.setattr("calibrator_service.calibration.run.time", clock)
+    monkeypatch.setattr(stream, "time", clock)
+    return clock
+
+
+def progress_of(loaded: LoadedModel, folder: Path, **spec: Any) -> tuple[Run, CollectingProgress]:
+    plan = resolve(CalibrationSpec(**spec), loaded)
+    run = Run(loaded, plan, folder, lambda _: None, lambda: False)
+    return run, CollectingProgress(run, GeneratedText(SelfGenerationConfig(), ()))
+
+
+def test_the_speed_is_that_of_writing_alone(counting, tmp_path, clock):
+    run, progress = progress_of(counting, tmp_path, max_tokens=10_000)
+    clock.now += 30  # loading and starting
+    progress.add_written(0)
+    clock.now += 2
+    progress.add_written(100)
+    progress.pause()
+    clock.now += 50  # states
+    progress.set_learned(80)
+    progress.resume()
+    clock.now += 2
+    progress.add_written(100)
+    assert run.figures == {"generated_tokens": 200.0, "tokens": 80.0, "tokens_per_s": 50.0}
+
+
+@pytest.mark.parametrize(("tokens_per_s", "pays"), [(20.0, True), (1.0, False), (0.0, False)])
+def test_a_budget_that_is_too_short_is_named_early_with_one_that_would_do(
+    counting, tmp_path, clock, tokens_per_s, pays
+):
+    run, progress = progress_of(counting, tmp_path, time_budget_s=100.0)
+    clock.now += 15  # a slow start alone says nothing
+    progress.add_written(0)
+    assert run.elapsed_s() == 15
+    for _ in range(27):
+        clock.now += 1
+        try:
+            progress.add_written(int(tokens_per_s))
+        except InvalidInput as error:
+            assert error.reason == "BUDGET_TOO_SHORT"
+            assert not pays
+            assert run.elapsed_s() < 30, "long before the time is over"
+            needed_s = float(error.metadata["needed_s"])
+            rate = max(tokens_per_s, 0.1)
+            assert needed_s * TEXT_SHARE_OF_BUDGET * rate >= stream.MIN_WRITTEN_TOKENS
+            return
+    assert pays
+
+
+def test_what_a_killed_run_has_written_counts(counting, tmp_path, clock):
+    _, progress = progress_of(counting, tmp_path, time_budget_s=100.0)
+    progress.num_assigned = stream.MIN_WRITTEN_TOKENS
+    progress.add_written(0)
+    clock.now += 60
+    progress.add_written(0)
