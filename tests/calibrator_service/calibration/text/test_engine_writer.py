@@ -14,6 +14,7 @@ from calibrator_service.calibration.text.writer import (
     is_repeating,
     write_all,
 )
+from shared.engine.step import Decoder
 from shared.errors import Cancelled, Exhausted
 from shared.model.loaded import LoadedModel
 
@@ -124,21 +125,25 @@ def test_an_error_of_the_engine_is_raised(writer, monkeypatch):
         answers(writer, [WriteRequest((0, 7), 2)])
 
 
-def test_nobody_else_runs_the_model_in_idle_time(counting, writer):
-    passes: list[int] = []
-    hook = counting.model.register_forward_pre_hook(lambda *_: passes.append(threading.get_ident()))
-    rest = iter([WriteRequest(prompt, 60, stop_loops=False) for prompt in PROMPTS * 4])
+def test_nobody_else_runs_the_model_in_idle_time(writer, monkeypatch):
+    steps: list[int] = []
+    real = Decoder.step
+
+    def step(self, *arguments):  # type: ignore[no-untyped-def]
+        steps.append(threading.get_ident())
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Decoder, "step", step)
+    rest = iter([WriteRequest(prompt, 60, stop_loops=False) for prompt in PROMPTS * 2])
     paused = 0
     for _ in writer.write(lambda: next(rest, None), Pace()):
         with writer.idle():
-            before = len(passes)
+            before = len(steps)
             threading.Event().wait(0.02)
-            assert len(passes) == before
+            assert len(steps) == before
             paused += 1
-    hook.remove()
-    assert paused == 4 * len(PROMPTS)
-    assert passes
-    assert threading.get_ident() not in passes
+    assert paused == 2 * len(PROMPTS)
+    assert threading.get_ident() not in steps
 
 
 def test_the_model_is_free_after_close(counting, writer):

@@ -62,19 +62,21 @@ def test_a_budget_that_is_too_short_is_named_early_with_one_that_would_do(
     clock.now += 15  # a slow start alone says nothing
     progress.add_written(0)
     assert run.elapsed_s() == 15
-    for _ in range(27):
-        clock.now += 1
-        try:
+
+    def write() -> None:
+        for _ in range(27):
+            clock.now += 1
             progress.add_written(int(tokens_per_s))
-        except InvalidInput as error:
-            assert error.reason == "BUDGET_TOO_SHORT"
-            assert not pays
-            assert run.elapsed_s() < 30, "long before the time is over"
-            needed_s = float(error.metadata["needed_s"])
-            rate = max(tokens_per_s, 0.1)
-            assert needed_s * TEXT_SHARE_OF_BUDGET * rate >= stream.MIN_WRITTEN_TOKENS
-            return
-    assert pays
+
+    if pays:
+        write()
+        return
+    with pytest.raises(InvalidInput) as caught:
+        write()
+    assert caught.value.reason == "BUDGET_TOO_SHORT"
+    assert run.elapsed_s() < 30, "long before the time is over"
+    needed_s, rate = float(caught.value.metadata["needed_s"]), max(tokens_per_s, 0.1)
+    assert needed_s * TEXT_SHARE_OF_BUDGET * rate >= stream.MIN_WRITTEN_TOKENS
 
 
 def test_what_a_killed_run_has_written_counts(counting, tmp_path, clock):
