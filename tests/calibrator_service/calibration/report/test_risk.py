@@ -1,6 +1,7 @@
 """The certified risk: consistent with the engine and published in the manifest, or absent with a reason."""
 
 import copy
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from calibrator_service.calibration.text.stream import (
     GeneratedText,
     GivenText,
 )
+from calibrator_service.calibration.text.writer import Pace
 from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
@@ -35,6 +37,7 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
+from tests.calibrator_service.calibration.conftest import make_model
 from tests.fixed_costs import fixed_cost_engine
 
 NUM_NEW = 24
@@ -108,8 +111,8 @@ def test_every_difference_of_the_engine_is_found_by_the_replay(result, base_mode
     check_replay(base_model, result, tmp_path)
 
 
-def test_rounded_products_are_certified_as_they_are_served(base_model, tmp_path):
-    loaded = with_rounded_products(base_model, tmp_path / "model")
+def test_rounded_products_are_certified_as_they_are_served(tmp_path):
+    loaded = with_rounded_products(make_model(chat=False, accelerate=False), tmp_path / "model")
     result = calibrated(loaded, tmp_path / "work")
     engine = result.report["risk"]["engine"]
     assert (engine["dtype"], engine["compute_dtype"]) == ("float32", "bfloat16")
@@ -125,7 +128,8 @@ def check_replay(loaded: LoadedModel, result: CalibrationResult, folder: Path) -
 
     def written() -> Any:
         generator = RiskAnswerGenerator(loaded, config, folder, lambda _: False)
-        answers = generator.answers(Limits(40, 40, 60.0), lambda: False)
+        with closing(EngineWriter(loaded, 40)) as writer:
+            answers = generator.answers(Limits(40, 40, 60.0), writer, Pace())
         replayer = Replayer(result.ladder, ContiguousRunner(loaded))
         return answers, replayer.differing(answers)
 
