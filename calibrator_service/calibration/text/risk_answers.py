@@ -199,11 +199,11 @@ class RiskAnswerGenerator:
         prompts = [tuple(self._format.encode_user(text)) for text in texts]
         prompts += self._passage_prompts(kinds.count(PASSAGE), write)
         if user_turn and MAGPIE in kinds:
-            sampled = [
+            asked = [
                 self._sampled(user_turn.opening, USER_TURN_TOKENS)
                 for _ in range(kinds.count(MAGPIE))
             ]
-            turns = write([replace(one, stop_ids=user_turn.stop_ids) for one in sampled])
+            turns = write([replace(one, stop_ids=user_turn.stop_ids) for one in asked])
             texts = [t for t in map(self._format.decode, turns) if len(t) >= MIN_USER_CHARACTERS]
             prompts += [tuple(self._format.encode_user(text)) for text in texts]
         return prompts

@@ -34,7 +34,7 @@ class Writers:
 
     def __init__(self, run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> None:
         self.own: Writer = EngineWriter(run.loaded, run.plan.rows)
-        self.of_text = self.own
+        self.of_text: Writer = self.own
         if not isinstance(run.spec.source, SelfGenerated):
             return
         if fleet_of is not None:

@@ -128,8 +128,8 @@ def check_replay(loaded: LoadedModel, result: CalibrationResult, folder: Path) -
 
     def written() -> Any:
         generator = RiskAnswerGenerator(loaded, config, folder, lambda _: False)
-        with closing(EngineWriter(loaded, 40)) as writer:
-            answers = generator.answers(Limits(40, 40, 60.0), writer, Pace())
+        with closing(EngineWriter(loaded, 80)) as writer:
+            answers = generator.answers(Limits(80, 80, 300.0), writer, Pace())
         replayer = Replayer(result.ladder, ContiguousRunner(loaded))
         return answers, replayer.differing(answers)
 
