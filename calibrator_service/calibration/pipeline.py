@@ -26,7 +26,7 @@ from calibrator_service.calibration.text.stream import (
 from calibrator_service.calibration.text.writer import Writer
 from calibrator_service.calibration.text.writers import Writers
 from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
-from calibrator_service.calibration.training.heads import fit_curve_heads, fit_heads
+from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.routers import fit_ladder
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_router_folder
@@ -97,14 +97,13 @@ def run_phases(run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> 
 
     with run.phase("training_heads"):
         vocabulary = choose_draft_vocabulary(run, material)
-        curve = fit_curve_heads(run, runner, material, vocabulary)
         heads = fit_heads(run, runner, material, vocabulary)
 
     with run.phase("training_routers"):
         ladder = fit_ladder(run, material, vocabulary, heads)
 
     with run.phase("evaluating"):
-        report = held_out_report(run, material, vocabulary, ladder, curve)
+        report = held_out_report(run, material, vocabulary, ladder)
         report |= certified_risks(run, runner, ladder, risk_answers)
         ladder = with_measured_agreement(ladder, report)
 

@@ -23,8 +23,6 @@ ARTEFACT_BYTES = 16_000_000
 LEAST_TABLE_BYTES = 4_000_000
 DEFAULT_NEW_TOKENS = 128
 DEFAULT_DEPTHS = (0,)
-# Shares of the time budget at which the phases end.
-COLLECTING_ENDS, RISK_TEXT_ENDS, HEADS_END, ROUTERS_END = 0.5, 0.63, 0.86, 0.93
 # Prompts of the risk split if neither the time nor the text is limited to less: enough to tell a risk of zero from a risk of one in fifty.
 RISK_PROMPTS = 300
 MAX_STATE_BYTES = 12 << 30
@@ -45,6 +43,20 @@ HEADS_SHARE = SPLIT_PATTERN.count("heads") / len(SPLIT_PATTERN)
 # Keys and values of the rows that are decoded together: their memory on a CPU and the length it is computed for.
 ROW_CACHE_BYTES, ROW_TOKENS = 2 << 30, 512
 MIN_DECODED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class PhaseEnds:
+    """Shares of the time budget at which phases end."""
+
+    collecting: float
+    risk_text: float
+    heads: float
+    routers: float
+
+
+# Solving heads takes seconds. Training them takes what it gets.
+ENDS, ENDS_WITH_TRAINING = PhaseEnds(0.72, 0.84, 0.90, 0.95), PhaseEnds(0.5, 0.63, 0.86, 0.93)
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,10 @@ class Plan:
         return tuple(sorted({*self.depths, *tap_depths(num_layers)})) if self.depths else ()
 
     @property
+    def ends(self) -> PhaseEnds:
+        return ENDS_WITH_TRAINING if self.trains else ENDS
+
+    @property
     def rows(self) -> int:
         """Rows decoded together."""
         return self.sizes.rows
@@ -145,7 +161,7 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     )
     by_time = spec.time_budget_s is None or spec.time_budget_s >= TRAINING_BUDGET_S
     by_text = not spec.max_tokens or spec.max_tokens >= TRAINING_TOKENS
-    trains = spec.learning_curve or (by_time and by_text)
+    trains = by_time and by_text
     mlp_width = default_mlp_width(loaded.hidden_size) if trains else LEAST_MLP_WIDTH
     other_bytes = (
         100_000

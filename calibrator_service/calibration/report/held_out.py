@@ -1,13 +1,13 @@
 """The figures of a ladder on the report split, from which nothing was learned."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import structlog
 import torch
 
-from calibrator_service.calibration.report.learning_curve import learning_curve
+from calibrator_service.calibration.report.chain_agreement import chain_agreement
 from calibrator_service.calibration.report.metrics import rung_figures
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import Label
@@ -16,7 +16,6 @@ from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.routers import exit_samples
-from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, SequenceDrafter, suffix_evidence
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
 
@@ -34,15 +33,14 @@ def held_out_report(
     material: TrainingData,
     vocabulary: DraftVocabulary,
     ladder: Ladder,
-    curve: Mapping[int, Mapping[int, FusedHead]],
 ) -> dict[str, Any]:
-    """Figures per rung ("rungs") and of the whole ladder, ready for JSON. `curve`: see `learning_curve`. Raises `Cancelled`."""
+    """Figures per rung ("rungs") and of the whole ladder, ready for JSON. Raises `Cancelled`."""
     held_out = material.table_sequences["report"]
     rungs = table_figures(ladder, held_out)
     run.report("evaluating", 0.95)
     rungs |= exit_figures(ladder, material.chunks["report"], vocabulary, run.spec.label)
-    learned = learning_curve(material, vocabulary, ladder, curve)
-    for name, figures in learned[-1]["exits"].items():
+    along_chains = chain_agreement(ladder, material.chunks["report"], held_out, vocabulary)
+    for name, figures in along_chains.items():
         log.info("agreement along chains", rung=name, **figures)
         rungs[name] |= figures
     simulated = tokens_per_pass(ladder, held_out)
@@ -57,7 +55,6 @@ def held_out_report(
     return {
         "rungs": rungs,
         "simulated": simulated,
-        "learning_curve": learned,
         "tokens": {**material.num_tokens, "total": sum(material.num_tokens.values())},
         "draft_vocabulary_coverage": float(is_covered.float().mean()),
         "successor_entries": ladder.successors.num_entries if ladder.successors else 0,

@@ -7,7 +7,7 @@ tokens only and the states are computed again at each use, so that the disk does
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +94,9 @@ class Collector:
     def add(self, split: Split, sequence: TokenSequence) -> list[LabelledSequence]:
         """Buffers a sequence. Returns the sequences that were labelled by this call: none, or those of a whole chunk."""
         own = self._splits.setdefault(split, _SplitBuffer())
+        if split == "report" and not sequence.is_greedy:
+            # A copy of the model may teach, but figures are those of the model itself.
+            sequence = replace(sequence, states=None)
         own.waiting.append(sequence)
         own.num_waiting_positions += len(sequence.tokens) - first_position(sequence)
         return self._flush(split, own) if own.num_waiting_positions >= self._chunk_positions else []
@@ -120,7 +123,9 @@ class Collector:
         if self._keeps_states:
             # The disk is bounded, too. Sequences beyond the bound are not read again.
             is_stored &= own.num_stored_positions < self._max_positions
-        needs_choices = any(_needs_choices(sequence) for sequence in sequences)
+        needs_choices = any(
+            _needs_choices(sequence) and sequence.states is None for sequence in sequences
+        )
         if is_stored and not self._keeps_states:
             path = self._folder / f"tokens-{split}-{index:05d}.safetensors"
             if not path.exists():
@@ -168,7 +173,7 @@ class Collector:
         depths = {0, *tap_depths(self._runner.num_layers)}
         return (
             sequence.states is not None
-            and not _needs_choices(sequence)
+            and first_position(sequence) > 0
             and self._cosine_threshold is None
             and depths.issuperset(self._depths)
         )
@@ -176,8 +181,8 @@ class Collector:
     def _observed(self, sequence: TokenSequence) -> dict[str, Tensor]:
         """The part of a sequence whose states its engine has shown: as `_forward` fills it."""
         assert sequence.states is not None
-        first, (start, end) = first_position(sequence), _captured_span(sequence)
-        start = max(start, sequence.states_start)
+        first, end = first_position(sequence), len(sequence.tokens) - 1
+        start = max(first - 1, sequence.states_start)
         states = sequence.states[start - sequence.states_start : end - sequence.states_start]
         tokens = torch.tensor(sequence.tokens[start:end]).to(self._runner.loaded.device)
         low, middle = tap_depths(self._runner.num_layers)

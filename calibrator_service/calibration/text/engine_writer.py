@@ -5,6 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import torch
+from torch import Tensor
+
 from calibrator_service.calibration.text.writer import (
     NUCLEUS_CANDIDATES,
     Answer,
@@ -19,6 +22,7 @@ from shared.engine.request.handle import EngineEvent, GenerationHandle
 from shared.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.errors import Cancelled, NeapError
 from shared.ladder.policy import DepthPolicy
+from shared.ladder.unit import unit
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner
 from shared.model.sampling import SamplingParams
@@ -126,6 +130,7 @@ class EngineWriter:
                 DepthPolicy("full"),
             ),
             on_event=answer.receive,
+            on_states=answer.see if request.shows_states and not request.temperature else None,
         )
         self._running[index] = answer
 
@@ -151,7 +156,8 @@ class EngineWriter:
         if answer.error is not None and not (answer.is_over or answer.is_cancelled):
             raise answer.error
         is_choice = self._is_own and answer.request.temperature == 0.0
-        return Written(answer.index, tuple(answer.tokens), is_choice)
+        states = torch.cat(answer.states) if answer.states else None
+        return Written(answer.index, tuple(answer.tokens), is_choice, states, answer.states_start)
 
 
 class _EngineAnswer(Answer):
@@ -166,6 +172,19 @@ class _EngineAnswer(Answer):
         self._ended = ended
         self.is_cancelled = False
         self.error: NeapError | None = None
+        # What `see` was shown, and the position of the first of it.
+        self.states: list[Tensor] = []
+        self.states_start = 0
+
+    def see(self, position: int, states: Tensor) -> None:
+        """Keeps the states of the answer and of the prompt's last two tokens. A token that was read anew replaces what came before."""
+        if position < self.states_start + sum(map(len, self.states)):
+            self.states = []
+        skipped = max(len(self.request.prompt) - 2 - position, 0)
+        if len(states) > skipped:
+            if not self.states:
+                self.states_start = position + skipped
+            self.states.append(unit(states[skipped:]).half())
 
     def receive(self, event: EngineEvent) -> None:
         if event is None:

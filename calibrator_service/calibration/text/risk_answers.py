@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calibrator_service.calibration.plan import COLLECTING_ENDS, RISK_PROMPTS, RISK_TEXT_ENDS
+from calibrator_service.calibration.plan import RISK_PROMPTS
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.text import seed_prompts
@@ -88,8 +88,9 @@ def write_risk_answers(
     def on_tokens(num_tokens: int) -> None:
         written = run.figures.get("risk_tokens", 0.0) + num_tokens
         run.figures["risk_tokens"] = written
-        span = RISK_TEXT_ENDS - COLLECTING_ENDS
-        run.report("collecting", COLLECTING_ENDS + span * min(written / planned, 1.0))
+        ends = run.plan.ends
+        span = ends.risk_text - ends.collecting
+        run.report("collecting", ends.collecting + span * min(written / planned, 1.0))
 
     sequences = generator.answers(limits, writer, Pace(run.should_stop, on_tokens=on_tokens))
     return RiskAnswers(text, tuple(sequences), generator.max_new_tokens)
@@ -100,7 +101,7 @@ def _risk_limits(run: Run, max_new_tokens: int, knows_speed: bool) -> Limits:
 
     The answers have no more tokens than the spec asks for in the other splits together.
     """
-    seconds = run.seconds_until(RISK_TEXT_ENDS)
+    seconds = run.seconds_until(run.plan.ends.risk_text)
     most = int(min(RISK_PROMPTS, max(run.plan.max_tokens / max_new_tokens, 1)))
     if seconds == float("inf"):
         return Limits(most, run.plan.rows, seconds)

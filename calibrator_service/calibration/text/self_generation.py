@@ -240,9 +240,18 @@ class SelfGenerator:
             temperature=temperature,
             top_p=self._config.top_p,
             seed=rng.getrandbits(63),
+            shows_states=True,
         )
         if written.tokens:
-            found.append(TokenSequence((*kept, *written.tokens), len(kept), written.is_choice))
+            found.append(
+                TokenSequence(
+                    (*kept, *written.tokens),
+                    len(kept),
+                    written.is_choice,
+                    states=written.states,
+                    states_start=written.states_start,
+                )
+            )
         return written.tokens
 
     def _sample(

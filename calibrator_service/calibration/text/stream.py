@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from calibrator_service.calibration.plan import COLLECTING_ENDS
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
@@ -98,7 +97,7 @@ class CollectingProgress:
             num_answers = len(ROUND_TEMPERATURES) * len(text.config.prompts)
             most = num_answers * text.config.max_new_tokens
             self._expected = min(self._expected, most)
-        self._text_s = TEXT_SHARE * COLLECTING_ENDS * run.plan.budget_s
+        self._text_s = TEXT_SHARE * run.plan.ends.collecting * run.plan.budget_s
         self._num_written = self._num_learned = 0
         # Seconds of writing until it last paused, and when it began or went on (`time.monotonic`); None before the writer is ready.
         self._written_s = 0.0
@@ -140,7 +139,7 @@ class CollectingProgress:
             return
         # Before the writer is ready, and then what it needs for twice the least text.
         enough_s = elapsed_s - seconds + 2 * MIN_WRITTEN_TOKENS * seconds / max(written, 1)
-        needed_s = max(enough_s, 0.0) / (TEXT_SHARE * COLLECTING_ENDS)
+        needed_s = max(enough_s, 0.0) / (TEXT_SHARE * self._run.plan.ends.collecting)
         raise InvalidInput(
             f"{self._run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: it had written {written} tokens "
             f"after {elapsed_s:.0f} seconds. Give it about {needed_s:.0f} seconds, or max_tokens",
@@ -156,14 +155,15 @@ class CollectingProgress:
     def _report(self) -> None:
         run = self._run
         run.figures["tokens"] = float(self._num_learned)
-        by_time = run.elapsed_s() / (COLLECTING_ENDS * run.plan.budget_s)
+        end = run.plan.ends.collecting
+        by_time = run.elapsed_s() / (end * run.plan.budget_s)
         done = float(self._num_learned)
         if self._is_written:
             # What a killed run has written is only assigned.
             written = min(max(self.num_assigned, self._num_written), self._expected)
             done = WRITING_SHARE * written + (1 - WRITING_SHARE) * self._num_learned
         by_tokens = done / self._expected
-        run.report("collecting", COLLECTING_ENDS * min(1.0, max(by_time, by_tokens)))
+        run.report("collecting", end * min(1.0, max(by_time, by_tokens)))
 
 
 def split_sequences(

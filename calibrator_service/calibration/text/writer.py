@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 # Sampling considers the most likely tokens only: sorting the whole vocabulary takes long.
 NUCLEUS_CANDIDATES = 512
 # An answer whose last LOOP_TAIL tokens repeat with a period of at most LOOP_PERIOD is in a loop, and more of it teaches nothing.
@@ -15,7 +17,8 @@ LOOP_TAIL, LOOP_PERIOD, LOOP_CHECK_INTERVAL = 48, 16, 8
 class WriteRequest:
     """A prompt to answer. An end-of-sequence token of the model ends the answer and is part of it; a token of `stop_ids` is not.
 
-    `temperature` 0 is greedy; otherwise the answer depends on `seed`. `stop_loops`: a loop ends the answer, too.
+    `temperature` 0 is greedy; otherwise the answer depends on `seed`. `stop_loops`: a loop ends the answer, too. `shows_states`: the states
+    of the answer are wanted, if the writer has them.
     """
 
     prompt: tuple[int, ...]
@@ -25,18 +28,22 @@ class WriteRequest:
     top_p: float = 1.0
     seed: int = 0
     stop_loops: bool = True
+    shows_states: bool = False
 
 
 @dataclass(frozen=True)
 class Written:
     """The answer to request number `index`, counted from 0.
 
-    `is_choice`: each token is the greedy choice of the model that is calibrated, in its own arithmetic.
+    `is_choice`: each token is the greedy choice of the model that is calibrated, in its own arithmetic. `states` and `states_start`: as in
+    `TokenSequence`, of a greedy answer.
     """
 
     index: int
     tokens: tuple[int, ...]
     is_choice: bool
+    states: Tensor | None = None
+    states_start: int = 0
 
 
 def _never() -> bool:

@@ -12,10 +12,9 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from calibrator_service.calibration.files import write_atomically
-from calibrator_service.calibration.plan import HEADS_END, RISK_TEXT_ENDS, HeadTraining
+from calibrator_service.calibration.plan import HeadTraining
 from calibrator_service.calibration.run import Run
-from calibrator_service.calibration.states.chunk import StateChunk, StateChunks
-from calibrator_service.calibration.states.sums import Sums
+from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.checkpoint import Checkpoint, Place
 from calibrator_service.calibration.training.closed_form import solve_head
@@ -26,8 +25,6 @@ from shared.ladder.artefact import round_weights
 from shared.ladder.fused_head import FusedHead
 from shared.model.contiguous_runner import ContiguousRunner
 
-# Shares of the text from which the heads of a learning curve learn.
-CURVE_SHARES = (1 / 16, 1 / 4)
 GRADIENT_NORM = 1.0
 # Losses are read from the device and reported this often. Each time the host waits until the device has finished its work.
 REPORT_INTERVAL_S = 0.5
@@ -37,77 +34,29 @@ def fit_heads(
     run: Run, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
 ) -> dict[int, FusedHead]:
     """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them. Raises `Cancelled`."""
-    chunks = material.chunks["heads"]
-    begin = progress_after(CURVE_SHARES) if run.spec.learning_curve else RISK_TEXT_ENDS
-    params = replace(run.plan.training, seconds=run.seconds_until(HEADS_END))
-    return _fitted(run, runner, material.sums, chunks, vocabulary, params, "", (begin, HEADS_END))
-
-
-def fit_curve_heads(
-    run: Run, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
-) -> dict[int, dict[int, FusedHead]]:
-    """Number of tokens -> heads that learned from the first of the text only, about so many tokens of it, as `fit_heads` trains them.
-
-    Empty if the spec wants no learning curve; shares of less than a chunk are left out. Each training may take its share of the time
-    left for all of them and for `fit_heads`. Raises `Cancelled`.
-    """
-    chunks, found = material.chunks["heads"], {}
-    for number, share in enumerate(CURVE_SHARES if run.spec.learning_curve else ()):
-        count = round(share * len(chunks))
-        if not 0 < count < len(chunks):
-            continue
-        seconds = run.seconds_until(HEADS_END) * share / (1 + sum(CURVE_SHARES[number:]))
-        params = replace(run.plan.training, seconds=seconds)
-        span = progress_after(CURVE_SHARES[:number]), progress_after(CURVE_SHARES[: number + 1])
-        name = f"-of-{count}-chunks"
-        tokens = round(material.num_tokens["heads"] * count / len(chunks))
-        found[tokens] = _fitted(
-            run, runner, material.sums, chunks[:count], vocabulary, params, name, span
-        )
-    return found
-
-
-def progress_after(shares: Sequence[float]) -> float:
-    """The whole calibration's progress after the heads of these shares of the text, the first of CURVE_SHARES, have been trained."""
-    done = sum(shares) / (1 + sum(CURVE_SHARES))
-    return RISK_TEXT_ENDS + (HEADS_END - RISK_TEXT_ENDS) * done
-
-
-def _fitted(
-    run: Run,
-    runner: ContiguousRunner,
-    sums: Sums,
-    chunks: StateChunks,
-    vocabulary: DraftVocabulary,
-    params: HeadTraining,
-    name: str,
-    progress: tuple[float, float],
-) -> dict[int, FusedHead]:
-    """Heads trained on `chunks`; their files have `name` in their names. `progress`: the whole calibration's, from the first step to
-    the last."""
     heads = {
         depth: solve_head(one, run.plan.mlp_width).to(vocabulary.device)
-        for depth, one in sums.moments.items()
+        for depth, one in material.sums.moments.items()
     }
-    path = run.folder / f"heads{name}.safetensors"
+    if not run.plan.trains:
+        return {depth: _published(head) for depth, head in heads.items()}
+    path = run.folder / "heads.safetensors"
     if path.exists():
         _load_heads(heads, path)
         return heads
-    begin, end = progress
-    if not run.plan.trains:
-        return {depth: _published(head) for depth, head in heads.items()}
+    ends = run.plan.ends
 
     def on_step(done: float, losses: dict[str, float]) -> None:
         run.figures.update(losses)
-        run.report("training_heads", begin + (end - begin) * done)
+        run.report("training_heads", ends.risk_text + (ends.heads - ends.risk_text) * done)
 
     train_heads(
         heads,
-        chunks,
+        material.chunks["heads"],
         vocabulary,
-        params,
+        replace(run.plan.training, seconds=run.seconds_until(ends.heads)),
         ChainObjective(heads, vocabulary, runner.num_layers, make_teacher(runner, vocabulary)),
-        checkpoint=run.folder / f"training{name}.safetensors",
+        checkpoint=run.folder / "training.safetensors",
         should_stop=run.should_stop,
         on_step=on_step,
     )

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrator_service.calibration.plan import HEADS_END, ROUTERS_END
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
@@ -55,7 +54,8 @@ def fit_ladder(
             run.loaded.num_layers,
             run.spec.label,
         )
-        end_share = HEADS_END + (ROUTERS_END - HEADS_END) * number / len(heads)
+        ends = run.plan.ends
+        end_share = ends.heads + (ends.routers - ends.heads) * number / len(heads)
         router = train_router(
             samples,
             run.spec.router_width,
