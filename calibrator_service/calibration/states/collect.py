@@ -194,7 +194,7 @@ class Collector:
             "choices": choices,
             "counts": torch.tensor([len(choices)], dtype=torch.int32),
             "rows": (positions - start).clamp_min(0),
-            "room": (positions - start).clamp(0, 1),
+            "usable": positions > start,
             "deep": states[:, 2],
             **{f"state.{depth}": found[depth] for depth in self._depths},
         }
