@@ -70,6 +70,7 @@ class Engine:
         runner_of: makes the runner of the model from the model and `kv_budget_bytes`.
         cost_meter: measures the costs of passes and exits. The planner drafts by them.
         clock: the time in seconds with which deadlines are compared. Tests pass one that they can move.
+        tries_promise: whether what `exact` promises is tried at the start, which takes a few passes. Without it there are no `numerics`.
 
     `statistics` and `shadow` hold the engine's counts. Any thread may read them.
 
@@ -97,6 +98,7 @@ class Engine:
         runner_of: Callable[[LoadedModel, int], Runner] = make_runner,
         cost_meter: CostMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tries_promise: bool = True,
     ) -> None:
         if ladder is not None:
             ladder.check_model(loaded)
@@ -109,8 +111,9 @@ class Engine:
             if kv_budget_bytes is None:
                 kv_budget_bytes = default_budget(loaded.device)
             runner = run_in_own_thread(runner_of, loaded, kv_budget_bytes)
-            self.numerics = run_in_own_thread(numerics_of, runner)
-            _log_promise(loaded, self.numerics)
+            self._numerics = run_in_own_thread(numerics_of, runner) if tries_promise else None
+            if self._numerics is not None:
+                _log_promise(loaded, self._numerics)
             kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
             if prefix_cache_bytes is None:
                 prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
@@ -147,6 +150,12 @@ class Engine:
             )
             failing.pop_all()
         weakref.finalize(self, self._loop.request_stop).atexit = False
+
+    @property
+    def numerics(self) -> Numerics:
+        """What was tried at the start."""
+        assert self._numerics is not None, "this engine has not tried what exact promises"
+        return self._numerics
 
     @property
     def runner(self) -> Runner:

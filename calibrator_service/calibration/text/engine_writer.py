@@ -114,6 +114,7 @@ class EngineWriter:
                 max_queue_tokens=2 * self._rows * self._loaded.context_length,
                 prefix_cache_bytes=PREFIX_CACHE_BYTES,
                 cost_meter=_NoDrafts(),
+                tries_promise=False,
             )
             self._engine.warm_up()
         answer = _EngineAnswer(index, request, self._ended)
