@@ -1,13 +1,12 @@
 """Calibrates a router for bench/router on text that the model writes itself, or has written. On two cores 52,000 tokens take about
 twenty minutes. bench/RESULTS.md has the command of the router that is there.
 
-    python -m bench.make_router --model DIR [--tokens 52_000] [--out bench/router] [--work-dir DIR] [--learning-curve]
+    python -m bench.make_router --model DIR [--tokens 52_000] [--out bench/router] [--work-dir DIR]
     python -m bench.make_router --model DIR --answers FILE.jsonl --tokens 300_000
     python -m bench.make_router --model DIR --device cuda --tokens 30_000_000 --work-dir DIR --out DIR
 
-`--answers`: prompts and answers of the model, as `neap calibrate --answers` takes them; there is no other text then. The manifest holds
-the learning curve, which `--learning-curve` gives more points; a GPU always measures them. A killed run continues if it is started with
-the same --work-dir: complete shards of text and exits that are fully trained are reused.
+`--answers`: prompts and answers of the model, as `neap calibrate --answers` takes them; there is no other text then. A
+killed run continues if it is started with the same --work-dir: complete shards of text and exits that are fully trained are reused.
 """
 
 import tempfile
@@ -15,13 +14,14 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from shared.cli.curve_view import print_curve
+
 from bench.machine import described
 from bench.options import add_device, make_parser, parsed
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated
-from shared.cli.curve_view import print_curve
 from shared.configured_model import dtype_named
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_router_folder
@@ -62,9 +62,6 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--tokens", "--max-tokens", type=int, default=DEFAULT_TOKENS)
     parser.add_argument("--answers", type=Path, help="JSONL file; default: the model writes text")
-    parser.add_argument(
-        "--learning-curve", action="store_true", help="as of `neap calibrate`; goes to the manifest"
-    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "router")
     parser.add_argument("--work-dir", type=Path, help="kept, so that a killed run can continue")
     options = parsed(parser)
@@ -81,7 +78,6 @@ def main() -> None:
         model_id=options.model_id,
         source=AnswerFile(str(options.answers)) if options.answers else SelfGenerated(),
         max_tokens=options.tokens,
-        learning_curve=options.learning_curve or options.device == "cuda",
     )
     plan = resolve(spec, loaded)
     print(

@@ -70,7 +70,6 @@ def spec_from_proto(
         rung_depths=tuple(spec.rung_depths),
         label=_LABELS[spec.label],  # type: ignore[arg-type]
         draft_vocabulary_size=spec.draft_vocabulary_size,
-        learning_curve=spec.learning_curve,
         **chosen,
     )
 
@@ -132,7 +131,6 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
         router_width=spec.router_width,
         seed=spec.seed,
         aliases=aliases,
-        learning_curve=spec.learning_curve,
     )
     if spec.time_budget_s is not None:
         budget = Duration()

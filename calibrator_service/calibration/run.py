@@ -36,10 +36,9 @@ class Run:
         identity = {
             **asdict(self.spec),
             "model": loaded.text_fingerprint,
-            "format": 2,
+            "format": 3,
             "scale": asdict(self.plan.sizes),
         }
-        del identity["learning_curve"]  # has files of its own, and changes no other
         # Generated text is shared by all specs that ask for the same text; states and heads belong to this spec.
         self.text_folder = folder / "text"
         self.folder = folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]

@@ -87,7 +87,6 @@ _SOURCES: Mapping[str, type[Source]] = {
 class CalibrationSpec:
     """A value of zero, an empty value or None leaves the choice to the calibration (see `plan.resolve`).
 
-    `learning_curve`: exit heads are also trained on parts of the text, for the report.
     `max_tokens` counts the tokens learned from, over all splits. Text is collected until `max_tokens` or the time budget is used
     up, whichever is first; with neither the budget is `plan.QUICK_BUDGET_S`. Raises `InvalidInput` (BAD_SPEC).
     """
@@ -102,7 +101,6 @@ class CalibrationSpec:
     draft_vocabulary_size: int = 0
     router_width: int = DEFAULT_ROUTER_WIDTH
     seed: int = 0
-    learning_curve: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_tokens <= _MAX_INT64:
@@ -164,7 +162,8 @@ class CalibrationSpec:
         try:
             record: dict[str, Any] = json.loads(text)
             source = record.pop("source")
-            record.pop("head_form", None)  # older builds had several
+            for name in ("head_form", "learning_curve"):  # options of older builds
+                record.pop(name, None)
             kind = _SOURCES[source.pop("kind")]
             if prompts:
                 source["prompts"] = list(prompts)

@@ -4,7 +4,6 @@ import json
 import shlex
 import uuid
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -38,19 +37,8 @@ SERVICE_ENDS = (
 )
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A time budget, and how a calibration makes the most of it."""
-
-    time_budget_s: float
-    learning_curve: bool
-
-
-PRESETS = {
-    "quick": Preset(150, learning_curve=False),
-    "hour": Preset(3600, learning_curve=True),
-    "night": Preset(8 * 3600, learning_curve=True),
-}
+# Time budgets in seconds.
+PRESETS = {"quick": 150.0, "hour": 3600.0, "night": 8 * 3600.0}
 LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
 
 
@@ -109,7 +97,7 @@ def calibrate(
         Literal["quick", "hour", "night"] | None,
         typer.Option(
             "--preset",
-            help="A time budget: quick (150 seconds), hour or night (8 hours), the last two with --learning-curve. --time-budget changes it. "
+            help="A time budget: quick (150 seconds), hour or night (8 hours). --time-budget changes it. "
             "docs/running.md says what each of them buys.",
         ),
     ] = None,
@@ -139,14 +127,6 @@ def calibrate(
             "Default: the service chooses.",
         ),
     ] = "",
-    learning_curve: Annotated[
-        bool,
-        typer.Option(
-            "--learning-curve",
-            help="Also train the exit heads on a sixteenth and a quarter of the text, so that `neap routers show` says what more text is worth. "
-            "Training takes a third longer.",
-        ),
-    ] = False,
     label: Annotated[
         Literal["agreement", "cosine"],
         typer.Option(
@@ -201,15 +181,12 @@ def calibrate(
     Ctrl-C cancels the job and waits for its end; a second Ctrl-C leaves at once. A cancelled job publishes nothing.
     If the command is lost in another way, the job goes on: `neap jobs watch` shows it.
     """
-    chosen = PRESETS.get(preset or "")
-    if chosen is not None:
-        time_budget = chosen.time_budget_s if time_budget is None else time_budget
-        learning_curve = learning_curve or chosen.learning_curve
+    if time_budget is None:
+        time_budget = PRESETS.get(preset or "")
     spec = pb.CalibrationSpec(
         model_id=model,
         max_tokens=max_tokens,
         rung_depths=parse_depths(depths),
-        learning_curve=learning_curve,
         label=LABELS[label],
         draft_vocabulary_size=draft_vocabulary,
         seed=seed,

@@ -16,7 +16,6 @@ from shared.cli.console import (
     Worker,
     out,
 )
-from shared.cli.curve_view import print_curve
 from shared.cli.demo import compare
 from shared.cli.measure import policy_table
 from shared.cli.risk_view import print_risk
@@ -48,7 +47,6 @@ def report(
         figures = compare(inference, model, max_tokens, router=str(version.version))
     out.print(policy_table(figures))
     manifest = json.loads(version.manifest_json)
-    print_curve(manifest)
     print_risk(manifest)
     picture = charts.write_report(
         output,

@@ -19,7 +19,6 @@ from shared.cli.console import (
     print_line,
     table_cell,
 )
-from shared.cli.curve_view import print_curve
 from shared.cli.json_lines import print_message
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
@@ -88,7 +87,7 @@ def show(
         bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")
     ] = False,
 ) -> None:
-    """Show one version: its held-out figures per rung, what more text would be worth, and the certified bounds of the policy relaxed."""
+    """Show one version: its held-out figures per rung, and the certified bounds of the policy relaxed."""
     with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
     if manifest:
@@ -114,7 +113,6 @@ def show(
     left_out = contents.get("calibration", {}).get("left_out")
     for name, why in left_out.items() if isinstance(left_out, dict) else ():
         print_line(f"  without {name}: {why}")
-    print_curve(contents)
     print_risk(contents)
 
 

@@ -194,6 +194,7 @@ class Collector:
             "choices": choices,
             "counts": torch.tensor([len(choices)], dtype=torch.int32),
             "rows": (positions - start).clamp_min(0),
+            # No position is settled before the first that was shown.
             "usable": positions > start,
             "deep": states[:, 2],
             **{f"state.{depth}": found[depth] for depth in self._depths},

@@ -28,6 +28,8 @@ from shared.model.contiguous_runner import ContiguousRunner
 GRADIENT_NORM = 1.0
 # Losses are read from the device and reported this often. Each time the host waits until the device has finished its work.
 REPORT_INTERVAL_S = 0.5
+# Share of a step's loss in the running mean.
+LOSS_SHARE = 0.02
 
 
 def fit_heads(
@@ -114,7 +116,8 @@ def train_heads(
     start = kept.load()
     start_s = time.monotonic()
     reported_s = -math.inf
-    losses = {depth: vocabulary.rows.new_zeros(()) for depth in heads}
+    # Running means, which begin with the first step's losses.
+    losses: dict[int, Tensor] = {}
     done = start.done
     for place, chunk, batches in _epochs(chunks, vocabulary, params, start):
         for number, index in enumerate(batches):
@@ -136,7 +139,7 @@ def train_heads(
                 optimiser.zero_grad()
                 torch.stack(list(found.values())).sum().backward()
             for depth, loss in found.items():
-                losses[depth].lerp_(loss.detach(), 0.02)
+                losses.setdefault(depth, loss.detach().clone()).lerp_(loss.detach(), LOSS_SHARE)
             torch.nn.utils.clip_grad_norm_(weights, GRADIENT_NORM)
             optimiser.step()
             if on_step is not None and time.monotonic() - reported_s >= REPORT_INTERVAL_S:

@@ -12,9 +12,7 @@ import torch
 
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import (
-    HEADS_END,
     QUICK_BUDGET_S,
-    RISK_TEXT_ENDS,
     PassSizes,
     quick_spec,
     resolve,
@@ -23,7 +21,6 @@ from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated, TextFile
 from calibrator_service.calibration.text import stream
 from calibrator_service.calibration.training import heads
-from calibrator_service.calibration.training.heads import CURVE_SHARES, progress_after
 from shared.engine.engine import Engine
 from shared.errors import Cancelled, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
@@ -128,29 +125,6 @@ def test_a_killed_run_continues_to_the_same_ladder(base_model, tmp_path, finishe
         calibrate(base_model, SPEC, work_dir=tmp_path, progress=die)
     again = calibrate(base_model, SPEC, work_dir=tmp_path)
     assert contents(again.ladder, again.report) == contents(finished[0].ladder, finished[0].report)
-
-
-def test_a_learning_curve_says_what_more_text_is_worth(base_model, tmp_path, monkeypatch):
-    sizes = PassSizes(rows=160, chunk_positions=250)
-    monkeypatch.setattr("calibrator_service.calibration.plan.pass_sizes_for", lambda _: sizes)
-    plain = replace(SPEC, rung_depths=(0,))
-    whole = calibrate(base_model, plain, work_dir=tmp_path)
-    heard: list[Progress] = []
-    with_curve = calibrate(
-        base_model, replace(plain, learning_curve=True), work_dir=tmp_path, progress=heard.append
-    )
-    *parts, last = with_curve.report["learning_curve"]
-    assert [last] == whole.report["learning_curve"]
-    tokens = last["tokens"]
-    assert tokens == whole.report["tokens"]["heads"]
-    assert [part["tokens"] / tokens for part in parts] == pytest.approx([1 / 16, 1 / 4], abs=0.03)
-    first, *_, best = (entry["exits"]["depth-0"]["agreement_1"] for entry in [*parts, last])
-    assert first < best == whole.report["rungs"]["depth-0"]["agreement_1"]
-    assert pack_ladder(with_curve.ladder, {}) == pack_ladder(whole.ladder, {})
-    # The heads of the whole text were read from the folder. Those of the parts took their share of the progress.
-    training = [one.fraction for one in heard if one.phase == "training_heads"]
-    assert training == sorted(training)
-    assert RISK_TEXT_ENDS <= training[0] < training[-1] <= progress_after(CURVE_SHARES) < HEADS_END
 
 
 def test_recomputed_states_give_the_same_ladder(base_model, tmp_path, finished, monkeypatch):

@@ -41,9 +41,7 @@ STORED = {
     ),
     '{"cosine_threshold": 0.98, "draft_vocabulary_size": 0, "head_form": "gated", "label": "agreement", "learning_curve": true, '
     '"max_tokens": 0, "model_id": "", "router_width": 128, "rung_depths": [], "seed": 0, '
-    '"source": {"kind": "SelfGenerated", "max_new_tokens": 0, "prompts": []}, "time_budget_s": null}': CalibrationSpec(
-        learning_curve=True
-    ),
+    '"source": {"kind": "SelfGenerated", "max_new_tokens": 0, "prompts": []}, "time_budget_s": null}': CalibrationSpec(),
 }
 
 

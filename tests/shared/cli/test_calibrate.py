@@ -33,18 +33,16 @@ def test_limits_are_left_to_the_service_unless_given(service, neap):
     assert not service.calibration.spec.HasField("time_budget")
 
 
-def test_a_preset_is_a_budget_and_what_fits_into_it(service, neap):
+def test_a_preset_is_a_budget(service, neap):
     base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
 
-    def asked(*flags: str) -> tuple[int, bool]:
+    def budget_s(*flags: str) -> int:
         assert neap(*base, *flags).exit_code == 0
-        spec = service.calibration.spec
-        return spec.time_budget.seconds, spec.learning_curve
+        return service.calibration.spec.time_budget.seconds
 
-    assert asked("--preset", "quick") == (150, False)
-    assert asked("--preset", "hour") == (3600, True)
-    assert asked("--preset", "night", "--time-budget", "7000") == (7000, True)
-    assert asked("--learning-curve") == (0, True)
+    assert budget_s("--preset", "quick") == 150
+    assert budget_s("--preset", "hour") == 3600
+    assert budget_s("--preset", "night", "--time-budget", "7000") == 7000
 
 
 def test_a_time_budget_that_a_duration_cannot_hold_is_refused(service, neap):

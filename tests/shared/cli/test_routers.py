@@ -84,33 +84,6 @@ def test_show_prints_which_exits_were_left_out(service, neap, left_out):
     assert shown.exit_code == 0, shown.output
 
 
-def test_show_prints_what_more_text_is_worth(service, neap):
-    show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
-    num_tokens = real_manifest()["calibration"]["learning_curve"][-1]["tokens"]
-    assert f"{num_tokens:,}" in neap(*show).stdout
-    service.routers.manifest = {"rungs": []}
-    assert "full model's choice" not in neap(*show).stdout
-    figures = {f"agreement_{place}": 0.5 - place / 10 for place in (1, 2, 3, 4)}
-    figures |= {f"{name}_beside_tables": share / 2 for name, share in figures.items()}
-    curve = [{"tokens": 12345, "exits": {"depth-0": figures}}]
-    service.routers.manifest = {"rungs": [], "calibration": {"learning_curve": curve}}
-    rows = [line.split("│") for line in neap(*show).stdout.split("\n") if "12,345" in line]
-    assert [[cell.strip() for cell in row[1:-1]] for row in rows] == [
-        ["depth-0", "12,345", "all", "0.400", "0.300", "0.200", "0.100"],
-        ["depth-0", "12,345", "hard", "0.200", "0.150", "0.100", "0.050"],
-    ]
-
-
-@pytest.mark.parametrize(
-    "curve", ["text", 7, [7], [{"exits": {"a": {}}, "tokens": 5}], [{"exits": {"a": 5}}]]
-)
-def test_a_curve_of_another_form_is_said_to_be_unreadable(service, neap, curve):
-    service.routers.manifest = {"rungs": [], "calibration": {"learning_curve": curve}}
-    result = neap("routers", "show", "--model", "tiny", "--calibrator", service.address, "1")
-    assert result.exit_code == 0, result.output
-    assert "learning curve cannot be read" in result.stdout
-
-
 def test_promote_rollback_history(service, neap):
     where = ["--model", "tiny", "--calibrator", service.address]
     promoted = neap("routers", "promote", "2", "--expect", "0", "--reason", "better", *where)

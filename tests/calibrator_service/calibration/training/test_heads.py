@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,29 @@ def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatc
 
     # The same chunk, the same one report: 33 steps wait no more often than two.
     assert sorted(waits(2)) == sorted(waits(33))
+
+
+def test_the_first_loss_that_is_shown_is_the_first_steps(collector, monkeypatch):
+    """A running mean that began with zero would rise at first, however well the heads learned."""
+    monkeypatch.setattr(train_module, "REPORT_INTERVAL_S", 0.0)
+    heads = {0: FusedHead(32, 16)}
+    vocabulary = DraftVocabulary(torch.arange(32), torch.randn(32, 32), None, torch.arange(32))
+    objective = ChainObjective(heads, vocabulary, 3, None)
+    own, shown = [], []
+
+    class Kept:
+        def losses(self, *batch: Any) -> dict[int, torch.Tensor]:
+            found = objective.losses(*batch)
+            own.append(float(found[0].detach()))
+            return found
+
+    train_heads(
+        heads, collector.chunks("heads"), vocabulary, HeadTraining(epochs=1, batch_size=8),
+        Kept(), on_step=lambda _, losses: shown.append(losses["depth-0.loss"]),
+    )  # fmt: skip
+    assert len(shown) == len(own) > 3
+    assert shown[0] == pytest.approx(own[0])
+    assert min(own) <= min(shown) <= max(shown) <= max(own)
 
 
 class Killed(BaseException):
