@@ -11,6 +11,7 @@ from calibrator_service.calibration.plan import quick_spec, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.report.risk import certified_risks
+from calibrator_service.calibration.report.worth import without_unpaid
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.source_record import published_spec, source_record
 from calibrator_service.calibration.spec import CalibrationSpec
@@ -22,6 +23,7 @@ from calibrator_service.calibration.text.stream import (
     GivenText,
     plan_text,
     split_sequences,
+    too_little_text,
 )
 from calibrator_service.calibration.text.writer import Writer
 from calibrator_service.calibration.text.writers import Writers
@@ -90,6 +92,7 @@ def run_phases(run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> 
         collecting = CollectingProgress(run, text)
         sequences = split_sequences(run, text, splitter, collecting, writers.of_text)
         material = collect_training_data(run, runner, sequences, collecting)
+        is_cut = collecting.is_late()
         is_used = splitter.has_assigned
         risk_answers = write_risk_answers(
             run, text, is_used, writers.own, knows_speed=writers.of_text is writers.own
@@ -104,6 +107,14 @@ def run_phases(run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> 
 
     with run.phase("evaluating"):
         report = held_out_report(run, material, vocabulary, ladder)
+        ladder, left_out = without_unpaid(run, runner, ladder, report)
+        report["left_out"] |= left_out
+        if not ladder.exits and not any(
+            report["rungs"][name]["agreement"] for name in ladder.rung_names
+        ):
+            raise too_little_text(
+                run, "what was learned agrees with the model nowhere", is_cut=is_cut
+            )
         report |= certified_risks(run, runner, ladder, risk_answers)
         ladder = with_measured_agreement(ladder, report)
 

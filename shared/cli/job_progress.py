@@ -17,8 +17,8 @@ from shared.plain_text import one_line
 ENDED = (pb.STATE_SUCCEEDED, pb.STATE_FAILED, pb.STATE_CANCELLED)
 # States that no patience changes.
 SETTLED = (*ENDED, pb.STATE_WAITING)
-FIGURES_SHOWN = ("tokens", "generated_tokens", "tokens_per_s", "agreement", "loss")
-MAX_FIGURES_SHOWN = 4
+# Shares of fewer positions than this are not shown: they may be chance.
+LEAST_POSITIONS_SHOWN = 200
 # The exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells have it.
 INTERRUPTED = 130
 
@@ -127,15 +127,36 @@ def state_name(state: "pb.State") -> str:
 
 
 def figures_line(job: pb.Calibration) -> str:
-    """Format the most useful figures: tokens, then agreement and loss per rung. The manifest holds all of them."""
-    shown = [
-        name
-        for ending in FIGURES_SHOWN
-        for name in sorted(job.figures)
-        if name.rpartition(".")[2] == ending
-    ]
-    items = [(name, job.figures[name]) for name in shown[:MAX_FIGURES_SHOWN]]
-    return "  ".join(
-        f"{name} {value:,.0f}" if value.is_integer() else f"{name} {value:.3f}"
-        for name, value in items
+    """Say in plain words what a calibration has: its text, and then how often each rung agrees with the model. The manifest has more."""
+    figures = dict(job.figures)
+    agreements = []
+    for name in sorted(figures):
+        rung, _, kind = name.rpartition(".")
+        if kind == "agreement":
+            num_positions = figures.get(f"{rung}.positions")
+            agreements.append(f"{rung_in_words(rung)} {shown_share(figures[name], num_positions)}")
+    if agreements:
+        return f"agrees with the model on held-out positions: {', '.join(agreements)}"
+    texts = {
+        "generated_tokens": "{:,.0f} tokens written",
+        "tokens_per_s": "{:,.1f} tokens/s",
+        "tokens": "{:,.0f} tokens learned from",
+    }
+    return ", ".join(
+        form.format(figures[name]) for name, form in texts.items() if figures.get(name)
     )
+
+
+def rung_in_words(name: str) -> str:
+    """Return what a rung is, for people who do not know its name."""
+    known = {"suffix": "repeated text", "successor": "learned table"}
+    if name.startswith("depth-"):
+        return f"exit at depth {name.removeprefix('depth-')}"
+    return known.get(name, name)
+
+
+def shown_share(share: float, num_positions: float | None) -> str:
+    """Format a share of held-out positions. Older services do not tell the number of positions."""
+    if num_positions is not None and num_positions < LEAST_POSITIONS_SHOWN:
+        return f"not known (only {num_positions:.0f} positions)"
+    return f"{share:.0%}"

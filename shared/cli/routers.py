@@ -19,6 +19,7 @@ from shared.cli.console import (
     print_line,
     table_cell,
 )
+from shared.cli.job_progress import LEAST_POSITIONS_SHOWN
 from shared.cli.json_lines import print_message
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
@@ -97,19 +98,24 @@ def show(
     out.print(f"  published {format_time(router.create_time)}, {router.size_bytes / 1e6:.2f} MB")
     print_line(f"  manifest  {router.manifest_digest}")
     print_line(f"  model     {router.model_fingerprint}")
+    contents = json.loads(router.manifest_json)
+    num_positions = positions_by_rung(contents)
     table = Table("rung", "depth", "agreement", "coverage", "router AUC", "Brier", "precision")
     for rung in router.rungs:
-        table.add_row(
-            table_cell(rung.name),
-            str(rung.depth),
-            f"{rung.agreement:.3f}",
-            f"{rung.coverage:.3f}",
-            f"{rung.router_auc:.3f}",
-            f"{rung.router_brier:.3f}",
-            f"{rung.router_precision:.3f}",
+        figures = (
+            rung.agreement,
+            rung.coverage,
+            rung.router_auc,
+            rung.router_brier,
+            rung.router_precision,
         )
+        cells = [f"{figure:.3f}" for figure in figures]
+        count = num_positions.get(rung.name, LEAST_POSITIONS_SHOWN)
+        if count < LEAST_POSITIONS_SHOWN:
+            cells = ["not known", *("-" for _ in cells[1:])]
+            print_line(f"  {rung.name}: {count} held-out positions are too few for figures")
+        table.add_row(table_cell(rung.name), str(rung.depth), *cells)
     out.print(table)
-    contents = json.loads(router.manifest_json)
     left_out = contents.get("calibration", {}).get("left_out")
     for name, why in left_out.items() if isinstance(left_out, dict) else ():
         print_line(f"  without {name}: {why}")
@@ -236,6 +242,16 @@ def history(
             table_cell(change.reason),
         )
     out.print(table)
+
+
+def positions_by_rung(contents: dict[str, Any]) -> dict[str, int]:
+    """Return the numbers of held-out positions that a manifest's figures stand on. Older manifests do not tell them."""
+    found = {}
+    for rung in contents.get("rungs", []):
+        figures = rung.get("figures")
+        if isinstance(figures, dict) and isinstance(figures.get("positions"), int):
+            found[rung.get("name")] = figures["positions"]
+    return found
 
 
 def selector(version: str) -> dict[str, Any]:

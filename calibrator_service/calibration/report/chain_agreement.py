@@ -22,7 +22,8 @@ def chain_agreement(
     vocabulary: DraftVocabulary,
 ) -> dict[str, dict[str, float]]:
     """By exit: "agreement_1" .. "agreement_4", the share of chains whose first .. fourth draft is the full model's choice, and
-    "agreement_1_beside_tables" .., the same where the tables' draft is wrong or missing.
+    "agreement_1_beside_tables" .., the same where the tables' draft is wrong or missing. "positions" and "positions_beside_tables": the
+    numbers of chains.
 
     Every position begins a chain of the sequence's own tokens. `sequences` are those of the chunks, in the same order, or the first of
     them. Choices outside the draft vocabulary count as missed.
@@ -50,7 +51,10 @@ def chain_agreement(
                     right[:, place] += (counted & agrees[known]).sum(1)
                     counts[:, place] += counted.sum(1)
         overall, beside_tables = (right / counts.clamp(min=1)).tolist()
-        own = figures[layer_exit.name] = {}
+        own = figures[layer_exit.name] = {
+            "positions": int(counts[0, 0]),
+            "positions_beside_tables": int(counts[1, 0]),
+        }
         for place in range(NUM_PLACES):
             own[f"agreement_{place + 1}"] = overall[place]
             own[f"agreement_{place + 1}_beside_tables"] = beside_tables[place]

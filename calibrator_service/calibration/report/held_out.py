@@ -24,6 +24,8 @@ log = structlog.get_logger("neap.calibration")
 # Simulated limits on the table rungs' drafts per deep pass, and the probability from which on a draft is made.
 DRAFT_LIMITS = (1, 3, 5)
 MIN_DRAFT_PROBABILITY = 0.3
+# Figures from fewer positions of the report split than this prove nothing.
+LEAST_POSITIONS = 50
 # Samples per call of a router.
 PASS_SIZE = 4096
 
@@ -46,7 +48,7 @@ def held_out_report(
     simulated = tokens_per_pass(ladder, held_out)
     for name, figure in rungs.items():
         for key, value in figure.items():
-            if isinstance(value, float):
+            if isinstance(value, float | int):
                 run.figures[f"{name}.{key}"] = value
     run.figures.update(simulated)
     run.report("evaluating", 0.99)
@@ -54,6 +56,7 @@ def held_out_report(
     is_covered = vocabulary.lookup[torch.from_numpy(choices)] >= 0
     return {
         "rungs": rungs,
+        "commonest_token": float(np.bincount(choices).max() / len(choices)),
         "simulated": simulated,
         "tokens": {**material.num_tokens, "total": sum(material.num_tokens.values())},
         "draft_vocabulary_coverage": float(is_covered.float().mean()),

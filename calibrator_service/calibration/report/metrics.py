@@ -16,6 +16,7 @@ def rung_figures(
 ) -> dict[str, object]:
     """All metrics of one rung. `probability` [N] and `agreed` [N]: its drafts, at N of `num_positions` positions."""
     return {
+        "positions": num_positions,
         "agreement": float(agreed.sum()) / max(num_positions, 1),
         "coverage": len(agreed) / max(num_positions, 1),
         "agreement_when_proposed": float(agreed.mean()) if len(agreed) else 0.0,

@@ -15,8 +15,7 @@ from calibrator_service.calibration.states.moments import MomentsLayout
 from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import SPLITS, Split
-from calibrator_service.calibration.text.stream import CollectingProgress
-from shared.errors import InvalidInput
+from calibrator_service.calibration.text.stream import CollectingProgress, too_little_text
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.own_thread import run_in_own_thread
@@ -98,7 +97,9 @@ def collect_training_data(
     for split in SPLITS:
         take(split, run_in_own_thread(collector.finish, split))
         if num_tokens[split] == 0:
-            raise _too_little_text(run, split, is_cut=progress.is_late())
+            raise too_little_text(
+                run, f"nothing is left for the {split} split", is_cut=progress.is_late()
+            )
     sums.save()
     return TrainingData(
         sums=sums,
@@ -123,15 +124,3 @@ def final_states(runner: ContiguousRunner) -> Callable[[Tensor], Tensor]:
         return runner.normed(deep.to(runner.loaded.model.dtype))
 
     return final
-
-
-def _too_little_text(run: Run, split: Split, *, is_cut: bool) -> InvalidInput:
-    cause, reason = "the source gave too little text", "TOO_LITTLE_TEXT"
-    if is_cut:
-        reason = "BUDGET_TOO_SHORT"
-        # The caller may not have asked for that budget: it may be the default.
-        cause = (
-            f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model "
-            "and source; give a larger one, or max_tokens"
-        )
-    return InvalidInput(f"{cause}: nothing is left for the {split} split", reason=reason)

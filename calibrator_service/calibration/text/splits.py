@@ -15,10 +15,13 @@ from calibrator_service.calibration.text.shards import TokenSequence
 
 Split = Literal["heads", "routers", "report"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-# The splits of every ten sequences. The smaller splits come early, so that even a small corpus fills all three.
+# The splits of every ten sequences.
 SPLIT_PATTERN: tuple[Split, ...] = (
     "heads", "routers", "heads", "heads", "report", "heads", "heads", "heads", "heads", "heads",
 )  # fmt: skip
+# The first NUM_EARLY sequences are assigned by EARLY_PATTERN: a tenth of a small text would be too little for routers and figures.
+EARLY_PATTERN: tuple[Split, ...] = ("heads", "routers", "heads", "report")
+NUM_EARLY = 40
 
 
 # With fewer kinds of prompts than this none is held out for the report.
@@ -52,7 +55,8 @@ class Splitter:
     def _new_split(self, kind: str) -> Split:
         if kind in self._held_out_kinds:
             return "report"
-        split = SPLIT_PATTERN[self._num_assigned % len(SPLIT_PATTERN)]
+        pattern = EARLY_PATTERN if self._num_assigned < NUM_EARLY else SPLIT_PATTERN
+        split = pattern[self._num_assigned % len(pattern)]
         self._num_assigned += 1
         return "heads" if self._held_out_kinds and split == "report" else split
 

@@ -140,12 +140,8 @@ class CollectingProgress:
         # Before the writer is ready, and then what it needs for twice the least text.
         enough_s = elapsed_s - seconds + 2 * MIN_WRITTEN_TOKENS * seconds / max(written, 1)
         needed_s = max(enough_s, 0.0) / (TEXT_SHARE * self._run.plan.ends.collecting)
-        raise InvalidInput(
-            f"{self._run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: it had written {written} tokens "
-            f"after {elapsed_s:.0f} seconds. Give it about {needed_s:.0f} seconds, or max_tokens",
-            reason="BUDGET_TOO_SHORT",
-            metadata={"needed_s": f"{needed_s:.0f}"},
-        )
+        found = f"it had written {written} tokens after {elapsed_s:.0f} seconds"
+        raise _budget_too_short(self._run, found, needed_s)
 
     def set_learned(self, num_tokens: int) -> None:
         """`num_tokens` in total, over all splits, have gone through the model. Raises `Cancelled`."""
@@ -164,6 +160,23 @@ class CollectingProgress:
             done = WRITING_SHARE * written + (1 - WRITING_SHARE) * self._num_learned
         by_tokens = done / self._expected
         run.report("collecting", end * min(1.0, max(by_time, by_tokens)))
+
+
+def too_little_text(run: Run, lacks: str, *, is_cut: bool) -> InvalidInput:
+    """The error of a calibration whose text is not enough: BUDGET_TOO_SHORT if time cut it (`is_cut`), or else TOO_LITTLE_TEXT."""
+    if is_cut:
+        return _budget_too_short(run, lacks, 2 * max(run.plan.budget_s, run.elapsed_s()))
+    return InvalidInput(f"the source gave too little text: {lacks}", reason="TOO_LITTLE_TEXT")
+
+
+def _budget_too_short(run: Run, found: str, needed_s: float) -> InvalidInput:
+    # The caller may not have asked for that budget: it may be the default.
+    return InvalidInput(
+        f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: {found}. Give it about "
+        f"{needed_s:.0f} seconds, or max_tokens",
+        reason="BUDGET_TOO_SHORT",
+        metadata={"needed_s": f"{needed_s:.0f}"},
+    )
 
 
 def split_sequences(

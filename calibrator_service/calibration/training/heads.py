@@ -36,6 +36,8 @@ def fit_heads(
     run: Run, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
 ) -> dict[int, FusedHead]:
     """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them. Raises `Cancelled`."""
+    ends = run.plan.ends
+    run.report("training_heads", ends.risk_text)
     heads = {
         depth: solve_head(one, run.plan.mlp_width).to(vocabulary.device)
         for depth, one in material.sums.moments.items()
@@ -46,7 +48,6 @@ def fit_heads(
     if path.exists():
         _load_heads(heads, path)
         return heads
-    ends = run.plan.ends
 
     def on_step(done: float, losses: dict[str, float]) -> None:
         run.figures.update(losses)

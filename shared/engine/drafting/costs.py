@@ -51,14 +51,17 @@ class CostMeter:
 
 
 def measure_deep(
-    runner: Runner, *, between: Callable[[], None] = lambda: None
+    runner: Runner,
+    *,
+    most_tokens: int = MAX_PASS_TOKENS,
+    between: Callable[[], None] = lambda: None,
 ) -> tuple[float, ...]:
-    """Seconds of a pass over 1..MAX_PASS_TOKENS tokens through all layers and the head, smoothed: see `smoothed`.
+    """Seconds of a pass over 1..`most_tokens` tokens through all layers and the head, smoothed: see `smoothed`.
 
     Calls `between` before each pass; an exception that it raises ends the measurement.
     """
     context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
-    widest = min(MAX_PASS_TOKENS, runner.loaded.context_length - context)
+    widest = min(most_tokens, runner.loaded.context_length - context)
     cache = runner.new_cache(context + widest)
     ids = torch.ones(1, context + widest, dtype=torch.long, device=runner.loaded.device)
     runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)

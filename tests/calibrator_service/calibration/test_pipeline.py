@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibrator_service.calibration.pipeline import calibrate
+from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.plan import (
     QUICK_BUDGET_S,
     PassSizes,
@@ -19,8 +19,8 @@ from calibrator_service.calibration.plan import (
 )
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated, TextFile
+from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.text import stream
-from calibrator_service.calibration.training import heads
 from shared.engine.engine import Engine
 from shared.errors import Cancelled, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
@@ -36,6 +36,20 @@ SPEC = CalibrationSpec(
 
 def contents(ladder: Ladder, report: dict[str, Any]) -> tuple[Any, Any]:
     return pack_ladder(ladder, {**report, "seconds": {}})
+
+
+def assert_same_but_for_rounding(found: CalibrationResult, expected: CalibrationResult) -> None:
+    """States from the engine that wrote a text and from a pass over it differ in their last bits, and so do heads that learned from them."""
+    for name in ("tokens", "simulated", "successor_entries", "draft_vocabulary_coverage"):
+        assert found.report[name] == expected.report[name], name
+    ours, theirs = found.ladder, expected.ladder
+    assert ours.rung_names == theirs.rung_names
+    for name in ("suffix", "successor"):
+        assert found.report["rungs"][name] == expected.report["rungs"][name]
+    for one, other in zip(ours.exits, theirs.exits, strict=True):
+        alike = torch.cosine_similarity(one.head.fuse.flatten(), other.head.fuse.flatten(), 0)
+        assert alike > 0.99
+        assert one.agreement == pytest.approx(other.agreement, abs=0.03)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -124,7 +138,7 @@ def test_a_killed_run_continues_to_the_same_ladder(base_model, tmp_path, finishe
     with pytest.raises(Killed):
         calibrate(base_model, SPEC, work_dir=tmp_path, progress=die)
     again = calibrate(base_model, SPEC, work_dir=tmp_path)
-    assert contents(again.ladder, again.report) == contents(finished[0].ladder, finished[0].report)
+    assert_same_but_for_rounding(again, finished[0])
 
 
 def test_recomputed_states_give_the_same_ladder(base_model, tmp_path, finished, monkeypatch):
@@ -132,15 +146,15 @@ def test_recomputed_states_give_the_same_ladder(base_model, tmp_path, finished, 
     scale = PassSizes(rows=160, keeps_states=False)
     monkeypatch.setattr("calibrator_service.calibration.plan.pass_sizes_for", lambda _: scale)
     anew = calibrate(base_model, SPEC, work_dir=tmp_path)
-    assert contents(anew.ladder, anew.report) == contents(finished[0].ladder, finished[0].report)
+    assert_same_but_for_rounding(anew, finished[0])
     names = {path.name.split("-")[0] for path in tmp_path.rglob("*.safetensors")}
     assert "tokens" in names
     assert "states" not in names
 
 
-def test_a_finished_run_is_not_trained_again(base_model, finished, monkeypatch):
+def test_a_finished_run_adds_nothing_to_its_sums(base_model, finished, monkeypatch):
     result, _, folder = finished
-    monkeypatch.setattr(heads, "train_heads", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(Sums, "add", lambda *_: pytest.fail("added a chunk again"))
     again = calibrate(base_model, SPEC, work_dir=folder)
     assert contents(again.ladder, again.report) == contents(result.ladder, result.report)
 

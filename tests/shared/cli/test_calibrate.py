@@ -6,6 +6,7 @@ import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from shared.cli.console import print_line
+from shared.cli.job_progress import figures_line
 from shared.errors import PermissionDenied
 
 
@@ -13,7 +14,7 @@ def test_follows_the_job_to_its_version(service, neap):
     flags = ["--depths", "2,4", "--time-budget", "90", "--alias", "a"]
     result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
     assert result.exit_code == 0, result.output
-    assert "collecting 25% tokens 1,234" in result.stdout
+    assert "collecting 25% 1,234 tokens learned from" in result.stdout
     assert "published version 7 (sha256:abc)" in result.stdout
     spec = service.calibration.spec
     assert list(spec.rung_depths) == [2, 4]
@@ -64,7 +65,7 @@ def test_output_to_a_file_has_one_line_per_tenth_of_the_work(service, neap):
     ] + [done]
     result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
     said = [line.strip() for line in result.stdout.splitlines() if "collecting" in line]
-    assert said == ["collecting 0% generated_tokens 64", "collecting 10% generated_tokens 64"]
+    assert said == ["collecting 0% 64 tokens written", "collecting 10% 64 tokens written"]
 
 
 def test_sources(service, neap, tmp_path):
@@ -153,10 +154,10 @@ def test_a_failed_job_says_why(service, neap):
 def test_control_characters_in_a_failure_are_escaped(service, neap):
     failure = pb.Failure(reason="BAD\x9b", message="no dataset \x1b]0;x\x07 [/red]")
     service.calibration.states[-1] = {"state": pb.STATE_FAILED, "failure": failure}
-    service.calibration.states[1]["figures"] = {"\x1b[2J.tokens": 1.0}
+    service.calibration.states[1]["figures"] = {"\x1b[2J.agreement": 1.0}
     result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
     assert "no dataset \\u001b]0;x\\u0007 [/red] [BAD\\u009b]" in result.stderr
-    assert "\\u001b[2J.tokens 1" in result.stdout
+    assert "\\u001b[2J 100%" in result.stdout
     assert all(line.isprintable() for line in result.output.splitlines())
 
 
@@ -257,3 +258,25 @@ def test_invalid_flags_are_refused(service, neap, flags, code):
     result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
     assert result.exit_code == code
     assert service.calibration.spec is None
+
+
+@pytest.mark.parametrize(
+    ("figures", "line"),
+    [
+        (
+            {"generated_tokens": 1234.0, "tokens_per_s": 56.78, "tokens": 0.0},
+            "1,234 tokens written, 56.8 tokens/s",
+        ),
+        (
+            {"tokens": 900.0, "depth-0.loss": 3.0, "depth-2.agreement": 0.314, "depth-2.positions": 800.0},
+            "agrees with the model on held-out positions: exit at depth 2 31%",
+        ),
+        (
+            {"depth-0.agreement": 0.5, "depth-0.positions": 6.0, "suffix.agreement": 0.2},
+            "agrees with the model on held-out positions: exit at depth 0 not known (only 6 positions), repeated text 20%",
+        ),
+        ({}, ""),
+    ],
+)  # fmt: skip
+def test_figures_are_shown_in_plain_words(figures, line):
+    assert figures_line(pb.Calibration(figures=figures)) == line

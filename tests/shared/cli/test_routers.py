@@ -84,6 +84,16 @@ def test_show_prints_which_exits_were_left_out(service, neap, left_out):
     assert shown.exit_code == 0, shown.output
 
 
+@pytest.mark.parametrize(("positions", "shown"), [(199, "not known"), (200, "0.400")])
+def test_show_claims_nothing_from_few_positions(service, neap, positions, shown):
+    figures = {"agreement": 0.4, "positions": positions}
+    service.routers.manifest = {"rungs": [{"name": "depth-0", "figures": figures}]}
+    result = neap("routers", "show", "--model", "tiny", "--calibrator", service.address, "1")
+    [row] = [line.split("│") for line in result.stdout.splitlines() if "│ depth-0" in line]
+    assert row[3].strip() == shown
+    assert ("199 held-out positions are too few" in result.stdout) == (positions == 199)
+
+
 def test_promote_rollback_history(service, neap):
     where = ["--model", "tiny", "--calibrator", service.address]
     promoted = neap("routers", "promote", "2", "--expect", "0", "--reason", "better", *where)

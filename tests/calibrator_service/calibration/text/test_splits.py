@@ -1,5 +1,7 @@
 """Which split a sequence or a prompt belongs to."""
 
+import pytest
+
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import SPLITS, Splitter
 from calibrator_service.calibration.text.stream import hold_out_prompts
@@ -7,9 +9,12 @@ from calibrator_service.calibration.text.stream import hold_out_prompts
 
 def test_splits_are_disjoint_and_none_is_empty() -> None:
     splitter = Splitter()
-    assigned = {(i,): splitter.assign(TokenSequence((i, 7), 1)) for i in range(50)}
-    assert set(assigned.values()) == set(SPLITS)
-    assert list(assigned.values()).count("heads") == 40
+    assigned = [splitter.assign(TokenSequence((i, 7), 1)) for i in range(1000)]
+    for size, share in ((40, 1 / 4), (1000, 1 / 10)):
+        counts = {split: assigned[:size].count(split) for split in SPLITS}
+        for split in ("routers", "report"):
+            assert counts[split] == pytest.approx(share * size, rel=0.1), "few sequences: more"
+    assert set(assigned[:4]) == set(SPLITS)
     # The same prompt again (and so the same greedy answer) is in no split.
     assert splitter.assign(TokenSequence((3, 7), 1)) is None
     assert splitter.assign(TokenSequence((3, 8, 9), 1)) is None

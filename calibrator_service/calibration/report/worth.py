@@ -1,0 +1,98 @@
+"""Which exits would not pay: what they get right on held-out text against what asking them costs on this machine."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from calibrator_service.calibration.report.held_out import LEAST_POSITIONS
+from calibrator_service.calibration.run import Run
+from shared.engine.drafting.costs import exit_timings, measure_deep
+from shared.engine.drafting.planner import PassCosts, exit_gain_s
+from shared.ladder.exits import LayerExit
+from shared.ladder.ladder import Ladder
+from shared.model.contiguous_runner import ContiguousRunner
+
+log = structlog.get_logger("neap.calibration")
+
+# One-sided confidence of 95 %.
+CONFIDENCE_Z = 1.645
+
+
+def without_unpaid(
+    run: Run, runner: ContiguousRunner, ladder: Ladder, report: Mapping[str, Any]
+) -> tuple[Ladder, dict[str, str]]:
+    """The ladder without the exits that would not pay, and name -> why, of those.
+
+    `report`: see `held_out_report`. An exit must agree more often than the report split's commonest token, by the lower bound of its agreement
+    (see `lower_bound`). An exit that the spec does not name must also save more than it costs on this machine, where the tables do not help.
+    One that the spec names may be meant for another machine. Raises `Cancelled`.
+    """
+    reasons: dict[str, str] = {}
+    for one in ladder.exits:
+        if why := _why_unproven(report["rungs"][one.name], report["commonest_token"]):
+            reasons[one.name] = why
+    proven = tuple(one for one in ladder.exits if one.name not in reasons)
+    if proven and not run.spec.rung_depths:
+        costs = measured_costs(run, runner, with_exits(ladder, proven))
+        for index, one in enumerate(proven):
+            if why := _why_too_slow(report["rungs"][one.name], costs, index):
+                reasons[one.name] = why
+    for name, why in reasons.items():
+        log.info("an exit is left out", rung=name, why=why)
+    kept = tuple(one for one in proven if one.name not in reasons)
+    return with_exits(ladder, kept), reasons
+
+
+def with_exits(ladder: Ladder, exits: tuple[LayerExit, ...]) -> Ladder:
+    """The ladder with these exits only. Without any it has no draft vocabulary."""
+    return replace(ladder, exits=exits, draft_vocabulary=ladder.draft_vocabulary if exits else None)
+
+
+def lower_bound(share: float, count: int) -> float:
+    """The lower end of Wilson's interval of a share of `count` independent trials; 0 without any.
+
+    Positions of one text are not independent, so the bound is somewhat too high.
+    """
+    if count == 0:
+        return 0.0
+    square = CONFIDENCE_Z**2
+    spread = math.sqrt(share * (1 - share) / count + square / (4 * count**2))
+    return (share + square / (2 * count) - CONFIDENCE_Z * spread) / (1 + square / count)
+
+
+def measured_costs(run: Run, runner: ContiguousRunner, ladder: Ladder) -> PassCosts:
+    """What passes over one and two tokens and the exits of `ladder` cost here. Raises `Cancelled`."""
+    deep = measure_deep(runner, most_tokens=2, between=lambda: run.report("evaluating", 0.99))
+    timings = exit_timings(runner, ladder.bind(runner))
+    while True:
+        try:
+            next(timings)
+        except StopIteration as stop:
+            return PassCosts(deep, exits=stop.value)
+        run.report("evaluating", 0.99)
+
+
+def _why_unproven(figures: Mapping[str, Any], commonest: float) -> str:
+    count, share = int(figures["positions"]), float(figures["agreement_1"])
+    if count < LEAST_POSITIONS:
+        return f"{count} held-out positions are too few to know how often it agrees with the model"
+    if lower_bound(share, count) > commonest:
+        return ""
+    return (
+        f"it agrees with the model on {share:.1%} of {count} held-out positions, and always naming the commonest token on "
+        f"{commonest:.1%}"
+    )
+
+
+def _why_too_slow(figures: Mapping[str, Any], costs: PassCosts, index: int) -> str:
+    share = float(figures["agreement_1_beside_tables"])
+    gain_s, cost_s = exit_gain_s(1.0, share, costs, 1), costs.exits[index].alone_s
+    if gain_s > cost_s:
+        return ""
+    return (
+        f"it would not pay here: where the tables do not help it agrees on {share:.1%}, which saves {max(gain_s, 0.0) * 1e3:.3g} ms per "
+        f"question, and a question costs {cost_s * 1e3:.3g} ms"
+    )
