@@ -1,7 +1,7 @@
-"""Draws the picture of `neap demo` and `neap report`: exits per depth, reliability of the routers, tokens per second by policy."""
+"""Draws the picture of `neap report`, exits per depth, reliability of the routers and tokens per second, and that of `neap demo`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,42 @@ def write_report(
     manifest_json: str,
 ) -> Path:
     """Write the PNG and return its absolute path. The first of `figures` is the baseline. Raises OSError."""
+
+    def draw(left: Any, middle: Any, right: Any) -> None:
+        draw_exits(left, figures[-1], num_layers)
+        draw_reliability(middle, reliability(json.loads(manifest_json)))
+        draw_speed(right, figures)
+        right.set_title("decoding speed by policy")
+
+    return write_panels(path, title, 3, draw)
+
+
+def write_stories(
+    path: Path, *, title: str, stories: Mapping[str, Sequence[PolicyFigures]]
+) -> Path:
+    """Write the PNG with the speeds of each story side by side and return its absolute path. `stories`: title of a panel -> its sides, the
+    first of which is the baseline. Raises OSError."""
+
+    def draw(*panels: Any) -> None:
+        for axes, (name, figures) in zip(panels, stories.items(), strict=True):
+            draw_speed(axes, figures)
+            axes.set_title(name)
+
+    return write_panels(path, title, len(stories), draw)
+
+
+def write_panels(path: Path, title: str, num_panels: int, draw: Callable[..., None]) -> Path:
+    """Write a PNG of panels side by side, which `draw` gets as its arguments. Returns the absolute path. Raises OSError."""
     # Imported here because it takes a second, which other commands need not spend. The Agg backend needs no display.
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=SIZE_INCHES)
+    figure, panels = pyplot.subplots(1, num_panels, figsize=SIZE_INCHES, squeeze=False)
     try:
         figure.suptitle(title)
-        draw_exits(left, figures[-1], num_layers)
-        draw_reliability(middle, reliability(json.loads(manifest_json)))
-        draw_speed(right, figures)
+        draw(*panels[0])
         figure.tight_layout()
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DOTS_PER_INCH)
@@ -46,7 +70,7 @@ def draw_exits(axes: Any, entry: PolicyFigures, num_layers: int) -> None:
     names = [f"{rung}\n{depth}/{num_layers}" for (rung, depth), _ in ordered]
     bars = axes.bar(names, [count for _, count in ordered], color="#2a9d8f")
     axes.bar_label(bars)
-    axes.set_title(f"tokens by the rung they left at ({entry.policy})")
+    axes.set_title(f"tokens by the rung they left at ({entry.name})")
     axes.set_ylabel("tokens")
 
 
@@ -72,13 +96,19 @@ def draw_reliability(axes: Any, rungs: Mapping[str, Sequence[tuple[float, float,
 
 
 def draw_speed(axes: Any, figures: Sequence[PolicyFigures]) -> None:
+    """Draw tokens per second of each side, and how many times that of the first it is."""
     bars = axes.bar(
-        [entry.policy for entry in figures],
+        [entry.name for entry in figures],
         [entry.tokens_per_s for entry in figures],
         color=["#999999", "#2a9d8f", "#e9c46a"][: len(figures)],
     )
-    axes.bar_label(bars, fmt="%.1f")
-    axes.set_title("decoding speed by policy")
+    labels = [f"{entry.tokens_per_s:.1f}" for entry in figures]
+    labels[1:] = [
+        f"{label}\n{entry.speed_up(figures[0]):.2f}x"
+        for label, entry in zip(labels[1:], figures[1:], strict=True)
+    ]
+    axes.bar_label(bars, labels)
+    axes.margins(y=0.2)
     axes.set_ylabel("tokens per second")
 
 

@@ -1,39 +1,32 @@
-"""`neap demo`: runs both services on this machine, calibrates a model, publishes the router, streams text and compares policies."""
+"""`neap demo`: runs both services on this machine and shows what routers are worth: a shipped one, and one calibrated from nothing."""
 
+import json
 import re
 import signal
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from google.protobuf.duration_pb2 import Duration
-from neap_client import NeapClient, generate_request
+from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2
-from neap_client.inference.v1 import inference_pb2 as pb
-from neap_client.requests import Policy
-from neap_client.router.v1 import router_pb2
 
 from shared.cli import charts
+from shared.cli.compare import FULL, Side, compare
 from shared.cli.connection import connect
-from shared.cli.console import default_data_dir, exit_on_error, fail, out, print_line
+from shared.cli.console import default_data_dir, exit_on_error, fail, out
 from shared.cli.demo_model import MODEL_ID, demo_model, own_model, size_mb
-from shared.cli.depth_view import DepthView
-from shared.cli.generate import (
-    NO_CHAT_TEMPLATE,
-    PLAIN_TEXT_NOTE,
-)
-from shared.cli.job_progress import ENDED, cancel_and_follow, follow
-from shared.cli.measure import PROMPTS, PolicyFigures, policy_table, run_one, statistics_line
+from shared.cli.demo_routers import Catalogue, say
+from shared.cli.learned_view import learned_lines
+from shared.cli.measure import PROMPTS, PolicyFigures, policy_table
 from shared.cli.processes import ServiceProcess
-from shared.errors import NeapError, NotFound
+from shared.cli.shipped_router import import_shipped, shipped_router
 
-POLICIES: tuple[Policy, ...] = ("full", "exact")
-ALIAS = "latest"
-# The demo promises calibration in three minutes on two cores; this leaves some reserve.
+# Aliases of the demo's routers. Requests that name no router get `latest`.
+SHIPPED, OWN, LATEST = "shipped", "demo", "latest"
+# The demo promises five minutes on two cores; this leaves half of them for everything else.
 CALIBRATION_BUDGET_S = 150
 START_TIMEOUT_S = 180.0
 
@@ -71,7 +64,7 @@ def demo(
         ),
     ] = False,
 ) -> None:
-    """Fetch a small model, calibrate it, run four prompts under the policies full and exact, and compare the two."""
+    """Fetch a small model and compare full depth with early exits: with a shipped router, and with one calibrated from nothing."""
     started_s = time.monotonic()
     folder = (data_dir or default_data_dir()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,27 +79,18 @@ def demo(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with services(model_id, source, folder) as (calibrator, worker):
-        step("router")
-        router = None if recalibrate else fitting_router(calibrator, worker, model_id)
-        if router is not None:
-            say(f"reusing version {router.version}, published before")
-        else:
-            router = new_router(calibrator, model_id, calibration_budget)
-        step("four prompts, each under full and exact")
-        figures = compare(worker, model_id, max_tokens)
+        stories = Stories(calibrator, worker, model_id, folder, max_tokens)
+        stories.shipped()
+        stories.from_nothing(calibration_budget, recalibrate=recalibrate)
         step("result")
-        out.print(policy_table(figures))
-        picture = charts.write_report(
-            folder / "demo-report.png",
-            title=f"{model_id}, router version {router.version}",
-            num_layers=worker.get_model(model_id).num_layers,
-            figures=figures,
-            manifest_json=router.manifest_json,
+        picture = charts.write_stories(
+            folder / "demo-report.png", title=f"{model_id}, tokens per second", stories=stories.told
         )
         say(f"picture: {picture}")
         step("stopping both services")
-    if figures[0].outputs != figures[1].outputs:
-        fail("exact and full gave different outputs; this is a bug, please report it")
+    for figures in stories.told.values():
+        if any(side.outputs != figures[0].outputs for side in figures):
+            fail("exact and full gave different outputs; this is a bug, please report it")
     out.print(f"done in {time.monotonic() - started_s:.0f} s")
 
 
@@ -139,109 +123,61 @@ def services(model_id: str, source: Path, folder: Path) -> Iterator[tuple[NeapCl
         yield clients[0], clients[1]
 
 
-def new_router(calibrator: NeapClient, model_id: str, budget_s: int) -> router_pb2.RouterVersion:
-    """Calibrate and publish. Raises NeapError if the job fails, KeyboardInterrupt if it is cancelled."""
-    started_s = time.monotonic()
-    # If an earlier demo was killed, its job resumes when the calibrator starts.
-    unfinished = [job for job in calibrator.list_calibrations(model_id) if job.state not in ENDED]
-    if unfinished:
-        job = unfinished[-1]
-        say("continuing the unfinished calibration of an earlier run")
-    else:
-        say(f"calibrating over gRPC for at most {budget_s} s; the model writes its own text")
-        spec = calibration_pb2.CalibrationSpec(
-            model_id=model_id,
-            self_generated=calibration_pb2.SelfGenerated(),
-            time_budget=Duration(seconds=budget_s),
-            aliases=[ALIAS],
+class Stories:
+    """What the demo shows, one router after the other. `told`: title -> the figures of its sides, full depth first."""
+
+    def __init__(
+        self,
+        calibrator: NeapClient,
+        worker: NeapClient,
+        model_id: str,
+        folder: Path,
+        max_tokens: int,
+    ) -> None:
+        self._worker, self._model_id, self._folder = worker, model_id, folder
+        self._max_tokens = max_tokens
+        fingerprint = worker.get_model(model_id).fingerprint
+        self._catalogue = Catalogue(calibrator, model_id, fingerprint)
+        self.told: dict[str, list[PolicyFigures]] = {}
+
+    def shipped(self) -> None:
+        """The router that neap ships, if it is one of this model: it serves at once."""
+        step(
+            "1. the shipped router, imported: four prompts, each at full depth and with early exits"
         )
-        job = calibrator.create_calibration(spec, request_id=f"demo-{uuid.uuid4()}")
-    print_line(f"calibration {job.calibration_id}")
-    try:
-        job = follow(calibrator, job.calibration_id)
-    except KeyboardInterrupt:
-        job = cancel_and_follow(calibrator, job.calibration_id, "the next demo continues it")
-    if job.state == calibration_pb2.STATE_CANCELLED:
-        raise KeyboardInterrupt
-    if job.state != calibration_pb2.STATE_SUCCEEDED:
-        raise NeapError(
-            f"the calibration failed: {job.failure.message}", reason=job.failure.reason or "FAILED"
+        folder = shipped_router(self._catalogue.fingerprint)
+        if folder is None:
+            say("neap ships no router for this model")
+            return
+        import_shipped(folder, self._model_id, SHIPPED, self._folder)
+        self._compare("shipped router", [FULL, Side("exact", "exact", SHIPPED)], streams=True)
+
+    def from_nothing(self, budget_s: int, *, recalibrate: bool) -> None:
+        """A router that learns only from text that the model writes now."""
+        step(
+            f"2. a router from nothing: the model writes text and a router learns from it, {budget_s} s"
         )
-    say(f"published version {job.router_version} after {time.monotonic() - started_s:.0f} s")
-    return calibrator.get_version(model_id, version=job.router_version)
+        router = None if recalibrate else self._catalogue.published(OWN)
+        if router is not None:
+            say(f"reusing version {router.version}, published before")
+        else:
+            text = calibration_pb2.SelfGenerated()
+            router = self._catalogue.calibrated(text, budget_s, (OWN, LATEST))
+        manifest = json.loads(router.manifest_json)
+        for line in learned_lines(manifest):
+            say(line)
+        say("the same four prompts, from which it has not learned")
+        sides = [FULL, Side("exact", "exact", str(router.version))]
+        # A router that is used again may have had another budget.
+        self._compare(f"calibrated in {manifest['calibration']['seconds']['total']:.0f} s", sides)
 
-
-def fitting_router(
-    calibrator: NeapClient, worker: NeapClient, model_id: str
-) -> router_pb2.RouterVersion | None:
-    """Return the published router. None if there is none or if it belongs to another revision of the model."""
-    try:
-        router = calibrator.get_version(model_id, alias=ALIAS)
-    except NotFound:
-        return None
-    if router.model_fingerprint != worker.get_model(model_id).fingerprint:
-        say(f"version {router.version} belongs to another revision of the model")
-        return None
-    return router
-
-
-def compare(
-    worker: NeapClient, model_id: str, max_tokens: int, *, router: str = ""
-) -> list[PolicyFigures]:
-    """Stream every prompt under every policy, the policies alternating, and sum up the figures.
-
-    `router` is a version or an alias; empty means the worker's default.
-    """
-    num_layers = worker.get_model(model_id).num_layers
-    figures = {policy: PolicyFigures(policy) for policy in POLICIES}
-    is_chat = has_chat_template(worker, model_id)
-    for policy in POLICIES:
-        # The first request of each kind includes loading and warm-up, so it is not counted.
-        warm_up = request_for(model_id, "Hello", policy, 8, is_chat, router)
-        run_one(worker, warm_up, lambda _: None)
-    for name, prompt in PROMPTS.items():
-        for policy in POLICIES:
-            out.print(f"\n[bold]{name}[/] under [bold]{policy}[/]")
-            view = DepthView(out, num_layers, coloured=True)
-            request = request_for(model_id, prompt, policy, max_tokens, is_chat, router)
-
-            def show(event: pb.GenerateResponse, view: DepthView = view) -> None:
-                if event.HasField("chunk"):
-                    view.chunk(event.chunk)
-
-            tokens, finished = run_one(worker, request, show)
-            view.text(finished.text)
-            figures[policy].add(name, tokens, finished)
-            out.print()
-            out.print(view.legend())
-            out.print(statistics_line(finished), style="dim", markup=False)
-    return list(figures.values())
-
-
-def request_for(
-    model_id: str, prompt: str, policy: Policy, max_tokens: int, is_chat: bool, router: str = ""
-) -> pb.GenerateRequest:
-    """Build a request with greedy decoding."""
-    return generate_request(
-        model_id,
-        prompt,
-        raw=not is_chat,
-        policy=policy,
-        router="" if policy == "full" else router,
-        max_tokens=max_tokens,
-    )
-
-
-def has_chat_template(worker: NeapClient, model_id: str) -> bool:
-    """Return whether the model has a chat template. A base model given with --model-path may have none."""
-    try:
-        run_one(worker, request_for(model_id, "Hi", "full", 1, True), lambda _: None)
-    except NeapError as error:
-        if error.reason != NO_CHAT_TEMPLATE:
-            raise
-        say(PLAIN_TEXT_NOTE)
-        return False
-    return True
+    def _compare(self, title: str, sides: list[Side], *, streams: bool = False) -> None:
+        """Run the four prompts and print the table."""
+        figures = compare(
+            self._worker, self._model_id, sides, PROMPTS, self._max_tokens, streams=streams
+        )
+        self.told[title] = figures
+        out.print(policy_table(figures))
 
 
 def model_id_from_path(path: Path) -> str:
@@ -251,7 +187,3 @@ def model_id_from_path(path: Path) -> str:
 
 def step(text: str) -> None:
     out.print(f"\n[bold]==[/] {text}")
-
-
-def say(text: str) -> None:
-    out.print(f"   {text}", markup=False)

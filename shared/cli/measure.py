@@ -31,9 +31,9 @@ OnEvent = Callable[[pb.GenerateResponse], None]
 
 @dataclass
 class PolicyFigures:
-    """Sums over all prompts of one policy. Times are in seconds. `exits` maps (rung, depth) to a number of tokens."""
+    """Sums over all prompts of one side of a comparison. Times are in seconds. `exits` maps (rung, depth) to a number of tokens."""
 
-    policy: str
+    name: str
     num_tokens: int = 0
     decode_s: float = 0.0
     num_layer_executions: int = 0
@@ -46,6 +46,9 @@ class PolicyFigures:
     def tokens_per_s(self) -> float:
         """Decoding speed. Excludes the prefill and the token it yields, which are the same under every policy."""
         return (self.num_tokens - len(self.outputs)) / self.decode_s if self.decode_s else 0.0
+
+    def speed_up(self, baseline: "PolicyFigures") -> float:
+        return self.tokens_per_s / baseline.tokens_per_s if baseline.tokens_per_s else 0.0
 
     @property
     def layers_per_token(self) -> float:
@@ -91,9 +94,9 @@ def policy_table(figures: Sequence[PolicyFigures]) -> Table:
     baseline = figures[0]
     for entry in figures:
         identical = "yes" if entry.outputs == baseline.outputs else "no"
-        speed_up = entry.tokens_per_s / baseline.tokens_per_s if baseline.tokens_per_s else 0.0
+        speed_up = entry.speed_up(baseline)
         table.add_row(
-            entry.policy,
+            entry.name,
             f"{entry.tokens_per_s:.1f}" + ("" if entry is baseline else f" ({speed_up:.2f}x)"),
             f"{entry.layers_per_token:.1f}",
             f"{entry.num_accepted}/{entry.num_drafted}",

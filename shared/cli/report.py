@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shared.cli import charts
+from shared.cli.compare import FULL, Side, compare
 from shared.cli.connection import calls_service, connect
 from shared.cli.console import (
     DEFAULT_CALIBRATOR,
@@ -16,8 +17,8 @@ from shared.cli.console import (
     Worker,
     out,
 )
-from shared.cli.demo import compare
-from shared.cli.measure import policy_table
+from shared.cli.learned_view import print_learned
+from shared.cli.measure import PROMPTS, policy_table
 from shared.cli.risk_view import print_risk
 from shared.cli.routers import selector
 
@@ -44,9 +45,11 @@ def report(
     with connect(calibrator) as catalogue, connect(worker) as inference:
         version = catalogue.get_version(model, **selector(router))
         num_layers = inference.get_model(model).num_layers
-        figures = compare(inference, model, max_tokens, router=str(version.version))
+        sides = (FULL, Side("exact", "exact", str(version.version)))
+        figures = compare(inference, model, sides, PROMPTS, max_tokens)
     out.print(policy_table(figures))
     manifest = json.loads(version.manifest_json)
+    print_learned(manifest)
     print_risk(manifest)
     picture = charts.write_report(
         output,

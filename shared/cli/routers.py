@@ -21,6 +21,7 @@ from shared.cli.console import (
 )
 from shared.cli.job_progress import LEAST_POSITIONS_SHOWN
 from shared.cli.json_lines import print_message
+from shared.cli.learned_view import print_learned
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
 
@@ -116,6 +117,7 @@ def show(
             print_line(f"  {rung.name}: {count} held-out positions are too few for figures")
         table.add_row(table_cell(rung.name), str(rung.depth), *cells)
     out.print(table)
+    print_learned(contents)
     left_out = contents.get("calibration", {}).get("left_out")
     for name, why in left_out.items() if isinstance(left_out, dict) else ():
         print_line(f"  without {name}: {why}")

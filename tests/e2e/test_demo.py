@@ -86,6 +86,8 @@ def test_demo_runs_reuses_and_leaves_nothing(model_folder: Path, tmp_path: Path)
     assert "published version 1" in outputs[0]
     assert "reusing version 1" in outputs[1]
     for output in outputs:
+        assert "neap ships no router for this model" in output
+        assert "guessed right, of " in output
         row = next(line for line in output.splitlines() if line.startswith("│ exact"))
         assert row.rstrip("│ ").endswith("yes")
     assert (data_dir / "demo-report.png").stat().st_size > 10_000
@@ -93,7 +95,10 @@ def test_demo_runs_reuses_and_leaves_nothing(model_folder: Path, tmp_path: Path)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_nothing(model_folder: Path, tmp_path: Path, number: int):
+@pytest.mark.parametrize("place", ["worker serves on", "calibration "])
+def test_an_interrupted_demo_leaves_nothing(
+    model_folder: Path, tmp_path: Path, number: int, place: str
+):
     data_dir = tmp_path / "data"
     with subprocess.Popen(
         command(model_folder, data_dir),
@@ -106,9 +111,9 @@ def test_an_interrupted_demo_leaves_nothing(model_folder: Path, tmp_path: Path, 
         lines = []
         for line in demo.stdout:
             lines.append(line)
-            if "worker serves on" in line:
+            if place in line:
                 break
-        assert any("worker serves on" in line for line in lines), "".join(lines)
+        assert any(place in line for line in lines), "".join(lines)
         demo.send_signal(number)
         rest, _ = demo.communicate(timeout=60)
     assert demo.returncode == 130, "".join(lines) + rest

@@ -1,0 +1,42 @@
+import pytest
+
+from shared.cli.learned_view import learned_lines
+from tests.manifests import real_manifest
+
+TOKENS = {"heads": 700, "routers": 200, "report": 1100, "total": 2000}
+
+
+def test_it_says_what_was_learned_and_on_how_much_it_was_measured():
+    rungs = [
+        {"name": "suffix", "figures": {"agreement": 0.123}},
+        {"name": "depth-0", "figures": {"agreement": 0.25}},
+        {"name": "depth-4"},
+    ]
+    assert list(learned_lines({"rungs": rungs, "calibration": {"tokens": TOKENS}})) == [
+        "learned from 900 tokens",
+        "guessed right, of 1,100 tokens that it did not learn from: suffix 12%, depth-0 25%",
+    ]
+
+
+def test_it_reads_what_a_calibration_writes():
+    learned, guessed = learned_lines(real_manifest())
+    tokens = real_manifest()["calibration"]["tokens"]
+    assert learned == f"learned from {tokens['heads'] + tokens['routers']:,} tokens"
+    assert f"{tokens['report']:,}" in guessed
+    assert "depth-0 44%" in guessed
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {},
+        {"calibration": 7},
+        {"calibration": {"tokens": []}},
+        {"calibration": {"tokens": {"total": "x", "report": 1}}},
+        {"calibration": {"tokens": TOKENS}, "rungs": [{"name": "suffix", "figures": 5}]},
+        {"calibration": {"tokens": TOKENS}, "rungs": [7]},
+        {"calibration": {"tokens": TOKENS}, "rungs": 7},
+    ],
+)
+def test_a_manifest_of_another_form_says_less(manifest):
+    assert not any("guessed" in line for line in learned_lines(manifest))
