@@ -1,34 +1,44 @@
-"""Calibrates a router for bench/router on text that the model writes itself, or has written. On two cores 52,000 tokens take about
-twenty minutes. bench/RESULTS.md has the command of the router that is there.
+"""Makes a router with this tree alone: the calibration writes the text, learns from it and measures. Made for bench/router.
 
-    python -m bench.make_router --model DIR [--tokens 52_000] [--out bench/router] [--work-dir DIR]
-    python -m bench.make_router --model DIR --answers FILE.jsonl --tokens 300_000
-    python -m bench.make_router --model DIR --device cuda --tokens 30_000_000 --work-dir DIR --out DIR
+    python -m bench.make_router --model DIR --work-dir DIR                       eight hours, built-in prompts
+    python -m bench.make_router --model DIR --work-dir DIR --prompts FILE --tokens 3_000_000
+    python -m bench.make_router --model DIR --work-dir DIR --device cuda --tokens 30_000_000 --out DIR
 
-`--answers`: prompts and answers of the model, as `neap calibrate --answers` takes them; there is no other text then. A
-killed run continues if it is started with the same --work-dir: complete shards of text and exits that are fully trained are reused.
+The model answers the prompts of a file (as `neap calibrate --prompts` takes them), or, without one, prompts from templates and prompts
+that it writes itself. The same calibration as the service's runs, with `--hours` or `--tokens` as its limit: with an hour and more, exits
+are trained by gradients after they have been solved. A run that was killed continues if it is started again with the same options and
+--work-dir. The process is niced. The manifest's "made_by" has the command, without paths.
 """
 
-import tempfile
+import argparse
+import os
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-
-from shared.cli.curve_view import print_curve
+from typing import Any
 
 from bench.machine import described
 from bench.options import add_device, make_parser, parsed
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
+from shared.cli.calibrate import read_prompts
+from shared.cli.learned_view import print_learned
 from shared.configured_model import dtype_named
-from shared.ladder.artefact import pack_ladder
-from shared.ladder.folder import write_router_folder
+from shared.ladder.folder import read_router_folder
 from shared.model.load import load_model
 
-DEFAULT_TOKENS = 52_000
+PROGRAM = "bench.make_router"
+TREE = Path(__file__).parents[1]
+DEFAULT_HOURS = 8.0
+NICENESS = 10
 SHOW_INTERVAL_S = 10.0
+# The options that decide what the router is, besides --model; the others say where files lie and how the process runs.
+RECORDED = (
+    "model_id", "device", "dtype", "compute_dtype", "hours", "tokens", "prompts", "max_new_tokens", "seed",
+)  # fmt: skip
 
 
 class Show:
@@ -48,24 +58,68 @@ class Show:
         self._phase, self._shown_s, self._written = progress.phase, now, written
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
-    add_device(parser)
-    parser.add_argument("--model-id", default="smollm2-135m-instruct")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    made = make_parser(__doc__)
+    add_device(made)
+    made.add_argument("--model-id", default="smollm2-135m-instruct")
+    made.add_argument(
         "--dtype", choices=["float32", "float16", "bfloat16"],
         help="of the model; default: float32 on a CPU, the checkpoint's own on a GPU",
     )  # fmt: skip
-    parser.add_argument(
+    made.add_argument(
         "--compute-dtype", choices=["bfloat16"],
         help="multiply in it on a CPU, as --compute-dtype of the services; with --dtype bfloat16",
     )  # fmt: skip
-    parser.add_argument("--tokens", "--max-tokens", type=int, default=DEFAULT_TOKENS)
-    parser.add_argument("--answers", type=Path, help="JSONL file; default: the model writes text")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "router")
-    parser.add_argument("--work-dir", type=Path, help="kept, so that a killed run can continue")
-    options = parsed(parser)
+    made.add_argument(
+        "--hours", type=float, help=f"default: {DEFAULT_HOURS:g}, or none with --tokens"
+    )
+    made.add_argument(
+        "--tokens", type=int, default=0, help="to learn from; default: what time allows"
+    )
+    made.add_argument("--prompts", type=Path, help="default: built-in and self-written prompts")
+    made.add_argument("--max-new-tokens", type=int, default=0, help="0: the calibration's default")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--out", type=Path, default=TREE / "bench" / "router")
+    made.add_argument(
+        "--work-dir", type=Path, required=True, help="so that a killed run can continue"
+    )
+    made.add_argument("--nice", type=int, default=NICENESS, help=f"default: {NICENESS}")
+    return made
 
+
+def spec_of(options: argparse.Namespace) -> CalibrationSpec:
+    """What the options ask the calibration for. Raises InvalidInput, and OSError for a file of prompts that cannot be read."""
+    prompts = tuple(read_prompts(options.prompts)) if options.prompts else ()
+    hours = options.hours or (None if options.tokens else DEFAULT_HOURS)
+    return CalibrationSpec(
+        model_id=options.model_id,
+        source=SelfGenerated(prompts, options.max_new_tokens),
+        max_tokens=options.tokens,
+        time_budget_s=hours and 3600 * hours,
+        seed=options.seed,
+    )
+
+
+def recorded_argv(options: argparse.Namespace) -> list[str]:
+    """The command line that makes the same router. The model is named by its id, a file of prompts by its place in the tree or its name."""
+    argv = ["--model", options.model_id]
+    for name in RECORDED:
+        value = getattr(options, name)
+        if isinstance(value, Path):
+            path = value.resolve()
+            value = path.relative_to(TREE).as_posix() if path.is_relative_to(TREE) else path.name
+        if value not in (None, parser().get_default(name)):
+            argv += [f"--{name.replace('_', '-')}", str(value)]
+    return argv
+
+
+def made_by(options: argparse.Namespace) -> dict[str, Any]:
+    return {"program": PROGRAM, "argv": recorded_argv(options)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(parser(), arguments)
+    os.nice(options.nice)
     print(described(options.device))
     loaded = load_model(
         options.model,
@@ -74,22 +128,14 @@ def main() -> None:
         compute_dtype=dtype_named(options.compute_dtype or "auto"),
         device=options.device,
     )
-    spec = CalibrationSpec(
-        model_id=options.model_id,
-        source=AnswerFile(str(options.answers)) if options.answers else SelfGenerated(),
-        max_tokens=options.tokens,
-    )
+    spec = spec_of(options)
     plan = resolve(spec, loaded)
-    print(
-        f"{loaded.model.dtype}, {plan.rows} rows decoded together, {plan.training.epochs} of at most {MAX_EPOCHS} epochs "
-        f"in batches of {plan.training.batch_size}"
-    )
-    with ExitStack() as stack:
-        folder = options.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        result = calibrate(loaded, spec, work_dir=folder, progress=Show())
-    print_curve({"calibration": result.report})
-    manifest, blobs = pack_ladder(result.ladder, result.report)
-    write_router_folder(options.out, manifest, blobs)
+    training = f"at most {MAX_EPOCHS} epochs of training" if plan.trains else "no training"
+    print(f"{loaded.model.dtype}, {plan.rows} rows decoded together, {training}")
+    result = calibrate(loaded, spec, work_dir=options.work_dir, progress=Show())
+    replace(result, report={**result.report, "made_by": made_by(options)}).save(options.out)
+    manifest, blobs = read_router_folder(options.out)
+    print_learned(manifest)
     size = sum(map(len, blobs.values()))
     print(
         f"written to {options.out}: {size / 1e6:.2f} MB, calibrated in {result.report['seconds']['total']:.0f} s"

@@ -1,6 +1,7 @@
 """The flags and the set-up that benchmarks share."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,9 +35,11 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
 
 
-def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options of the command line. Ends the program if --device names a missing GPU. Silences transformers."""
-    options = parser.parse_args()
+def parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """The options of the command line, or of `arguments`. Ends the program if --device names a missing GPU. Silences transformers."""
+    options = parser.parse_args(arguments)
     if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device")
     silence_transformers()
