@@ -106,8 +106,8 @@ def calibrate(
         typer.Option(
             "--max-tokens",
             min=0,
-            help="Number of tokens to calibrate on. 0 means as many as the time budget allows. "
-            "A thorough calibration uses 700000 (hours on two CPU cores, minutes on a GPU).",
+            help="Stop collecting text at this many tokens. 0 means as many as the time budget allows. "
+            "More text gives better drafts: 10000 is a start, a million is thorough.",
         ),
     ] = 0,
     time_budget: Annotated[
@@ -115,7 +115,7 @@ def calibrate(
         typer.Option(
             "--time-budget",
             min=1,
-            help="Time limit of the whole job in seconds. "
+            help="Time limit of the whole job in seconds, loading the model included. A large model needs more. "
             "Default: 150 without --max-tokens, no limit with it.",
         ),
     ] = None,
@@ -123,7 +123,7 @@ def calibrate(
         str,
         typer.Option(
             "--depths",
-            help="Depths, in layers, that get an exit head, for example 2,4,8. "
+            help="After how many layers a token may leave, for example 0,2,4. "
             "Default: the service chooses.",
         ),
     ] = "",
@@ -131,8 +131,8 @@ def calibrate(
         Literal["agreement", "cosine"],
         typer.Option(
             "--label",
-            help="What the routers learn to predict: agreement (the exit's token is the full model's) "
-            "or cosine (the state is close to the final state).",
+            help="When an exit counts as right: if it names the full model's token (agreement), "
+            "or if its state is close to the model's last one (cosine).",
         ),
     ] = "agreement",
     draft_vocabulary: Annotated[
@@ -140,7 +140,7 @@ def calibrate(
         typer.Option(
             "--draft-vocabulary",
             min=0,
-            help="Number of tokens that the exit heads can propose. 0 means that the service chooses.",
+            help="Number of different tokens that exits can name. 0 means that the service chooses.",
         ),
     ] = 0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the calibration.")] = 0,
@@ -175,9 +175,9 @@ def calibrate(
         ),
     ] = False,
 ) -> None:
-    """Calibrate a ladder for a model and publish it.
+    """Make a router for a model from text, and publish it. Without flags it takes 150 seconds, and the model writes the text.
 
-    Give at most one of --text, --dataset and --prompts. Without any of them the model writes its own text.
+    Give at most one of --prompts, --answers, --text and --dataset. Prompts like those that will be served are best.
     Ctrl-C cancels the job and waits for its end; a second Ctrl-C leaves at once. A cancelled job publishes nothing.
     If the command is lost in another way, the job goes on: `neap jobs watch` shows it.
     """
