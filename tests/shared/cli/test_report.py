@@ -77,6 +77,14 @@ def test_png_has_the_documented_size(tmp_path):
     assert path.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("num_stories", [1, 3])
+def test_stories_are_drawn_side_by_side(tmp_path, num_stories):
+    stories = {f"story {number}": figures() for number in range(num_stories)}
+    path = charts.write_stories(tmp_path / "demo.png", title="tiny", stories=stories)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert path.stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_report_command_writes_the_png(service, neap, tmp_path, is_chat):
     service.inference.has_chat_template = is_chat
