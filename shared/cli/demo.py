@@ -1,10 +1,11 @@
-"""`neap demo`: runs both services on this machine and shows what routers are worth: a shipped one, and one calibrated from nothing."""
+"""`neap demo`: runs both services on this machine and shows what routers are worth: a shipped one, one calibrated from nothing, and
+one to which requests of a kind were added."""
 
 import json
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -12,20 +13,22 @@ from typing import Annotated
 import typer
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2
+from neap_client.router.v1.router_pb2 import RouterVersion
 
 from shared.cli import charts
 from shared.cli.compare import FULL, Side, compare
 from shared.cli.connection import connect
 from shared.cli.console import default_data_dir, exit_on_error, fail, out
 from shared.cli.demo_model import MODEL_ID, demo_model, own_model, size_mb
-from shared.cli.demo_routers import Catalogue, say
+from shared.cli.demo_requests import LEARNED, MEASURED
+from shared.cli.demo_routers import Catalogue, parent_digest, say
 from shared.cli.learned_view import learned_lines
 from shared.cli.measure import PROMPTS, PolicyFigures, policy_table
 from shared.cli.processes import ServiceProcess
 from shared.cli.shipped_router import import_shipped, shipped_router
 
 # Aliases of the demo's routers. Requests that name no router get `latest`.
-SHIPPED, OWN, LATEST = "shipped", "demo", "latest"
+SHIPPED, OWN, ADDED, LATEST = "shipped", "demo", "demo-one-kind", "latest"
 # The demo promises five minutes on two cores; this leaves half of them for everything else.
 CALIBRATION_BUDGET_S = 150
 START_TIMEOUT_S = 180.0
@@ -64,7 +67,8 @@ def demo(
         ),
     ] = False,
 ) -> None:
-    """Fetch a small model and compare full depth with early exits: with a shipped router, and with one calibrated from nothing."""
+    """Fetch a small model and compare full depth with early exits: with a shipped router, with one calibrated from nothing, and before and after
+    requests of one kind are added to it."""
     started_s = time.monotonic()
     folder = (data_dir or default_data_dir()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +85,8 @@ def demo(
     with services(model_id, source, folder) as (calibrator, worker):
         stories = Stories(calibrator, worker, model_id, folder, max_tokens)
         stories.shipped()
-        stories.from_nothing(calibration_budget, recalibrate=recalibrate)
+        own = stories.from_nothing(calibration_budget, recalibrate=recalibrate)
+        stories.one_kind(own, calibration_budget)
         step("result")
         picture = charts.write_stories(
             folder / "demo-report.png", title=f"{model_id}, tokens per second", stories=stories.told
@@ -152,8 +157,8 @@ class Stories:
         import_shipped(folder, self._model_id, SHIPPED, self._folder)
         self._compare("shipped router", [FULL, Side("exact", "exact", SHIPPED)], streams=True)
 
-    def from_nothing(self, budget_s: int, *, recalibrate: bool) -> None:
-        """A router that learns only from text that the model writes now."""
+    def from_nothing(self, budget_s: int, *, recalibrate: bool) -> RouterVersion:
+        """A router that learns only from text that the model writes now. Returns it."""
         step(
             f"2. a router from nothing: the model writes text and a router learns from it, {budget_s} s"
         )
@@ -170,11 +175,39 @@ class Stories:
         sides = [FULL, Side("exact", "exact", str(router.version))]
         # A router that is used again may have had another budget.
         self._compare(f"calibrated in {manifest['calibration']['seconds']['total']:.0f} s", sides)
+        return router
 
-    def _compare(self, title: str, sides: list[Side], *, streams: bool = False) -> None:
-        """Run the four prompts and print the table."""
+    def one_kind(self, own: RouterVersion, budget_s: int) -> None:
+        """The router `own` before and after requests of one kind are added to it, measured on other requests of that kind."""
+        step(f"3. {len(LEARNED)} requests of one kind are added to version {own.version}")
+        say("each asks for the facts of a passage as JSON")
+        if "statistics" not in json.loads(own.manifest_json)["calibration"]:
+            say(
+                "this model's statistics are too large to be kept with its router: nothing can be added"
+            )
+            return
+        router = self._catalogue.published(ADDED)
+        if router is not None and parent_digest(router) == own.manifest_digest:
+            say(f"reusing version {router.version}, published before")
+        else:
+            text = calibration_pb2.SelfGenerated(prompts=LEARNED)
+            router = self._catalogue.calibrated(text, budget_s, (ADDED,), parent=own)
+        say(f"{len(MEASURED)} other requests of the kind, from which neither version has learned")
+        before = Side("exact before", "exact", str(own.version))
+        after = Side("exact after", "exact", str(router.version))
+        self._compare(f"{len(LEARNED)} requests of one kind added", [FULL, before, after], MEASURED)
+
+    def _compare(
+        self,
+        title: str,
+        sides: list[Side],
+        prompts: Mapping[str, str] = PROMPTS,
+        *,
+        streams: bool = False,
+    ) -> None:
+        """Run the prompts and print the table."""
         figures = compare(
-            self._worker, self._model_id, sides, PROMPTS, self._max_tokens, streams=streams
+            self._worker, self._model_id, sides, prompts, self._max_tokens, streams=streams
         )
         self.told[title] = figures
         out.print(policy_table(figures))

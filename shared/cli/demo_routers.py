@@ -1,5 +1,6 @@
 """The routers of `neap demo`: found if an earlier run has published them, calibrated over gRPC otherwise."""
 
+import json
 import time
 import uuid
 from dataclasses import dataclass
@@ -34,9 +35,14 @@ class Catalogue:
         return router
 
     def calibrated(
-        self, source: pb.SelfGenerated, budget_s: int, aliases: tuple[str, ...]
+        self,
+        source: pb.SelfGenerated,
+        budget_s: int,
+        aliases: tuple[str, ...],
+        *,
+        parent: router_pb2.RouterVersion | None = None,
     ) -> router_pb2.RouterVersion:
-        """Calibrate and publish, with live progress. The first of `aliases` tells the demo's jobs apart.
+        """Calibrate and publish, with live progress. The first of `aliases` tells the demo's jobs apart. `parent`: what is added to.
 
         Raises NeapError if the job fails, KeyboardInterrupt if it is cancelled.
         """
@@ -54,6 +60,8 @@ class Catalogue:
                 time_budget=Duration(seconds=budget_s),
                 aliases=aliases,
             )
+            if parent is not None:
+                spec.parent.version = parent.version
             job = self.client.create_calibration(spec, request_id=f"demo-{uuid.uuid4()}")
         print_line(f"calibration {job.calibration_id}")
         try:
@@ -69,6 +77,12 @@ class Catalogue:
             )
         say(f"published version {job.router_version} after {time.monotonic() - started_s:.0f} s")
         return self.client.get_version(self.model_id, version=job.router_version)
+
+
+def parent_digest(router: router_pb2.RouterVersion) -> str:
+    """Return the manifest digest of the version that the router was added to; "" if it began from nothing."""
+    spec = json.loads(router.manifest_json)["calibration"]["spec"]
+    return str((spec.get("parent") or {}).get("manifest_digest", ""))
 
 
 def say(text: str) -> None:

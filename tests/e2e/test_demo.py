@@ -83,13 +83,15 @@ def test_demo_runs_reuses_and_leaves_nothing(model_folder: Path, tmp_path: Path)
         assert result.returncode == 0, result.stdout + result.stderr
         outputs.append(result.stdout)
         assert processes_naming(str(data_dir)) == []
-    assert "published version 1" in outputs[0]
-    assert "reusing version 1" in outputs[1]
+    for version in (1, 2):
+        assert f"published version {version}" in outputs[0]
+        assert f"reusing version {version}" in outputs[1]
     for output in outputs:
         assert "neap ships no router for this model" in output
         assert "guessed right, of " in output
-        row = next(line for line in output.splitlines() if line.startswith("│ exact"))
-        assert row.rstrip("│ ").endswith("yes")
+        rows = [line for line in output.splitlines() if line.startswith("│ exact")]
+        assert [row.split()[1:3] for row in rows][1:] == [["exact", "before"], ["exact", "after"]]
+        assert all(row.rstrip("│ ").endswith("yes") for row in rows)
     assert (data_dir / "demo-report.png").stat().st_size > 10_000
 
 

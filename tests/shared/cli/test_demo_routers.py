@@ -2,7 +2,7 @@ import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from shared.cli.connection import connect
-from shared.cli.demo_routers import Catalogue
+from shared.cli.demo_routers import Catalogue, parent_digest
 from shared.errors import NeapError
 from tests.manifests import real_manifest
 
@@ -56,3 +56,21 @@ def test_a_cancelled_job_ends_the_demo(service, catalogue):
     service.calibration.states[-1] = {"state": pb.STATE_CANCELLED}
     with pytest.raises(KeyboardInterrupt):
         catalogue.calibrated(TEXT, 30, ("demo",))
+
+
+def test_a_calibration_goes_on_from_its_parent(service, catalogue):
+    service.calibration.states[-1]["router_version"] = 1
+    catalogue.calibrated(TEXT, 30, ("demo-one-kind",), parent=catalogue.published("demo"))
+    assert service.calibration.spec.parent.version == 2
+    catalogue.calibrated(TEXT, 30, ("demo",))
+    assert not service.calibration.spec.HasField("parent")
+
+
+@pytest.mark.parametrize(
+    ("parent", "digest"), [({"manifest_digest": "sha256:1"}, "sha256:1"), (None, "")]
+)
+def test_a_router_knows_its_parent(service, catalogue, parent, digest):
+    manifest = real_manifest()
+    manifest["calibration"]["spec"]["parent"] = parent
+    service.routers.manifest = manifest
+    assert parent_digest(catalogue.published("demo")) == digest
