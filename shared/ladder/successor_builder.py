@@ -1,10 +1,15 @@
 """Builds a successor table: counts in bounded memory which token follows each context, and selects the entries to publish."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
+from shared.errors import Corrupt
 from shared.ladder.successors import MAX_COUNT, MAX_ORDER, Array, SuccessorTable, context_keys
 
 # Distinct (context, token) pairs kept per order while counting; the rarest are dropped first (lossy counting, Manku and Motwani).
@@ -14,6 +19,10 @@ MAX_PENDING = 2_000_000
 # A longer context that predicts the same token as the shorter one is kept only if its share is higher by this much.
 MIN_SHARE_GAIN = 0.15
 BYTES_PER_ENTRY = {True: 8, False: 10}  # by whether all tokens fit 16 bits
+# Pairs of all orders that `to_tensors` keeps. Each has 20 bytes there.
+MAX_STORED_PAIRS = 4_000_000
+# The lower half of a pair.
+_TOKEN = np.uint64(0xFFFFFFFF)
 
 
 class SuccessorBuilder:
@@ -21,9 +30,9 @@ class SuccessorBuilder:
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self._capacity = capacity
-        # Per order, rows (pair, parent, count). pair = key << 32 | token; parent = key of the context without its first token.
-        self._pairs = [np.zeros((0, 3), dtype=np.uint64) for _ in range(MAX_ORDER)]
-        self._pending: list[list[npt.NDArray[np.uint64]]] = [[] for _ in range(MAX_ORDER)]
+        # Per order, rows (pair, parent) and their counts. pair = key << 32 | token; parent = key of the context without its first token.
+        self._pairs = [_Pairs.none() for _ in range(MAX_ORDER)]
+        self._pending: list[list[_Pairs]] = [[] for _ in range(MAX_ORDER)]
         self._num_pending = 0
 
     def add(self, tokens: Array, choices: Array, first: int = 0) -> None:
@@ -40,21 +49,74 @@ class SuccessorBuilder:
             own = keys[order - 1][start - order + 1 :]
             parent = keys[order - 2][start - order + 2 :] if order > 1 else np.zeros_like(own)
             pair = (own << np.uint64(32)) | choices[start:].astype(np.uint64)
-            self._pending[order - 1].append(np.stack([pair, parent, np.ones_like(own)], 1))
+            self._pending[order - 1].append(_Pairs(pair, parent, np.ones(len(pair))))
         self._num_pending += len(tokens) - first
         if self._num_pending > MAX_PENDING:
             self._merge()
 
+    def add_counts(self, other: "SuccessorBuilder", share: float = 1.0) -> None:
+        """Adds `share` times another builder's counts. Whole counts add exactly."""
+        other._merge()
+        for index, pairs in enumerate(other._pairs):
+            self._pending[index].append(_Pairs(pairs.pair, pairs.parent, share * pairs.count))
+        self._merge()
+
+    def to_tensors(self, max_pairs: int = MAX_STORED_PAIRS) -> dict[str, Tensor]:
+        """The counts, per order: "N.pairs" int64 [P], ascending as unsigned numbers, "N.parents" int32 [P], "N.counts" float64 [P].
+
+        Of more than `max_pairs` in all orders together, the rarest are left out, of equally rare ones those of longer contexts.
+        """
+        self._merge()
+        counts = np.concatenate([pairs.count for pairs in self._pairs])
+        is_kept = np.zeros(len(counts), dtype=np.bool_)
+        is_kept[np.argsort(-counts, kind="stable")[:max_pairs]] = True
+        ends = np.cumsum([len(pairs.count) for pairs in self._pairs])[:-1]
+        tensors: dict[str, Tensor] = {}
+        for order, (pairs, kept) in enumerate(
+            zip(self._pairs, np.split(is_kept, ends), strict=True), 1
+        ):
+            parents = pairs.parent[kept].astype(np.uint32)
+            tensors[f"{order}.pairs"] = torch.from_numpy(pairs.pair[kept].view(np.int64))
+            tensors[f"{order}.parents"] = torch.from_numpy(parents.view(np.int32))
+            tensors[f"{order}.counts"] = torch.from_numpy(pairs.count[kept])
+        return tensors
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], vocabulary_size: int
+    ) -> "SuccessorBuilder":
+        """Reads what `to_tensors` returned. Raises `Corrupt` for anything else."""
+        orders = range(1, MAX_ORDER + 1)
+        if set(tensors) != {
+            f"{n}.{part}" for n in orders for part in ("pairs", "parents", "counts")
+        }:
+            raise Corrupt("the counts of successors do not have the tensors of their format")
+        builder = cls()
+        for order in orders:
+            parts = [tensors[f"{order}.{part}"] for part in ("pairs", "parents", "counts")]
+            dtypes = [part.dtype for part in parts]
+            if dtypes != [torch.int64, torch.int32, torch.float64] or any(
+                part.shape != (len(parts[0]),) for part in parts
+            ):
+                raise Corrupt("the counts of successors have wrong dtypes or shapes")
+            pair = parts[0].numpy().view(np.uint64)
+            parent = parts[1].numpy().view(np.uint32).astype(np.uint64)
+            count = parts[2].numpy()
+            if not (
+                bool((pair[1:] > pair[:-1]).all())
+                and bool(((pair & _TOKEN) < vocabulary_size).all())
+                and bool((np.isfinite(count) & (count > 0)).all())
+            ):
+                raise Corrupt(
+                    "the counts of successors are not ordered, or not those of this model"
+                )
+            builder._pairs[order - 1] = _Pairs(pair, parent, count)
+        return builder
+
     def _merge(self) -> None:
         for index, pending in enumerate(self._pending):
-            rows = np.concatenate([self._pairs[index], *pending])
-            pairs, where, inverse = np.unique(rows[:, 0], return_index=True, return_inverse=True)
-            counts = np.bincount(inverse, weights=rows[:, 2].astype(np.float64))
-            merged = np.stack([pairs, rows[where, 1], counts.astype(np.uint64)], 1)
-            if len(merged) > self._capacity:
-                kept = np.argsort(-counts, kind="stable")[: self._capacity]
-                merged = merged[np.sort(kept)]
-            self._pairs[index] = merged
+            if pending:
+                self._pairs[index] = _merged([self._pairs[index], *pending], self._capacity)
         self._pending = [[] for _ in range(MAX_ORDER)]
         self._num_pending = 0
 
@@ -65,7 +127,7 @@ class SuccessorBuilder:
         best_of_parent: dict[str, npt.NDArray[Any]] = {}
         for index in range(MAX_ORDER):
             keys, tokens, counts, totals, parents = _best(self._pairs[index])
-            shares = counts / np.maximum(totals, 1)
+            shares = counts / totals
             kept = np.ones(len(counts), dtype=np.bool_)
             if index:
                 kept = ~_redundant(tokens, counts, shares, parents, best_of_parent)
@@ -82,7 +144,7 @@ class SuccessorBuilder:
                 (
                     keys.astype(np.int64),
                     tokens.astype(np.int64),
-                    np.minimum(counts, MAX_COUNT).astype(np.int64),
+                    np.minimum(np.ceil(counts), MAX_COUNT).astype(np.int64),
                     np.round(shares * 255).astype(np.int64),
                 )
                 for keys, tokens, counts, shares in columns
@@ -90,27 +152,47 @@ class SuccessorBuilder:
         )
 
 
-def _best(rows: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], ...]:
+@dataclass(frozen=True)
+class _Pairs:
+    """Columns [P]: `pair` and `parent` uint64, `count` float64, which may be a share of a parent's count."""
+
+    pair: npt.NDArray[np.uint64]
+    parent: npt.NDArray[np.uint64]
+    count: npt.NDArray[np.float64]
+
+    @classmethod
+    def none(cls) -> "_Pairs":
+        return cls(np.zeros(0, np.uint64), np.zeros(0, np.uint64), np.zeros(0))
+
+
+def _merged(parts: list[_Pairs], capacity: int) -> _Pairs:
+    """The sum of `parts`, ordered by pair; at most `capacity` pairs."""
+    pairs, where, inverse = np.unique(
+        np.concatenate([part.pair for part in parts]), return_index=True, return_inverse=True
+    )
+    parents = np.concatenate([part.parent for part in parts])[where]
+    weights = np.concatenate([part.count for part in parts])
+    counts = np.bincount(inverse, weights=weights, minlength=len(pairs))
+    if len(pairs) > capacity:
+        kept = np.sort(np.argsort(-counts, kind="stable")[:capacity])
+        pairs, parents, counts = pairs[kept], parents[kept], counts[kept]
+    return _Pairs(pairs, parents, counts)
+
+
+def _best(pairs: _Pairs) -> tuple[npt.NDArray[Any], ...]:
     """Columns (key, token, count, total, parent), sorted by key: the most frequent token per key (of equals the smallest), its count,
     the total over all tokens of the key, and the parent key."""
-    keys, tokens = rows[:, 0] >> np.uint64(32), rows[:, 0] & np.uint64(0xFFFFFFFF)
-    counts = rows[:, 2].astype(np.int64)
+    keys, tokens, counts = pairs.pair >> np.uint64(32), pairs.pair & _TOKEN, pairs.count
     order = np.lexsort((tokens, -counts, keys))
     unique, first, inverse = np.unique(keys[order], return_index=True, return_inverse=True)
-    totals = np.bincount(inverse, weights=counts[order].astype(np.float64), minlength=len(unique))
+    totals = np.bincount(inverse, weights=counts[order], minlength=len(unique))
     chosen = order[first]
-    return (
-        unique,
-        tokens[chosen],
-        counts[chosen].astype(np.uint64),
-        totals.astype(np.uint64),
-        rows[chosen, 1],
-    )
+    return unique, tokens[chosen], counts[chosen], totals, pairs.parent[chosen]
 
 
 def _redundant(
     tokens: npt.NDArray[np.uint64],
-    counts: npt.NDArray[np.uint64],
+    counts: npt.NDArray[np.float64],
     shares: npt.NDArray[np.float64],
     parents: npt.NDArray[np.uint64],
     shorter: dict[str, npt.NDArray[Any]],

@@ -140,3 +140,90 @@ def test_a_lookup_reads_few_keys(monkeypatch):
     for keys in counted:
         # A bisection, and one read to see whether the key is there.
         assert 0 < keys.num_reads <= len(tails) * (len(keys).bit_length() + 1)
+
+
+def builder_of(*rows: list[int]) -> SuccessorBuilder:
+    builder = SuccessorBuilder()
+    for row in rows:
+        tokens = np.array(row)
+        builder.add(tokens[:-1], tokens[1:])
+    return builder
+
+
+def stored(builder: SuccessorBuilder) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in builder.to_tensors().items()}
+
+
+def test_stored_counts_of_two_texts_add_to_those_of_both():
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(0, 20, 200).tolist() for _ in range(6)]
+    parent = SuccessorBuilder.from_tensors(builder_of(*rows[:4]).to_tensors(), 20)
+    total = SuccessorBuilder()
+    total.add_counts(parent)
+    total.add_counts(builder_of(*rows[4:]))
+    assert stored(total) == stored(builder_of(*rows))
+    assert (
+        total.build(LARGE).to_tensors().keys() == builder_of(*rows).build(LARGE).to_tensors().keys()
+    )
+    for name, tensor in builder_of(*rows).build(LARGE).to_tensors().items():
+        assert torch.equal(total.build(LARGE).to_tensors()[name], tensor)
+    assert stored(parent) == stored(builder_of(*rows[:4])), "the parent itself has not changed"
+
+
+def test_a_share_lets_old_counts_count_less():
+    total = builder_of(*[[3, 5]] * 2)
+    total.add_counts(builder_of(*[[3, 4]] * 3), share=0.5)
+    match = total.build(LARGE).propose([3])
+    assert match is not None
+    assert match.token == 5
+    assert stored(total)["1.counts"] == [1.5, 2.0]
+    # What was seen once stays in the table.
+    alone = SuccessorBuilder()
+    alone.add_counts(builder_of([3, 4]), share=0.25)
+    assert alone.build(LARGE).propose([3]) == SuccessorMatch(4, 1, 1, 1.0)
+
+
+def test_the_rarest_counts_are_left_out_of_what_is_stored():
+    builder = builder_of([1, 2, 3, 4], *[[7, 8]] * 2)
+    tensors = builder.to_tensors(max_pairs=2)
+    assert tensors["1.counts"].tolist() == [1.0, 2.0] or tensors["1.counts"].tolist() == [2.0, 1.0]
+    assert all(len(tensors[f"{order}.counts"]) == 0 for order in range(2, MAX_ORDER + 1))
+    SuccessorBuilder.from_tensors(tensors, 9)
+
+
+def _without(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["2.parents"]
+
+
+def _narrow(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["1.counts"] = tensors["1.counts"].float()
+
+
+def _short(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["1.parents"] = tensors["1.parents"][1:]
+
+
+def _nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["1.counts"][0] = float("nan")
+
+
+def _negative(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["1.counts"][0] = -1.0
+
+
+def _disordered(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["1.pairs"] = tensors["1.pairs"].flip(0)
+
+
+def _foreign_token(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["1.pairs"][0] |= 0xFFFFFF
+
+
+@pytest.mark.parametrize(
+    "damage", [_without, _narrow, _short, _nan, _negative, _disordered, _foreign_token]
+)
+def test_damaged_counts_are_refused(damage):
+    tensors = builder_of([1, 2, 3, 4, 1, 3]).to_tensors()
+    damage(tensors)
+    with pytest.raises(Corrupt):
+        SuccessorBuilder.from_tensors(tensors, 9)
