@@ -17,6 +17,7 @@ from calibrator_service.convert import (
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput
+from shared.ladder.blob_names import served_blobs
 from shared.registry.base import AliasChange, PublishedVersion, Registry, RegistryEvent
 from shared.registry.version_reader import version_damaged_error
 from shared.rpc.callers import recorded_actor
@@ -125,10 +126,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return change_to_proto(change)
 
     def _check_contents(self, model_id: str, version: int) -> None:
-        """Reads every byte of a version before an alias is set to it. Raises NotFound, Corrupt (VERSION_DAMAGED), InvalidInput."""
+        """Reads every byte that workers will load before an alias is set to a version. Raises NotFound, Corrupt (VERSION_DAMAGED), InvalidInput."""
         try:
             published = self._registry.get(model_id, version)
-            for name in published.manifest.get("blobs", {}):
+            for name in served_blobs(published.manifest.get("blobs", {})):
                 self._registry.read_blob(published, name)
         except Corrupt as error:
             raise version_damaged_error(model_id, version, error) from error

@@ -13,6 +13,7 @@ from shared.configured_model import load_configured, load_options
 from shared.cpus import usable_cpus
 from shared.errors import InvalidInput, NeapError
 from shared.ladder.artefact import unpack_ladder
+from shared.ladder.blob_names import served_blobs
 from shared.ladder.ladder import Ladder
 from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
@@ -69,7 +70,8 @@ def published_router(registry: str, model_id: str, router: str) -> tuple[Publish
         published = (
             opened.get(model_id, int(router)) if by_number else opened.resolve(model_id, router)
         )
-        blobs = {name: opened.read_blob(published, name) for name in published.manifest["blobs"]}
+        names = served_blobs(published.manifest["blobs"])
+        blobs = {name: opened.read_blob(published, name) for name in names}
     finally:
         opened.close()
     return published, unpack_ladder(published.manifest, blobs)

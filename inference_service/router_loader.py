@@ -15,6 +15,7 @@ from inference_service.pools import Pools
 from inference_service.published_bounds import arithmetic, holds_for, published_bounds
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
+from shared.ladder.blob_names import served_blobs
 from shared.ladder.ladder import Ladder
 from shared.ladder.risk import PublishedRisk, Setting
 from shared.model.loaded import LoadedModel
@@ -154,13 +155,14 @@ class RouterLoader:
         if published is None or published.damage:
             published = self._registry.get(model_id, version)  # raises what the damage is
         entries = published.manifest["blobs"]
-        size_bytes = sum(int(entry["size_bytes"]) for entry in entries.values())
+        names = served_blobs(entries)
+        size_bytes = sum(int(entries[name]["size_bytes"]) for name in names)
         if size_bytes > MAX_BLOB_BYTES:
             raise Corrupt(
                 f"version {version} of {model_id!r} has {size_bytes} bytes; at most {MAX_BLOB_BYTES} are loaded",
                 reason="ROUTER_TOO_LARGE",
             )
-        return published, {name: self._read_blob(published, name) for name in entries}
+        return published, {name: self._read_blob(published, name) for name in names}
 
     def _make(
         self,

@@ -1,6 +1,6 @@
 """`neap routers export` and `import`: routers as files. Both open the registry directly, as `rebuild-index` does."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ from shared.config import ServiceSettings, make_settings
 from shared.errors import AlreadyExists, Corrupt
 
 if TYPE_CHECKING:
-    from shared.registry.base import Registry
+    from shared.registry.base import PublishedVersion, Registry
 
 DataDir = Annotated[
     Path | None,
@@ -28,7 +28,10 @@ DataDir = Annotated[
 @exit_on_error
 def import_router(
     folder: Annotated[
-        Path, typer.Argument(help="Folder with manifest.json and ladder.safetensors.")
+        Path,
+        typer.Argument(
+            help="Folder with manifest.json, ladder.safetensors and, if the router has them, statistics.safetensors."
+        ),
     ],
     model: Annotated[
         str,
@@ -52,16 +55,37 @@ def import_router(
 
     Importing the same files again publishes no second version; it only points the given aliases at the existing one.
     """
+    made = publish_folder(folder, model, alias or (), registry=registry, data_dir=data_dir)
+    print_line(f"published version {made.version} of {made.model_id} ({made.manifest_digest})")
+    for name in alias or ():
+        print_line(f"{name}: {made.version}")
+
+
+def publish_folder(
+    folder: Path,
+    model: str,
+    aliases: Sequence[str],
+    *,
+    registry: str | None = None,
+    data_dir: Path | None = None,
+) -> "PublishedVersion":
+    """Publish the router in `folder`, or find it published, and point the aliases at it. `model`: "" means the manifest's.
+
+    Raises what `read_router_folder`, `unpack_ladder` and the registry raise.
+    """
     # Imported here because they need torch, which takes seconds to load. Other commands do not need it.
     from shared.ladder.artefact import unpack_ladder
+    from shared.ladder.blob_names import STATISTICS_BLOB
     from shared.ladder.checks import check_artefact
     from shared.ladder.folder import read_router_folder
     from shared.registry.canonical import canonical_json, digest_of
     from shared.registry.contents import blob_entries
 
-    manifest, blobs = read_router_folder(folder)
+    manifest, blobs = read_router_folder(folder, with_statistics=True)
     # A registry has added it to the manifest of a router that was copied out of it.
     recorded = manifest.pop("blobs", None)
+    if isinstance(recorded, dict) and STATISTICS_BLOB not in blobs:
+        recorded.pop(STATISTICS_BLOB, None)  # a router may be copied without them
     if recorded not in (None, blob_entries(blobs)):
         raise Corrupt(f"{folder} does not have the files that its manifest names")
     ladder = unpack_ladder(manifest, blobs)
@@ -78,14 +102,13 @@ def import_router(
             manifest,
             blobs,
             request_id=f"import-{digest_of(canonical_json(contents))}",
-            aliases=alias or (),
+            aliases=aliases,
             actor=current_user(),
         )
-        print_line(f"published version {made.version} of {model_id} ({made.manifest_digest})")
-        for name in alias or ():
+        for name in aliases:
             # `publish` moves no alias if the version already existed.
             opened.set_alias(model_id, name, made.version, actor=current_user(), reason="imported")
-            print_line(f"{name}: {made.version}")
+    return made
 
 
 @exit_on_error

@@ -12,6 +12,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from shared.errors import Corrupt, PreconditionFailed
+from shared.ladder.blob_names import LADDER_BLOB, served_blobs
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
@@ -25,7 +26,7 @@ from shared.model.own_thread import run_in_own_thread
 # 3: a head has a matrix of its own for the further steps of its chains; in 2 it was tied to that of the first. Without exits a manifest
 # says 1, which earlier versions of neap read, too.
 SCHEMA_VERSION, TIED_VERSION, FIRST_VERSION = 3, 2, 1
-BLOB = "ladder.safetensors"
+BLOB = LADDER_BLOB
 # The form of exit heads, and those that earlier versions of neap calibrated as well.
 FORM, FORMER_FORMS = "fused", ("affine", "gated")
 MAX_BLOB_BYTES = 1 << 30
@@ -112,7 +113,7 @@ def _model_json(model: ModelIdentity) -> dict[str, Any]:
 
 
 def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
-    """The ladder that `pack_ladder` packed.
+    """The ladder that `pack_ladder` packed. Statistics among `blobs` are not looked at.
 
     Raises `PreconditionFailed` for a later format (reason SCHEMA_TOO_NEW) and for exit heads of a former form (FORM_NOT_SUPPORTED),
     and `Corrupt` for wrong names, shapes or dtypes, numbers that are not finite, sizes above the limits of this module, and pickles
@@ -128,7 +129,7 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
             f"the router has format {version}; this version of neap reads formats up to {SCHEMA_VERSION}",
             reason="SCHEMA_TOO_NEW",
         )
-    if version not in (FIRST_VERSION, TIED_VERSION, SCHEMA_VERSION) or set(blobs) != {BLOB}:
+    if version not in (FIRST_VERSION, TIED_VERSION, SCHEMA_VERSION) or served_blobs(blobs) != [BLOB]:
         raise Corrupt(f"the router has no valid schema_version, or its blobs are not just {BLOB}")
     if len(blobs[BLOB]) > MAX_BLOB_BYTES:
         raise Corrupt("the router's blob is too large")

@@ -12,7 +12,8 @@ from inference_service.router_loader import RouterLoader
 from inference_service.routers import RouterChoice, RouterStore
 from shared.errors import Corrupt, NotFound, PreconditionFailed, RouterMismatch
 from shared.ladder.artefact import pack_ladder
-from shared.registry.base import Canary
+from shared.ladder.blob_names import STATISTICS_BLOB
+from shared.registry.base import Canary, PublishedVersion
 from shared.registry.factory import open_registry
 from shared.registry.split import takes_canary
 from tests.random_ladder import random_ladder
@@ -258,6 +259,22 @@ async def test_an_artefact_that_is_too_large_is_not_read(
     with pytest.raises(Corrupt) as caught:
         await store.select(loaded, RouterChoice())
     assert (caught.value.reason, read) == ("ROUTER_TOO_LARGE", [])
+
+
+async def test_statistics_are_neither_fetched_nor_counted(registry, loaded, unpack, monkeypatch):
+    monkeypatch.setattr(router_loader, "MAX_BLOB_BYTES", 100)
+    manifest = {"name": "first", "model": {"fingerprint": loaded.fingerprint}}
+    blobs = {"ladder.safetensors": b"bytes of first", STATISTICS_BLOB: b"sum" * 100}
+    registry.publish("tiny", manifest, blobs, request_id="first")
+    read: list[str] = []
+
+    def read_blob(version: PublishedVersion, name: str) -> bytes:
+        read.append(name)
+        return registry.read_blob(version, name)
+
+    store = RouterStore(registry, unpack=unpack, read_blob=read_blob)
+    assert (await store.select(loaded, RouterChoice())).version == 1
+    assert read == ["ladder.safetensors"]
 
 
 async def test_nothing_published_says_how_to_calibrate(registry, loaded, unpack):

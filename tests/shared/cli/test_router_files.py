@@ -1,5 +1,6 @@
 """`neap routers import` publishes a complete, checked ladder or nothing; `export` writes what it reads."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, round_weights, unpack_ladder
+from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.ladder.exits import LayerExit
 from shared.ladder.folder import MANIFEST, read_ladder, write_router_folder
 from shared.ladder.fused_head import FusedHead
@@ -97,6 +99,40 @@ def test_a_router_copied_out_of_a_registry_can_be_imported(neap, folder, tmp_pat
     assert made.manifest_digest in result.stdout
 
 
+STATISTICS = b"sums" * 100
+
+
+def add_statistics(folder: Path, data: bytes = STATISTICS) -> None:
+    digest = f"sha256:{hashlib.sha256(STATISTICS).hexdigest()}"
+    edit(folder, calibration={"statistics": {"digest": digest}})
+    (folder / STATISTICS_BLOB).write_bytes(data)
+
+
+def test_statistics_are_carried_from_registry_to_registry(neap, folder, tmp_path):
+    here, there, files = tmp_path / "here", tmp_path / "there", tmp_path / "files"
+    add_statistics(folder)
+    assert neap("routers", "import", str(folder), "--registry", str(here)).exit_code == 0
+    command = ["routers", "export", str(files), "1", "--model", "tiny", "--registry", str(here)]
+    assert neap(*command).exit_code == 0
+    assert (files / STATISTICS_BLOB).read_bytes() == STATISTICS
+    assert neap("routers", "import", str(files), "--registry", str(there)).exit_code == 0
+    first, second = LocalRegistry(here).get("tiny", 1), LocalRegistry(there).get("tiny", 1)
+    assert first.manifest_digest == second.manifest_digest
+    assert LocalRegistry(there).read_blob(second, STATISTICS_BLOB) == STATISTICS
+
+
+def test_a_router_may_be_imported_without_its_statistics(neap, folder, tmp_path):
+    add_statistics(folder)
+    flags = ["--registry", str(tmp_path / "here")]
+    assert neap("routers", "import", str(folder), *flags).exit_code == 0
+    made = LocalRegistry(tmp_path / "here").get("tiny", 1)
+    (folder / MANIFEST).write_text(json.dumps(made.manifest))
+    (folder / STATISTICS_BLOB).unlink()
+    result = neap("routers", "import", str(folder), *flags)
+    assert result.exit_code == 0, result.output
+    assert list(LocalRegistry(tmp_path / "here").get("tiny", 2).manifest["blobs"]) == [BLOB]
+
+
 def test_what_is_not_published_is_not_exported(neap, tmp_path):
     command = ["routers", "export", str(tmp_path / "files"), "--model", "tiny"]
     for version, reason in (("latest", "ALIAS_NOT_FOUND"), ("7", "ROUTER_VERSION_NOT_FOUND")):
@@ -139,6 +175,14 @@ DAMAGES = {
     "a former form": (
         lambda f: edit(f, rungs=[{"name": "depth-2", "depth": 2, "form": "gated", "rank": 8}]),
         "calibrate the model again [FORM_NOT_SUPPORTED]",
+    ),
+    "damaged statistics": (
+        lambda f: add_statistics(f, STATISTICS[:-1]),
+        "is damaged, or belongs to another router [CORRUPT]",
+    ),
+    "statistics that no calibration made": (
+        lambda f: (f / STATISTICS_BLOB).write_bytes(STATISTICS),
+        "is damaged, or belongs to another router [CORRUPT]",
     ),
     "another blob": (
         lambda f: edit(f, blobs={BLOB: {"digest": "sha256:" + "0" * 64, "size_bytes": 1}}),
