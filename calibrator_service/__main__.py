@@ -107,6 +107,8 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                     max_time_budget_s=settings.max_time_budget_s,
                     pool=job_pool,
                     watchers=watchers,
+                    registry=registry,
+                    registry_pool=router_pool,
                 ),
                 server.grpc_server,
             )

@@ -1,6 +1,7 @@
 """Converts between protobuf messages and the service's own types."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import structlog
@@ -14,6 +15,7 @@ from calibrator_service.calibration.spec import (
     AnswerFile,
     CalibrationSpec,
     HubDataset,
+    ParentRouter,
     SelfGenerated,
     Source,
     TextFile,
@@ -22,7 +24,8 @@ from calibrator_service.job import Job, JobState, unreadable_job_error
 from shared.errors import Corrupt, InvalidInput
 from shared.plain_text import check_plain_text
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
-from shared.registry.canonical import canonical_json
+from shared.registry.canonical import DIGEST_PATTERN, canonical_json
+from shared.registry.names import check_alias
 from shared.rpc.durations import MAX_DURATION_S, seconds_of
 
 MAX_SOURCE_CHARACTERS = 1000
@@ -63,6 +66,8 @@ def spec_from_proto(
         chosen["time_budget_s"] = seconds_of(
             spec.time_budget, "spec.time_budget", at_most_s=max_time_budget_s, reason="BAD_SPEC"
         )
+    if spec.HasField("parent"):
+        chosen["parent"] = _parent(spec.parent)
     return CalibrationSpec(
         model_id=spec.model_id,
         source=_source(spec),
@@ -71,6 +76,24 @@ def spec_from_proto(
         label=_LABELS[spec.label],  # type: ignore[arg-type]
         draft_vocabulary_size=spec.draft_vocabulary_size,
         **chosen,
+    )
+
+
+def _parent(parent: calibration_pb2.ParentRouter) -> ParentRouter:
+    """As asked for: the version of an alias is looked up later. Raises InvalidInput."""
+    if not parent.version:
+        check_alias(parent.alias)
+    if parent.manifest_digest and not DIGEST_PATTERN.fullmatch(parent.manifest_digest):
+        raise InvalidInput(
+            "parent.manifest_digest is no digest",
+            reason="BAD_SPEC",
+            metadata={"field": "spec.parent.manifest_digest"},
+        )
+    return ParentRouter(
+        version=parent.version,
+        alias="" if parent.version else parent.alias,
+        manifest_digest=parent.manifest_digest,
+        share=parent.share if parent.HasField("share") else 1.0,
     )
 
 
@@ -136,6 +159,8 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
         budget = Duration()
         budget.FromNanoseconds(round(spec.time_budget_s * 1e9))
         message.time_budget.CopyFrom(budget)
+    if spec.parent is not None:
+        message.parent.CopyFrom(calibration_pb2.ParentRouter(**asdict(spec.parent)))
     source = spec.source
     if isinstance(source, SelfGenerated):
         message.self_generated.CopyFrom(

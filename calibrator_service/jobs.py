@@ -95,7 +95,7 @@ class JobStore:
             ).fetchone()
             if known is not None:
                 same_prompts = self._prompts(known["calibration_id"]) == prompts
-                same_spec = _as_written_now(known["spec"]) == encoded[0]
+                same_spec = _as_asked(known["spec"]) == spec.as_asked().to_json()
                 if not same_spec or known["aliases"] != encoded[1] or not same_prompts:
                     raise AlreadyExists(
                         f"request {request_id!r} has already started another calibration, {known['calibration_id']}",
@@ -124,6 +124,11 @@ class JobStore:
                 row = (calibration_id, prompts)
                 connection.execute("INSERT INTO job_prompts VALUES (?, ?)", row)
             return answer(self.get(calibration_id))
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a job was created for the request."""
+        query = "SELECT 1 FROM jobs WHERE request_id = ?"
+        return self.database.row(query, (request_id,)) is not None
 
     def get(self, calibration_id: str) -> Job:
         """Raises NotFound."""
@@ -357,9 +362,9 @@ def fail_job(connection: Connection, calibration_id: str, reason: str, message: 
     end_job(connection, calibration_id, JobState.FAILED)
 
 
-def _as_written_now(spec_text: str) -> str:
-    """The stored form of a spec that may be an older build's. A text that this build cannot read stays as it is."""
+def _as_asked(spec_text: str) -> str:
+    """The stored form of a spec as its caller wrote it. The text may be an older build's; one that this build cannot read stays as it is."""
     try:
-        return CalibrationSpec.from_json(spec_text).to_json()
+        return CalibrationSpec.from_json(spec_text).as_asked().to_json()
     except Corrupt:
         return spec_text

@@ -23,7 +23,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """`start` is the job's fencing token. `recipe` ("module:function") does the work; see `calibrator_service.recipe`."""
+    """`start` is the job's fencing token. `registry`: where a parent's statistics are fetched. `recipe` ("module:function") does the work; see `calibrator_service.recipe`."""
 
     folder: str
     calibration_id: str
@@ -32,6 +32,7 @@ class ProcessConfig:
     source: str
     text_folders: tuple[str, ...]
     hub_datasets: tuple[str, ...]
+    registry: str
     options: ModelOptions
     text_workers: tuple[str, ...] = ()
     log_level: str = "info"

@@ -16,7 +16,7 @@ from shared.errors import Cancelled
 class Task:
     """`source`: folder or name of the model. `text_workers`: addresses of the workers that may write its text. `work_dir` outlives the process: a resumed job finds its files there.
 
-    `progress` and `should_stop` are cheap to call.
+    `progress` and `should_stop` are cheap to call. `parent_statistics`: the file of the spec's parent, if it has one.
     """
 
     source: str
@@ -26,6 +26,7 @@ class Task:
     progress: Callable[[Progress], None]
     should_stop: Callable[[], bool]
     text_workers: tuple[str, ...] = ()
+    parent_statistics: Path | None = None
 
 
 @dataclass(frozen=True)

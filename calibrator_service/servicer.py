@@ -1,6 +1,7 @@
 """neap.calibration.v1.CalibrationService over the job store. Methods raise NeapErrors; an interceptor of shared.rpc maps them."""
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from calibrator_service.convert import (
 )
 from calibrator_service.hub_datasets import check_source
 from calibrator_service.jobs import JobStore
+from calibrator_service.lineage import find_parent
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.text_files import find_text_file
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput, NotFound, PreconditionFailed
+from shared.registry.base import Registry
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
 from shared.rpc.callers import Role, require_role
 from shared.rpc.interceptors import annotate_call
@@ -43,6 +46,7 @@ LATEST = "latest"
 
 class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     """`models`: id -> source of the models that can be calibrated. `max_time_budget_s`: a job with a longer budget is refused.
+    `registry`: where parents are looked up, in `registry_pool`, so that a registry that hangs holds up no other call.
 
     A request for a job whose record this build cannot read fails with DATA_LOSS (JOB_UNREADABLE); a list has it under `unreadable`.
     """
@@ -59,6 +63,8 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         max_time_budget_s: float,
         pool: BlockingPool,
         watchers: Watchers,
+        registry: Registry,
+        registry_pool: BlockingPool,
     ) -> None:
         self._supervisor = supervisor
         self._store: JobStore = supervisor.store
@@ -70,6 +76,8 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         self._max_time_budget_s = max_time_budget_s
         self._pool = pool
         self._watchers = watchers
+        self._registry = registry
+        self._registry_pool = registry_pool
 
     async def CreateCalibration(  # noqa: N802
         self, request: pb.CreateCalibrationRequest, context: Any
@@ -77,12 +85,31 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         # Aliases decide which version every client is served with, as in RouterService.SetAlias. "latest" is there for calibrations.
         if any(alias != LATEST for alias in request.spec.aliases):
             require_role(Role.ADMIN, "an alias other than latest")
-        calibration = await self._pool.call(self._create, request)
+        aliases, spec = await self._pool.call(self._checked, request)
+        # A repeated request returns its job, whatever its parent's alias names now.
+        if spec.parent is not None and not await self._pool.call(
+            self._store.has_request, request.request_id
+        ):
+            parent = await self._registry_pool.call(
+                find_parent, self._registry, spec.model_id, spec.parent
+            )
+            spec = replace(spec, parent=parent)
+        calibration = await self._pool.call(
+            self._store.create,
+            request.request_id,
+            spec,
+            aliases,
+            max_queued=self._max_queued_jobs,
+            answer=job_to_proto,
+        )
         annotate_call(calibration_id=calibration.calibration_id)
         self._supervisor.wake()
         return pb.CreateCalibrationResponse(calibration=calibration)
 
-    def _create(self, request: pb.CreateCalibrationRequest) -> pb.Calibration:
+    def _checked(
+        self, request: pb.CreateCalibrationRequest
+    ) -> tuple[tuple[str, ...], CalibrationSpec]:
+        """The aliases and the spec of a request. Raises InvalidInput, NotFound, PermissionDenied."""
         check_request_id(request.request_id)
         if not request.HasField("spec"):
             raise InvalidInput("the request has no spec", reason="BAD_SPEC")
@@ -103,13 +130,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             check_source(spec.source, self._hub_datasets)
         elif isinstance(spec.source, SelfGenerated) and spec.source.use_workers:
             self._check_text_workers()
-        return self._store.create(
-            request.request_id,
-            spec,
-            aliases,
-            max_queued=self._max_queued_jobs,
-            answer=job_to_proto,
-        )
+        return aliases, spec
 
     def _check_text_workers(self) -> None:
         if not self._has_text_workers:

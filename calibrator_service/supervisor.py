@@ -263,6 +263,7 @@ class Supervisor:
             text_folders=tuple(map(str, self._config.text_folders)),
             hub_datasets=self._config.hub_datasets,
             text_workers=self._config.text_workers,
+            registry=self._config.registry,
             options=self._config.options,
             log_level=self._config.log_level,
             recipe=self._config.recipe,

@@ -21,6 +21,7 @@ from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, Hub
 from calibrator_service.finished import load_product, save_product
 from calibrator_service.hub_datasets import check_source, is_public_only
 from calibrator_service.jobs import PUBLISHING, JobStore
+from calibrator_service.lineage import fetch_statistics
 from calibrator_service.parent import die_with_parent
 from calibrator_service.process_config import TAKEN_OVER, UNRECORDED, JobFolder, ProcessConfig
 from calibrator_service.recipe import Product, Task
@@ -144,12 +145,14 @@ def _make_product(
         log.info("found finished")
         return
     reporter.progress(Progress("loading", 0.0, {}))
+    spec = _resolve_source(store.spec(config.calibration_id), config)
     task = Task(
         source=config.source,
-        spec=_resolve_source(store.spec(config.calibration_id), config),
+        spec=spec,
         options=config.options,
         text_workers=config.text_workers,
         work_dir=work_dir,
+        parent_statistics=fetch_statistics(config.registry, spec, work_dir),
         progress=reporter.progress,
         should_stop=reporter.should_stop,
     )

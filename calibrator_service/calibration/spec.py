@@ -5,7 +5,7 @@ Free of torch: the service checks and stores specs without loading it. The calib
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from shared.errors import Corrupt, InvalidInput
@@ -77,6 +77,28 @@ class HubDataset:
             raise _bad_spec("hub_dataset.name", "the hub dataset has no name")
 
 
+@dataclass(frozen=True)
+class ParentRouter:
+    """The router that a calibration goes on from. Raises `InvalidInput` (BAD_SPEC).
+
+    `version`: 0 if it is not looked up yet, or if the router is one of files. `alias`: what it was asked by, "" if by version.
+    `share`: how much a token counts that the parent learned from, against one of the new text.
+    """
+
+    version: int = 0
+    alias: str = ""
+    manifest_digest: str = ""
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.version <= _MAX_INT64:
+            raise _bad_spec(
+                "parent.version", f"parent.version is {self.version}; it must be in [0, 2^63)"
+            )
+        if not 0.0 < self.share <= 1.0:
+            raise _bad_spec("parent.share", f"parent.share is {self.share}; it must be in (0, 1]")
+
+
 Source = SelfGenerated | TextFile | AnswerFile | HubDataset
 _SOURCES: Mapping[str, type[Source]] = {
     kind.__name__: kind for kind in (SelfGenerated, TextFile, AnswerFile, HubDataset)
@@ -101,6 +123,7 @@ class CalibrationSpec:
     draft_vocabulary_size: int = 0
     router_width: int = DEFAULT_ROUTER_WIDTH
     seed: int = 0
+    parent: ParentRouter | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_tokens <= _MAX_INT64:
@@ -143,6 +166,13 @@ class CalibrationSpec:
         """The prompts of a SelfGenerated source; () for any other."""
         return self.source.prompts if isinstance(self.source, SelfGenerated) else ()
 
+    def as_asked(self) -> "CalibrationSpec":
+        """The spec as its caller wrote it, without what was looked up since: an alias may name another version at the next call."""
+        if self.parent is None:
+            return self
+        version = 0 if self.parent.alias else self.parent.version
+        return replace(self, parent=replace(self.parent, version=version, manifest_digest=""))
+
     def to_json(self) -> str:
         """The stored form, without the prompts. Equal specs give equal text: the job store compares the texts of repeated requests."""
         record = asdict(self)
@@ -151,6 +181,8 @@ class CalibrationSpec:
         if not record["source"].get("use_workers", True):
             del record["source"]["use_workers"]
         record["source"] = {"kind": type(self.source).__name__, **record["source"]}
+        if self.parent is None:
+            del record["parent"]  # so that older builds can read it
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
     @classmethod
@@ -165,6 +197,8 @@ class CalibrationSpec:
             for name in ("head_form", "learning_curve"):  # options of older builds
                 record.pop(name, None)
             kind = _SOURCES[source.pop("kind")]
+            parent = record.pop("parent", None)
+            record["parent"] = None if parent is None else ParentRouter(**parent)
             if prompts:
                 source["prompts"] = list(prompts)
             return cls(source=kind(**_with_tuples(source)), **_with_tuples(record))

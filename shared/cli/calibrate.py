@@ -28,6 +28,8 @@ from shared.cli.job_progress import (
     print_result,
 )
 from shared.cli.own_service import calibration_service
+from shared.cli.router_files import publish_folder
+from shared.cli.routers import selector
 from shared.errors import InvalidInput
 from shared.rpc.durations import duration_of
 
@@ -93,6 +95,21 @@ def calibrate(
             "written by the service.",
         ),
     ] = False,
+    parent: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="Go on from this router: its statistics and the new text's are added. A version number, an alias, or a folder as `neap routers "
+            "export` writes it, which is imported first, into the registry of NEAP_REGISTRY.",
+        ),
+    ] = "",
+    parent_share: Annotated[
+        float,
+        typer.Option(
+            "--parent-share",
+            help="With --from: how much a token counts that the parent learned from, against one of the new text. Above 0, at most 1.",
+        ),
+    ] = 1.0,
     preset: Annotated[
         Literal["quick", "hour", "night"] | None,
         typer.Option(
@@ -197,6 +214,8 @@ def calibrate(
         if spec.WhichOneof("source") != "self_generated":
             raise InvalidInput("--workers is for text that the model writes itself")
         spec.self_generated.use_workers = True
+    if parent:
+        spec.parent.CopyFrom(parent_of(parent, model, parent_share))
     if time_budget is not None:
         spec.time_budget.CopyFrom(duration_of(time_budget, "--time-budget"))
     if detach and start_service:
@@ -258,6 +277,19 @@ def unanswered(client: NeapClient, request: pb.CreateCalibrationRequest) -> str:
         f"interrupted before the service answered, so the job may exist: `{jobs}` shows it, and the same `neap calibrate` with"
         f" --request-id {shlex.quote(request.request_id)} continues it"
     )
+
+
+def parent_of(name: str, model: str, share: float) -> pb.ParentRouter:
+    """The router that --from names. A folder is imported first. Raises InvalidInput, and what the import raises."""
+    if not (0.0 < share <= 1.0):
+        raise InvalidInput(f"--parent-share is {share}; it must be above 0 and at most 1")
+    folder = Path(name)
+    if not folder.is_dir():
+        return pb.ParentRouter(**selector(name), share=share)
+    made = publish_folder(folder, model, aliases=())
+    note(f"{folder} is version {made.version} of {model}")
+    # The service may have another registry, where the number belongs to another router: it compares the digests.
+    return pb.ParentRouter(version=made.version, manifest_digest=made.manifest_digest, share=share)
 
 
 def set_source(

@@ -3,8 +3,9 @@
 import functools
 import os
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, NoReturn, ParamSpec, TypeVar
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import platformdirs
 import typer
@@ -149,3 +150,8 @@ def error_line(error: NeapError) -> str:
 
 def _error_line(message: str) -> str:
     return f"[bold red]error:[/] {escape(one_line(' '.join(message.split())))}"
+
+
+def format_time(timestamp: Any) -> str:
+    """Format a protobuf Timestamp in UTC, to the second."""
+    return datetime.fromtimestamp(timestamp.seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -13,6 +13,7 @@ from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
     fail,
+    format_time,
     out,
     print_line,
     table_cell,
@@ -31,7 +32,6 @@ from shared.cli.job_progress import (
     state_name,
 )
 from shared.cli.json_lines import print_message
-from shared.cli.routers import format_time
 
 app = typer.Typer(help="List, watch, cancel and retry calibration jobs.", no_args_is_help=True)
 

@@ -2,7 +2,6 @@
 
 import getpass
 import json
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +14,7 @@ from shared.cli.console import (
     DEFAULT_CALIBRATOR,
     Calibrator,
     Model,
+    format_time,
     out,
     print_line,
     table_cell,
@@ -22,6 +22,7 @@ from shared.cli.console import (
 from shared.cli.job_progress import LEAST_POSITIONS_SHOWN
 from shared.cli.json_lines import print_message
 from shared.cli.learned_view import print_learned
+from shared.cli.line_view import ancestry, print_ancestry
 from shared.cli.risk_view import print_risk
 from shared.errors import InvalidInput
 
@@ -89,9 +90,10 @@ def show(
         bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")
     ] = False,
 ) -> None:
-    """Show one version: its held-out figures per rung, and the certified bounds of the policy relaxed."""
+    """Show one version: its held-out figures per rung, the routers that it goes on from, and the certified bounds of the policy relaxed."""
     with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
+        line = [] if manifest else list(ancestry(client, router))
     if manifest:
         out.print(router.manifest_json, markup=False, soft_wrap=True)
         return
@@ -121,6 +123,7 @@ def show(
     left_out = contents.get("calibration", {}).get("left_out")
     for name, why in left_out.items() if isinstance(left_out, dict) else ():
         print_line(f"  without {name}: {why}")
+    print_ancestry(line)
     print_risk(contents)
 
 
@@ -263,11 +266,6 @@ def selector(version: str) -> dict[str, Any]:
     if not version:
         raise InvalidInput("the version is empty; give a number or an alias")
     return {"alias": version}
-
-
-def format_time(timestamp: Any) -> str:
-    """Format a protobuf Timestamp in UTC, to the second."""
-    return datetime.fromtimestamp(timestamp.seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def current_user() -> str:

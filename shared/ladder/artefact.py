@@ -129,7 +129,9 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
             f"the router has format {version}; this version of neap reads formats up to {SCHEMA_VERSION}",
             reason="SCHEMA_TOO_NEW",
         )
-    if version not in (FIRST_VERSION, TIED_VERSION, SCHEMA_VERSION) or served_blobs(blobs) != [BLOB]:
+    if version not in (FIRST_VERSION, TIED_VERSION, SCHEMA_VERSION) or served_blobs(blobs) != [
+        BLOB
+    ]:
         raise Corrupt(f"the router has no valid schema_version, or its blobs are not just {BLOB}")
     if len(blobs[BLOB]) > MAX_BLOB_BYTES:
         raise Corrupt("the router's blob is too large")

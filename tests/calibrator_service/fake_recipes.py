@@ -68,7 +68,12 @@ def run(task: Task) -> Product:
         # Not reproducible on purpose: publishing again after a crash must not train again.
         "calibration": {"seconds": time.time(), "attempt": attempt},
     }
-    return Product(manifest, {"ladder.safetensors": os.urandom(1000)})
+    blobs = {"ladder.safetensors": os.urandom(1000)}
+    if task.parent_statistics is not None:  # what the parent knew, and what this job learned
+        blobs["statistics.safetensors"] = task.parent_statistics.read_bytes() + b" and more"
+    elif behaviour == "with-statistics":
+        blobs["statistics.safetensors"] = b"sums"
+    return Product(manifest, blobs)
 
 
 def _refuse_the_end() -> None:

@@ -90,6 +90,7 @@ def test_a_job_checks_its_dataset_again(tmp_path, name, allowed, reason):
         source="",
         text_folders=(),
         hub_datasets=allowed,
+        registry="",
         options=ModelOptions(),
         recipe="tests.calibrator_service.fake_recipes:run",
     )

@@ -39,6 +39,38 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "over a week": ({"time_budget": Duration(seconds=604_801)}, InvalidInput, "BAD_SPEC"),
     "nanos out of range": ({"time_budget": Duration(nanos=10**9)}, InvalidInput, "BAD_SPEC"),
     "mixed signs": ({"time_budget": Duration(seconds=5, nanos=-1)}, InvalidInput, "BAD_SPEC"),
+    "a parent without a name": ({"parent": pb.ParentRouter()}, InvalidInput, "BAD_ALIAS"),
+    "a parent that is not there": (
+        {"parent": pb.ParentRouter(version=9)},
+        NotFound,
+        "ROUTER_VERSION_NOT_FOUND",
+    ),
+    "an alias that is not there": (
+        {"parent": pb.ParentRouter(alias="stable")},
+        NotFound,
+        "ALIAS_NOT_FOUND",
+    ),
+    "a negative version": ({"parent": pb.ParentRouter(version=-1)}, InvalidInput, "BAD_SPEC"),
+    "a share of nothing": (
+        {"parent": pb.ParentRouter(version=1, share=0.0)},
+        InvalidInput,
+        "BAD_SPEC",
+    ),
+    "a share above all": (
+        {"parent": pb.ParentRouter(version=1, share=1.01)},
+        InvalidInput,
+        "BAD_SPEC",
+    ),
+    "a share that is no number": (
+        {"parent": pb.ParentRouter(version=1, share=float("nan"))},
+        InvalidInput,
+        "BAD_SPEC",
+    ),
+    "no digest": (
+        {"parent": pb.ParentRouter(version=1, manifest_digest="sha256:1")},
+        InvalidInput,
+        "BAD_SPEC",
+    ),
     "control characters": (
         {"hub_dataset": pb.HubDataset(name="a\x1b[2J")},
         InvalidInput,
@@ -152,6 +184,9 @@ def test_extreme_numbers_are_refused_or_returned(start_service):
             taken += 1
         except grpc.RpcError as error:
             refused[what] = type(from_rpc_error(error))
+    # A parent with a number that no version has.
+    missing = {refused.pop(what) for what in list(refused) if what.startswith("parent.version=")}
+    assert missing <= {InvalidInput, NotFound}
     assert set(refused.values()) == {InvalidInput}, refused
     assert taken > 5
     every = pb.ListCalibrationsRequest(page_size=1000)

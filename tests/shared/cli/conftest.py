@@ -182,6 +182,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.canary: Any = None
         self.requests: list[Any] = []
         self.manifest = MANIFEST
+        self.manifests: dict[int, Any] = {}  # of some versions, instead
         self.damage: dict[int, str] = {}
         self.reason = "better"
 
@@ -192,7 +193,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
             f"sha256:{number}",
             0.0,
             2_500_000,
-            self.manifest,
+            self.manifests.get(number, self.manifest),
             damage=self.damage.get(number, ""),
         )
         return version_to_proto(published, with_manifest=True)

@@ -1,6 +1,7 @@
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
@@ -8,6 +9,9 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from shared.cli.console import print_line
 from shared.cli.job_progress import figures_line
 from shared.errors import PermissionDenied
+from shared.registry.local import LocalRegistry
+
+SHIPPED = Path(__file__).parents[3] / "bench" / "router"
 
 
 def test_follows_the_job_to_its_version(service, neap):
@@ -280,3 +284,36 @@ def test_invalid_flags_are_refused(service, neap, flags, code):
 )  # fmt: skip
 def test_figures_are_shown_in_plain_words(figures, line):
     assert figures_line(pb.Calibration(figures=figures)) == line
+
+
+def test_a_parent_is_a_version_or_an_alias(service, neap):
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    assert neap(*base).exit_code == 0
+    assert not service.calibration.spec.HasField("parent")
+    assert neap(*base, "--from", "3").exit_code == 0
+    assert service.calibration.spec.parent == pb.ParentRouter(version=3, share=1.0)
+    assert neap(*base, "--from", "stable", "--parent-share", "0.5").exit_code == 0
+    assert service.calibration.spec.parent == pb.ParentRouter(alias="stable", share=0.5)
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "-1", "nan"])
+def test_a_share_that_is_none_is_refused(service, neap, share):
+    flags = ["--calibrator", service.address, "--from", "3", "--parent-share", share]
+    result = neap("calibrate", "--model", "tiny", *flags)
+    assert (result.exit_code, "--parent-share" in result.stderr) == (1, True)
+    assert service.calibration.spec is None
+
+
+def test_a_parent_of_files_is_imported_and_named_by_its_digest(
+    service, neap, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("NEAP_REGISTRY", str(tmp_path / "registry"))
+    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
+    result = neap(*base, "--from", str(SHIPPED))
+    assert result.exit_code == 0, result.output
+    made = LocalRegistry(tmp_path / "registry").get("tiny", 1)
+    parent = pb.ParentRouter(version=1, manifest_digest=made.manifest_digest, share=1.0)
+    assert service.calibration.spec.parent == parent
+    assert LocalRegistry(tmp_path / "registry").aliases("tiny") == {}
+    result = neap(*base, "--from", str(tmp_path))
+    assert (result.exit_code, "manifest.json is missing" in result.stderr) == (1, True)

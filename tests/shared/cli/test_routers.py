@@ -3,6 +3,7 @@ import json
 import pytest
 
 from calibrator_service.calibration.source_record import shown_manifest
+from shared.cli import line_view
 from tests.manifests import real_manifest
 
 
@@ -152,3 +153,46 @@ def test_invalid_shares_are_refused(service, neap):
         assert refused.exit_code == 1, share
         assert "BAD_SHARE" in refused.stderr
     assert service.routers.requests == []
+
+
+def manifest_of(tokens: int, **parent: object) -> dict[str, object]:
+    spec = {"source": {"kind": "AnswerFile", "digest": f"sha256:{tokens:064d}"}}
+    if parent:
+        spec["parent"] = parent
+    return {"rungs": [], "calibration": {"tokens": {"total": tokens}, "spec": spec}}
+
+
+def test_show_prints_the_line_of_a_router(service, neap):
+    """Parents are found by their digests, because a number may be another registry's."""
+    show = ["routers", "show", "--model", "tiny", "--calibrator", service.address]
+    fake = service.routers
+    fake.manifests = {
+        2: manifest_of(300, version=9, manifest_digest="sha256:1", alias="stable", share=0.5),
+        1: manifest_of(20_000, version=4, manifest_digest="sha256:elsewhere", share=1.0),
+    }
+    lines = neap(*show, "2").stdout.split("\n")
+    first = lines.index("line, the youngest first") + 1
+    assert lines[first].startswith("  version 2, 1970-")
+    assert ": 300 tokens of AnswerFile sha256:000000000000, added to the next" in lines[first]
+    assert lines[first].endswith(", which was stable then (share 0.5)")
+    assert lines[first + 1].startswith("  version 1, 1970-")
+    assert lines[first + 1].endswith("added to the next")
+    assert lines[first + 2] == "  a router that is not in this registry, sha256:elsewhere"
+    fake.manifests = {1: manifest_of(20_000)}
+    assert "youngest" not in neap(*show, "1").stdout
+
+
+def test_a_line_that_returns_to_itself_ends(service, neap, monkeypatch):
+    monkeypatch.setattr(line_view, "MAX_ANCESTORS", 3)
+    service.routers.manifests = {1: manifest_of(5, version=1, manifest_digest="sha256:1")}
+    show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
+    assert neap(*show).stdout.count("  version 1, ") == 3
+
+
+@pytest.mark.parametrize(
+    "calibration", [{"spec": []}, {"spec": {"parent": "x", "source": 1}, "tokens": 3}]
+)
+def test_a_manifest_without_a_readable_line_is_shown(service, neap, calibration):
+    service.routers.manifests = {1: {"rungs": [], "calibration": calibration}}
+    show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
+    assert neap(*show).exit_code == 0

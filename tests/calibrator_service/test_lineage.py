@@ -1,0 +1,139 @@
+"""A job goes on from an immutable version, whose statistics it gets once and checked."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from neap_client.calibration.v1 import calibration_pb2 as pb
+
+from calibrator_service import lineage
+from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter
+from calibrator_service.lineage import fetch_statistics, find_parent
+from shared.errors import Corrupt, NotFound, PreconditionFailed
+from shared.ladder.blob_names import LADDER_BLOB, STATISTICS_BLOB
+from shared.registry.base import PublishedVersion
+from shared.registry.local import LocalRegistry
+from tests.calibrator_service.conftest import error_of
+from tests.registry_damage import content_path
+
+SPEC = CalibrationSpec("tiny", max_tokens=10)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[LocalRegistry]:
+    opened = LocalRegistry(tmp_path / "registry")
+    yield opened
+    opened.close()
+
+
+def publish(registry: LocalRegistry, number: int, **blobs: bytes) -> PublishedVersion:
+    named = {
+        LADDER_BLOB: b"ladder",
+        **{f"{name}.safetensors": data for name, data in blobs.items()},
+    }
+    return registry.publish("tiny", {"number": number}, named, request_id=str(number))
+
+
+def test_an_alias_becomes_the_version_that_it_names(registry):
+    first = publish(registry, 1, statistics=b"sums")
+    found = find_parent(registry, "tiny", ParentRouter(alias="latest", share=0.5))
+    assert found == ParentRouter(1, "latest", first.manifest_digest, 0.5)
+    publish(registry, 2, statistics=b"more sums")
+    assert find_parent(registry, "tiny", ParentRouter(alias="latest")).version == 2
+    assert (
+        find_parent(registry, "tiny", ParentRouter(version=1)).manifest_digest
+        == first.manifest_digest
+    )
+    with pytest.raises(NotFound):
+        find_parent(registry, "other", ParentRouter(version=1))
+
+
+def test_a_router_that_cannot_be_a_parent_is_refused_with_the_reason(registry):
+    publish(registry, 1)
+    with pytest.raises(PreconditionFailed) as raised:
+        find_parent(registry, "tiny", ParentRouter(version=1))
+    assert raised.value.reason == "NO_STATISTICS"
+    publish(registry, 2, statistics=b"sums")
+    other = ParentRouter(version=2, manifest_digest="sha256:" + "0" * 64)
+    with pytest.raises(PreconditionFailed) as raised:
+        find_parent(registry, "tiny", other)
+    assert raised.value.reason == "PARENT_MISMATCH"
+
+
+def test_statistics_are_fetched_once(registry, tmp_path):
+    publish(registry, 1, statistics=b"sums")
+    spec = replace(SPEC, parent=find_parent(registry, "tiny", ParentRouter(version=1)))
+    work, url = tmp_path / "work", str(tmp_path / "registry")
+    path = fetch_statistics(url, spec, work)
+    assert path is not None
+    assert path.read_bytes() == b"sums"
+    assert fetch_statistics(url, SPEC, work) is None
+    path.write_bytes(b"damaged on this disk")
+    again = fetch_statistics(url, spec, work)
+    assert again is not None
+    assert again.read_bytes() == b"sums"
+    shutil.rmtree(tmp_path / "registry")
+    assert fetch_statistics(url, spec, work) == path, "a resumed job needs no registry"
+
+
+def test_damaged_statistics_are_found(registry, tmp_path):
+    made = publish(registry, 1, statistics=b"sums")
+    digest = made.manifest["blobs"][STATISTICS_BLOB]["digest"]
+    path = tmp_path / "registry" / content_path("blobs", digest)
+    path.write_bytes(b"summ")
+    spec = replace(SPEC, parent=find_parent(registry, "tiny", ParentRouter(version=1)))
+    with pytest.raises(Corrupt):
+        fetch_statistics(str(tmp_path / "registry"), spec, tmp_path / "work")
+    assert not list((tmp_path / "work").glob("*"))
+
+
+def test_statistics_above_the_limit_are_not_read(registry, tmp_path, monkeypatch):
+    publish(registry, 1, statistics=b"sums")
+    monkeypatch.setattr(lineage, "MAX_STATISTICS_BYTES", 3)
+    spec = replace(SPEC, parent=find_parent(registry, "tiny", ParentRouter(version=1)))
+    with pytest.raises(Corrupt, match="4 bytes"):
+        fetch_statistics(str(tmp_path / "registry"), spec, tmp_path / "work")
+
+
+def statistics_of(service, version: int) -> bytes:
+    with closing(LocalRegistry(service.folder / "registry")) as registry:
+        return registry.read_blob(registry.get("tiny", version), STATISTICS_BLOB)
+
+
+def test_a_job_keeps_the_version_that_its_alias_named(service):
+    """The second job is killed and resumed after the alias has moved, and its request is repeated."""
+    assert service.end_of(service.create("with-statistics", "one")).router_version == 1
+    asked = {"parent": pb.ParentRouter(alias="latest")}
+    waits = service.create("wait-once", "two", **asked)
+    parent = waits.spec.parent
+    assert (parent.version, parent.alias, parent.share) == (1, "latest", 1.0)
+    assert parent.manifest_digest == service.version(1).manifest_digest
+    service.wait_for(waits, pb.PHASE_COLLECTING)
+    with closing(LocalRegistry(service.folder / "registry")) as registry:
+        publish(registry, 7, statistics=b"other sums")
+    assert service.aliases() == {"latest": 2}
+    assert service.create("wait-once", "two", **asked).calibration_id == waits.calibration_id
+    service.kill()
+    service.start()
+    ended = service.end_of(waits)
+    assert (ended.state, ended.num_resumes) == (pb.STATE_SUCCEEDED, 1), ended.failure
+    assert statistics_of(service, ended.router_version) == b"sums and more"
+    grandchild = service.create("", "three", parent=pb.ParentRouter(version=ended.router_version))
+    version = service.end_of(grandchild).router_version
+    assert statistics_of(service, version) == b"sums and more and more"
+
+
+def test_another_share_is_another_request(service):
+    service.end_of(service.create("with-statistics", "one"))
+    service.create("wait", "two", parent=pb.ParentRouter(version=1))
+    other = pb.ParentRouter(version=1, share=0.5)
+    assert error_of(lambda: service.create("wait", "two", parent=other)).reason == "ALREADY_EXISTS"
+
+
+def test_a_parent_without_statistics_is_refused_when_the_job_is_created(service):
+    service.end_of(service.create("", "one"))
+    asked = pb.ParentRouter(alias="latest")
+    assert error_of(lambda: service.create("", "two", parent=asked)).reason == "NO_STATISTICS"
