@@ -42,10 +42,10 @@ def run(task: Task) -> Product:
     # Imported here, so that the service and the tests of a job's process need no torch.
     import torch
 
+    from calibrator_service.calibration.parent import Parent
     from calibrator_service.calibration.pipeline import calibrate
     from calibrator_service.fleet import fleet_of
     from shared.configured_model import dtype_named
-    from shared.ladder.artefact import pack_ladder
     from shared.ladder.checks import check_artefact
     from shared.model.load import load_model
 
@@ -61,15 +61,19 @@ def run(task: Task) -> Product:
     )
     if task.should_stop():
         raise Cancelled("the calibration was cancelled while its model was loading")
+    parent = None
+    if task.spec.parent is not None and task.parent_statistics is not None:
+        parent = Parent.read(task.parent_statistics, task.spec.parent)
     result = calibrate(
         loaded,
         task.spec,
+        parent=parent,
         work_dir=task.work_dir,
         progress=task.progress,
         should_stop=task.should_stop,
         fleet_of=fleet_of(task.text_workers, loaded) if uses_workers(task) else None,
     )
-    manifest, blobs = pack_ladder(result.ladder, result.report)
+    manifest, blobs = result.pack()
     return Product({**manifest, "checks": check_artefact(manifest, blobs)}, blobs)
 
 

@@ -1,5 +1,6 @@
 """A whole calibration, from top to bottom: text, states, training, report. Streaming, in bounded memory, resumable."""
 
+import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -7,6 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import structlog
+
+from calibrator_service.calibration.parent import Parent
 from calibrator_service.calibration.plan import quick_spec, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
@@ -15,7 +19,8 @@ from calibrator_service.calibration.report.worth import without_unpaid
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.source_record import published_spec, source_record
 from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.calibration.states.training_data import collect_training_data
+from calibrator_service.calibration.states.training_data import collect_training_data, layouts_of
+from calibrator_service.calibration.statistics import Statistics
 from calibrator_service.calibration.text.risk_answers import write_risk_answers
 from calibrator_service.calibration.text.splits import Splitter
 from calibrator_service.calibration.text.stream import (
@@ -30,7 +35,9 @@ from calibrator_service.calibration.text.writers import Writers
 from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.routers import fit_ladder
+from shared.errors import InvalidInput
 from shared.ladder.artefact import pack_ladder
+from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.ladder.folder import write_router_folder
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
@@ -38,23 +45,42 @@ from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 from shared.termination import unwinding_on_sigterm
 
+log = structlog.get_logger("neap.calibration")
+
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """The ladder and its held-out figures. `report` is ready for JSON and for `pack_ladder`."""
+    """The ladder and its held-out figures. `report` is ready for JSON and for `pack_ladder`. `statistics`: what a later calibration
+    goes on from."""
 
     ladder: Ladder
     report: dict[str, Any]
+    statistics: Statistics | None = None
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """(manifest, blobs) of the router, with its statistics unless they are too large."""
+        data = self.statistics.to_bytes() if self.statistics is not None else None
+        if self.statistics is None or data is None:
+            log.warning("published without statistics: no calibration can go on from this router")
+            return pack_ladder(self.ladder, self.report)
+        record = {
+            "digest": f"sha256:{hashlib.sha256(data).hexdigest()}",
+            "num_tokens": self.statistics.num_tokens,
+            "generation": self.statistics.generation,
+        }
+        manifest, blobs = pack_ladder(self.ladder, {**self.report, "statistics": record})
+        return manifest, {**blobs, STATISTICS_BLOB: data}
 
     def save(self, folder: Path | str) -> None:
         """Writes the router as files, which `shared.ladder.folder.read_ladder` reads and `neap routers import` publishes."""
-        write_router_folder(Path(folder), *pack_ladder(self.ladder, self.report))
+        write_router_folder(Path(folder), *self.pack())
 
 
 def calibrate(
     loaded: LoadedModel,
     spec: CalibrationSpec | None = None,
     *,
+    parent: Parent | None = None,
     work_dir: Path | str | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -65,11 +91,20 @@ def calibrate(
     `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder, which is
     removed also if SIGTERM ends the program. It may be deleted afterwards. The same spec, model and folder give the same ladder,
     unless a time budget ends a phase elsewhere. `fleet_of` makes a writer that lets others write, from the one that writes here and
-    takes over what they leave.
-    Raises `InvalidInput`, `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
+    takes over what they leave. With a `parent` the ladder is made from the parent's statistics and those of the new text together. Text
+    that the parent has learned from is not learned from again.
+    Raises `RouterMismatch` and `PreconditionFailed` (LAYOUT_MISMATCH) for a parent of another model, tokenizer or layout,
+    `InvalidInput`, `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
     `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
-    plan = resolve(spec or quick_spec(loaded.model_id), loaded)
+    spec = spec or quick_spec(loaded.model_id)
+    if parent is not None:
+        spec = parent.spec_of_child(spec)
+    elif spec.parent is not None:
+        raise InvalidInput("the spec has a parent, but its statistics are not given")
+    plan = resolve(spec, loaded)
+    if parent is not None:
+        parent.check(loaded, layouts_of(loaded, plan.depths))
     with ExitStack() as stack:
         if work_dir is None:
             stack.enter_context(unwinding_on_sigterm())
@@ -77,10 +112,12 @@ def calibrate(
             work_dir = stack.enter_context(scratch)
         run = Run(loaded, plan, Path(work_dir), progress, should_stop)
         # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/004).
-        return run_in_own_thread(run_phases, run, fleet_of)
+        return run_in_own_thread(run_phases, run, parent, fleet_of)
 
 
-def run_phases(run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> CalibrationResult:
+def run_phases(
+    run: Run, parent: Parent | None = None, fleet_of: Callable[[Writer], Writer] | None = None
+) -> CalibrationResult:
     """All phases in order, in the calling thread. Raises as `calibrate`."""
     run.report("loading", 0.0)
     runner = ContiguousRunner(run.loaded)
@@ -88,11 +125,23 @@ def run_phases(run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> 
     with run.phase("collecting"), Writers(run, fleet_of) as writers:
         source = source_record(run.spec.source)
         text = plan_text(run)
-        splitter = Splitter(text.held_out_kinds if isinstance(text, GivenText) else ())
+        splitter = Splitter(
+            text.held_out_kinds if isinstance(text, GivenText) else (),
+            parent.statistics.learned.tolist() if parent is not None else (),
+        )
         collecting = CollectingProgress(run, text)
         sequences = split_sequences(run, text, splitter, collecting, writers.of_text)
         material = collect_training_data(run, runner, sequences, collecting)
         is_cut = collecting.is_late()
+        statistics = Statistics.of(run.loaded, material, splitter.learned)
+        if parent is not None:
+            statistics = parent.added_to(statistics)
+            material = replace(
+                material,
+                moments=statistics.moments,
+                successors=statistics.successors,
+                choice_counts=statistics.choice_counts,
+            )
         is_used = splitter.has_assigned
         risk_answers = write_risk_answers(
             run, text, is_used, writers.own, knows_speed=writers.of_text is writers.own
@@ -121,7 +170,7 @@ def run_phases(run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> 
     report["spec"] = published_spec(run.spec, source)
     report["seconds"] = {**run.seconds, "total": run.elapsed_s()}
     run.report("publishing", 1.0)
-    return CalibrationResult(ladder, report)
+    return CalibrationResult(ladder, report, statistics)
 
 
 def with_measured_agreement(ladder: Ladder, report: dict[str, Any]) -> Ladder:

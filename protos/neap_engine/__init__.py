@@ -20,6 +20,7 @@ Names:
     load, wrap          a model from its source; a model that transformers has built already
     calibrate           trains a ladder of exits; `CalibrationSpec` says on which text and for how long, `ProgressLine` shows how far it is
     read_router         the ladder that `CalibrationResult.save` has written
+    read_parent         the same router as what `calibrate(..., parent=)` goes on from
     Engine              generates: `generate` for one answer, `submit` for streams and for many requests at once
     attach              lets an engine decode for `model.generate(...)` and `pipeline(...)` of transformers
     DepthPolicy         whether early tokens are drafts (`exact`), final (`relaxed`), or not wanted (`full`)
@@ -43,6 +44,7 @@ from calibrator_service.calibration.spec import (
 )
 from inference_service.hugging_face.attach import attach
 from neap_engine.logs import log_to_logging
+from neap_engine.parents import read_parent
 from neap_engine.progress import ProgressLine
 from shared.engine.engine import Engine
 from shared.engine.request.request import Generation
@@ -72,6 +74,7 @@ __all__ = [
     "attach",
     "calibrate",
     "load",
+    "read_parent",
     "read_router",
     "wrap",
 ]

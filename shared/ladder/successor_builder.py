@@ -172,7 +172,7 @@ def _merged(parts: list[_Pairs], capacity: int) -> _Pairs:
     )
     parents = np.concatenate([part.parent for part in parts])[where]
     weights = np.concatenate([part.count for part in parts])
-    counts = np.bincount(inverse, weights=weights, minlength=len(pairs))
+    counts = np.bincount(inverse, weights=weights, minlength=len(pairs)).astype(np.float64)
     if len(pairs) > capacity:
         kept = np.sort(np.argsort(-counts, kind="stable")[:capacity])
         pairs, parents, counts = pairs[kept], parents[kept], counts[kept]

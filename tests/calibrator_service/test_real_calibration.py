@@ -1,25 +1,33 @@
 """Jobs that run the real pipeline, on a tiny random model saved to disk."""
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from calibrator_service import recipe
 from calibrator_service.calibration import plan
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
+from calibrator_service.calibration.statistics import Statistics, read_statistics
 from calibrator_service.convert import spec_from_proto
 from calibrator_service.process_config import ModelOptions
+from shared.cli.main import app
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel
 from shared.ladder.artefact import unpack_ladder
+from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.registry.local import LocalRegistry
 from tests.calibrator_service.conftest import Service
 from tests.families import VOCABULARY_SIZE, build_family
+from tests.registry_damage import content_path
 
 pytestmark = pytest.mark.full
 
@@ -137,3 +145,89 @@ def test_unsupported_model_rung_too_deep_and_cancellation(model_folder, tmp_path
     assert raised.value.reason == "RUNG_TOO_DEEP"
     with pytest.raises(Cancelled):
         run(model_folder, spec, stop=True)
+
+
+def answers_of(path: Path, *seeds: int) -> str:
+    """Lines of text and answers: for each seed twenty, a multiple of the pattern of splits."""
+    lines = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        for _ in range(20):
+            prompt, answer = (
+                [draw.randrange(2, VOCABULARY_SIZE) for _ in range(n)] for n in (6, 24)
+            )
+            lines.append(json.dumps({"prompt": prompt, "answer": answer}))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_a_child_through_grpc_has_the_sums_of_everything_at_once(
+    start_service, model_folder, tmp_path
+):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    flags = ["--model", f"tiny={model_folder}", "--threads", "1", "--text-folder", str(texts)]
+    service = start_service(*flags, real=True)
+
+    def calibrated(request_id: str, *seeds: int, **options: Any) -> pb.Calibration:
+        path = answers_of(texts / f"{request_id}.jsonl", *seeds)
+        job = service.create(
+            request_id=request_id,
+            answer_file=pb.AnswerFile(path=path),
+            max_tokens=5000,
+            rung_depths=[2],
+            **options,
+        )
+        end = service.end_of(job, JOB_TIMEOUT_S)
+        assert end.state == pb.STATE_SUCCEEDED, end.failure
+        return end
+
+    first = calibrated("first", 1)
+    child = calibrated("child", 2, parent=pb.ParentRouter(alias="latest"))
+    both = calibrated("both", 1, 2)
+    assert child.spec.parent.version == first.router_version
+    registry = LocalRegistry(tmp_path / "registry")
+
+    def statistics(job: pb.Calibration) -> Statistics:
+        made = registry.get("tiny", job.router_version)
+        path = tmp_path / "statistics"
+        path.write_bytes(registry.read_blob(made, STATISTICS_BLOB))
+        return read_statistics(path)
+
+    one, other = statistics(child), statistics(both)
+    assert one.num_tokens == other.num_tokens
+    assert torch.equal(one.choice_counts, other.choice_counts)
+    for name in ("second", "targets"):
+        own, all_at_once = (getattr(s.moments[2], name) for s in (one, other))
+        torch.testing.assert_close(own, all_at_once, rtol=1e-3, atol=0.05)
+    shown = CliRunner().invoke(
+        app,
+        [
+            "routers",
+            "show",
+            str(child.router_version),
+            "--model",
+            "tiny",
+            "--calibrator",
+            service.target,
+        ],
+    )
+    assert shown.exit_code == 0, shown.output
+    line = shown.stdout.split("line, the youngest first\n")[1].split("\n")
+    assert line[0].startswith(f"  version {child.router_version}, ")
+    assert "tokens of AnswerFile sha256:" in line[0]
+    assert line[1].startswith(f"  version {first.router_version}, ")
+    # Damage to the parent is noticed by the child, which publishes nothing.
+    made = registry.get("tiny", first.router_version)
+    digest = made.manifest["blobs"][STATISTICS_BLOB]["digest"]
+    (tmp_path / "registry" / content_path("blobs", digest)).write_bytes(b"?")
+    path = answers_of(texts / "damaged.jsonl", 3)
+    job = service.create(
+        request_id="damaged",
+        answer_file=pb.AnswerFile(path=path),
+        max_tokens=5000,
+        parent=pb.ParentRouter(version=first.router_version),
+    )
+    end = service.end_of(job, JOB_TIMEOUT_S)
+    assert (end.state, end.failure.reason) == (pb.STATE_FAILED, "CORRUPT")
+    assert len(registry.list_versions("tiny")) == 3

@@ -11,13 +11,14 @@ from calibrator_service.calibration.plan import MAX_STATE_BYTES
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.states.chunk import StateChunks
 from calibrator_service.calibration.states.collect import Collector, LabelledSequence
-from calibrator_service.calibration.states.moments import MomentsLayout
+from calibrator_service.calibration.states.moments import Moments, MomentsLayout
 from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import SPLITS, Split
 from calibrator_service.calibration.text.stream import CollectingProgress, too_little_text
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 from shared.model.runner import tap_depths
 
@@ -27,13 +28,13 @@ MAX_TABLE_TOKENS = 100_000
 
 @dataclass(frozen=True)
 class TrainingData:
-    """sums: of the heads split, which heads are solved from; chunks: states of each split that is read again; table_sequences: sequences of the routers and report splits, for the tables.
+    """moments: of the heads split, by exit, which heads are solved from; chunks: states of each split that is read again; table_sequences: sequences of the routers and report splits, for the tables.
 
-    choice_counts: [V] int64, how often the full model chose each token in the heads split; successors: has counted the successors
+    choice_counts: [V], how often the full model chose each token in the heads split; successors: has counted the successors
     of that split; num_tokens: tokens learned from, per split.
     """
 
-    sums: Sums
+    moments: Mapping[int, Moments]
     chunks: Mapping[Split, StateChunks]
     table_sequences: Mapping[Split, tuple[LabelledSequence, ...]]
     choice_counts: Tensor
@@ -53,7 +54,7 @@ def collect_training_data(
     """
     plan = run.plan
     sums = Sums(
-        layouts_of(run),
+        layouts_of(run.loaded, plan.depths),
         final_states(runner),
         run.loaded.device,
         run.folder / "sums.safetensors",
@@ -102,7 +103,7 @@ def collect_training_data(
             )
     sums.save()
     return TrainingData(
-        sums=sums,
+        moments=sums.moments,
         chunks={split: collector.chunks(split) for split in SPLITS},
         table_sequences={split: tuple(own) for split, own in table_sequences.items()},
         choice_counts=choice_counts,
@@ -111,10 +112,10 @@ def collect_training_data(
     )
 
 
-def layouts_of(run: Run) -> dict[int, MomentsLayout]:
+def layouts_of(loaded: LoadedModel, depths: Iterable[int]) -> dict[int, MomentsLayout]:
     """Which states each exit is solved from, by its depth."""
-    kept, size = tap_depths(run.loaded.num_layers), run.loaded.hidden_size
-    return {depth: MomentsLayout(size, depth, kept) for depth in run.plan.depths}
+    kept, size = tap_depths(loaded.num_layers), loaded.hidden_size
+    return {depth: MomentsLayout(size, depth, kept) for depth in depths}
 
 
 def final_states(runner: ContiguousRunner) -> Callable[[Tensor], Tensor]:

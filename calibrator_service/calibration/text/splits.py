@@ -32,24 +32,30 @@ class Splitter:
     """Assigns each sequence to a split, in order of arrival. All answers to a prompt are in one split. A greedy answer is used once: it
     would be the same again.
 
-    `held_out_kinds`: kinds of prompts that the report split has to itself. Without them each split has prompts of all kinds.
+    `held_out_kinds`: kinds of prompts that the report split has to itself. Without them each split has prompts of all kinds. `learned`: the
+    `learned` of the parent's text. Nothing of it is learned from again, and nothing is measured on its prompts.
     """
 
-    def __init__(self, held_out_kinds: Collection[str] = ()) -> None:
+    def __init__(self, held_out_kinds: Collection[str] = (), learned: Collection[int] = ()) -> None:
         self._held_out_kinds = frozenset(held_out_kinds)
-        self._seen: set[bytes] = set()
-        self._split_of: dict[bytes, Split] = {}  # by the prompt: all its answers are in one split
+        self.learned = set(learned)
+        self._before = frozenset(self.learned)
+        self._seen: set[int] = set()
+        self._split_of: dict[int, Split] = {}  # by the prompt: all its answers are in one split
         self._num_assigned = 0
 
     def assign(self, sequence: TokenSequence) -> Split | None:
         """The sequence's split; None if it has been assigned before, or a greedy answer to its prompt."""
         prompt = _key(sequence.prompt)
         key = prompt if sequence.is_greedy else _key(sequence.tokens)
-        if key in self._seen:
+        if key in self._seen or key in self._before:
             return None
         self._seen.add(key)
         if prompt not in self._split_of:
-            self._split_of[prompt] = self._new_split(sequence.kind)
+            is_known = prompt in self._before
+            self._split_of[prompt] = "heads" if is_known else self._new_split(sequence.kind)
+        if self._split_of[prompt] == "heads":
+            self.learned |= {prompt, key}
         return self._split_of[prompt]
 
     def _new_split(self, kind: str) -> Split:
@@ -61,12 +67,14 @@ class Splitter:
         return "heads" if self._held_out_kinds and split == "report" else split
 
     def has_assigned(self, prompt: Sequence[int]) -> bool:
-        """Whether a sequence with this prompt is in one of the splits."""
-        return _key(prompt) in self._split_of
+        """Whether a sequence with this prompt is in one of the splits, or was learned from before."""
+        return _key(prompt) in self._split_of or _key(prompt) in self._before
 
 
-def _key(prompt: Sequence[int]) -> bytes:
-    return hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
+def _key(prompt: Sequence[int]) -> int:
+    """A signed number of 64 bits."""
+    digest = hashlib.blake2b(np.array(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def held_out_kinds(counts: Mapping[str, int], seed: int) -> frozenset[str]:

@@ -40,7 +40,7 @@ def fit_heads(
     run.report("training_heads", ends.risk_text)
     heads = {
         depth: solve_head(one, run.plan.mlp_width).to(vocabulary.device)
-        for depth, one in material.sums.moments.items()
+        for depth, one in material.moments.items()
     }
     if not run.plan.trains:
         return {depth: _published(head) for depth, head in heads.items()}

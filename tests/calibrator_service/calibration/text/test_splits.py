@@ -42,3 +42,18 @@ def test_holding_prompts_out_looks_at_each_a_few_times():
     prompts = tuple(Counted(number) for number in range(1000))
     assert len(hold_out_prompts(prompts, seed=0)[1]) == 200
     assert Counted.num_hashes < 5 * len(prompts)
+
+
+def test_what_a_parent_learned_is_neither_learned_nor_measured_again():
+    before = Splitter()
+    sequences = [TokenSequence((i, 7), 1) for i in range(50)]
+    learned = [sequence for sequence in sequences if before.assign(sequence) == "heads"]
+    splitter = Splitter(learned=before.learned)
+    assert {splitter.assign(sequence) for sequence in learned} == {None}
+    # Another answer to a prompt that was learned from is learned from, too.
+    others = [TokenSequence((*s.prompt, 8, 9), 1, is_greedy=False) for s in learned]
+    assert {splitter.assign(sequence) for sequence in others} == {"heads"}
+    assert all(splitter.has_assigned(sequence.prompt) for sequence in learned)
+    assert before.learned < splitter.learned
+    new = [splitter.assign(TokenSequence((i, 7), 1)) for i in range(100, 110)]
+    assert set(new) == set(SPLITS)

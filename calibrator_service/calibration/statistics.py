@@ -1,0 +1,202 @@
+"""What a router was made from, as sums that add: a later calibration goes on from them. Published beside the router, read by no worker."""
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from calibrator_service.calibration.states.moments import Moments, MomentsLayout
+from calibrator_service.calibration.states.training_data import TrainingData
+from shared.errors import Corrupt, PreconditionFailed, RouterMismatch
+from shared.ladder.rungs import exit_name
+from shared.ladder.successor_builder import SuccessorBuilder
+from shared.model.loaded import LoadedModel
+
+FORMAT = 1
+# Upper limit of the file. A model of hidden size 1,536 needs 210 MB for each exit and up to 80 MB for the counts of successors.
+MAX_BYTES = 1 << 30
+_HEADER = "neap"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """`fingerprint`, `tokenizer`: digests of the model and the vocabulary whose states and tokens were summed.
+
+    `moments`: by depth of the exit; `choice_counts` [V] float64: how often the full model chose each token; `num_tokens`: tokens learned
+    from, of which a parent's count by its share; `learned` [P] int64: digests of the prompts and answers learned from, see
+    `text.splits.Splitter`; `generation`: number of ancestors.
+    """
+
+    fingerprint: str
+    tokenizer: str
+    moments: Mapping[int, Moments]
+    successors: SuccessorBuilder
+    choice_counts: Tensor
+    num_tokens: float
+    learned: Tensor
+    generation: int = 0
+
+    @classmethod
+    def of(
+        cls, loaded: LoadedModel, material: TrainingData, learned: Collection[int]
+    ) -> "Statistics":
+        """What a calibration has learned from its own text. `learned`: the splitter's."""
+        return cls(
+            loaded.fingerprint,
+            tokenizer_digest(loaded),
+            material.moments,
+            material.successors,
+            material.choice_counts.double(),
+            float(material.num_tokens["heads"]),
+            torch.tensor(sorted(learned), dtype=torch.long),
+        )
+
+    def plus(self, parent: "Statistics", share: float) -> "Statistics":
+        """The sums of this text and `share` of the parent's, for the exits of this text. Neither of the two changes.
+
+        Raises `PreconditionFailed` (LAYOUT_MISMATCH) if an exit of this text is not one of the parent's, or is made of other states.
+        """
+        moments: dict[int, Moments] = {}
+        for depth, own in self.moments.items():
+            total = Moments(own.layout, own.second.device)
+            total.merge(own)
+            total.merge(_moments_at(parent, depth), share)
+            moments[depth] = total
+        successors = SuccessorBuilder()
+        successors.add_counts(self.successors)
+        successors.add_counts(parent.successors, share)
+        return Statistics(
+            self.fingerprint,
+            self.tokenizer,
+            moments,
+            successors,
+            self.choice_counts + share * parent.choice_counts,
+            self.num_tokens + share * parent.num_tokens,
+            torch.cat([self.learned, parent.learned]).unique(),
+            parent.generation + 1,
+        )
+
+    def check(self, loaded: LoadedModel, layouts: Mapping[int, MomentsLayout]) -> None:
+        """Raises `RouterMismatch` (also TOKENIZER_MISMATCH) unless they are of this model, and `PreconditionFailed` (LAYOUT_MISMATCH)
+        unless they have these exits."""
+        if self.fingerprint != loaded.fingerprint:
+            raise RouterMismatch(
+                "the parent's statistics are of another model or another revision of it",
+                metadata={"parent": self.fingerprint, "model": loaded.fingerprint},
+            )
+        if self.tokenizer != tokenizer_digest(loaded):
+            raise RouterMismatch(
+                "the parent's statistics are of another tokenizer", reason="TOKENIZER_MISMATCH"
+            )
+        for depth, layout in layouts.items():
+            found = _moments_at(self, depth).layout
+            if found != layout:
+                raise PreconditionFailed(
+                    f"the parent's exit at depth {depth} is made of the states of {found}, that of this calibration of {layout}",
+                    reason="LAYOUT_MISMATCH",
+                )
+
+    def to_bytes(self) -> bytes | None:
+        """A safetensors file, which `read_statistics` reads; None if it had more than MAX_BYTES."""
+        tensors = {"choice_counts": self.choice_counts, "learned": self.learned}
+        for depth, moments in self.moments.items():
+            for name, tensor in moments.to_tensors().items():
+                tensors[f"{exit_name(depth)}.{name}"] = tensor.contiguous()
+        for name, tensor in self.successors.to_tensors().items():
+            tensors[f"successors.{name}"] = tensor
+        if sum(tensor.nbytes for tensor in tensors.values()) > MAX_BYTES:
+            return None
+        header = {
+            "format": FORMAT,
+            "fingerprint": self.fingerprint,
+            "tokenizer": self.tokenizer,
+            "num_tokens": self.num_tokens,
+            "generation": self.generation,
+            "exits": [
+                [depth, own.layout.hidden_size, own.layout.kept_depths]
+                for depth, own in self.moments.items()
+            ],
+        }
+        return save(tensors, metadata={_HEADER: json.dumps(header)})
+
+
+def read_statistics(path: Path) -> Statistics:
+    """Reads a file of `Statistics.to_bytes`.
+
+    Raises `Corrupt` for anything else, numbers that are not finite among them, and `PreconditionFailed` (SCHEMA_TOO_NEW) for a later
+    format.
+    """
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            header = json.loads((file.metadata() or {})[_HEADER])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if isinstance(header["format"], int) and header["format"] > FORMAT:
+            raise PreconditionFailed(
+                f"the parent's statistics have format {header['format']}; this version of neap reads {FORMAT}",
+                reason="SCHEMA_TOO_NEW",
+            )
+        return _statistics(header, tensors)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Corrupt("the parent's statistics cannot be read") from error
+
+
+def _statistics(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> Statistics:
+    def take(prefix: str) -> dict[str, Tensor]:
+        names = [name for name in tensors if name.startswith(f"{prefix}.")]
+        return {name.removeprefix(f"{prefix}."): tensors.pop(name) for name in names}
+
+    choice_counts, learned = tensors.pop("choice_counts"), tensors.pop("learned")
+    moments = {}
+    for depth, hidden_size, kept in header["exits"]:
+        own, layout = take(exit_name(depth)), MomentsLayout(hidden_size, depth, tuple(kept))
+        # Memory is allocated by it.
+        if hidden_size < 1 or own["targets"].shape != (layout.width, 2 * hidden_size):
+            raise Corrupt("the statistics of an exit have not the shapes of their layout")
+        moments[depth] = Moments.from_tensors(own, layout)
+    successors = SuccessorBuilder.from_tensors(take("successors"), len(choice_counts))
+    numbers = torch.tensor([header["num_tokens"], header["generation"]], dtype=torch.float64)
+    if (
+        tensors
+        or choice_counts.dtype != torch.float64
+        or choice_counts.dim() != 1
+        or learned.dtype != torch.int64
+        or learned.dim() != 1
+        or not all(bool((t.isfinite() & (t >= 0)).all()) for t in (choice_counts, numbers))
+    ):
+        raise Corrupt("the parent's statistics hold what is not part of their format")
+    return Statistics(
+        str(header["fingerprint"]),
+        str(header["tokenizer"]),
+        moments,
+        successors,
+        choice_counts,
+        float(header["num_tokens"]),
+        learned,
+        int(header["generation"]),
+    )
+
+
+def _moments_at(statistics: Statistics, depth: int) -> Moments:
+    if depth not in statistics.moments:
+        known = ", ".join(map(str, statistics.moments)) or "none"
+        raise PreconditionFailed(
+            f"the parent's statistics have no exit at depth {depth}; they have: {known}. Name these depths, or no parent",
+            reason="LAYOUT_MISMATCH",
+            metadata={"depth": str(depth), "depths": known},
+        )
+    return statistics.moments[depth]
+
+
+def tokenizer_digest(loaded: LoadedModel) -> str:
+    """ "sha256:" and the digest of the tokens and their ids; "" for a model without a tokenizer."""
+    if loaded.tokenizer is None:
+        return ""
+    tokens = json.dumps(loaded.tokenizer.get_vocab(), sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(tokens.encode()).hexdigest()}"
