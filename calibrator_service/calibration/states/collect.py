@@ -134,7 +134,8 @@ class Collector:
             is_stored = False
         if not is_stored and not is_summed and not needs_choices:
             return [_labelled(s, None) for s in sequences]
-        path = self._folder / f"states-{split}-{index:05d}.safetensors"
+        kind = "states" if is_stored else "choices"
+        path = self._folder / f"{kind}-{split}-{index:05d}.safetensors"
         tensors = read_tensors(path) if path.exists() else None
         if tensors is None or ("deep" not in tensors and (is_stored or is_summed)):
             tensors = self._capture(sequences, is_stored or is_summed)

@@ -28,7 +28,7 @@ class TokenSequence:
     is_greedy: bool = True
     kind: str = ""
     states: Tensor | None = field(default=None, compare=False, repr=False)
-    states_start: int = 0
+    states_start: int = field(default=0, compare=False)
 
     @property
     def num_answer_tokens(self) -> int:
