@@ -89,12 +89,12 @@ def calibrate(
     """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: `plan.quick_spec`.
 
     `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder, which is
-    removed also if SIGTERM ends the program. It may be deleted afterwards. The same spec, model and folder give the same ladder,
-    unless a time budget ends a phase elsewhere. `fleet_of` makes a writer that lets others write, from the one that writes here and
-    takes over what they leave. With a `parent` the ladder is made from the parent's statistics and those of the new text together. Text
+    removed also if SIGTERM ends the program. It may be deleted afterwards. The same spec, model and folder give the same ladder but
+    for rounding, unless a time budget ends a phase elsewhere, or an exit is left out that would not pay on this machine. `fleet_of` makes
+    a writer that lets others write, from the one that writes here and takes over what they leave. With a `parent` the ladder is made from the parent's statistics and those of the new text together. Text
     that the parent has learned from is not learned from again.
     Raises `RouterMismatch` and `PreconditionFailed` (LAYOUT_MISMATCH) for a parent of another model, tokenizer or layout,
-    `InvalidInput`, `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
+    `InvalidInput` (also if nothing that was learned agrees with the model), `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
     `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
     spec = spec or quick_spec(loaded.model_id)

@@ -70,7 +70,9 @@ def test_killed_mid_job_resumes_and_publishes_a_ladder(start_service, model_fold
     assert made.manifest_digest == end.manifest_digest
     blobs = {name: registry.read_blob(made, name) for name in made.manifest["blobs"]}
     ladder = unpack_ladder(made.manifest, blobs)
-    assert [exit_.depth for exit_ in ladder.exits] == [2]
+    # A random model's exit may agree no more often than its commonest token.
+    left_out = made.manifest["calibration"]["left_out"]
+    assert [exit_.name for exit_ in ladder.exits] + list(left_out) == ["depth-2"]
     assert made.manifest["model"]["num_layers"] == 6
 
 

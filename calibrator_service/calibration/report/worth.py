@@ -9,7 +9,7 @@ import structlog
 
 from calibrator_service.calibration.report.held_out import LEAST_POSITIONS
 from calibrator_service.calibration.run import Run
-from shared.engine.drafting.costs import exit_timings, measure_deep
+from shared.engine.drafting.costs import MIN_REPEATS, exit_timings, measure_deep
 from shared.engine.drafting.planner import PassCosts, exit_gain_s
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import Ladder
@@ -66,7 +66,7 @@ def lower_bound(share: float, count: int) -> float:
 def measured_costs(run: Run, runner: ContiguousRunner, ladder: Ladder) -> PassCosts:
     """What passes over one and two tokens and the exits of `ladder` cost here. Raises `Cancelled`."""
     deep = measure_deep(runner, most_tokens=2, between=lambda: run.report("evaluating", 0.99))
-    timings = exit_timings(runner, ladder.bind(runner))
+    timings = exit_timings(runner, ladder.bind(runner), repeats=MIN_REPEATS)
     while True:
         try:
             next(timings)

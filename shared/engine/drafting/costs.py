@@ -124,9 +124,9 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def exit_timings(
-    runner: Runner, ladder: BoundLadder
+    runner: Runner, ladder: BoundLadder, *, repeats: int = REPEATS
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
-    """Measures the costs of taking tokens from the embedding to each layer exit and through its head and router.
+    """Measures, `repeats` times, the costs of taking tokens from the embedding to each layer exit and through its head and router.
 
     Yields the drafts after each measurement, so that the engine can step requests in between. A deep pass before each measurement
     evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem half as expensive.
@@ -159,7 +159,7 @@ def exit_timings(
     costs: list[ExitCost] = []
     for index, depth in enumerate(ladder.depths):
         seconds: dict[int, list[float]] = {1: [], num_together: []}
-        for _ in range(REPEATS + 1):
+        for _ in range(repeats + 1):
             for count, taken in seconds.items():
                 state = runner.run(one, cache, first=0, last=runner.num_layers, base=context)
                 # The read waits for the pass. Otherwise the exit's time on a GPU would include the rest of the pass.

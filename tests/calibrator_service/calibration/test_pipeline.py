@@ -3,12 +3,15 @@
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.plan import (
@@ -22,9 +25,8 @@ from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, Sel
 from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.text import stream
 from shared.engine.engine import Engine
-from shared.errors import Cancelled, InvalidInput
+from shared.errors import Cancelled, Corrupt, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
-from shared.ladder.ladder import Ladder
 from shared.model.loaded import LoadedModel, wrap_model
 from tests.calibrator_service.calibration.conftest import make_tokenizer
 from tests.families import build_family
@@ -32,10 +34,6 @@ from tests.families import build_family
 SPEC = CalibrationSpec(
     source=SelfGenerated(max_new_tokens=24), max_tokens=5000, rung_depths=(0, 2), router_width=16
 )
-
-
-def contents(ladder: Ladder, report: dict[str, Any]) -> tuple[Any, Any]:
-    return pack_ladder(ladder, {**report, "seconds": {}})
 
 
 def assert_same_but_for_rounding(found: CalibrationResult, expected: CalibrationResult) -> None:
@@ -147,16 +145,15 @@ def test_recomputed_states_give_the_same_ladder(base_model, tmp_path, finished, 
     monkeypatch.setattr("calibrator_service.calibration.plan.pass_sizes_for", lambda _: scale)
     anew = calibrate(base_model, SPEC, work_dir=tmp_path)
     assert_same_but_for_rounding(anew, finished[0])
-    names = {path.name.split("-")[0] for path in tmp_path.rglob("*.safetensors")}
-    assert "tokens" in names
-    assert "states" not in names
+    assert list(tmp_path.rglob("tokens-*.safetensors"))
+    for path in tmp_path.rglob("states-*.safetensors"):
+        assert set(load(path.read_bytes())) == {"choices", "counts"}
 
 
 def test_a_finished_run_adds_nothing_to_its_sums(base_model, finished, monkeypatch):
     result, _, folder = finished
     monkeypatch.setattr(Sums, "add", lambda *_: pytest.fail("added a chunk again"))
-    again = calibrate(base_model, SPEC, work_dir=folder)
-    assert contents(again.ladder, again.report) == contents(result.ladder, result.report)
+    assert_same_but_for_rounding(calibrate(base_model, SPEC, work_dir=folder), result)
 
 
 @pytest.mark.parametrize("phase", ["collecting", "training_heads", "training_routers"])
@@ -232,7 +229,7 @@ def test_heads_learn_chains_from_answers_that_were_given_before(base_model, tmp_
                 tokens.append((tokens[-1] - 3 - tokens[-2] % 2) % 24 + 5)
             kind = f"kind-{number % 8}"
             print(json.dumps({"prompt": tokens[:2], "answer": tokens[2:], "kind": kind}), file=file)
-    spec = replace(SPEC, source=AnswerFile(str(path)), rung_depths=())
+    spec = replace(SPEC, source=AnswerFile(str(path)), rung_depths=(0,))
     result = calibrate(base_model, spec)
     [layer_exit] = result.ladder.exits
     assert layer_exit.depth == 0
@@ -260,7 +257,7 @@ def test_too_little_text(base_model, tmp_path):
 
 
 def test_a_time_budget_is_kept(counting):
-    result = calibrate(counting, CalibrationSpec(time_budget_s=6.0))
+    result = calibrate(counting, CalibrationSpec(time_budget_s=5.0))
     assert result.report["seconds"]["total"] < 12.0
     assert result.report["tokens"]["report"] > 0
 
@@ -285,6 +282,60 @@ def test_a_run_that_is_killed_after_its_time_for_text_continues(counting, tmp_pa
     state.write_text(json.dumps({"elapsed_s": 11.0}))
     result = calibrate(counting, spec, work_dir=tmp_path)
     assert result.report["tokens"]["report"] > 0
+
+
+def answers_file(folder: Path, sequences: list[list[int]]) -> AnswerFile:
+    """A file of answers to prompts of one token."""
+    path = folder / "answers.jsonl"
+    with path.open("w") as file:
+        for tokens in sequences:
+            print(json.dumps({"prompt": tokens[:1], "answer": tokens[1:]}), file=file)
+    return AnswerFile(str(path))
+
+
+def test_fewer_tokens_than_features_publish_no_exit(base_model, tmp_path):
+    """And the report says from how many positions its figures are."""
+    source = answers_file(tmp_path, [[(i + n) % 24 + 5 for n in range(13)] for i in range(8)])
+    result = calibrate(base_model, CalibrationSpec(source=source), work_dir=tmp_path)
+    tokens = result.report["tokens"]
+    assert tokens["heads"] < 5 * base_model.hidden_size
+    assert result.report["rungs"]["depth-0"]["positions"] == tokens["report"] < 50
+    assert "held-out positions are too few" in result.report["left_out"]["depth-0"]
+    assert result.ladder.rung_names == ("suffix", "successor")
+    manifest, blobs = pack_ladder(result.ladder, result.report)
+    assert unpack_ladder(manifest, blobs).exits == ()
+    assert manifest["rungs"][1]["figures"]["positions"] == tokens["report"]
+
+
+def test_a_model_that_answers_one_token_gets_no_exit(tmp_path):
+    """Always naming the commonest token is right everywhere: no exit is better."""
+    model = build_family("llama")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    loaded = wrap_model(model, make_tokenizer(chat=False), model_id="one-token")
+    source = answers_file(
+        tmp_path, [[i + 5, *(i * n % 24 + 5 for n in range(1, 24))] for i in range(24)]
+    )
+    result = calibrate(loaded, CalibrationSpec(source=source), work_dir=tmp_path)
+    assert result.report["commonest_token"] == 1.0
+    assert "commonest token on 100.0%" in result.report["left_out"]["depth-0"]
+    assert result.ladder.rung_names == ("suffix", "successor")
+
+
+def test_nothing_is_published_if_nothing_agrees(base_model, tmp_path):
+    """No two sequences share a token, and they are too few for an exit."""
+    source = answers_file(tmp_path, [list(range(5 + 6 * i, 11 + 6 * i)) for i in range(4)])
+    with pytest.raises(InvalidInput) as caught:
+        calibrate(base_model, CalibrationSpec(source=source), work_dir=tmp_path)
+    assert caught.value.reason == "TOO_LITTLE_TEXT"
+    assert "agrees with the model nowhere" in caught.value.message
+
+
+def test_damaged_sums_in_the_work_folder(base_model, finished, tmp_path):
+    folder = shutil.copytree(finished[2], tmp_path / "copy")
+    [path] = folder.glob("*/sums.safetensors")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(Corrupt):
+        calibrate(base_model, SPEC, work_dir=folder)
 
 
 def test_without_limits_the_quick_budget_applies(counting):
