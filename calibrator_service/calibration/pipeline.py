@@ -91,11 +91,11 @@ def calibrate(
     `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder, which is
     removed also if SIGTERM ends the program. It may be deleted afterwards. The same spec, model and folder give the same ladder but
     for rounding, unless a time budget ends a phase elsewhere, or an exit is left out that would not pay on this machine. `fleet_of` makes
-    a writer that lets others write, from the one that writes here and takes over what they leave. With a `parent` the ladder is made from the parent's statistics and those of the new text together. Text
-    that the parent has learned from is not learned from again.
+    a writer that lets others write, from the one that writes here and takes over what they leave. With a `parent` the ladder is made
+    from the parent's statistics and those of the new text together. Text that the parent has learned from is not learned from again.
     Raises `RouterMismatch` and `PreconditionFailed` (LAYOUT_MISMATCH) for a parent of another model, tokenizer or layout,
-    `InvalidInput` (also if nothing that was learned agrees with the model), `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read, `Cancelled` once
-    `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
+    `InvalidInput` (also if nothing that was learned agrees with the model), `NotFound`, `PermissionDenied` and `Unavailable` for sources
+    that cannot be read, `Cancelled` once `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
     spec = spec or quick_spec(loaded.model_id)
     if parent is not None:
@@ -156,11 +156,11 @@ def run_phases(
 
     with run.phase("evaluating"):
         report = held_out_report(run, material, vocabulary, ladder)
-        ladder, left_out = without_unpaid(run, runner, ladder, report)
+        is_child = parent is not None
+        ladder, left_out = without_unpaid(run, runner, ladder, report, is_child=is_child)
         report["left_out"] |= left_out
-        if not ladder.exits and not any(
-            report["rungs"][name]["agreement"] for name in ladder.rung_names
-        ):
+        agrees = any(report["rungs"][name]["agreement"] for name in ladder.rung_names)
+        if not agrees and not ladder.exits and not is_child:
             raise too_little_text(
                 run, "what was learned agrees with the model nowhere", is_cut=is_cut
             )

@@ -22,23 +22,35 @@ CONFIDENCE_Z = 1.645
 
 
 def without_unpaid(
-    run: Run, runner: ContiguousRunner, ladder: Ladder, report: Mapping[str, Any]
+    run: Run,
+    runner: ContiguousRunner,
+    ladder: Ladder,
+    report: Mapping[str, Any],
+    *,
+    is_child: bool = False,
 ) -> tuple[Ladder, dict[str, str]]:
     """The ladder without the exits that would not pay, and name -> why, of those.
 
     `report`: see `held_out_report`. An exit must agree more often than the report split's commonest token, by the lower bound of its agreement
     (see `lower_bound`). An exit that the spec does not name must also save more than it costs on this machine, where the tables do not help.
-    One that the spec names may be meant for another machine. Raises `Cancelled`.
+    One that the spec names may be meant for another machine. Few positions are no reason against the exits of a child (`is_child`): most of
+    what they know is from its parent's text. Raises `Cancelled`.
     """
     reasons: dict[str, str] = {}
     for one in ladder.exits:
-        if why := _why_unproven(report["rungs"][one.name], report["commonest_token"]):
+        figures = report["rungs"][one.name]
+        if is_child and figures["positions"] < LEAST_POSITIONS:
+            continue
+        if why := _why_unproven(figures, report["commonest_token"]):
             reasons[one.name] = why
     proven = tuple(one for one in ladder.exits if one.name not in reasons)
     if proven and not run.spec.rung_depths:
         costs = measured_costs(run, runner, with_exits(ladder, proven))
         for index, one in enumerate(proven):
-            if why := _why_too_slow(report["rungs"][one.name], costs, index):
+            figures = report["rungs"][one.name]
+            if figures["positions"] < LEAST_POSITIONS:
+                continue
+            if why := _why_too_slow(figures, costs, index):
                 reasons[one.name] = why
     for name, why in reasons.items():
         log.info("an exit is left out", rung=name, why=why)

@@ -28,7 +28,7 @@ def judged(counting: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Judge:
 
     def judge(
         *, agreement: float = 0.4, positions: int = 1000, commonest: float = 0.05,
-        seconds: tuple[float, ...] = (0.001, 0.001), named: tuple[int, ...] = (),
+        seconds: tuple[float, ...] = (0.001, 0.001), named: tuple[int, ...] = (), is_child: bool = False,
     ) -> tuple[Ladder, dict[str, str]]:  # fmt: skip
         def costs(*_: Any) -> PassCosts:
             return PassCosts(DEEP, exits=tuple(ExitCost(one, one) for one in seconds))
@@ -42,7 +42,7 @@ def judged(counting: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Judge:
         report = {"rungs": {"depth-0": figures, "depth-2": figures}, "commonest_token": commonest}
         run: Any = SimpleNamespace(spec=CalibrationSpec(rung_depths=named))
         ladder = random_ladder(counting, seed=0)
-        return without_unpaid(run, ContiguousRunner(counting), ladder, report)
+        return without_unpaid(run, ContiguousRunner(counting), ladder, report, is_child=is_child)
 
     return judge
 
@@ -67,6 +67,11 @@ def test_nothing_is_concluded_from_few_positions(judged, positions):
     ladder, left_out = judged(agreement=0.9, positions=positions)
     assert ladder.exits == ()
     assert left_out["depth-2"].startswith(f"{positions} held-out positions are too few")
+
+
+def test_a_child_with_little_text_keeps_the_exits_of_its_parent(judged):
+    assert judged(agreement=0.0, positions=49, seconds=(1.0, 1.0), is_child=True)[1] == {}
+    assert set(judged(agreement=0.0, positions=50, is_child=True)[1]) == {"depth-0", "depth-2"}
 
 
 def test_an_exit_must_save_more_than_it_costs_here(judged):
