@@ -74,7 +74,7 @@ def test_a_budget_that_is_too_short_is_named_early_with_one_that_would_do(
     with pytest.raises(InvalidInput) as caught:
         write()
     assert caught.value.reason == "BUDGET_TOO_SHORT"
-    assert run.elapsed_s() < 30, "long before the time is over"
+    assert run.elapsed_s() < 40, "long before the time is over"
     needed_s, rate = float(caught.value.metadata["needed_s"]), max(tokens_per_s, 0.1)
     assert needed_s * TEXT_SHARE_OF_BUDGET * rate >= stream.MIN_WRITTEN_TOKENS
 
