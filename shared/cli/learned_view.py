@@ -5,6 +5,9 @@ from typing import Any
 
 from shared.cli.console import print_line
 
+# Shares of fewer tokens may be chance.
+LEAST_MEASURED = 200
+
 
 def print_learned(manifest: Mapping[str, Any]) -> None:
     """Print `learned_lines`, indented."""
@@ -20,7 +23,9 @@ def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"learned from {total - measured:,} tokens"
     shares = [f"{name} {agreement:.0%}" for name, agreement in _agreements(manifest.get("rungs"))]
-    if shares:
+    if measured < LEAST_MEASURED:
+        yield f"measured on {measured:,} tokens that it did not learn from: too few to say how often it guesses right"
+    elif shares:
         yield f"guessed right, of {measured:,} tokens that it did not learn from: {', '.join(shares)}"
 
 

@@ -18,6 +18,15 @@ def test_it_says_what_was_learned_and_on_how_much_it_was_measured():
     ]
 
 
+@pytest.mark.parametrize(("measured", "claims"), [(199, False), (200, True)])
+def test_it_claims_nothing_from_few_tokens(measured, claims):
+    tokens = {"report": measured, "total": 2000}
+    rungs = [{"name": "suffix", "figures": {"agreement": 0.5}}]
+    said = list(learned_lines({"rungs": rungs, "calibration": {"tokens": tokens}}))
+    assert any("suffix 50%" in line for line in said) == claims
+    assert any("too few" in line for line in said) != claims
+
+
 def test_it_reads_what_a_calibration_writes():
     learned, guessed = learned_lines(real_manifest())
     tokens = real_manifest()["calibration"]["tokens"]
