@@ -4,9 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shared.cli.console import print_line
-
-# Shares of fewer tokens may be chance.
-LEAST_MEASURED = 200
+from shared.cli.job_progress import rung_in_words, shown_share
 
 
 def print_learned(manifest: Mapping[str, Any]) -> None:
@@ -16,17 +14,21 @@ def print_learned(manifest: Mapping[str, Any]) -> None:
 
 
 def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a manifest says about a router's text and figures; nothing where it does not say it, or in another form."""
-    tokens = _mapping(_mapping(manifest.get("calibration")).get("tokens"))
+    """Yield what a manifest says about a router's text and figures, and which exits it does without; nothing where it does not say it, or in
+    another form."""
+    calibration = _mapping(manifest.get("calibration"))
+    tokens = _mapping(calibration.get("tokens"))
     total, measured = tokens.get("total"), tokens.get("report")
-    if not isinstance(total, int) or not isinstance(measured, int):
-        return
-    yield f"learned from {total - measured:,} tokens"
-    shares = [f"{name} {agreement:.0%}" for name, agreement in _agreements(manifest.get("rungs"))]
-    if measured < LEAST_MEASURED:
-        yield f"measured on {measured:,} tokens that it did not learn from: too few to say how often it guesses right"
-    elif shares:
-        yield f"guessed right, of {measured:,} tokens that it did not learn from: {', '.join(shares)}"
+    if isinstance(total, int) and isinstance(measured, int):
+        yield f"learned from {total - measured:,} tokens"
+        shares = [
+            f"{rung_in_words(name)} {shown_share(agreement, measured)}"
+            for name, agreement in _agreements(manifest.get("rungs"))
+        ]
+        if shares:
+            yield f"guessed right, of {measured:,} tokens that it did not learn from: {', '.join(shares)}"
+    for name, why in _mapping(calibration.get("left_out")).items():
+        yield f"without {name}: {why}"
 
 
 def _agreements(rungs: Any) -> Iterator[tuple[str, float]]:

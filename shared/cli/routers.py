@@ -120,9 +120,6 @@ def show(
         table.add_row(table_cell(rung.name), str(rung.depth), *cells)
     out.print(table)
     print_learned(contents)
-    left_out = contents.get("calibration", {}).get("left_out")
-    for name, why in left_out.items() if isinstance(left_out, dict) else ():
-        print_line(f"  without {name}: {why}")
     print_ancestry(line)
     print_risk(contents)
 

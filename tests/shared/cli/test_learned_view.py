@@ -14,7 +14,7 @@ def test_it_says_what_was_learned_and_on_how_much_it_was_measured():
     ]
     assert list(learned_lines({"rungs": rungs, "calibration": {"tokens": TOKENS}})) == [
         "learned from 900 tokens",
-        "guessed right, of 1,100 tokens that it did not learn from: suffix 12%, depth-0 25%",
+        "guessed right, of 1,100 tokens that it did not learn from: repeated text 12%, exit at depth 0 25%",
     ]
 
 
@@ -23,8 +23,8 @@ def test_it_claims_nothing_from_few_tokens(measured, claims):
     tokens = {"report": measured, "total": 2000}
     rungs = [{"name": "suffix", "figures": {"agreement": 0.5}}]
     said = list(learned_lines({"rungs": rungs, "calibration": {"tokens": tokens}}))
-    assert any("suffix 50%" in line for line in said) == claims
-    assert any("too few" in line for line in said) != claims
+    assert any("repeated text 50%" in line for line in said) == claims
+    assert any(f"not known (only {measured} positions)" in line for line in said) != claims
 
 
 def test_it_reads_what_a_calibration_writes():
@@ -32,7 +32,7 @@ def test_it_reads_what_a_calibration_writes():
     tokens = real_manifest()["calibration"]["tokens"]
     assert learned == f"learned from {tokens['heads'] + tokens['routers']:,} tokens"
     assert f"{tokens['report']:,}" in guessed
-    assert "depth-0 44%" in guessed
+    assert "exit at depth 0 44%" in guessed
 
 
 @pytest.mark.parametrize(
