@@ -40,6 +40,9 @@ def write_stories(
         for axes, (name, figures) in zip(panels, stories.items(), strict=True):
             draw_speed(axes, figures)
             axes.set_title(name)
+        top = max(axes.get_ylim()[1] for axes in panels)
+        for axes in panels:
+            axes.set_ylim(0, top)
 
     return write_panels(path, title, len(stories), draw)
 
