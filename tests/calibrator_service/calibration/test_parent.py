@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, ParentRouter
 from calibrator_service.calibration.statistics import Statistics
+from calibrator_service.calibration.text import splits
 from shared.errors import Cancelled, InvalidInput, PreconditionFailed, RouterMismatch
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.ladder.folder import read_ladder, read_router_folder
@@ -36,6 +38,14 @@ def write_lines(path: Path, *seeds: int) -> Path:
 def spec_of(path: Path) -> CalibrationSpec:
     spec = CalibrationSpec(source=AnswerFile(str(path)), max_tokens=5000, rung_depths=(1,))
     return replace(spec, router_width=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_pattern_of_splits() -> Iterator[None]:
+    """Texts that are learned one after the other are split as they are together: small texts have no pattern of their own here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splits, "NUM_EARLY", 0)
+        yield
 
 
 @pytest.fixture(scope="module")

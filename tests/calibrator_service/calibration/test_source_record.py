@@ -27,6 +27,7 @@ def test_prompts_become_a_digest_and_a_count():
     assert record == {
         "kind": "SelfGenerated",
         "max_new_tokens": 7,
+        "use_workers": False,
         "digest": DIGEST,
         "num_prompts": 2,
     }
@@ -36,7 +37,11 @@ def test_prompts_become_a_digest_and_a_count():
 
 
 def test_text_that_the_model_wrote_has_no_digest():
-    assert source_record(SelfGenerated()) == {"kind": "SelfGenerated", "max_new_tokens": 0}
+    assert source_record(SelfGenerated()) == {
+        "kind": "SelfGenerated",
+        "max_new_tokens": 0,
+        "use_workers": False,
+    }
 
 
 def test_a_dataset_keeps_its_name():

@@ -38,7 +38,7 @@ def run_of(loaded: LoadedModel, folder: Path, **spec: Any) -> Run:
     ("change", "spec", "pays"),
     [
         ({"load_s": 10.0}, {"time_budget_s": 150.0}, True),
-        ({"load_s": 20.0}, {"time_budget_s": 150.0}, False),
+        ({"load_s": 40.0}, {"time_budget_s": 150.0}, False),
         ({"load_s": 20.0}, {"time_budget_s": 3600.0}, True),
         ({}, {"max_tokens": 20_000}, True),
         ({}, {"max_tokens": 19_999}, False),
