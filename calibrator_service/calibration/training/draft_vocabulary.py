@@ -42,8 +42,10 @@ class DraftVocabulary:
 
 
 def choose_draft_vocabulary(run: Run, material: TrainingData) -> DraftVocabulary:
-    """The tokens that the full model chose most often in the heads split, and none that it never chose there."""
-    counts = material.choice_counts
-    size = min(run.plan.draft_vocabulary_size, int((counts > 0).sum()))
-    order = torch.argsort(counts, descending=True, stable=True)
-    return DraftVocabulary.of(run.loaded, order[:size].sort().values)
+    """The tokens that the full model chose most often in the heads split, and then those of the lowest ids.
+
+    Most tokenizers number their tokens by how frequent they are. Text of another kind than the heads split's has many that it lacks.
+    """
+    order = torch.argsort(material.choice_counts, descending=True, stable=True)
+    chosen = order[: run.plan.draft_vocabulary_size]
+    return DraftVocabulary.of(run.loaded, chosen.sort().values)
