@@ -8,6 +8,7 @@ import torch
 
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.text.splits import SPLIT_PATTERN
+from shared.engine.memory.budget import available_bytes
 from shared.errors import InvalidInput
 from shared.ladder.fused_head import default_mlp_width
 from shared.ladder.head_rows import head_width
@@ -32,6 +33,8 @@ PASS_TOKENS = 2048
 CHUNK_POSITIONS = 8192
 # Training by gradients begins to pay with this much time and text; with less, heads are what the closed form gives.
 TRAINING_BUDGET_S, TRAINING_TOKENS = 600.0, 60_000
+# Memory per square of the hidden size: the sums of one exit in float32, and what solving it needs beside them, in float64.
+SUM_BYTES, SOLVING_BYTES = 4 * (5 * 5 + 5 * 2), 8 * 3 * 4 * 4
 # Of a head whose block adds nothing.
 LEAST_MLP_WIDTH = 16
 # Heads are trained for at most MAX_EPOCHS epochs, for fewer if these have more than TRAINED_POSITIONS positions, and for at least
@@ -137,8 +140,7 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     spec = with_time_budget(spec)
     depths = tuple(sorted(spec.rung_depths)) or DEFAULT_DEPTHS
     left_out = {}
-    if (width := head_width(loaded.parts.head)) != loaded.hidden_size:
-        why = f"the LM head reads states of width {width}, not of the model's {loaded.hidden_size}"
+    if why := why_without_exits(loaded, len(depths)):
         if spec.rung_depths:
             raise InvalidInput(
                 f"the model cannot have exits: {why}; without rung depths it gets the tables alone",
@@ -189,6 +191,20 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
         mlp_width=mlp_width,
         budget_s=spec.time_budget_s or math.inf,
     )
+
+
+def why_without_exits(loaded: LoadedModel, num_exits: int) -> str:
+    """Why the model cannot have so many exits on this machine; empty if it can."""
+    size = loaded.hidden_size
+    if (width := head_width(loaded.parts.head)) != size:
+        return f"the LM head reads states of width {width}, not of the model's {size}"
+    needed = (num_exits * SUM_BYTES + SOLVING_BYTES) * size**2
+    free = available_bytes(loaded.device)
+    if needed > free:
+        return (
+            f"its statistics need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        )
+    return ""
 
 
 def exit_bytes(spec: CalibrationSpec, hidden_size: int, mlp_width: int) -> int:

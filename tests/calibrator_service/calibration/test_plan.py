@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from calibrator_service.calibration import plan as plan_module
 from calibrator_service.calibration.plan import (
     HeadTraining,
     head_training,
@@ -63,6 +64,17 @@ def test_a_head_reads_states_of_three_depths(counting):
     plan = resolve(CalibrationSpec(), counting)
     assert plan.depths == (0,)
     assert plan.captured_depths(30) == (0, 10, 20)
+
+
+def test_there_is_no_exit_whose_statistics_do_not_fit(monkeypatch):
+    """By arithmetic: 8,192 wide states need about 35 GB."""
+    loaded = wrap_model(build_family("llama"))
+    size = loaded.hidden_size
+    monkeypatch.setattr(plan_module, "available_bytes", lambda _: 500 * size**2)
+    assert resolve(CalibrationSpec(), loaded).depths == ()
+    assert "GB of memory" in resolve(CalibrationSpec(), loaded).left_out["depth-0"]
+    monkeypatch.setattr(plan_module, "available_bytes", lambda _: 600 * size**2)
+    assert resolve(CalibrationSpec(), loaded).depths == (0,)
 
 
 def test_there_is_no_exit_where_the_lm_head_reads_states_of_another_width():
