@@ -36,7 +36,7 @@ TRAINING_BUDGET_S, TRAINING_TOKENS = 600.0, 60_000
 # Memory per square of the hidden size: the sums of one exit in float32, and what solving it needs beside them, in float64.
 SUM_BYTES, SOLVING_BYTES = 4 * (5 * 5 + 5 * 2), 8 * 3 * 4 * 4
 # Of a head whose block adds nothing.
-LEAST_MLP_WIDTH = 16
+LEAST_MLP_WIDTH = 32
 # Heads are trained for at most MAX_EPOCHS epochs, for fewer if these have more than TRAINED_POSITIONS positions, and for at least
 # MIN_EPOCHS.
 MAX_EPOCHS, MIN_EPOCHS, TRAINED_POSITIONS = 6, 2, 120_000_000

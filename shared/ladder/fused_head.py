@@ -103,5 +103,9 @@ def chained(output: Tensor) -> Tensor:
 
 
 def default_mlp_width(hidden_size: int) -> int:
-    """Width of the block's MLP: 8/3 of the hidden size, as in most decoder layers."""
-    return max(16, 8 * hidden_size // 3 // 16 * 16)
+    """Width of the block's MLP: 8/3 of the hidden size, as in most decoder layers.
+
+    In steps of 32: torch's SiLU rounds the rest of a tensor beyond such a step otherwise, and then a draft's probability depends on the
+    rows beside it.
+    """
+    return max(32, 8 * hidden_size // 3 // 32 * 32)

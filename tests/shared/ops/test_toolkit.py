@@ -94,7 +94,6 @@ def test_the_library_carries_the_kernels_and_still_loads_without_a_gpu() -> None
     content = library.read_bytes()
     for name in (
         "route_kernel",
-        "exit_inner_kernel",
         "draft_block_kernel",
         "choose_kernel",
         "paged_attention_kernel",

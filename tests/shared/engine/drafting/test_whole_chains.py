@@ -69,7 +69,7 @@ def _equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def fused_ladder(runner: Runner, seed: int = 1) -> Ladder:
     ladder = random_ladder(runner.loaded, seed, depths=(0,))
     torch.manual_seed(seed)
-    head = FusedHead(runner.loaded.hidden_size, 48)
+    head = FusedHead(runner.loaded.hidden_size, 64)
     torch.nn.init.normal_(head.gain)
     router = ladder.exits[0].router
     # Probabilities of about 0.9, so that chains grow to their limits.
