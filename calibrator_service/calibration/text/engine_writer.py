@@ -84,7 +84,7 @@ class EngineWriter:
         finally:
             self._cancel()
             while self._running:
-                del self._running[self._ended.get().index]
+                self._next_ended()
             self._num_counted = 0
 
     @contextmanager
@@ -142,18 +142,20 @@ class EngineWriter:
             answer.handle.cancel()
 
     def _next_ended(self) -> "_EngineAnswer | None":
+        """The next answer that has ended. It no longer runs, whatever its caller raises."""
         with suppress(queue.Empty):
-            return self._ended.get(timeout=POLL_S)
+            return self._running.pop(self._ended.get(timeout=POLL_S).index)
         return None
 
     def _report(self, pace: Pace, ended: "_EngineAnswer | None") -> None:
         """Tells how many tokens are new. Tokens of answers that have ended leave the sum."""
-        total = sum(len(answer.tokens) for answer in self._running.values())
-        pace.on_tokens(total - self._num_counted)
-        self._num_counted = total - (len(ended.tokens) if ended else 0)
+        running = sum(len(answer.tokens) for answer in self._running.values())
+        num_ended = len(ended.tokens) if ended else 0
+        num_new = running + num_ended - self._num_counted
+        self._num_counted = running
+        pace.on_tokens(num_new)
 
     def _written(self, answer: "_EngineAnswer") -> Written:
-        del self._running[answer.index]
         if answer.error is not None and not (answer.is_over or answer.is_cancelled):
             raise answer.error
         is_choice = self._is_own and answer.request.temperature == 0.0

@@ -1,5 +1,6 @@
 """Text that an engine writes equals what `generate` gives, answer by answer."""
 
+import itertools
 import threading
 
 import pytest
@@ -65,6 +66,20 @@ def test_sampling_is_repeatable_whatever_runs_beside_it(counting, writer):
     found = answers(writer, sampled(1))
     assert len(set(found)) > 4
     assert answers(writer, sampled(4))[:5] == found[3:]
+
+
+@pytest.mark.parametrize("last", range(1, 6))
+def test_a_count_that_raises_ends_the_writing_also_when_an_answer_has_just_ended(writer, last):
+    calls = itertools.count(1)
+
+    def count(_: int) -> None:
+        if next(calls) == last:
+            raise Cancelled("stop")
+
+    requests = [WriteRequest(prompt, 1) for prompt in PROMPTS]
+    with pytest.raises(Cancelled):
+        answers(writer, requests, on_tokens=count)
+    assert all(answers(writer, requests))
 
 
 def test_only_greedy_answers_of_the_model_itself_are_its_choices(counting):
