@@ -18,6 +18,7 @@ from shared.errors import Corrupt, PreconditionFailed, RouterMismatch
 from shared.ladder.rungs import exit_name
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.model.loaded import LoadedModel
+from shared.tensor_parts import take_part
 
 FORMAT = 1
 # Upper limit of the file. A model of hidden size 1,536 needs 210 MB for each exit and up to 80 MB for the counts of successors.
@@ -148,19 +149,18 @@ def read_statistics(path: Path) -> Statistics:
 
 
 def _statistics(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> Statistics:
-    def take(prefix: str) -> dict[str, Tensor]:
-        names = [name for name in tensors if name.startswith(f"{prefix}.")]
-        return {name.removeprefix(f"{prefix}."): tensors.pop(name) for name in names}
-
     choice_counts, learned = tensors.pop("choice_counts"), tensors.pop("learned")
     moments = {}
     for depth, hidden_size, kept in header["exits"]:
-        own, layout = take(exit_name(depth)), MomentsLayout(hidden_size, depth, tuple(kept))
+        own, layout = (
+            take_part(tensors, exit_name(depth)),
+            MomentsLayout(hidden_size, depth, tuple(kept)),
+        )
         # Memory is allocated by it.
         if hidden_size < 1 or own["targets"].shape != (layout.width, 2 * hidden_size):
             raise Corrupt("the statistics of an exit have not the shapes of their layout")
         moments[depth] = Moments.from_tensors(own, layout)
-    successors = SuccessorBuilder.from_tensors(take("successors"), len(choice_counts))
+    successors = SuccessorBuilder.from_tensors(take_part(tensors, "successors"), len(choice_counts))
     numbers = torch.tensor([header["num_tokens"], header["generation"]], dtype=torch.float64)
     if (
         tensors

@@ -22,6 +22,7 @@ from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
 from shared.ladder.successors import SuccessorTable
 from shared.ladder.table_router import TableRouter
 from shared.model.own_thread import run_in_own_thread
+from shared.tensor_parts import take_part
 
 # 3: a head has a matrix of its own for the further steps of its chains; in 2 it was tied to that of the first. Without exits a manifest
 # says 1, which earlier versions of neap read, too.
@@ -180,7 +181,7 @@ class _Unpacker:
         if len(rungs) != len(self.manifest["rungs"]) or len(rungs) > MAX_EXITS + 2:
             raise Corrupt("the router has duplicate rungs or too many")
         suffix, successor = rungs.pop(SUFFIX, None), rungs.pop(SUCCESSOR, None)
-        table = self._take(SUCCESSOR)
+        table = take_part(self.tensors, SUCCESSOR)
         if (successor is None) == bool(table):
             raise Corrupt(
                 "the router has a successor table without its rung, or the rung without the table"
@@ -203,10 +204,6 @@ class _Unpacker:
             draft_vocabulary=vocabulary,
         )
 
-    def _take(self, prefix: str) -> dict[str, Tensor]:
-        names = [name for name in self.tensors if name.startswith(f"{prefix}.")]
-        return {name[len(prefix) + 1 :]: self.tensors.pop(name) for name in names}
-
     def _exit(self, rung: Mapping[str, Any], model: ModelIdentity) -> LayerExit:
         depth = _size(rung["depth"], model.num_layers - 1, least=0)
         if rung["form"] in FORMER_FORMS:
@@ -226,11 +223,11 @@ class _Unpacker:
         with torch.device("meta"):
             head = FusedHead(model.hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
             router = DepthRouter(model.hidden_size, router_width)
-        tensors = self._take(f"{rung['name']}.head")
+        tensors = take_part(self.tensors, f"{rung['name']}.head")
         if self.manifest["schema_version"] == TIED_VERSION:
             tensors["fuse"] = _untied(tensors["fuse"], model.hidden_size)
         _fill(head, tensors)
-        _fill(router, self._take(f"{rung['name']}.router"))
+        _fill(router, take_part(self.tensors, f"{rung['name']}.router"))
         agreement = float(rung["figures"].get("agreement", 0.0))
         if not 0.0 <= agreement <= 1.0:
             raise Corrupt(f"the agreement of rung {rung['name']!r} is {agreement}")

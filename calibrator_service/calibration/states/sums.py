@@ -13,6 +13,7 @@ from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
 from shared.errors import Corrupt
+from shared.tensor_parts import take_part
 
 SAVE_INTERVAL_S = 120.0
 
@@ -62,7 +63,5 @@ class Sums:
         except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
             raise Corrupt(f"{path.name} does not hold the sums of this calibration") from error
         for depth, moments in self.moments.items():
-            prefix = f"{depth}."
-            own = {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
-            device = moments.second.device
+            own, device = take_part(tensors, str(depth)), moments.second.device
             self.moments[depth] = Moments.from_tensors(own, moments.layout, device)

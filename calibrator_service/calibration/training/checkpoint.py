@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from calibrator_service.calibration.files import write_atomically
 from shared.errors import Corrupt
+from shared.tensor_parts import take_part
 
 SAVE_INTERVAL_S = 60.0
 
@@ -42,9 +43,9 @@ class Checkpoint:
             with safe_open(self._path, framework="pt") as file:
                 place = Place(**json.loads((file.metadata() or {})["place"]))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            self._heads.load_state_dict(_part(tensors, "head."))
+            self._heads.load_state_dict(take_part(tensors, "head"))
             state: dict[int, dict[str, Tensor]] = {}
-            for name, tensor in _part(tensors, "optimiser.").items():
+            for name, tensor in take_part(tensors, "optimiser").items():
                 number, field = name.split(".")
                 state.setdefault(int(number), {})[field] = tensor
             groups = self._optimiser.state_dict()["param_groups"]
@@ -67,7 +68,3 @@ class Checkpoint:
     def delete(self) -> None:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-
-
-def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
