@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -122,7 +122,7 @@ def run_phases(
     run.report("loading", 0.0)
     runner = ContiguousRunner(run.loaded)
 
-    with run.phase("collecting"), Writers(run, fleet_of) as writers:
+    with run.phase("collecting"), closing(Writers(run, fleet_of)) as writers:
         source = source_record(run.spec.source)
         text = plan_text(run)
         splitter = Splitter(

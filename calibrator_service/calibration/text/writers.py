@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 import structlog
 import torch
@@ -14,6 +12,7 @@ from calibrator_service.calibration.text.engine_writer import EngineWriter
 from calibrator_service.calibration.text.stream import TEXT_SHARE
 from calibrator_service.calibration.text.writer import Writer
 from shared.engine.memory.budget import available_bytes
+from shared.model.dtypes import multiplies_bfloat16
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
@@ -27,7 +26,7 @@ log = structlog.get_logger("neap.calibration")
 
 
 class Writers:
-    """A context manager, which closes them. `own` writes with the model itself; `of_text` is who writes the text of the splits that
+    """To be closed. `own` writes with the model itself; `of_text` is who writes the text of the splits that
     train. `fleet_of`: see `pipeline.calibrate`.
     """
 
@@ -42,15 +41,7 @@ class Writers:
             log.info("text is written with a copy of the model in bfloat16")
             self.of_text = EngineWriter(bfloat16_copy(run.loaded), run.plan.rows, is_own=False)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self.of_text.close()
         self.own.close()
 
@@ -69,12 +60,6 @@ def pays_for_copy(run: Run) -> bool:
     if math.isinf(left_s):
         return run.plan.max_tokens >= MIN_COPY_TOKENS
     return loaded.load_s <= COPY_LOAD_SHARE * left_s
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies matrices faster in bfloat16 than in float32."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
 def bfloat16_copy(loaded: LoadedModel) -> LoadedModel:

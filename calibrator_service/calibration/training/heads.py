@@ -24,6 +24,8 @@ from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
 from shared.ladder.fused_head import FusedHead
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.dtypes import multiplies_bfloat16
+from shared.tensor_parts import take_part
 
 GRADIENT_NORM = 1.0
 # Losses are read from the device and reported this often. Each time the host waits until the device has finished its work.
@@ -78,10 +80,7 @@ def _published(head: FusedHead) -> FusedHead:
 def _load_heads(heads: Mapping[int, FusedHead], path: Path) -> None:
     tensors = load(path.read_bytes())
     for depth, head in heads.items():
-        prefix = f"{depth}."
-        head.load_state_dict(
-            {n[len(prefix) :]: t for n, t in tensors.items() if n.startswith(prefix)}
-        )
+        head.load_state_dict(take_part(tensors, str(depth)))
 
 
 def train_heads(
@@ -156,8 +155,7 @@ def train_heads(
 def _fast_products(device: torch.device) -> Iterator[None]:
     """Scope in which a GPU multiplies float32 matrices in TF32, and a processor with bfloat16 products in bfloat16, which is
     several times as fast. Sums, norms, weights and the optimiser stay in float32."""
-    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    if any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16")):
+    if device.type == "cpu" and multiplies_bfloat16():
         with torch.autocast("cpu", torch.bfloat16):
             yield
         return

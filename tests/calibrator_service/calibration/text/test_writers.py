@@ -1,5 +1,6 @@
 """A calibration writes with a copy in bfloat16 only where that is faster, and never the text that a bound is certified on."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +64,7 @@ def test_no_copy_on_a_processor_without_bfloat16_or_without_memory(loaded, tmp_p
 def test_the_text_of_a_copy_is_not_the_models_own_choice(loaded, tmp_path):
     run = run_of(loaded, tmp_path, max_tokens=20_000)
     requests = [WriteRequest((50, 60), 8)]
-    with Writers(run) as both:
+    with closing(Writers(run)) as both:
         assert both.of_text is not both.own
         [by_copy], [by_model] = (write_all(w, requests, Pace()) for w in (both.of_text, both.own))
     assert by_copy.tokens
@@ -72,8 +73,8 @@ def test_the_text_of_a_copy_is_not_the_models_own_choice(loaded, tmp_path):
 
 def test_given_text_needs_no_copy_and_a_fleet_replaces_it(loaded, tmp_path):
     run = run_of(loaded, tmp_path, max_tokens=20_000, source=TextFile("a.txt"))
-    with Writers(run) as both:
+    with closing(Writers(run)) as both:
         assert both.of_text is both.own
     fleet: Any = SimpleNamespace(close=lambda: None)
-    with Writers(run_of(loaded, tmp_path, max_tokens=20_000), lambda _: fleet) as both:
+    with closing(Writers(run_of(loaded, tmp_path, max_tokens=20_000), lambda _: fleet)) as both:
         assert both.of_text is fleet
