@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 
 import structlog
 from neap_client import ClientSecurity, NeapClient
@@ -103,7 +104,7 @@ class FleetWriter:
         if self._addresses and not self.num_workers:
             log.warning("no worker is left that writes text, so this process writes it")
         for written in self._local.write(next_local, pace):
-            yield Written(order[written.index], written.tokens, written.is_choice)
+            yield replace(written, index=order[written.index])
 
     def idle(self) -> AbstractContextManager[None]:
         return self._local.idle()
