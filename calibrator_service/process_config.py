@@ -23,7 +23,8 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """`start` is the job's fencing token. `registry`: where a parent's statistics are fetched. `recipe` ("module:function") does the work; see `calibrator_service.recipe`."""
+    """`start` is the job's fencing token. `registry`: where a parent's statistics are fetched. `recipe` ("module:function") does the
+    work; see `calibrator_service.recipe`."""
 
     folder: str
     calibration_id: str

@@ -14,7 +14,8 @@ from shared.errors import Cancelled
 
 @dataclass(frozen=True)
 class Task:
-    """`source`: folder or name of the model. `text_workers`: addresses of the workers that may write its text. `work_dir` outlives the process: a resumed job finds its files there.
+    """`source`: folder or name of the model. `text_workers`: addresses of the workers that may write its text. `work_dir` outlives the
+    process: a resumed job finds its files there.
 
     `progress` and `should_stop` are cheap to call. `parent_statistics`: the file of the spec's parent, if it has one.
     """

@@ -18,7 +18,8 @@ class StateChunk:
     """N positions to learn from. Their states are among R >= N rows, grouped by sequence.
 
     states: depth -> [R, D] float16, scaled to a root mean square of 1; deep: [R, D] likewise, at depth L; rows: [N] index of a
-    position's own row, which follows the row of the position before; choices: [N] int64, the full model's choice after the position; converged: depth -> [N] bool, for the cosine label, else empty.
+    position's own row, which follows the row of the position before; choices: [N] int64, the full model's choice after the position;
+    converged: depth -> [N] bool, for the cosine label, else empty.
     """
 
     states: dict[int, Tensor]

@@ -265,7 +265,8 @@ def _needs_choices(sequence: TokenSequence) -> bool:
 
 
 def _captured_span(sequence: TokenSequence) -> tuple[int, int]:
-    """[start, end) of the positions whose states are kept: those learned from, and the one before them, which is settled when the first is drafted."""
+    """[start, end) of the positions whose states are kept: those learned from, and the one before them, which is settled when the first
+    is drafted."""
     first = first_position(sequence)
     # The choice after a greedy answer's last token is unknown. Where choices are computed, there is one.
     return max(0, first - 1), len(sequence.tokens) - (not _needs_choices(sequence))

@@ -12,7 +12,7 @@ from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.fused_head import NUM_STATES
 from shared.ladder.unit import unit
 
-# Positions whose products are summed in one matrix product, and the limit of the errors that float32 sums collect.
+# Positions of one matrix product. It bounds the memory for their states in float32.
 PIECE = 2048
 
 
@@ -34,8 +34,9 @@ class Moments:
     """Sums over `count` positions t of a text, of which x = (settled states of t [3D], state entering at t + 1 [D], and at t + 2 [D]).
 
     `second` [5D, 5D]: of x x'. `targets` [5D, 2D]: of x z', where z are the final states [D] of t + 1 and t + 2, from which the full model
-    chooses: as the LM head reads them. All other states are scaled to a root mean square of 1. The second step of a chain begins with the head's output for t + 1, which
-    is linear in x: its sums follow from these, so one pass over the text is enough, and parts of a text may be summed apart.
+    chooses: as the LM head reads them. All other states are scaled to a root mean square of 1. The second step of a chain begins with
+    the head's output for t + 1, which is linear in x: its sums follow from these, so one pass over the text is enough, and parts of a text
+    may be summed apart.
     """
 
     def __init__(self, layout: MomentsLayout, device: torch.device | str = "cpu") -> None:

@@ -28,7 +28,8 @@ MAX_TABLE_TOKENS = 100_000
 
 @dataclass(frozen=True)
 class TrainingData:
-    """moments: of the heads split, by exit, which heads are solved from; chunks: states of each split that is read again; table_sequences: sequences of the routers and report splits, for the tables.
+    """moments: of the heads split, by exit, which heads are solved from; chunks: states of each split that is read again;
+    table_sequences: sequences of the routers and report splits, for the tables.
 
     choice_counts: [V], how often the full model chose each token in the heads split; successors: has counted the successors
     of that split; num_tokens: tokens learned from, per split.

@@ -20,8 +20,8 @@ NUM_PLACES = 4
 class ExitOutputs:
     """An exit at N positions: the LM head's input [N, D] and logits [N, Vd] over the draft vocabulary.
 
-    chain_places [N] int64 >= 1: the drafted tokens' places in their chains. positions [N]: the positions in the chunk after which tokens are drafted; choices [N]: the full model's choices
-    there, as indices in the draft vocabulary or -1.
+    chain_places [N] int64 >= 1: the drafted tokens' places in their chains. positions [N]: the positions in the chunk after which
+    tokens are drafted; choices [N]: the full model's choices there, as indices in the draft vocabulary or -1.
     """
 
     adapted: Tensor
