@@ -67,8 +67,8 @@ def parser() -> argparse.ArgumentParser:
         help="of the model; default: float32 on a CPU, the checkpoint's own on a GPU",
     )  # fmt: skip
     made.add_argument(
-        "--compute-dtype", choices=["bfloat16"],
-        help="multiply in it on a CPU, as --compute-dtype of the services; with --dtype bfloat16",
+        "--compute-dtype", choices=["bfloat16", "int8"],
+        help="multiply in it on a CPU, as --compute-dtype of the services",
     )  # fmt: skip
     made.add_argument(
         "--hours", type=float, help=f"default: {DEFAULT_HOURS:g}, or none with --tokens"

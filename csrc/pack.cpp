@@ -76,21 +76,22 @@ void read_super(Format format, const uint8_t* p, Block* block) {
 
 // Writes the quants of a group for output `lane`. `quants` is the group's first byte in the panel, which must be 0 before.
 void place_quants(const Layout& layout, const uint8_t* from, int lane, uint8_t* quants) {
-  const auto add_bits = [&](int64_t line, int shift, uint32_t bits) {
+  const auto add_bits = [&](int64_t line, int64_t shift, uint32_t bits) {
     uint8_t* at = quants + line * kPanel * 4 + lane * 4;
     uint32_t word;
     std::memcpy(&word, at, 4);
     word |= bits << shift;
     std::memcpy(at, &word, 4);
   };
-  const int high_bits = layout.bits - 4, lines_before = layout.bits == 4 ? 0 : 1;
+  const int high_bits = layout.bits - 4;
   for (int64_t k = 0; k < layout.group; ++k) {
+    const int64_t line = k / 8, byte = k % 8 / 2, odd = k % 2;
     if (layout.bits == 8) {
-      quants[k * kPanel + lane] = from[k];
+      add_bits(2 * line + odd, 8 * byte, from[k]);
       continue;
     }
-    if (lines_before) add_bits(0, (int)k * high_bits, from[k] >> 4);
-    add_bits(lines_before + k / 8, (int)(k % 8) * 4, from[k] & 15);
+    if (high_bits) add_bits(0, 8 * byte + high_bits * (2 * line + odd), from[k] >> 4);
+    add_bits(line + (high_bits ? 1 : 0), k % 8 * 4, from[k] & 15);
   }
 }
 

@@ -21,7 +21,7 @@ PackedView packed_view(const char* op, const char* name, const T& packed) {
   std::memcpy(&header, bytes, kHeaderBytes);
   constexpr int64_t kLimit = int64_t(1) << 40;  // no product of two sizes below overflows
   const bool sane = std::memcmp(header.magic, kPackedMagic, sizeof(header.magic)) == 0 && header.format >= 0 && header.format < kFormats &&
-                    (header.rounds_inputs == 0 || (header.rounds_inputs == 1 && header.format == kPlainBf16)) &&
+                    (header.rounds_inputs == 0 || (header.rounds_inputs == 1 && can_round_inputs((Format)header.format))) &&
                     header.out_features >= 0 && header.in_features >= 0 && header.out_features < kLimit && header.in_features < kLimit / 8;
   NEAP_CHECK(sane, op, ": ", name, " is not a packed matrix; pack_linear and pack_blocks make them");
   const Format format = (Format)header.format;

@@ -100,7 +100,7 @@ Tensor pack_blocks(Tensor blocks, std::string kind, int64_t in_features) {
 
 void round_inputs_(Tensor packed) {
   const PackedView view = packed_view("round_inputs_", "packed", packed);
-  NEAP_CHECK(view.matrix.format == kPlainBf16, "round_inputs_: packed is a ", kLayouts[view.matrix.format].name, " matrix, want BF16");
+  NEAP_CHECK(can_round_inputs(view.matrix.format), "round_inputs_: packed is a ", kLayouts[view.matrix.format].name, " matrix, want BF16 or GGUF's blocks");
   const int32_t rounds = 1;
   std::memcpy(static_cast<uint8_t*>(packed.mutable_data_ptr()) + offsetof(PackedHeader, rounds_inputs), &rounds, sizeof(rounds));
 }

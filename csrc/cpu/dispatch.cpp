@@ -39,7 +39,7 @@ const Kernels* candidate(int rank) {
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
-  if (rank == 0) return has_avx512 && __builtin_cpu_supports("avx512bf16") ? &avx512bf16::table() : nullptr;
+  if (rank == 0) return has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? &avx512bf16::table() : nullptr;
   if (rank == 1) return has_avx512 ? &avx512::table() : nullptr;
   if (rank == 2) return has_avx2 ? &avx2::table() : nullptr;
 #endif

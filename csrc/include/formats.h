@@ -2,16 +2,19 @@
 //
 // A matrix [out_features, in_features] is cut into panels of 16 outputs. A panel is a sequence of depth blocks of 256 inputs, the last
 // one shorter. Kernels widen the weights to float32 in registers, so a pass reads only the stored bytes. All formats give the very
-// float32 numbers that widening the matrix beforehand would give. A bfloat16 matrix may ask that its inputs be rounded to bfloat16, too:
-// then pairs of inputs are multiplied at once, and summed in float32.
+// float32 numbers that widening the matrix beforehand would give. A matrix may ask that its inputs be rounded as its weights are. Those of
+// a bfloat16 matrix are then rounded to bfloat16, and pairs of inputs are multiplied at once and summed in float32. Those of a matrix of
+// GGUF's blocks are rounded to 8 bits, and their products with quants are summed as integers (see rounded.h).
 //
 //   float32, float16   [inputs, 16]
 //   bfloat16           [inputs / 2, 16 outputs, 2 inputs]: two inputs fill the 32-bit lane of an output
 //   GGUF's blocks      d (and dmin) [16] once per depth block if the format has super-blocks; scales of all groups; quants of all groups
 //
 // A group is a run of inputs that share a scale. Its quants of 4 bits are lines of 8 inputs, one 32-bit lane per output, input j in bits
-// [4j, 4j + 4). Higher bits stand in lines of their own before them: 1 bit of 32 inputs or 2 bits of 16 inputs per lane. Quants of
-// 8 bits are [inputs, 16].
+// [4j, 4j + 4). So the low halves of the lane's bytes are inputs 0, 2, 4 and 6, and the high halves inputs 1, 3, 5 and 7. Quants of
+// 8 bits have two lines for 8 inputs, one for the even and one for the odd inputs. Higher bits stand in a line of their own before the
+// others: h bits of each input of the group per lane, input 8i + 2j + p at bit 8j + h * (2i + p), so that a shift and a mask move those of
+// 4 inputs above the low halves of 4 bytes.
 #pragma once
 #include <cstdint>
 
@@ -43,6 +46,7 @@ constexpr Layout kLayouts[kFormats] = {
 };
 
 constexpr bool is_quantised(Format format) { return format >= kQ4_0; }
+constexpr bool can_round_inputs(Format format) { return format >= kPlainBf16; }
 
 constexpr int64_t quant_bytes(const Layout& layout) { return layout.group * layout.bits * kPanel / 8; }
 
@@ -67,7 +71,7 @@ constexpr int64_t panel_bytes(Format format, int64_t in_features) {
 struct PackedHeader {
   char magic[8];
   int32_t format;
-  int32_t rounds_inputs;  // 1: products round their inputs to bfloat16, as the weights are; bfloat16 only
+  int32_t rounds_inputs;  // 1: products round their inputs; not for float32 and float16
   int64_t out_features, in_features;
   char padding[32];
 };

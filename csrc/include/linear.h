@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdlib>
 
-#include "tile.h"
+#include "rounded.h"
 
 namespace neap::NEAP_ISA {
 
@@ -34,45 +34,70 @@ constexpr Product kProducts[kFormats] = {
 
 constexpr Product kDots = {panels_for<BfloatDots>, pick_tile<BfloatDots>, widen_block<BfloatPairs>, false};
 
-// A gate and `up` share their inputs, so these are rounded only if both want it.
-inline bool rounds_inputs(const LinearArgs& args) { return args.weight.rounds_inputs && (!args.gated || args.up.rounds_inputs); }
-
-// The kernels that multiply a matrix by floats, or by pairs of bfloat16.
-inline const Product& product_for(const Matrix& matrix, bool by_pairs) {
-  return by_pairs ? kDots : kProducts[matrix.format];
+template <Format kFormat>
+constexpr Product rounded_product_of() {
+  using Reader = RoundedQuants<kFormat>;
+  return {panels_for<Reader>, pick_tile<Reader>, widen_block<Quants<kFormat>>, false};
 }
 
-// Rows of x as tiles read them, `stride` apart: floats, or pairs of bfloat16 in floats' places.
+// From kQ4_0 on.
+constexpr Product kRoundedProducts[kFormats - kQ4_0] = {
+    rounded_product_of<kQ4_0>(), rounded_product_of<kQ4_1>(), rounded_product_of<kQ5_0>(), rounded_product_of<kQ5_1>(),
+    rounded_product_of<kQ8_0>(), rounded_product_of<kQ4_K>(), rounded_product_of<kQ5_K>(), rounded_product_of<kQ6_K>(),
+};
+
+// What tiles read of an input row: floats, pairs of bfloat16 in floats' places, or InputGroups.
+enum InputKind { kFloats, kPairs, kGroups };
+
+inline InputKind input_kind(const Matrix& matrix) { return !matrix.rounds_inputs ? kFloats : is_quantised(matrix.format) ? kGroups : kPairs; }
+
+// A gate and `up` share their inputs, so these are rounded only if both want the same.
+inline InputKind input_kind(const LinearArgs& args) {
+  const InputKind kind = input_kind(args.weight);
+  return args.gated && kind != input_kind(args.up) ? kFloats : kind;
+}
+
+// The kernels that multiply a matrix by inputs of a kind.
+inline const Product& product_for(const Matrix& matrix, InputKind kind) {
+  return kind == kGroups ? kRoundedProducts[matrix.format - kQ4_0] : kind == kPairs ? kDots : kProducts[matrix.format];
+}
+
+// Rows of x as tiles read them, `stride` floats apart.
 struct Inputs {
   const float* rows;
   int64_t stride;
-  bool are_pairs;
+  InputKind kind;
+  // Where input k, the first of a depth block, stands in a row.
+  int64_t place(int64_t k) const { return kind == kGroups ? k / kRoundedInputs * kGroupFloats : kind == kPairs ? k / 2 : k; }
 };
 
 // A thread's memory for rounded inputs. It grows, and lasts as long as the thread.
-struct PairBuffer {
-  float* pairs = nullptr;
+struct RoundedBuffer {
+  float* floats = nullptr;
   int64_t size = 0;
-  ~PairBuffer() { free(pairs); }
+  ~RoundedBuffer() { free(floats); }
   float* take(int64_t wanted) {
     if (wanted > size) {
-      free(pairs);
-      pairs = static_cast<float*>(malloc((size_t)(size = wanted) * sizeof(float)));
-      if (!pairs) abort();
+      free(floats);
+      floats = static_cast<float*>(malloc((size_t)(size = wanted) * sizeof(float)));
+      if (!floats) abort();
     }
-    return pairs;
+    return floats;
   }
 };
 
 // Rows [row, row + rows) of x. Rounded ones are valid until this thread's next call.
 inline Inputs inputs_of(const LinearArgs& args, int64_t row, int64_t rows) {
   const float* x = args.x + row * args.x_stride;
-  if (!rounds_inputs(args)) return {x, args.x_stride, false};
-  static thread_local PairBuffer buffer;
-  const int64_t stride = ceil_div(args.in_features, 2);
-  float* pairs = buffer.take(rows * stride);
-  for (int64_t r = 0; r < rows; ++r) round_pairs(x + r * args.x_stride, args.in_features, pairs + r * stride);
-  return {pairs, stride, true};
+  const InputKind kind = input_kind(args);
+  if (kind == kFloats) return {x, args.x_stride, kind};
+  static thread_local RoundedBuffer buffer;
+  const int64_t stride = kind == kGroups ? args.in_features / kRoundedInputs * kGroupFloats : ceil_div(args.in_features, 2);
+  float* rounded = buffer.take(rows * stride);
+  for (int64_t r = 0; r < rows; ++r, x += args.x_stride)
+    if (kind == kGroups) round_groups(x, args.in_features, reinterpret_cast<InputGroup*>(rounded + r * stride));
+    else round_pairs(x, args.in_features, rounded + r * stride);
+  return {rounded, stride, kind};
 }
 
 inline void widen(Format format, const uint8_t* block, int64_t depth, float* out) { kProducts[format].widen(block, depth, out); }
@@ -135,8 +160,8 @@ inline Ahead prefetched(const Matrix& matrix, const uint8_t* panel, int64_t pane
 // c [rows, panels * 16] = `rows` rows of x times `panels` panels of `matrix` from number `first` on. `next`: the panel that is multiplied
 // after them.
 inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first, int64_t panels, const uint8_t* next, float* c) {
-  const Product& product = product_for(matrix, x.are_pairs);
-  const int64_t pair = x.are_pairs ? 2 : 1;
+  const Product& product = product_for(matrix, x.kind);
+  const int64_t pair = x.kind == kPairs ? 2 : 1;
   const RowTiles tiles(rows);
   const bool widens = product.shared && tiles.count > kOwnTiles;
   const Product& tile_product = widens ? kProducts[kPlain32] : product;
@@ -164,7 +189,7 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
       }
       for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
         t.ahead = prefetched(matrix, panel, width, next + p * matrix.panel_bytes, block, t.depth, step, i, tiles.count);
-        t.a = x.rows + r * x.stride + k / pair;
+        t.a = x.rows + r * x.stride + x.place(k);
         t.c = c + r * c_stride + p * kPanel;
         (i < tiles.taller ? tall : low)(t);
       }
@@ -175,7 +200,7 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
 // Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
 inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const Inputs x = inputs_of(args, row, rows);
-  const Product& product = product_for(args.weight, x.are_pairs);
+  const Product& product = product_for(args.weight, x.kind);
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
   // As many panels as a tile takes, and as the buffers hold.
   const int64_t group = max64(1, min64(product.panels((int)RowTiles(rows).height), kChunkFloats / (rows * kPanel)));

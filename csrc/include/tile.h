@@ -12,7 +12,7 @@ namespace neap::NEAP_ISA {
 // are independent to hide the latency, but at most kMaxPanels. What a reader holds takes registers, too.
 template <class Reader>
 constexpr int panels_for(int rows) {
-  const int fitting = Reader::kHeld ? (kRegisters - 3) / (kPanelVecs * (rows + Reader::kHeld)) : kAccumulators / (rows * kPanelVecs);
+  const int fitting = Reader::kHeld ? (kRegisters - 3) / (kPanelVecs * (Reader::kSums * rows + Reader::kHeld)) : kAccumulators / (rows * kPanelVecs);
   return fitting < 1 ? 1 : fitting > kMaxPanels ? kMaxPanels : fitting;
 }
 
@@ -75,6 +75,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
       for (int p = 0; p < kPanels; ++p) {
         readers[p].load(k);
         if (k % Reader::kLineInputs == 0) __builtin_prefetch(ahead + p * ahead_stride);
+        if (kUnit > Reader::kLineInputs) __builtin_prefetch(ahead + p * ahead_stride + 64);
       }
       for_inputs<kUnit>([&](auto input) __attribute__((always_inline)) { add_input(input, a); });
     }
@@ -95,6 +96,11 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
 using TileFn = void (*)(const TileArgs&);
 
 template <class Reader, int kRows, int kPanels>
+struct TileOf {
+  static constexpr TileFn kTile = tile<Reader, kRows, kPanels>;
+};
+
+template <class Reader, int kRows, int kPanels>
 struct TilePicker {
   static TileFn pick(int rows, int panels) {
     if (rows != kRows) {
@@ -102,7 +108,7 @@ struct TilePicker {
     } else if (panels != kPanels) {
       if constexpr (kPanels > 1) return TilePicker<Reader, kRows, kPanels - 1>::pick(rows, panels);
     }
-    return tile<Reader, kRows, kPanels>;
+    return TileOf<Reader, kRows, kPanels>::kTile;
   }
 };
 

@@ -1,7 +1,7 @@
 // Readers of packed panels: they widen 16 outputs of an input to float32 in registers, whatever the format.
 //
-// kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kShared: whether several row tiles
-// share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a panel: begin(block, depth, row_bytes). open(k) prepares the group that begins at input k; load(k)
+// kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kSums: those of a row's sum.
+// kShared: whether several row tiles share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a panel: begin(block, depth, row_bytes). open(k) prepares the group that begins at input k; load(k)
 // fetches the bytes of kUnit inputs, which begin a cache line at every kLineInputs-th input or oftener; column<j>(v) gives vector v of input k + j. The float32 numbers are those of GGUF's reference code: a product of scale and
 // quant is exact in float32, so one fused multiply-add rounds as the reference does.
 #pragma once
@@ -62,6 +62,7 @@ NEAP_INLINE void for_inputs(const F& f) {
 
 // How a tile adds a product to a sum.
 struct Sums {
+  static constexpr int kSums = 1;
   static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return fma(value, column, sum); }
 };
 
@@ -106,16 +107,16 @@ struct Quants : Sums {
   static constexpr int kHeld = 2;  // scales and offsets; the bits are cheap to fetch again
   static constexpr bool kShared = true;
   static constexpr Layout kLayout = kLayouts[kFormat];
-  static constexpr int kUnit = kLayout.bits == 8 ? 1 : 8, kGroup = (int)kLayout.group, kLineInputs = kLayout.bits == 8 ? 4 : 8;
-  static constexpr int64_t kHighBytes = kLayout.bits == 5 || kLayout.bits == 6 ? kPanel * 4 : 0;  // lines of bits above the lowest 4
+  static constexpr int kUnit = 8, kGroup = (int)kLayout.group, kLineInputs = kLayout.bits == 8 ? 4 : 8;
+  static constexpr int kHighBits = kLayout.bits == 8 ? 0 : kLayout.bits - 4;
+  static constexpr int64_t kHighBytes = kHighBits ? kPanel * 4 : 0;  // a line of bits above the lowest 4
   // What is subtracted from each quant before it is scaled.
   static constexpr int kBias = kFormat == kQ4_0 ? 8 : kFormat == kQ5_0 ? 16 : kFormat == kQ6_K ? 32 : 0;
 
   const uint8_t *block, *scales, *quants;
   const uint8_t* group_quants;
   Vec scale[kPanelVecs], offset[kPanelVecs];
-  UintVec low[kPanelVecs], high[kPanelVecs];
-  const int8_t* bytes;
+  UintVec low[kPanelVecs], high[kPanelVecs];  // the line of 8 inputs and what is above it; of 8 bits: even and odd inputs
 
   NEAP_INLINE void begin(const uint8_t* own_block, int64_t depth, int64_t) {
     block = own_block, scales = block + kLayout.head_bytes, quants = scales + depth / kGroup * kLayout.scale_bytes;
@@ -143,25 +144,33 @@ struct Quants : Sums {
 
   NEAP_INLINE void load(int64_t k) {
     const int64_t within = k % kGroup;
-    if constexpr (kLayout.bits == 8) {
-      bytes = reinterpret_cast<const int8_t*>(group_quants) + within * kPanel;
-    } else {
-      for (int v = 0; v < kPanelVecs; ++v) {
-        low[v] = load_bits(group_quants + kHighBytes + within * kPanel / 2 + v * kLanes * 4);
-        if constexpr (kHighBytes != 0)
-          if (within > 0) high[v] >>= (kLayout.bits - 4) * kUnit;
-      }
+    const uint8_t* line = group_quants + kHighBytes + within * kPanel * (kLayout.bits == 8 ? 8 : 4) / 8;
+    for (int v = 0; v < kPanelVecs; ++v) {
+      low[v] = load_bits(line + v * kLanes * 4);
+      if constexpr (kLayout.bits == 8) high[v] = load_bits(line + kPanel * 4 + v * kLanes * 4);
+      if constexpr (kHighBits != 0)
+        if (within > 0) high[v] >>= 2 * kHighBits;
     }
   }
 
   template <int kInput> NEAP_INLINE Vec column(int v) const {
+    constexpr int kByte = kInput / 2, kOdd = kInput % 2;
     if constexpr (kLayout.bits == 8) {
-      return load_bytes(bytes + v * kLanes) * scale[v];
+      const IntVec number = (IntVec)((kOdd ? high[v] : low[v]) << (24 - 8 * kByte)) >> 24;
+      return __builtin_convertvector(number, Vec) * scale[v];
     } else {
-      constexpr int kShift = 4 - (kLayout.bits - 4) * kInput;  // moves the input's high bits above the lowest 4
-      const UintVec above = kHighBytes == 0 ? low[v] : kShift >= 0 ? high[v] << (kShift & 31) : high[v] >> (-kShift & 31);
+      constexpr int kShift = 4 - 8 * kByte - kHighBits * kOdd;  // moves the input's high bits above the lowest 4
+      const UintVec above = kHighBits == 0 ? low[v] : kShift >= 0 ? high[v] << (kShift & 31) : high[v] >> (-kShift & 31);
       return fma(scale[v], number_of<kLayout.bits>(low[v] >> (4 * kInput), above), offset[v]);
     }
+  }
+
+  // The quants of the 4 even or odd inputs of the line, without scale and bias, in the bytes of a lane.
+  template <int kOdd> NEAP_INLINE UintVec quads(int v) const {
+    if constexpr (kLayout.bits == 8) return kOdd ? high[v] : low[v];
+    const UintVec lowest = (low[v] >> (4 * kOdd)) & 0x0f0f0f0fu;
+    if constexpr (kHighBits == 0) return lowest;
+    return lowest | ((high[v] >> (kHighBits * kOdd)) & (0x01010101u * ((1u << kHighBits) - 1u))) << 4;
   }
 };
 

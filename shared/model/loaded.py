@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shared.errors import UnsupportedModel
 from shared.model.borders import context_limit
-from shared.model.dtypes import dtype_name
+from shared.model.dtypes import dtype_name, rounded_to
 from shared.model.fingerprint import fingerprint
 from shared.model.parts import ModelParts, find_parts
 from shared.model.substitution import attention
@@ -87,8 +87,8 @@ def wrap_model(
 
     `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. `identity`: its fingerprint, if it is
     known. `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that the model
-    computes in. `compute_dtype`: bfloat16, for an accelerated model, multiplies weights that are kept in bfloat16 by inputs rounded to
-    it; None: the one of the model. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype,
+    computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies weights that are kept in bfloat16 by inputs rounded to
+    it, and int8 multiplies GGUF's blocks by inputs rounded to 8 bits; None: the one of the model. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype,
     COMPUTE_DTYPE_NOT_SUPPORTED if no matrix can be multiplied in that one).
     """
     model.requires_grad_(False).eval()
@@ -100,11 +100,11 @@ def wrap_model(
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
         report = _accelerate(model, model_id, kv_dtype, compute_dtype)
     if compute_dtype != model.dtype and not (
-        compute_dtype == torch.bfloat16 and report and "bfloat16" in report.formats
+        report and compute_dtype in map(rounded_to, report.formats)
     ):
         raise UnsupportedModel(
             f"{model_id} cannot be multiplied in {dtype_name(compute_dtype)}: only neap's kernels, on a CPU, multiply in another dtype "
-            "than the model's, and only weights kept in bfloat16 in bfloat16",
+            "than the model's: weights kept in bfloat16 in bfloat16, and the blocks of a .gguf file in int8",
             reason="COMPUTE_DTYPE_NOT_SUPPORTED",
         )
     if kv_dtype != model.dtype and model.config._attn_implementation != attention.NAME:

@@ -60,10 +60,11 @@ def pack_blocks(blocks: Tensor, kind: str, in_features: int) -> Tensor:
 
 
 def round_inputs_(packed: Tensor) -> None:
-    """Makes products with a packed bfloat16 matrix round their inputs to bfloat16 from now on, as Hugging Face does for such a model.
+    """Makes products with a packed matrix round their inputs from now on: to bfloat16 if the weights are bfloat16, as Hugging Face does for
+    such a model, and to 8 bits, 32 inputs sharing a scale, if they are GGUF's blocks, as llama.cpp does.
 
-    Sums stay in float32. A gated product rounds only if both of its matrices ask for it. Raises `RuntimeError` for a matrix in another
-    format.
+    Sums of scaled products stay in float32. A gated product rounds only if both of its matrices ask for the same. Raises `RuntimeError`
+    for a matrix in float32 or float16.
     """
     load()
     torch.ops.neap.round_inputs_.default(packed)

@@ -45,7 +45,7 @@ ISA_FLAGS = {
     "portable": "",
     "avx2": "-DNEAP_AVX2 -mavx2 -mfma -mf16c",
     "avx512": _AVX512,
-    "avx512bf16": f"{_AVX512} -DNEAP_AVX512BF16 -mavx512bf16",
+    "avx512bf16": f"{_AVX512} -DNEAP_AVX512BF16 -mavx512bf16 -DNEAP_AVX512VNNI -mavx512vnni",
 }
 
 

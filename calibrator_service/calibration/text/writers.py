@@ -51,7 +51,7 @@ def pays_for_copy(run: Run) -> bool:
     loaded = run.loaded
     if loaded.source is None or loaded.acceleration is None or not multiplies_bfloat16():
         return False
-    if loaded.compute_dtype == torch.bfloat16:
+    if loaded.compute_dtype != loaded.model.dtype:
         return False
     num_parameters = loaded.model.num_parameters()
     if COPY_PARAMETER_BYTES * num_parameters > available_bytes(loaded.device):

@@ -74,8 +74,9 @@ def accelerate(
 ) -> AccelerationReport:
     """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
-    `kv_dtype`: the dtype of the caches over which the model will run. `compute_dtype`: float32, or bfloat16: then products with weights kept in
-    bfloat16 round their inputs to it, once everything has been compared in float32. Weights that are packed are freed: a `LazyWeight` takes their place, which widens the packed matrix when an operation reads it.
+    `kv_dtype`: the dtype of the caches over which the model will run. `compute_dtype`: float32, or the dtype that products
+    round their inputs to once everything has been compared in float32: bfloat16 with weights kept in bfloat16, int8 with GGUF's blocks.
+    Weights that are packed are freed: a `LazyWeight` takes their place, which widens the packed matrix when an operation reads it.
 
     Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already; `PreconditionFailed` if
     the kernels are not built; and `UnsupportedModel` (reason ACCELERATION_MISMATCH), after undoing everything, if the logits of the whole
@@ -108,8 +109,7 @@ def accelerate(
                     reason="ACCELERATION_MISMATCH",
                 )
             layers = substitute_layers(run, _random_ids(model, 1, 9), kv_dtype) if attends else 0
-            if compute_dtype == torch.bfloat16:
-                run.round_inputs()
+            run.round_inputs(compute_dtype)
         except BaseException:
             run.undo_all()
             raise

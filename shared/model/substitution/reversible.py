@@ -5,10 +5,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shared import ops
+from shared.model.dtypes import rounded_to
 from shared.model.substitution.linear import pack_matrix, packable
 from shared.model.substitution.match import Substitute, Unsuitable, signature
 from shared.model.substitution.row_invariant import row_invariant
@@ -41,7 +43,7 @@ class Substitutions:
         self._forms: dict[Hashable, object] = {}
         self._refusals: dict[Hashable, str] = {}
         self._packed: dict[int, Tensor] = {}
-        self._in_bfloat16: list[Tensor] = []
+        self._by_format: dict[str, list[Tensor]] = {}
         self._users: dict[int, list[tuple[nn.Module, str]]] = {}
         pointers: dict[int, set[int]] = {}
         for module in model.modules():
@@ -87,8 +89,7 @@ class Substitutions:
         """Notes what was packed, and frees the unpacked `parameter` of `source`. A `LazyWeight` takes its place in all modules that use it."""
         if any(packed.data_ptr() not in self._packed for packed in stored.memory):
             self.formats[stored.format] = self.formats.get(stored.format, 0) + 1
-            if stored.format == "bfloat16":
-                self._in_bfloat16 += stored.memory
+            self._by_format.setdefault(stored.format, []).extend(stored.memory)
         self._packed |= {packed.data_ptr(): packed for packed in stored.memory}
         weight = source.get_parameter(parameter)
         if id(weight) in self._shared or _is_packed(weight):
@@ -98,10 +99,11 @@ class Substitutions:
         self._set_weight(weight, as_parameter(LazyWeight(stored)))
         self.undo.append(partial(self._restore, source, parameter, weight.requires_grad))
 
-    def round_inputs(self) -> None:
-        """Makes products with matrices in bfloat16 round their inputs."""
-        for packed in self._in_bfloat16:
-            ops.round_inputs_(packed)
+    def round_inputs(self, dtype: torch.dtype) -> None:
+        """Makes products round their inputs to `dtype`, where the format of the weights allows it."""
+        for format_name, matrices in self._by_format.items():
+            for packed in matrices if rounded_to(format_name) == dtype else ():
+                ops.round_inputs_(packed)
 
     def run_row_invariantly(self, module: nn.Module, multiplied_by: Iterable[str]) -> None:
         """Runs the module's own forward under `RowInvariant`, and packs those of its matrices that it multiplies by."""

@@ -19,7 +19,7 @@ KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 ROWS = st.one_of(st.integers(1, 26), st.sampled_from([36, 37, 97]))
 
 
-def _blocks(kind: str, rows: int, num_blocks: int, seed: int) -> tuple[np.ndarray, int]:
+def blocks_of(kind: str, rows: int, num_blocks: int, seed: int) -> tuple[np.ndarray, int]:
     """Random blocks of a type with finite scales: uint8 [rows, bytes], and the number of inputs of a row."""
     inputs, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rng = np.random.default_rng(seed)
@@ -31,16 +31,16 @@ def _blocks(kind: str, rows: int, num_blocks: int, seed: int) -> tuple[np.ndarra
     return blocks.reshape(rows, -1), num_blocks * inputs
 
 
-def _widened(kind: str, blocks: np.ndarray) -> torch.Tensor:
+def widened_blocks(kind: str, blocks: np.ndarray) -> torch.Tensor:
     """The weights by GGUF's own reference code."""
     return torch.from_numpy(dequantize(blocks, gguf.GGMLQuantizationType[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_unpack_to_the_numbers_of_the_reference(isa: str, kind: str) -> None:
-    blocks, inputs = _blocks(kind, 37, 3, seed=0)
+    blocks, inputs = blocks_of(kind, 37, 3, seed=0)
     packed = ops.pack_blocks(torch.from_numpy(blocks), kind, inputs)
-    expected = _widened(kind, blocks)
+    expected = widened_blocks(kind, blocks)
     assert torch.equal(ops.unpack_linear(packed), expected)
     indices = torch.tensor([[0, 36], [17, 5]])
     assert torch.equal(ops.packed_rows(packed, indices), expected[indices])
@@ -57,10 +57,10 @@ def test_blocks_unpack_to_the_numbers_of_the_reference(isa: str, kind: str) -> N
 def test_products_with_blocks_have_the_bits_of_the_widened_matrix(
     isa: str, kind: str, m: int, n: int, num_blocks: int, seed: int
 ) -> None:
-    blocks, inputs = _blocks(kind, n, num_blocks if kind[-1] != "K" else 1 + num_blocks % 3, seed)
+    blocks, inputs = blocks_of(kind, n, num_blocks if kind[-1] != "K" else 1 + num_blocks % 3, seed)
     packed = ops.pack_blocks(torch.from_numpy(blocks), kind, inputs)
     x = torch.randn(m, inputs, generator=torch.Generator().manual_seed(seed))
-    widened = ops.pack_linear(_widened(kind, blocks))
+    widened = ops.pack_linear(widened_blocks(kind, blocks))
     expected = ops.packed_linear(x, widened, n)
     assert torch.equal(ops.packed_linear(x, packed, n), expected)
     gated = ops.packed_gated_linear(x, packed, widened, n, "silu")

@@ -167,7 +167,7 @@ def test_compiles_for_any_number_of_tokens() -> None:
 
 # What each object of the library is compiled with, as Linux names it.
 NEEDS = {
-    "avx512bf16": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16"},
+    "avx512bf16": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "avx512_vnni"},
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw"},
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set(),
@@ -186,7 +186,8 @@ def test_the_instruction_set_follows_from_the_processors_features() -> None:
 @pytest.mark.parametrize("isa", [isa for isa in NEEDS if isa != "portable"])
 def test_an_object_is_compiled_with_what_the_dispatch_asks_for(isa: str) -> None:
     flags = {flag.removeprefix("-m") for flag in build.ISA_FLAGS[isa].split() if flag[:2] == "-m"}
-    named = {flag.replace("avx512bf16", "avx512_bf16") for flag in flags if "=" not in flag}
+    names = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni"}
+    named = {names.get(flag, flag) for flag in flags if "=" not in flag}
     assert named == NEEDS[isa]
 
 
