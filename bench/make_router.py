@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the model; default: float32 on a CPU, the checkpoint's own on a GPU",
     )  # fmt: skip
     made.add_argument(
-        "--compute-dtype", choices=["bfloat16", "int8"],
+        "--compute-dtype", choices=["float32", "bfloat16", "int8"],
         help="multiply in it on a CPU, as --compute-dtype of the services",
     )  # fmt: skip
     made.add_argument(

@@ -109,12 +109,12 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
         default="auto",
         description="Format in which weights are kept. auto: the checkpoint's own, which is the data type or the blocks of a .gguf file. A CPU computes in float32 whatever the format; other devices compute in it.",
     )
-    compute_dtype: Literal["auto", "bfloat16", "int8"] = Field(
+    compute_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         default="auto",
-        description="Format in which a CPU multiplies. auto: float32. bfloat16: weights kept in bfloat16 are multiplied by inputs rounded to it, "
-        "as Hugging Face does for such a model. With AVX-512 BF16, prompts and large batches then take little more than half the time. exact still gives the tokens "
-        "of full, but both may differ from those of float32. A model without weights in bfloat16 is refused; --dtype bfloat16 rounds them. int8: the quantised "
-        "weights of a .gguf file are multiplied by inputs rounded to 8 bits, as llama.cpp does; other models are refused. Bounds of "
+        description="Format in which a CPU multiplies. auto: int8 for the quantised weights of a .gguf file, float32 for all others. int8: quantised weights "
+        "are multiplied by inputs rounded to 8 bits, as llama.cpp does; other models are refused. bfloat16: weights kept in bfloat16 are multiplied by inputs "
+        "rounded to it, as Hugging Face does for such a model. With AVX-512 BF16, prompts and large batches then take little more than half the time. A model without "
+        "weights in bfloat16 is refused; --dtype bfloat16 rounds them. exact gives the tokens of full in every format, but both may differ from those of float32. Bounds of "
         "relaxed hold for workers with the format of the calibration.",
     )
     threads: int | None = Field(

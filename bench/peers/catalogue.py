@@ -16,11 +16,8 @@ QUANTISED = {
     **{name: name for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K")},
 }
 GGUF_FORMATS = (FLOAT32, *QUANTISED, GIVEN)
-# Formats of ours with inputs rounded as other engines round them: our name -> theirs.
-ROUNDED = {
-    "bfloat16-products": "bfloat16",
-    **{f"{name}-int8": name for name in (GIVEN, "Q8_0", "Q4_K_M")},
-}
+# Formats of ours with inputs rounded to the type of the weights, as other engines round them: our name -> theirs, which is the type.
+ROUNDED = {"bfloat16-products": "bfloat16"}
 
 
 @dataclass(frozen=True)

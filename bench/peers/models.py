@@ -44,14 +44,14 @@ class Models:
             return self._gguf(choice.weights)
         if choice.name == OPENVINO:
             return self._exported(choice.weights)
-        weights = ROUNDED.get(choice.weights, choice.weights)
-        if choice.name == OURS and weights not in (FLOAT32, "float16", "bfloat16"):
-            return self._gguf(weights)
+        is_type_of_folder = choice.weights in (FLOAT32, "float16", "bfloat16", *ROUNDED)
+        if choice.name == OURS and not is_type_of_folder:
+            return self._gguf(choice.weights)
         return self._folder
 
     def title(self, weights: str) -> str:
         """What the table calls a format: the type of the file's weights for GIVEN."""
-        return weights.replace(GIVEN, file_type(self._given)) if self._given else weights
+        return file_type(self._given) if weights == GIVEN and self._given else weights
 
     def _gguf(self, weights: str) -> Path:
         if weights == GIVEN:

@@ -34,8 +34,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 def load(source: str, weights: str) -> LoadedModel:
     """The model as it serves with weights of this format. Raises as `load_model`."""
     dtype = DTYPES.get(ROUNDED.get(weights, weights))
-    rounded = (dtype or torch.int8) if weights in ROUNDED else None
-    return load_model(source, dtype=dtype, compute_dtype=rounded)
+    return load_model(source, dtype=dtype, compute_dtype=dtype if weights in ROUNDED else None)
 
 
 class _Delivery:

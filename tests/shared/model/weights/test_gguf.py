@@ -101,7 +101,7 @@ def test_a_model_in_blocks_is_the_widened_model(
 ) -> None:
     size = {"width": 256, "inner": 256} if isinstance(kinds, dict) else {}
     path = write_llama(tmp_path / "tiny.gguf", kinds, tied=tied, **size)
-    own = load_model(path)
+    own = load_model(path, compute_dtype=torch.float32)
     widened = load_model(path, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32

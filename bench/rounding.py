@@ -1,0 +1,120 @@
+"""What products with rounded inputs cost and save: perplexity, answers that differ, and the costs of passes.
+
+    python -m bench.rounding --model FILE.gguf --text FILE [--windows 16] [--per-task 2] [--new-tokens 64]
+    python -m bench.rounding --model DIR --dtype bfloat16 --compute-dtype bfloat16 --text FILE
+
+Both sides have the same weights, and are loaded one after the other. Perplexity is that of the second half of windows of 512 tokens, spread
+evenly over the text. "same choices" is the share of these positions after which both sides rank the same token first. Answers are greedy
+and of full depth. Costs are multiples of the pass over one token without rounding.
+"""
+
+import gc
+import math
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.machine import described
+from bench.options import add_prompts, make_parser, parsed
+from bench.prompts import first_turns
+from shared.configured_model import dtype_named
+from shared.engine.drafting.costs import measure_deep, measure_wide
+from shared.engine.engine import Engine
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
+
+WINDOW = 512
+WIDTHS = (1, 2, 3, 5, 9, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Side:
+    """choices: [N], the token ranked first after each measured position; surprise: the mean over them, in nats; seconds: of a pass, by its tokens."""
+
+    choices: Tensor
+    surprise: float
+    answers: list[tuple[int, ...]]
+    seconds: dict[int, float]
+
+
+def windows_of(loaded: LoadedModel, text: str, count: int) -> Tensor:
+    """[count, WINDOW] token ids."""
+    assert loaded.tokenizer is not None
+    ids = torch.tensor(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
+    starts = torch.linspace(0, len(ids) - WINDOW, count).long()
+    return torch.stack([ids[start : start + WINDOW] for start in starts])
+
+
+@torch.inference_mode()
+def read(runner: ContiguousRunner, windows: Tensor) -> tuple[Tensor, float]:
+    """(choices, surprise) over the second halves."""
+    choices, surprises = [], []
+    for ids in windows:
+        cache = runner.new_cache(WINDOW)
+        states = runner.run(ids[None], cache, first=0, last=runner.num_layers, base=0)[0]
+        logits = runner.logits(states[WINDOW // 2 : -1]).float()
+        choices.append(logits.argmax(-1))
+        surprises.append(torch.nn.functional.cross_entropy(logits, ids[WINDOW // 2 + 1 :]))
+    return torch.cat(choices), torch.stack(surprises).mean().item()
+
+
+def measured(
+    loaded: LoadedModel, windows: Tensor, prompts: list[list[int]], new_tokens: int
+) -> Side:
+    runner = ContiguousRunner(loaded)
+    deep = measure_deep(runner)
+    seconds = dict(enumerate(deep, start=1)) | dict(measure_wide(runner, deep))
+    choices, surprise = read(runner, windows)
+    with closing(Engine(loaded)) as engine:
+        answers = [
+            tuple(
+                token.token_id
+                for token in engine.generate(prompt, policy="full", max_tokens=new_tokens).tokens
+            )
+            for prompt in prompts
+        ]
+    return Side(choices, surprise, answers, seconds)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--dtype", choices=["auto", "bfloat16"], default="auto")
+    parser.add_argument("--compute-dtype", choices=["int8", "bfloat16"], default="int8")
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    add_prompts(parser, 2)
+    options = parsed(parser)
+    print(described("cpu"))
+    sides: dict[str, Side] = {}
+    for name in ("float32", options.compute_dtype):
+        loaded = load_model(
+            options.model, dtype=dtype_named(options.dtype), compute_dtype=dtype_named(name)
+        )
+        windows = windows_of(loaded, options.text.read_text(encoding="utf-8"), options.windows)
+        prompts = first_turns(loaded, options.prompts, options.per_task)
+        sides[name] = measured(loaded, windows, prompts, options.new_tokens)
+        del loaded
+        gc.collect()
+    first = sides["float32"]
+    print(
+        f"| products in | perplexity | same choices | same answers | "
+        f"{' | '.join(f'{width} tokens' for width in WIDTHS)} |\n{'|---' * (4 + len(WIDTHS))}|"
+    )
+    for name, side in sides.items():
+        same = (side.choices == first.choices).double().mean().item()
+        answers = sum(one == other for one, other in zip(side.answers, first.answers, strict=True))
+        costs = [side.seconds[width] / first.seconds[1] for width in WIDTHS]
+        print(
+            f"| {name} | {math.exp(side.surprise):.3f} | {same:.3f} of {len(side.choices)} | {answers} of {len(side.answers)} | "
+            f"{' | '.join(f'{cost:.2f}' for cost in costs)} |"
+        )
+    print(f"a pass over one token without rounding: {1000 * first.seconds[1]:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
