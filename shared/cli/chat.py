@@ -1,10 +1,13 @@
 """`neap chat`: a conversation with a worker's model in the terminal."""
 
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from neap_client import NeapClient, generate_request
+from neap_client import GenerationStream, NeapClient, generate_request
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared.cli.connection import calls_service, connect, say
 from shared.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, error_line, out
@@ -104,20 +107,32 @@ class Session:
     def _ask(self, question: str) -> None:
         conversation = self._conversation
         request = generate_request(self._model_id, conversation.messages(question), **self._options)
-        with self._client.generate(request) as stream:
-            try:
-                print_text(
-                    interruptible(stream),
-                    self._num_layers,
-                    coloured=self._shows_depth,
-                    with_statistics=self._shows_depth,
-                )
-            except KeyboardInterrupt:
+        opened: list[GenerationStream] = []
+        is_over = threading.Event()
+
+        def events() -> Iterator[pb.GenerateResponse]:
+            opened.append(self._client.generate(request))
+            if is_over.is_set():
+                opened[0].close()
+            yield from opened[0]
+
+        try:
+            print_text(
+                interruptible(events()),
+                self._num_layers,
+                coloured=self._shows_depth,
+                with_statistics=self._shows_depth,
+            )
+        except KeyboardInterrupt:
+            out.print()
+        finally:
+            is_over.set()
+            for stream in opened:
                 stream.close()
-                out.print()
-        if stream.started is not None:
-            num_tokens = stream.started.num_prompt_tokens + len(stream.token_ids)
-            conversation.add(question, stream.text, num_tokens)
+        for stream in opened:
+            if stream.started is not None:
+                num_tokens = stream.started.num_prompt_tokens + len(stream.token_ids)
+                conversation.add(question, stream.text, num_tokens)
 
     def _say_forgotten(self, num_turns: int) -> None:
         if num_turns:
