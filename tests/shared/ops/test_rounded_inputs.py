@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from shared import ops
 from shared.ops import reference
-from tests.shared.ops.test_formats import KINDS, blocks_of, widened_blocks
+from tests.shared.ops.test_formats import (
+    BLOCKS,
+    KINDS,
+    blocks_of,
+    drawn_blocks,
+    widened_blocks,
+)
 
 # The sizes around which the kernels change their path, and odd numbers of inputs: the last pair has one only.
 ROWS = st.one_of(st.integers(1, 40), st.sampled_from([95, 96, 97, 193]))
@@ -101,17 +107,11 @@ def _rounded_to_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 @DRAWN
-@given(
-    kind=st.sampled_from(KINDS),
-    m=ROWS,
-    n=st.integers(1, 70),
-    num_blocks=st.integers(1, 18),
-    seed=st.integers(0, 1000),
-)
+@given(m=ROWS, **BLOCKS)
 def test_products_with_blocks_round_inputs_to_bytes_and_rows_ignore_their_neighbours(
     isa: str, kind: str, m: int, n: int, num_blocks: int, seed: int
 ) -> None:
-    blocks, inputs = blocks_of(kind, n, num_blocks if kind[-1] != "K" else 1 + num_blocks % 3, seed)
+    blocks, inputs = drawn_blocks(kind, n, num_blocks, seed)
     packed = _rounding_blocks(kind, blocks, inputs)
     x = torch.randn(m, inputs, generator=torch.Generator().manual_seed(seed))
     x[0, :32], x[-1, 32:64] = 0.0, 1e-38
