@@ -195,13 +195,7 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
       }
     }
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 24
-    for (int c = 0; c < kColumns; ++c) {
-      float* out = t.c + r * t.c_stride + c * kLanes;
-      store(out, t.accumulate ? load(out) + sum[r][c] : sum[r][c]);
-    }
+  store_sums(t, sum);
 }
 
 template <Format kFormat, int kRows, int kPanels>

@@ -41,6 +41,18 @@ struct TileArgs {
   Ahead ahead;
 };
 
+// Writes a tile's sums to c, or adds them.
+template <int kRows, int kColumns>
+NEAP_INLINE void store_sums(const TileArgs& t, const Vec (&sum)[kRows][kColumns]) {
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 24
+    for (int c = 0; c < kColumns; ++c) {
+      float* out = t.c + r * t.c_stride + c * kLanes;
+      store(out, t.accumulate ? load(out) + sum[r][c] : sum[r][c]);
+    }
+}
+
 template <class Reader, int kRows, int kPanels>
 __attribute__((noinline)) void tile(const TileArgs& t) {
   constexpr int kColumns = kPanels * kPanelVecs, kUnit = Reader::kUnit;
@@ -84,13 +96,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
     for (int p = 0; p < kPanels; ++p) readers[p].load(k);
     add_input(Number<0>(), a);
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 24
-    for (int c = 0; c < kColumns; ++c) {
-      float* out = t.c + r * t.c_stride + c * kLanes;
-      store(out, t.accumulate ? load(out) + sum[r][c] : sum[r][c]);
-    }
+  store_sums(t, sum);
 }
 
 using TileFn = void (*)(const TileArgs&);

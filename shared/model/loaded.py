@@ -88,8 +88,9 @@ def wrap_model(
     `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. `identity`: its fingerprint, if it is
     known. `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that the model
     computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies weights that are kept in bfloat16 by inputs rounded to
-    it, and int8 multiplies GGUF's blocks by inputs rounded to 8 bits. None: int8 if there are such blocks, else the one of the model. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype,
-    COMPUTE_DTYPE_NOT_SUPPORTED if no matrix can be multiplied in that one).
+    it, and int8 multiplies GGUF's blocks by inputs rounded to 8 bits. None: int8 if there are such blocks, else the one of the model.
+    Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype, COMPUTE_DTYPE_NOT_SUPPORTED
+    if no matrix can be multiplied in that one).
     """
     model.requires_grad_(False).eval()
     parts = find_parts(model)
@@ -99,11 +100,9 @@ def wrap_model(
     report = None
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
         report = _accelerate(model, model_id, kv_dtype, compute_dtype or torch.int8)
-    has_blocks = report is not None and torch.int8 in map(rounded_to, report.formats)
-    compute_dtype = compute_dtype or (torch.int8 if has_blocks else model.dtype)
-    if compute_dtype != model.dtype and not (
-        report and compute_dtype in map(rounded_to, report.formats)
-    ):
+    possible = set(map(rounded_to, report.formats)) if report else set()
+    compute_dtype = compute_dtype or (torch.int8 if torch.int8 in possible else model.dtype)
+    if compute_dtype not in {model.dtype, *possible}:
         raise UnsupportedModel(
             f"{model_id} cannot be multiplied in {dtype_name(compute_dtype)}: only neap's kernels, on a CPU, multiply in another dtype "
             "than the model's: weights kept in bfloat16 in bfloat16, and the blocks of a .gguf file in int8",
