@@ -68,7 +68,9 @@ inline void round_groups(const float* x, int64_t count, InputGroup* groups) {
 // from 0 to kLast, which is the last one.
 //
 // AVX-512 VNNI adds them at once. It takes quants without a sign: kBias is what it adds to signed ones. Without it, products are summed in
-// 16 bits for as long as these hold them.
+// 16 bits for as long as these hold them. NEAP_IN_ORDER keeps the compiler from adding them in another order: it would first compute all
+// products and keep them in memory.
+#define NEAP_IN_ORDER(sum) __asm__ volatile("" : "+v"(sum))
 template <int kBits>
 struct ByteSums {
 #if defined(NEAP_AVX512VNNI)
@@ -94,6 +96,7 @@ struct ByteSums {
     }
     const __m512i products = _mm512_maddubs_epi16(weight, input);
     run = (IntVec)(kAt % kRun == 0 ? products : _mm512_add_epi16((__m512i)run, products));
+    NEAP_IN_ORDER(run);
     if (kAt % kRun == kRun - 1 || kAt == kLast) total += (IntVec)_mm512_madd_epi16((__m512i)run, _mm512_set1_epi16(1));
   }
 #else
@@ -106,6 +109,7 @@ struct ByteSums {
     }
     const __m256i products = _mm256_maddubs_epi16(weight, input);
     run = (IntVec)(kAt % kRun == 0 ? products : _mm256_add_epi16((__m256i)run, products));
+    NEAP_IN_ORDER(run);
     if (kAt % kRun == kRun - 1 || kAt == kLast) total += (IntVec)_mm256_madd_epi16((__m256i)run, _mm256_set1_epi16(1));
   }
 #endif
@@ -124,6 +128,8 @@ struct ByteSums {
   }
 #endif
 };
+
+#undef NEAP_IN_ORDER
 
 // Quantised panels for rounded inputs. What tiles take for rows of inputs are rows of InputGroup.
 template <Format kFormat>
