@@ -4,7 +4,8 @@
     python -m bench.decode --model DIR --router FOLDER --formats float32 bfloat16 Q8_0 [--per-task 5]
 
 All sides answer every prompt in turn, in an order that rotates. The decoding time runs from the first token to the last. Greedy,
-batch 1, at most 64 new tokens; weights as they are stored. `--levers`: also `exact` with each part alone.
+batch 1, at most 64 new tokens; weights as they are stored. `--levers`: also `exact` with each part alone. `--beside FOLDER ..`: also
+`exact` with other routers.
 
 `--formats`, on a CPU: full depth and `exact` with the weights in each format, each format in a process of its own, and all in one run.
 The router serves all formats, although it was made for one: a format that changes the model makes its drafts worse, not its answers.
@@ -13,16 +14,14 @@ The router serves all formats, although it was made for one: a format that chang
 import argparse
 import json
 import math
-import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench.decode_figures import EXACT, FULL, measure, summarise
+from bench.decode_figures import EXACT, FULL, measure, print_tables, summarise
 from bench.decode_formats import print_formats, sides_by_format, tables_by_format
 from bench.forms import add_formats, forms
 from bench.hugging_face import HF, hugging_face
@@ -74,40 +73,11 @@ def usual_sides(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[di
                 if name in options.levers or not options.levers:
                     sides[name] = neap(engine, exact, part, options.max_tokens)
         sides[EXACT] = neap(engine, exact, ladder, options.max_tokens)
-        yield sides
-
-
-def print_tables(tables: dict[str, Any]) -> None:
-    names = list(next(iter(tables.values())))
-    tasks = list(tables)
-    print("\nspeed-up over full depth per task, and the means over tasks")
-    print("| side | " + " | ".join(tasks) + " | mean | of medians | with prefill |")
-    print("|---" * (len(tasks) + 4) + "|")
-    for name in names:
-        cells = " | ".join(f"{tables[task][name]['speed_up']:.2f}" for task in tasks)
-        speed_up, median, total = (
-            statistics.mean(tables[task][name][key] for task in tasks)
-            for key in ("speed_up", "speed_up_median", "speed_up_total")
-        )
-        print(f"| {name} | {cells} | **{speed_up:.2f}** | {median:.2f} | {total:.2f} |")
-    print(
-        "\n| side | tokens/s | layer executions per token | tokens per deep pass | accepted / drafted | identical to full |"
-    )
-    print("|---|---|---|---|---|---|")
-    for name in names:
-        rows = [tables[task][name] for task in tasks]
-        mean = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
-        # `generate` reports none of these.
-        depth = " | | "
-        if name != HF:
-            depth = (
-                f"{mean['layers_per_token']:.1f} | {mean['tokens_per_deep_pass']:.2f} | "
-                f"{sum(r['accepted'] for r in rows)} / {sum(r['drafted'] for r in rows)}"
+        for folder in options.beside:
+            sides[f"{EXACT}, {folder.name}"] = neap(
+                engine, exact, read_ladder(folder), options.max_tokens
             )
-        print(
-            f"| {name} | {mean['tokens_per_s']:.1f} | {depth} | "
-            f"{sum(r['identical'] for r in rows)} of {sum(r['prompts'] for r in rows)} |"
-        )
+        yield sides
 
 
 def main() -> None:
@@ -126,6 +96,9 @@ def main() -> None:
         type=float,
         default=math.inf,
         help="after this time no further prompt is started",
+    )
+    parser.add_argument(
+        "--beside", type=Path, nargs="*", default=[], help="folders of other routers"
     )
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")

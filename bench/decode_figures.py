@@ -80,3 +80,37 @@ def summarise(results: dict[str, dict[str, list[Run]]]) -> dict[str, Any]:
                 "tokens_per_deep_pass": tokens / max(sum(r.deep_passes for r, _ in pairs), 1),
             }
     return tables
+
+
+def print_tables(tables: dict[str, Any]) -> None:
+    """Prints what `summarise` returned: speed-ups by task, then depths."""
+    names = list(next(iter(tables.values())))
+    tasks = list(tables)
+    print("\nspeed-up over full depth per task, and the means over tasks")
+    print("| side | " + " | ".join(tasks) + " | mean | of medians | with prefill |")
+    print("|---" * (len(tasks) + 4) + "|")
+    for name in names:
+        cells = " | ".join(f"{tables[task][name]['speed_up']:.2f}" for task in tasks)
+        speed_up, median, total = (
+            statistics.mean(tables[task][name][key] for task in tasks)
+            for key in ("speed_up", "speed_up_median", "speed_up_total")
+        )
+        print(f"| {name} | {cells} | **{speed_up:.2f}** | {median:.2f} | {total:.2f} |")
+    print(
+        "\n| side | tokens/s | layer executions per token | tokens per deep pass | accepted / drafted | identical to full |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name in names:
+        rows = [tables[task][name] for task in tasks]
+        mean = {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+        # `generate` reports none of these.
+        depth = " | | "
+        if mean["layers_per_token"]:
+            depth = (
+                f"{mean['layers_per_token']:.1f} | {mean['tokens_per_deep_pass']:.2f} | "
+                f"{sum(r['accepted'] for r in rows)} / {sum(r['drafted'] for r in rows)}"
+            )
+        print(
+            f"| {name} | {mean['tokens_per_s']:.1f} | {depth} | "
+            f"{sum(r['identical'] for r in rows)} of {sum(r['prompts'] for r in rows)} |"
+        )

@@ -1,0 +1,112 @@
+"""How often exits agree with the full model on text of kinds that no router has learned from: the model's answers to Spec-Bench.
+
+    python -m bench.agreement --model FILE --router FOLDER .. [--per-task 20]
+
+The full model answers the first turns. At each token of the answers a router's exit begins a chain of drafts, and so do its tables. "beside
+the tables": where their draft is wrong or missing. A choice outside the draft vocabulary counts as missed.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import neap_engine
+import torch
+
+from bench.machine import described
+from bench.options import add_prompts, make_parser, parsed
+from bench.prompts import first_turns
+from calibrator_service.calibration.report.chain_agreement import chain_agreement
+from calibrator_service.calibration.report.held_out import table_figures
+from calibrator_service.calibration.states.chunk import StateChunks
+from calibrator_service.calibration.states.collect import Collector, LabelledSequence
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from shared.engine.request.request import Finished
+from shared.ladder.ladder import Ladder
+from shared.ladder.policy import DepthPolicy
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
+from shared.model.runner import tap_depths
+
+MAX_STATE_BYTES = 4 << 30
+PLACES = (1, 2, 3, 4)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_prompts(parser, per_task=0)
+    parser.add_argument("--router", type=Path, nargs="+", required=True)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    options = parsed(parser)
+    loaded = load_model(options.model)
+    ladders = {path.name: neap_engine.read_router(path) for path in options.router}
+    depths = {one.depth for ladder in ladders.values() for one in ladder.exits}
+    with tempfile.TemporaryDirectory() as folder:
+        sequences, chunks = _labelled(loaded, _answers(loaded, options), depths, Path(folder))
+        print(described(loaded.device))
+        print_table(loaded, ladders, sequences, chunks)
+
+
+def print_table(
+    loaded: LoadedModel,
+    ladders: dict[str, Ladder],
+    sequences: list[LabelledSequence],
+    chunks: StateChunks,
+) -> None:
+    places = " | ".join(f"draft {place}" for place in PLACES)
+    print(f"\n| router | rung | positions | {places} | draft 1 beside the tables |")
+    print("|---" * (len(PLACES) + 4) + "|")
+    for name, ladder in ladders.items():
+        for rung, figures in table_figures(ladder, sequences).items():
+            row = f"{figures['agreement']:.3f}" + " | " * len(PLACES)
+            print(f"| {name} | {rung} | {sum(s.num_labelled for s in sequences)} | {row} |")
+        if ladder.draft_vocabulary is None:
+            continue
+        vocabulary = DraftVocabulary.of(loaded, ladder.draft_vocabulary)
+        with torch.inference_mode():
+            found = chain_agreement(ladder, chunks, sequences, vocabulary)
+        for rung, own in found.items():
+            row = " | ".join(f"{own[f'agreement_{place}']:.3f}" for place in PLACES)
+            beside = own["agreement_1_beside_tables"]
+            print(f"| {name} | {rung} | {own['positions']} | {row} | {beside:.3f} |")
+
+
+def _answers(loaded: LoadedModel, options: argparse.Namespace) -> list[TokenSequence]:
+    """The full model's greedy answers."""
+    prompts = first_turns(loaded, options.prompts, options.per_task)
+    with neap_engine.Engine(loaded) as engine:
+        handles = [
+            engine.submit(prompt, policy=DepthPolicy("full"), max_tokens=options.max_tokens)
+            for prompt in prompts
+        ]
+        answers = [
+            [
+                token.token_id
+                for event in handle.events()
+                if not isinstance(event, Finished)
+                for token in event.tokens
+            ]
+            for handle in handles
+        ]
+    return [
+        TokenSequence((*prompt, *answer), len(prompt))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def _labelled(
+    loaded: LoadedModel, answers: list[TokenSequence], depths: set[int], folder: Path
+) -> tuple[list[LabelledSequence], StateChunks]:
+    captured = sorted({*depths, *tap_depths(loaded.num_layers)})
+    collector = Collector(
+        ContiguousRunner(loaded), captured, folder, max_state_bytes=MAX_STATE_BYTES
+    )
+    found = [one for answer in answers for one in collector.add("report", answer)]
+    found += collector.finish("report")
+    return found, collector.chunks("report")
+
+
+if __name__ == "__main__":
+    main()
