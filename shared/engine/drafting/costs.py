@@ -19,7 +19,8 @@ from shared.ops.chains import ChainStart
 T = TypeVar("T")
 
 MAX_PASS_TOKENS = 9
-CONTEXT_TOKENS = 128
+# Cached tokens before those of a pass. Reading them takes a large model seconds.
+CONTEXT_TOKENS = 32
 REPEATS = 8
 # Measurements of passes stop after this time, but not before MIN_REPEATS repeats. Start-up waits for them.
 MEASURE_S = 0.3
