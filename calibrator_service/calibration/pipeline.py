@@ -32,6 +32,7 @@ from calibrator_service.calibration.text.stream import (
 )
 from calibrator_service.calibration.text.writer import Writer
 from calibrator_service.calibration.text.writers import Writers
+from calibrator_service.calibration.training.closed_form import seconds_to_solve
 from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.routers import fit_ladder
@@ -121,15 +122,19 @@ def run_phases(
     """All phases in order, in the calling thread. Raises as `calibrate`."""
     run.report("loading", 0.0)
     runner = ContiguousRunner(run.loaded)
+    run.schedule.expect_solving(
+        len(run.plan.depths) * seconds_to_solve(run.loaded.hidden_size, run.loaded.device)
+    )
 
     with run.phase("collecting"), closing(Writers(run, fleet_of)) as writers:
+        knows_speed = writers.of_text is writers.own
         source = source_record(run.spec.source)
         text = plan_text(run)
         splitter = Splitter(
             text.held_out_kinds if isinstance(text, GivenText) else (),
             parent.statistics.learned.tolist() if parent is not None else (),
         )
-        collecting = CollectingProgress(run, text)
+        collecting = CollectingProgress(run, text, knows_speed=knows_speed)
         sequences = split_sequences(run, text, splitter, collecting, writers.of_text)
         material = collect_training_data(run, runner, sequences, collecting)
         is_cut = collecting.is_late()
@@ -143,9 +148,7 @@ def run_phases(
                 choice_counts=statistics.choice_counts,
             )
         is_used = splitter.has_assigned
-        risk_answers = write_risk_answers(
-            run, text, is_used, writers.own, knows_speed=writers.of_text is writers.own
-        )
+        risk_answers = write_risk_answers(run, text, is_used, writers.own, knows_speed=knows_speed)
 
     with run.phase("training_heads"):
         vocabulary = choose_draft_vocabulary(run, material)

@@ -49,21 +49,6 @@ MIN_DECODED_ROWS = 4
 
 
 @dataclass(frozen=True)
-class PhaseEnds:
-    """Shares of the time budget at which phases end."""
-
-    collecting: float
-    risk_text: float
-    heads: float
-    routers: float
-
-
-# Solving heads takes seconds. Training them takes what it gets. Certifying the risk reads its answers again, which takes as long as
-# writing them.
-ENDS, ENDS_WITH_TRAINING = PhaseEnds(0.72, 0.80, 0.86, 0.89), PhaseEnds(0.5, 0.63, 0.86, 0.93)
-
-
-@dataclass(frozen=True)
 class HeadTraining:
     """How exit heads are trained: AdamW with a warm-up and a cosine schedule. `seconds`: time limit."""
 
@@ -112,10 +97,6 @@ class Plan:
     def captured_depths(self, num_layers: int) -> tuple[int, ...]:
         """The depths below L whose states heads learn from."""
         return tuple(sorted({*self.depths, *tap_depths(num_layers)})) if self.depths else ()
-
-    @property
-    def ends(self) -> PhaseEnds:
-        return ENDS_WITH_TRAINING if self.trains else ENDS
 
     @property
     def rows(self) -> int:

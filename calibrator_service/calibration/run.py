@@ -11,6 +11,7 @@ from pathlib import Path
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import Plan
 from calibrator_service.calibration.progress import Phase, Progress
+from calibrator_service.calibration.schedule import Schedule
 from shared.errors import Cancelled, Corrupt
 from shared.model.loaded import LoadedModel
 
@@ -46,6 +47,7 @@ class Run:
         self.figures: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self._progress, self._fraction = progress, 0.0
+        self.schedule = Schedule(plan.budget_s, trains=plan.trains)
         self._state_file = self.folder / "state.json"
         self._spent_before_s = self._read_spent_s()
 

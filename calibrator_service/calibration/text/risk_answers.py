@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calibrator_service.calibration.plan import RISK_PROMPTS
 from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.schedule import ANSWERS_PER_PROMPT
 from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.text import seed_prompts
 from calibrator_service.calibration.text.chat import PromptFormat
@@ -28,12 +28,10 @@ from calibrator_service.calibration.text.self_generation import (
     SelfGenerationConfig,
 )
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
-from calibrator_service.calibration.text.stream import GivenText, Text
+from calibrator_service.calibration.text.stream import GivenText, Text, most_risk_prompts
 from calibrator_service.calibration.text.writer import Pace, Writer, WriteRequest, write_all
 from shared.model.loaded import LoadedModel
 
-# Tokens written per prompt of the risk split, in answers' lengths: some prompts are written as well.
-ANSWERS_PER_PROMPT = 1.15
 # The risk text may take this many times its planned time; then an incomplete round is dropped.
 OVERTIME_FACTOR = 2.0
 # One passage prompt in this many asks for a passage; the others are about one.
@@ -72,7 +70,7 @@ def write_risk_answers(
     *,
     knows_speed: bool = True,
 ) -> RiskAnswers:
-    """The risk split of generated text; no answers for given text, which does not show what the model would say.
+    """The risk split of generated text; no answers for given text, which does not show what the model would say, nor if there is no time.
 
     `is_used` tells whether another split has a prompt. `writer`: of the model itself, because a bound is certified for its own
     arithmetic. `knows_speed`: it has written the other text, too. Raises `Cancelled`, and `Corrupt` for a file of an earlier run that
@@ -82,13 +80,13 @@ def write_risk_answers(
     if config is None:
         return RiskAnswers(text)
     generator = RiskAnswerGenerator(run.loaded, config, run.folder, is_used)
-    limits = _risk_limits(run, generator.max_new_tokens, knows_speed)
+    limits = _risk_limits(run, text, generator.max_new_tokens, knows_speed)
     planned = max(ANSWERS_PER_PROMPT * generator.max_new_tokens * limits.num_prompts, 1.0)
 
     def on_tokens(num_tokens: int) -> None:
         written = run.figures.get("risk_tokens", 0.0) + num_tokens
         run.figures["risk_tokens"] = written
-        ends = run.plan.ends
+        ends = run.schedule
         span = ends.risk_text - ends.collecting
         run.report("collecting", ends.collecting + span * min(written / planned, 1.0))
 
@@ -96,13 +94,13 @@ def write_risk_answers(
     return RiskAnswers(text, tuple(sequences), generator.max_new_tokens)
 
 
-def _risk_limits(run: Run, max_new_tokens: int, knows_speed: bool) -> Limits:
+def _risk_limits(run: Run, text: Text, max_new_tokens: int, knows_speed: bool) -> Limits:
     """The number of prompts, which depends on the spec and on time and never on the answers.
 
     The answers have no more tokens than the spec asks for in the other splits together.
     """
-    seconds = run.seconds_until(run.plan.ends.risk_text)
-    most = int(min(RISK_PROMPTS, max(run.plan.max_tokens / max_new_tokens, 1)))
+    seconds = run.seconds_until(run.schedule.risk_text)
+    most = most_risk_prompts(run, text) if run.schedule.certifies else 0
     if seconds == float("inf"):
         return Limits(most, run.plan.rows, seconds)
     # A run that was killed may have found all its text on disk. Then the speed is unknown, and half the rows are assumed to fit.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from calibrator_service.calibration.plan import RISK_PROMPTS
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
@@ -25,7 +26,9 @@ from shared.errors import InvalidInput
 # A model that only repeats itself would write for ever. After this many known sequences in a row the text ends.
 MAX_STALE_SEQUENCES = 2000
 # Share of the collecting phase's time after which no more text is begun.
-TEXT_SHARE = 0.85
+TEXT_SHARE = 0.93
+# The speed of writing is shown after this time: the first tokens come before there is a time to divide by.
+MIN_RATE_S = 1.0
 # Share of the work for a token of generated text that is done when it is written. The rest is one pass over many tokens at once.
 WRITING_SHARE = 0.9
 # Less generated text than this teaches nothing. Whether a budget pays for it is judged once EARLY_SHARE of the time to write has passed,
@@ -86,23 +89,39 @@ def hold_out_prompts(
     return tuple(prompt for prompt in prompts if prompt not in apart), tuple(held_out)
 
 
-class CollectingProgress:
-    """Progress of the collecting phase, in tokens: those written, those assigned to splits, and those learned from."""
+def most_risk_prompts(run: Run, text: Text) -> int:
+    """Prompts that the risk split may have. Their answers have no more tokens than the spec asks for in the other splits together."""
+    most = RISK_PROMPTS
+    if isinstance(text, GeneratedText) and text.config.prompts:
+        most = min(most, len(text.risk_prompts))
+    return int(min(most, max(run.plan.max_tokens / run.plan.max_new_tokens, 1)))
 
-    def __init__(self, run: Run, text: Text) -> None:
+
+class CollectingProgress:
+    """Progress of the collecting phase, in tokens: those written, those assigned to splits, and those learned from.
+
+    `knows_speed`: the text is written as the answers of the risk split will be, so its speed says how many fit.
+    """
+
+    def __init__(self, run: Run, text: Text, *, knows_speed: bool = False) -> None:
         self._run = run
+        self._knows_speed = knows_speed
+        self._risk_prompts = most_risk_prompts(run, text)
         self._is_written = isinstance(text, GeneratedText)
         self._expected = run.plan.max_tokens
         if isinstance(text, GeneratedText) and text.config.prompts:
             num_answers = len(ROUND_TEMPERATURES) * len(text.config.prompts)
             most = num_answers * text.config.max_new_tokens
             self._expected = min(self._expected, most)
-        self._text_s = TEXT_SHARE * run.plan.ends.collecting * run.plan.budget_s
         self._num_written = self._num_learned = 0
         # Seconds of writing until it last paused, and when it began or went on (`time.monotonic`); None before the writer is ready.
         self._written_s = 0.0
         self._since_s: float | None = None
         self.num_assigned = 0
+
+    @property
+    def _text_s(self) -> float:
+        return TEXT_SHARE * self._run.schedule.collecting * self._run.plan.budget_s
 
     def is_late(self) -> bool:
         """Whether it is too late to begin more text."""
@@ -115,8 +134,10 @@ class CollectingProgress:
         seconds = max(self._written_s + time.monotonic() - self._since_s, 1e-3)
         figures = self._run.figures
         figures["generated_tokens"] = float(self._num_written)
-        figures["tokens_per_s"] = self._num_written / seconds
-        self._check_budget(seconds)
+        if seconds >= MIN_RATE_S:
+            figures["tokens_per_s"] = self._num_written / seconds
+        if self.is_late() or seconds >= EARLY_SHARE * self._text_s:
+            self._judge(seconds)
         self._report()
 
     def pause(self) -> None:
@@ -127,19 +148,21 @@ class CollectingProgress:
         """The model writes again."""
         self._since_s = self._since_s and time.monotonic()
 
-    def _check_budget(self, seconds: float) -> None:
-        """`seconds`: of writing so far."""
+    def _judge(self, seconds: float) -> None:
+        """What the speed of writing, in `seconds` so far, says about the rest. Raises `InvalidInput` (BUDGET_TOO_SHORT)."""
+        if self._knows_speed and self._num_written:
+            self._run.schedule.expect_risk(
+                self._risk_prompts, self._run.plan.max_new_tokens, self._num_written / seconds
+            )
         elapsed_s, written = self._run.elapsed_s(), max(self._num_written, self.num_assigned)
         left_s = max(self._text_s - elapsed_s, 0.0)
         expected = written + written / seconds * left_s
         slack = EARLY_SLACK if left_s else 1.0
-        if (
-            left_s and seconds < EARLY_SHARE * self._text_s
-        ) or slack * expected >= MIN_WRITTEN_TOKENS:
+        if slack * expected >= MIN_WRITTEN_TOKENS:
             return
         # Before the writer is ready, and then what it needs for twice the least text.
         enough_s = elapsed_s - seconds + 2 * MIN_WRITTEN_TOKENS * seconds / max(written, 1)
-        needed_s = max(enough_s, 0.0) / (TEXT_SHARE * self._run.plan.ends.collecting)
+        needed_s = max(enough_s, 0.0) / (TEXT_SHARE * self._run.schedule.collecting)
         found = f"it had written {written} tokens after {elapsed_s:.0f} seconds"
         raise _budget_too_short(self._run, found, needed_s)
 
@@ -151,7 +174,7 @@ class CollectingProgress:
     def _report(self) -> None:
         run = self._run
         run.figures["tokens"] = float(self._num_learned)
-        end = run.plan.ends.collecting
+        end = run.schedule.collecting
         by_time = run.elapsed_s() / (end * run.plan.budget_s)
         done = float(self._num_learned)
         if self._is_written:

@@ -56,7 +56,7 @@ def pays_for_copy(run: Run) -> bool:
     num_parameters = loaded.model.num_parameters()
     if COPY_PARAMETER_BYTES * num_parameters > available_bytes(loaded.device):
         return False
-    left_s = TEXT_SHARE * run.plan.ends.collecting * run.plan.budget_s - run.elapsed_s()
+    left_s = TEXT_SHARE * run.schedule.collecting * run.plan.budget_s - run.elapsed_s()
     if math.isinf(left_s):
         return run.plan.max_tokens >= MIN_COPY_TOKENS
     return loaded.load_s <= COPY_LOAD_SHARE * left_s

@@ -38,7 +38,7 @@ def fit_heads(
     run: Run, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
 ) -> dict[int, FusedHead]:
     """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them. Raises `Cancelled`."""
-    ends = run.plan.ends
+    ends = run.schedule
     run.report("training_heads", ends.risk_text)
     heads = {
         depth: solve_head(one, run.plan.mlp_width).to(vocabulary.device)

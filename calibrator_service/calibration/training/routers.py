@@ -54,7 +54,7 @@ def fit_ladder(
             run.loaded.num_layers,
             run.spec.label,
         )
-        ends = run.plan.ends
+        ends = run.schedule
         end_share = ends.heads + (ends.routers - ends.heads) * number / len(heads)
         router = train_router(
             samples,

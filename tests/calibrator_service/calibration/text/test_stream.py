@@ -14,7 +14,8 @@ from calibrator_service.calibration.text.stream import CollectingProgress, Gener
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
-TEXT_SHARE_OF_BUDGET = 0.5 * 0.85
+# At least.
+TEXT_SHARE_OF_BUDGET = 0.5
 
 
 class Clock:
@@ -33,18 +34,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def progress_of(loaded: LoadedModel, folder: Path, **spec: Any) -> tuple[Run, CollectingProgress]:
+def progress_of(
+    loaded: LoadedModel, folder: Path, *, knows_speed: bool = False, **spec: Any
+) -> tuple[Run, CollectingProgress]:
     plan = resolve(CalibrationSpec(**spec), loaded)
     run = Run(loaded, plan, folder, lambda _: None, lambda: False)
-    return run, CollectingProgress(run, GeneratedText(SelfGenerationConfig(), ()))
+    text = GeneratedText(SelfGenerationConfig(), ())
+    return run, CollectingProgress(run, text, knows_speed=knows_speed)
 
 
 def test_the_speed_is_that_of_writing_alone(counting, tmp_path, clock):
     run, progress = progress_of(counting, tmp_path, max_tokens=10_000)
     clock.now += 30  # loading and starting
-    progress.add_written(0)
+    progress.add_written(1)
+    assert "tokens_per_s" not in run.figures, "there is no time to divide by"
     clock.now += 2
-    progress.add_written(100)
+    progress.add_written(99)
     progress.pause()
     clock.now += 50  # states
     progress.set_learned(80)
@@ -77,6 +82,23 @@ def test_a_budget_that_is_too_short_is_named_early_with_one_that_would_do(
     assert run.elapsed_s() < 40, "long before the time is over"
     needed_s, rate = float(caught.value.metadata["needed_s"]), max(tokens_per_s, 0.1)
     assert needed_s * TEXT_SHARE_OF_BUDGET * rate >= stream.MIN_WRITTEN_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "knows_speed", "certifies"),
+    [(30, True, False), (2000, True, True), (30, False, True), (0, True, True)],
+)
+def test_the_risk_split_needs_time_for_enough_answers(
+    counting, tmp_path, clock, tokens_per_s, knows_speed, certifies
+):
+    """Unless the speed is unknown: others write the text, or a killed run has written all of it."""
+    run, progress = progress_of(counting, tmp_path, knows_speed=knows_speed, time_budget_s=100.0)
+    progress.num_assigned = stream.MIN_WRITTEN_TOKENS
+    progress.add_written(0)
+    for _ in range(40):
+        clock.now += 1
+        progress.add_written(tokens_per_s)
+    assert run.schedule.certifies == certifies
 
 
 def test_what_a_killed_run_has_written_counts(counting, tmp_path, clock):

@@ -7,7 +7,11 @@ from torch import Tensor
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.moments import Moments
 from calibrator_service.calibration.training import closed_form
-from calibrator_service.calibration.training.closed_form import solve_head
+from calibrator_service.calibration.training.closed_form import (
+    seconds_to_solve,
+    solve_head,
+    solve_ridge,
+)
 from shared.ladder.fused_head import FusedHead, chained
 from shared.ladder.unit import unit
 from tests.calibrator_service.calibration.chunks import LAYOUT, SIZE, chunk_of
@@ -91,6 +95,24 @@ def test_a_chain_goes_on_with_a_map_of_its_own():
     settled = torch.cat([text.deep[1:-1], text.states[0][2:]], -1)
     from_settled = torch.linalg.lstsq(settled, text.deep[2:]).solution
     assert further > likeness(with_further(head, from_settled.T), held_out)[1] + 0.005
+
+
+def test_the_further_map_is_solved_for_the_outputs_of_the_first():
+    """Products with the outputs themselves, which `solve_head` need not compute, say the same."""
+    moments = moments_of(planted(3000, noise=0.8, seed=0))
+    head, first = solve_head(moments, 16), 4 * SIZE
+    outputs = torch.zeros(moments.layout.width, 2 * SIZE)
+    outputs[:first, :SIZE] = head.fuse[:, :first].T.detach() / head.gain.detach()
+    outputs[first:, SIZE:] = torch.eye(SIZE)
+    seen = outputs.T @ (moments.second @ outputs)
+    expected, _ = solve_ridge(seen, outputs.T @ moments.targets[:, SIZE:], moments.count)
+    torch.testing.assert_close(head.fuse[:, first:].T, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_time_to_solve_grows_with_the_model():
+    assert (
+        0 < seconds_to_solve(16, torch.device("cpu")) < seconds_to_solve(512, torch.device("cpu"))
+    )
 
 
 def test_fewer_tokens_than_features_give_a_sane_head(monkeypatch):
