@@ -7,14 +7,16 @@ Each budget is a calibration of its own, as `neap calibrate --budget` runs it. T
 every router in turn, as `bench.decode` does, so that a busy machine slows all sides alike. `--router`: more routers, which take part
 as they are. `--requests`: prompts of one kind, a JSON object with "prompt" on each line. The last `--held-out` of them are measured
 instead of Spec-Bench, and a router that goes on from the first --router with `--learned` others takes part. `--out` keeps the routers.
+`--json FILE` keeps the figures under the name `--label`, for `bench.curve`, which draws them.
 """
 
 import argparse
 import json
 import math
+import statistics
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import neap_engine
 
@@ -26,12 +28,14 @@ from calibrator_service.calibration.pipeline import CalibrationResult
 from inference_service.evaluate.sides import neap
 from shared.configured_model import dtype_named
 from shared.engine.engine import Engine
+from shared.ladder.folder import read_router_folder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
-Routers = dict[str, Ladder]
+# By name: a router, and the seconds that its calibration took.
+Routers = dict[str, tuple[Ladder, float]]
 
 
 def main() -> None:
@@ -45,9 +49,13 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, help="folder for the routers that are made")
+    parser.add_argument("--json", type=Path, help="write seconds and speed-ups here")
+    parser.add_argument("--label", help="of the figures in --json; default: the model's id")
     options = parsed(parser)
     loaded = load_model(options.model, dtype=dtype_named(options.dtype) if options.dtype else None)
-    routers: Routers = {path.name: neap_engine.read_router(path) for path in options.router}
+    routers: Routers = {
+        path.name: (neap_engine.read_router(path), seconds_of(path)) for path in options.router
+    }
     if options.requests is None:
         prompts = read_prompts(options.prompts, options.per_task)
         for budget_s in options.budgets:
@@ -55,7 +63,20 @@ def main() -> None:
             routers |= calibrated(loaded, spec, f"{budget_s:.0f} s", options.out)
     else:
         prompts = add_one_kind(loaded, routers, options)
-    compare(loaded, routers, prompts, options.max_tokens)
+    tables = compare(loaded, routers, prompts, options.max_tokens)
+    if options.json:
+        points = [
+            (seconds, statistics.mean(table[name]["speed_up"] for table in tables.values()))
+            for name, (_, seconds) in routers.items()
+        ]
+        options.json.write_text(
+            json.dumps({"label": options.label or loaded.model_id, "points": sorted(points)})
+        )
+
+
+def seconds_of(folder: Path) -> float:
+    manifest, _ = read_router_folder(folder)
+    return float(manifest["calibration"]["seconds"]["total"])
 
 
 def calibrated(
@@ -66,18 +87,17 @@ def calibrated(
     **options: object,
 ) -> Routers:
     """A router by its name. Prints what it has learned, and writes it into a folder of that name in `out`."""
-    started_s = time.monotonic()
     result: CalibrationResult = neap_engine.calibrate(loaded, spec, **options)  # type: ignore[arg-type]
     figures = result.report["rungs"].get("depth-0", {})
     print(
-        f"{name}: {time.monotonic() - started_s:.0f} s, {result.report['tokens']['total']:,} tokens learned from and measured on; the exit's "
+        f"{name}: {result.report['seconds']['total']:.0f} s, {result.report['tokens']['total']:,} tokens learned from and measured on; the exit's "
         f"first draft agrees on {figures.get('agreement_1', 0):.3f} of {figures.get('positions', 0)} held-out positions; left out: "
         f"{result.report['left_out'] or 'nothing'}",
         flush=True,
     )
     if out is not None:
         result.save(out / name.replace(" ", "-"))
-    return {name: result.ladder}
+    return {name: (result.ladder, result.report["seconds"]["total"])}
 
 
 def add_one_kind(
@@ -96,18 +116,20 @@ def add_one_kind(
 
 def compare(
     loaded: LoadedModel, routers: Routers, prompts: list[BenchPrompt], max_tokens: int
-) -> None:
-    """Prints the tables of `bench.decode` for full depth and exact with every router."""
+) -> dict[str, Any]:
+    """Prints and returns the tables of `bench.decode` for full depth and exact with every router."""
     with Engine(loaded, prefix_cache_bytes=0) as engine:
         engine.warm_up()
         sides = {FULL: neap(engine, DepthPolicy(FULL), None, max_tokens)}
-        for name, ladder in routers.items():
+        for name, (ladder, _) in routers.items():
             sides[name] = neap(engine, DepthPolicy(EXACT), ladder, max_tokens)
         for side in sides.values():  # warm-up: binds the ladder, touches memory pages
             side(list(range(3, 40)))
         results = measure(loaded, sides, prompts, math.inf)
     print(described(loaded.device))
-    print_tables(summarise(results))
+    tables = summarise(results)
+    print_tables(tables)
+    return tables
 
 
 if __name__ == "__main__":
