@@ -20,7 +20,7 @@ from typing import Any
 
 import neap_engine
 
-from bench.decode_figures import EXACT, FULL, measure, print_tables, summarise
+from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
 from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import BenchPrompt, read_prompts
@@ -118,7 +118,7 @@ def compare(
     loaded: LoadedModel, routers: Routers, prompts: list[BenchPrompt], max_tokens: int
 ) -> dict[str, Any]:
     """Prints and returns the tables of `bench.decode` for full depth and exact with every router."""
-    with Engine(loaded, prefix_cache_bytes=0) as engine:
+    with Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS) as engine:
         engine.warm_up()
         sides = {FULL: neap(engine, DepthPolicy(FULL), None, max_tokens)}
         for name, (ladder, _) in routers.items():

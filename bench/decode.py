@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bench.decode_figures import EXACT, FULL, measure, print_tables, summarise
+from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
 from bench.decode_formats import print_formats, sides_by_format, tables_by_format
 from bench.forms import add_formats, forms
 from bench.hugging_face import HF, hugging_face
@@ -60,7 +60,7 @@ def usual_sides(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[di
     """Our full depth, Hugging Face, parts of the ladder, and exact, as the options name them."""
     ladder = read_ladder(options.router)
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0))
+        engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS))
         engine.warm_up()
         full, exact = DepthPolicy(FULL), DepthPolicy(EXACT)
         sides: dict[str, Side] = {FULL: neap(engine, full, None, options.max_tokens)}

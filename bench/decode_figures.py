@@ -12,6 +12,8 @@ from shared.model.loaded import LoadedModel
 FULL: Final = "full"
 EXACT: Final = "exact"
 MIN_TOKENS = 8
+# Routers that stay bound, so that no side binds its own anew for each prompt.
+MAX_LADDERS = 16
 
 
 def measure(
