@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shared.model import host_draws
 from shared.model.distribution import (
     candidates,
     drawn,
@@ -83,34 +84,14 @@ def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
 
 def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The token at each position's own uniform number in the position's distribution."""
+    if reads_without_sync(logits.device):
+        return host_draws.draw(logits, trials)
     scores, masses = candidates(logits, trials)
-    num_rows = [trial.num_rows for trial in trials]
-    filters_top_p = any(trial.sampling.top_p < 1.0 for trial in trials)
-    if filters_top_p and reads_without_sync(logits.device):
-        own = zip(
-            trials,
-            scores.split_with_sizes(num_rows),
-            masses.split_with_sizes(num_rows),
-            strict=True,
-        )
-        return [_drawn_in_turn(*part) for part in own]
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
     numbers = [trial.uniform(row) for trial in trials for row in range(trial.num_rows)]
     tokens = _tokens_at(numbers, nucleus(scores, masses, params))
-    rows: Sequence[Tensor] = tokens.split_with_sizes(num_rows)
+    rows: Sequence[Tensor] = tokens.split_with_sizes([trial.num_rows for trial in trials])
     return rows
-
-
-def _drawn_in_turn(trial: Trial, scores: Tensor, masses: Tensor) -> Tensor:
-    """As `_drawn` for one trial, but stops at the first row that does not choose its draft. Top-p is expensive, and later rows do not count."""
-    chosen: list[int] = []
-    for row, draft in enumerate([*trial.drafts, None]):
-        own = slice(row, row + 1)
-        kept = nucleus(scores[own], masses[own], [trial.sampling])
-        chosen.append(int(_tokens_at([trial.uniform(row)], kept)))
-        if chosen[-1] != draft:
-            break
-    return torch.tensor(chosen)
 
 
 def _tokens_at(numbers: Sequence[float], masses: Tensor) -> Tensor:

@@ -129,10 +129,7 @@ def _top_p(scores: Tensor, masses: Tensor, shares: Sequence[float]) -> Tensor:
         )
         return masses.index_copy(0, index, own)
     bound = masses.sum(-1, keepdim=True) * _column(shares, masses.device)
-    if not reads_without_sync(masses.device):
-        return _within(scores, masses, bound)
-    parts = (part.split(1) for part in (scores, masses, bound))
-    return torch.cat([_within_sorting_few(*row) for row in zip(*parts, strict=True)])
+    return _within(scores, masses, bound)
 
 
 def _within(scores: Tensor, masses: Tensor, bound: Tensor) -> Tensor:
@@ -141,17 +138,6 @@ def _within(scores: Tensor, masses: Tensor, bound: Tensor) -> Tensor:
     ordered = masses.gather(1, order)
     before = ordered.cumsum(-1) - ordered
     return masses.scatter(1, order, ordered.masked_fill_(before >= bound, 0.0))
-
-
-def _within_sorting_few(scores: Tensor, masses: Tensor, bound: Tensor) -> Tensor:
-    """`_within` of one row [1, V], but sorts only the few hundred tokens that can be in the nucleus. Sorting takes most of a row's time."""
-    # Tokens are grouped by their exponent: all tokens of a larger exponent come first. The sign is masked out, for a NaN may have one.
-    octaves = (masses[0].view(torch.int64) >> (_MANTISSA_BITS - 1)) & 0x7FF
-    from_top = torch.bincount(octaves, weights=masses[0]).flip(0).cumsum(0)
-    num_octaves = torch.searchsorted(from_top, bound[0]) + 1
-    few = (octaves >= len(from_top) - num_octaves).nonzero()[:, 0]
-    kept = _within(scores.index_select(1, few), masses.index_select(1, few), bound)
-    return torch.zeros_like(masses).index_copy_(1, few, kept)
 
 
 def _column(numbers: Sequence[float], device: torch.device) -> Tensor:

@@ -56,13 +56,16 @@ def test_a_token_comes_of_the_most_extreme_parameters(temperature, penalty, scal
         assert choose_one(logits, params, [1]) == 49  # as good as greedy
 
 
-def test_the_kernel_draws_what_pytorch_draws(monkeypatch):
+def test_the_kernel_draws_what_pytorch_and_the_host_draw(monkeypatch):
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(2)) * 3
     trials = [
         Trial(SamplingParams(temperature=1.0, top_k=40 * (s % 2), seed=s), [1]) for s in range(300)
     ]
     assert library.runs_on("cpu")
+    on_host = choose(logits.expand(300, -1), trials)
+    monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     chosen = choose(logits.expand(300, -1), trials)
+    assert chosen == on_host
     monkeypatch.setattr(library, "runs_on", lambda device: False)
     assert chosen == choose(logits.expand(300, -1), trials)
     assert len({int(token) for [token] in chosen}) > 50

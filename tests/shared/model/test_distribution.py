@@ -1,6 +1,5 @@
 """Distributions are those of Hugging Face, and the bits of a row do not depend on the other rows."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -140,26 +139,6 @@ def test_sums_in_another_order_are_others():
             rows = torch.cat([work(row) for row in x.split(1)])
             torch.testing.assert_close(work(x), rows)
             assert not torch.equal(work(x), rows)
-
-
-@DRAWN
-@given(
-    size=st.sampled_from([2, 5, 300, 1501]),
-    scale=st.sampled_from([0.0, 0.01, 3.0, 30.0]),
-    top_p=st.one_of(
-        st.floats(0.0, 1.0, exclude_min=True, exclude_max=True),
-        st.sampled_from([1e-300, math.nextafter(1.0, 0.0)]),
-    ),
-    seed=st.integers(0, 10**6),
-)
-def test_sorting_what_may_be_in_the_nucleus_finds_all_of_it(size, scale, top_p, seed):
-    generator = torch.Generator().manual_seed(seed)
-    scores = (scale * torch.randn(1, size, generator=generator)).mul(4).round().div(4)
-    trials = [Trial(SamplingParams(temperature=1.0, top_p=top_p), [0])]
-    with as_on_a_gpu():  # where all of a row is sorted
-        whole = masses(scores, trials)
-    assert torch.equal(masses(scores, trials), whole)
-    assert int((whole > 0).sum()) > 0
 
 
 def test_a_nucleus_is_taken_in_order_of_probability_then_of_tokens():
