@@ -76,7 +76,8 @@ def print_table(
 def _answers(loaded: LoadedModel, options: argparse.Namespace) -> list[TokenSequence]:
     """The full model's greedy answers."""
     prompts = first_turns(loaded, options.prompts, options.per_task)
-    with neap_engine.Engine(loaded) as engine:
+    num_tokens = sum(map(len, prompts))
+    with neap_engine.Engine(loaded, max_queue=len(prompts), max_queue_tokens=num_tokens) as engine:
         handles = [
             engine.submit(prompt, policy=DepthPolicy("full"), max_tokens=options.max_tokens)
             for prompt in prompts

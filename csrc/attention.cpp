@@ -1,5 +1,6 @@
 // The attention ops on the CPU: a batch over one cache, and a ragged batch of several sequences, each over its own cache.
 #include "attention_problem.h"
+#include "team.h"
 
 namespace neap::binding {
 

@@ -1,6 +1,7 @@
 // The ops on packed weights, norms and rotary positions: argument checks, allocation of outputs, and calls of the CPU kernels. Also
 // the schemas of the ops that run on the CPU only.
 #include "packed.h"
+#include "team.h"
 #include "tensor_table.h"
 
 namespace neap::binding {

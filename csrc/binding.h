@@ -95,16 +95,6 @@ template <class T>
 const float* floats(const T& t) { return static_cast<const float*>(t.const_data_ptr()); }
 inline float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
-// Runs f(begin, end) over [0, items) on torch's threads. `flops`: work of all items. Each thread gets at least kGrainFlops of it.
-template <class F>
-void parallel(int64_t items, double flops, const F& f) {
-  if (items == 0) return;
-  const double each = flops / (double)items;
-  const int64_t grain = each >= kGrainFlops ? 1 : (int64_t)(kGrainFlops / std::max(each, 1.0)) + 1;
-  if (items <= grain) return f(0, items);
-  torch::stable::parallel_for(0, items, grain, f);
-}
-
 // Memory for `count` floats that the thread keeps between calls. A new allocation of this size would cause page faults each time.
 inline float* thread_scratch(int64_t count) {
   struct Free { void operator()(float* p) const { std::free(p); } };

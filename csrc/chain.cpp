@@ -55,7 +55,7 @@ struct Chains {
   void prepare(int64_t row, bool first) const;
   void finish(int64_t row) const;
   void decide();
-  void run(const Team& team);
+  void run(Team& team);
 };
 
 void Chains::lay_out(Arena* arena) {
@@ -153,7 +153,7 @@ void Chains::decide() {
   choose_step();
 }
 
-void Chains::run(const Team& team) {
+void Chains::run(Team& team) {
   const Kernels& kernels = neap::kernels();
   // A product of `count` rows from number `first` on.
   const auto linear = [&](LinearArgs args, int64_t first, int64_t count) {
@@ -192,8 +192,9 @@ void Chains::run(const Team& team) {
       });
       team.meet();
     }
-    if (team.begin == 0) decide();
-    team.meet();
+    team.gather();
+    if (team.rank == 0) decide();
+    team.gather();
   }
 }
 
@@ -300,7 +301,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
   chains.route.distance = chains.distances.data();
   for (int64_t s = 0; s < count; ++s) chains.active.push_back(s);
   chains.choose_step();
-  in_team(chains.ranks, [&](const Team& team) { chains.run(team); });
+  in_team(chains.ranks, [&](Team& team) { chains.run(team); });
   return {drafted, probabilities, lengths, reached};
 }
 

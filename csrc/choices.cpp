@@ -1,5 +1,6 @@
 // The ops that choose a token per row: greedily, or at a uniform number.
 #include "device.h"
+#include "team.h"
 
 namespace neap::binding {
 

@@ -2,6 +2,7 @@
 #include <tuple>
 
 #include "device.h"
+#include "team.h"
 
 namespace neap::binding {
 

@@ -59,7 +59,7 @@ struct Layer {
   bool norms_alone() const { return tokens <= kTokensNormedAlone; }
   void lay_out(Arena* arena, int64_t width, int64_t intermediate);
   void count(const Kernels& kernels);
-  void run(const Team& team) const;
+  void run(Team& team) const;
 };
 
 // Sets the input and output pointers of every step to pieces of the arena.
@@ -105,10 +105,10 @@ void Layer::count(const Kernels& kernels) {
   out_items = kernels.linear_items(out, ranks), gated_items = kernels.linear_items(gated, ranks), down_items = kernels.linear_items(down, ranks);
 }
 
-void Layer::run(const Team& team) const {
+void Layer::run(Team& team) const {
   const Kernels& kernels = neap::kernels();
-  float* own = scratches + team.begin * scratch;
-  StepClock clock(team.begin == 0 && is_profiled.load(std::memory_order_relaxed));
+  float* own = scratches + team.rank * scratch;
+  StepClock clock(team.rank == 0 && is_profiled.load(std::memory_order_relaxed));
   const auto meet = [&](Step step) {
     team.meet();
     clock.end(step);
@@ -117,12 +117,12 @@ void Layer::run(const Team& team) const {
     team.share(items, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
     meet(kProducts);
   };
-  // Returns the normed rows.
-  const auto norm = [&](RmsNormArgs args) {
+  // Returns the normed rows, for a step of so many items.
+  const auto norm = [&](RmsNormArgs args, int64_t items) {
     args.out = normed;
     if (norms_alone()) {
-      args.out += team.begin * tokens * args.width;
-      kernels.rms_norm(args, 0, tokens);
+      args.out += team.rank * tokens * args.width;
+      if (team.has_work(items)) kernels.rms_norm(args, 0, tokens);
       clock.end(kNorms);
     } else {
       team.share(tokens, [&](int64_t b, int64_t e) { kernels.rms_norm(args, b, e); });
@@ -140,7 +140,7 @@ void Layer::run(const Team& team) const {
     });
     meet(kAttention);
   };
-  const float* x = norm(input_norm);
+  const float* x = norm(input_norm, projection_ends.back());
   team.share(projection_ends.back(), [&](int64_t begin, int64_t end) {
     each_loop(projection_ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernels.linear(with_x(projections[at], x), projection_items[at], b, e); });
   });
@@ -154,7 +154,7 @@ void Layer::run(const Team& team) const {
     attend(kernels.attention, problem_ends);
   }
   linear(out, out_items);
-  x = norm(mlp_norm);
+  x = norm(mlp_norm, gated_items);
   linear(with_x(gated, x), gated_items);
   linear(down, down_items);
 }
@@ -344,7 +344,7 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
     Arena arena(scratch);
     layer.lay_out(&arena, x.size(2), intermediate);
   }
-  in_team(ranks, [&](const Team& team) {
+  in_team(ranks, [&](Team& team) {
     for (const Layer& layer : stack) layer.run(team);
   });
   return states;

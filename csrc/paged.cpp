@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "device.h"
+#include "team.h"
 
 namespace neap::binding {
 

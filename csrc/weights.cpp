@@ -1,5 +1,6 @@
 // The ops that pack weights, unpack them, and look up their rows: argument checks, allocation and calls of pack.h and the CPU kernels.
 #include "packed.h"
+#include "team.h"
 
 #include <cstddef>
 #include <cstring>

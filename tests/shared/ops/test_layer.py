@@ -200,6 +200,25 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
     assert all(map(torch.equal, _stores(values), (t for kv in kvs for t in _stores(kv.values))))
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_threads_that_are_late_change_nothing(count: int) -> None:
+    """There are more threads than processors, so that some come when others have done their part, or many steps later."""
+    p = {
+        **SMALL, "spans": [(20, count, False)], "width": 256, "kv_heads": 2, "group": 3, "head": 64,
+        "value_head": 64, "rotated": 64, "intermediate": 512,
+    }  # fmt: skip
+    parts = [_weights(p) for _ in range(6)]
+    x, cos, sin, kv, masks = _inputs(p)
+    copies = [_copy(kv) for _ in parts]
+    keys, values = (TensorTable([one[at][0].tensors[0] for one in copies]) for at in (0, 1))
+    both = LayerKV([keys], [values], *kv[2:])
+    expected = decoder_layers(x, cos, sin, stacked(parts), both, masks)
+    torch.set_num_threads(6)
+    for _ in range(60):
+        assert torch.equal(decoder_layers(x, cos, sin, stacked(parts), both, masks), expected)
+
+
 def test_layers_of_different_forms_are_not_stacked() -> None:
     weights = _weights(SMALL)
     with pytest.raises(ValueError, match="different forms"):
