@@ -1,6 +1,6 @@
 """Makes a router with this tree alone: the calibration writes the text, learns from it and measures. Made for bench/router.
 
-    python -m bench.make_router --model DIR --work-dir DIR                       eight hours, built-in prompts
+    python -m bench.make_router --model FILE --work-dir DIR --hours 1            as the shipped router was made
     python -m bench.make_router --model DIR --work-dir DIR --prompts FILE --tokens 3_000_000
     python -m bench.make_router --model DIR --work-dir DIR --device cuda --tokens 30_000_000 --out DIR
 
