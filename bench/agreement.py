@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parsed(parser)
     loaded = load_model(options.model)
-    ladders = {path.name: neap_engine.read_router(path) for path in options.router}
+    ladders = {str(path): neap_engine.read_router(path) for path in options.router}
     depths = {one.depth for ladder in ladders.values() for one in ladder.exits}
     with tempfile.TemporaryDirectory() as folder:
         sequences, chunks = _labelled(loaded, _answers(loaded, options), depths, Path(folder))
