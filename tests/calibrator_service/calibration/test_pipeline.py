@@ -220,7 +220,7 @@ def test_given_text_and_the_cosine_label(base_model, tmp_path):
 def test_heads_learn_chains_from_answers_that_were_given_before(base_model, tmp_path, monkeypatch):
     """The risk of `relaxed` is replayed, too: with prompts of the product's own."""
     monkeypatch.setattr("calibrator_service.calibration.plan.MAX_EPOCHS", 30)
-    monkeypatch.setattr("calibrator_service.calibration.text.risk_answers.RISK_PROMPTS", 10)
+    monkeypatch.setattr("calibrator_service.calibration.text.stream.RISK_PROMPTS", 10)
     path = tmp_path / "answers.jsonl"
     with path.open("w") as file:
         for number in range(300):
