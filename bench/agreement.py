@@ -8,6 +8,7 @@ the tables": where their draft is wrong or missing. A choice outside the draft v
 
 import argparse
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import neap_engine
@@ -16,15 +17,16 @@ import torch
 from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import first_turns
+from calibrator_service.calibration.plan import num_decoded_rows
 from calibrator_service.calibration.report.chain_agreement import chain_agreement
 from calibrator_service.calibration.report.held_out import table_figures
 from calibrator_service.calibration.states.chunk import StateChunks
 from calibrator_service.calibration.states.collect import Collector, LabelledSequence
+from calibrator_service.calibration.text.engine_writer import EngineWriter
 from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.text.writer import Pace, WriteRequest, write_all
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from shared.engine.request.request import Finished
 from shared.ladder.ladder import Ladder
-from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
@@ -76,21 +78,11 @@ def print_table(
 def _answers(loaded: LoadedModel, options: argparse.Namespace) -> list[TokenSequence]:
     """The full model's greedy answers."""
     prompts = first_turns(loaded, options.prompts, options.per_task)
-    num_tokens = sum(map(len, prompts))
-    with neap_engine.Engine(loaded, max_queue=len(prompts), max_queue_tokens=num_tokens) as engine:
-        handles = [
-            engine.submit(prompt, policy=DepthPolicy("full"), max_tokens=options.max_tokens)
-            for prompt in prompts
-        ]
-        answers = [
-            [
-                token.token_id
-                for event in handle.events()
-                if not isinstance(event, Finished)
-                for token in event.tokens
-            ]
-            for handle in handles
-        ]
+    requests = [
+        WriteRequest(tuple(prompt), options.max_tokens, stop_loops=False) for prompt in prompts
+    ]
+    with closing(EngineWriter(loaded, num_decoded_rows(loaded))) as writer:
+        answers = [written.tokens for written in write_all(writer, requests, Pace())]
     return [
         TokenSequence((*prompt, *answer), len(prompt))
         for prompt, answer in zip(prompts, answers, strict=True)

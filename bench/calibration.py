@@ -28,6 +28,7 @@ from calibrator_service.calibration.pipeline import CalibrationResult
 from inference_service.evaluate.sides import neap
 from shared.configured_model import dtype_named
 from shared.engine.engine import Engine
+from shared.ladder.artefact import unpack_ladder
 from shared.ladder.folder import read_router_folder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
@@ -53,9 +54,7 @@ def main() -> None:
     parser.add_argument("--label", help="of the figures in --json; default: the model's id")
     options = parsed(parser)
     loaded = load_model(options.model, dtype=dtype_named(options.dtype) if options.dtype else None)
-    routers: Routers = {
-        path.name: (neap_engine.read_router(path), seconds_of(path)) for path in options.router
-    }
+    routers: Routers = {path.name: read_router(path) for path in options.router}
     if options.requests is None:
         prompts = read_prompts(options.prompts, options.per_task)
         for budget_s in options.budgets:
@@ -74,9 +73,9 @@ def main() -> None:
         )
 
 
-def seconds_of(folder: Path) -> float:
-    manifest, _ = read_router_folder(folder)
-    return float(manifest["calibration"]["seconds"]["total"])
+def read_router(folder: Path) -> tuple[Ladder, float]:
+    manifest, blobs = read_router_folder(folder)
+    return unpack_ladder(manifest, blobs), float(manifest["calibration"]["seconds"]["total"])
 
 
 def calibrated(
