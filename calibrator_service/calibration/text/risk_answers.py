@@ -95,10 +95,7 @@ def write_risk_answers(
 
 
 def _risk_limits(run: Run, text: Text, max_new_tokens: int, knows_speed: bool) -> Limits:
-    """The number of prompts, which depends on the spec and on time and never on the answers.
-
-    The answers have no more tokens than the spec asks for in the other splits together.
-    """
+    """The number of prompts, which depends on the spec and on time and never on the answers."""
     seconds = run.seconds_until(run.schedule.risk_text)
     most = most_risk_prompts(run, text) if run.schedule.certifies else 0
     if seconds == float("inf"):

@@ -59,8 +59,7 @@ def test_show(service, neap):
 
 def test_show_prints_the_certified_bounds(service, neap):
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
-    lowest = real_manifest()["risk"]["bounds"][0]["epsilon"]
-    assert f"{lowest:.1%} of prompts" in neap(*show).stdout
+    assert "3.0% of prompts" in neap(*show).stdout
     service.routers.manifest = {"rungs": []}
     assert "no certified bound\n" in neap(*show).stdout
     service.routers.manifest = {"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}

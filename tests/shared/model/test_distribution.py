@@ -1,7 +1,5 @@
 """Distributions are those of Hugging Face, and the bits of a row do not depend on the other rows."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -18,7 +16,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from shared.model import distribution
 from shared.model.distribution import candidates, drawn, nucleus, penalised, unit_mass
 from shared.model.sampling import SamplingParams, Trial
 from tests.drawn_trials import cases
@@ -77,20 +74,12 @@ def alone(logits: Tensor, trials: list[Trial]) -> list[Tensor]:
     ]
 
 
-@contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """A device where reading a tensor would wait, and where sums depend on the number of rows."""
-    with pytest.MonkeyPatch.context() as patch, OrdersOfSums():
-        patch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
-        yield
-
-
 @DRAWN
 @given(case=cases())
 def test_a_row_has_the_same_bits_alone_and_in_company(case):
     logits, trials = case
     before = logits.clone()
-    with as_on_a_gpu():
+    with OrdersOfSums():
         together = masses(logits, trials)
         assert torch.equal(together, torch.cat(alone(logits, trials)))
     assert torch.equal(together, masses(logits, trials))
@@ -110,7 +99,7 @@ def test_a_row_has_the_same_bits_where_a_sum_decides_by_a_hair(size, seed):
         shares = whole.sort(descending=True).values[:, :at].sum(-1) / whole.sum(-1)
         trials = [Trial(replace(plain, top_p=share), [0]) for share in shares.tolist()]
         uniforms = whole[:, :at].sum(-1) / whole.sum(-1)
-        with as_on_a_gpu():
+        with OrdersOfSums():
             together = masses(logits, trials)
             assert torch.equal(together, torch.cat(alone(logits, trials)))
             tokens = drawn(whole, uniforms)

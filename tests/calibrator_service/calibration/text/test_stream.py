@@ -15,7 +15,7 @@ from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
 # At least.
-TEXT_SHARE_OF_BUDGET = 0.5
+TEXT_SHARE_OF_BUDGET = 0.5 * 0.85
 
 
 class Clock:

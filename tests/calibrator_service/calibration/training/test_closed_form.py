@@ -109,10 +109,16 @@ def test_the_further_map_is_solved_for_the_outputs_of_the_first():
     torch.testing.assert_close(head.fuse[:, first:].T, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_time_to_solve_grows_with_the_model():
-    assert (
-        0 < seconds_to_solve(16, torch.device("cpu")) < seconds_to_solve(512, torch.device("cpu"))
-    )
+@pytest.mark.parametrize(("hidden_size", "seconds"), [(16, 1.3), (256, 1.3), (512, 8 * 1.3)])
+def test_the_time_to_solve_grows_with_the_cube_of_what_is_not_tried(
+    hidden_size, seconds, monkeypatch
+):
+    """By a clock of which one second passes while a ridge is solved."""
+    ticks = iter([5.0, 6.0])
+    monkeypatch.setattr(closed_form.time, "perf_counter", lambda: next(ticks))
+    found = seconds_to_solve(hidden_size, torch.device("cpu"))
+    monkeypatch.undo()
+    assert found == pytest.approx(seconds)
 
 
 def test_fewer_tokens_than_features_give_a_sane_head(monkeypatch):
