@@ -78,7 +78,7 @@ Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std
 }
 
 Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
-                                   std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
+                                   std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
                                    std::optional<double> softcap) {
   const char* op = "ragged_contiguous_attention";
   check_float(op, "q", q, 4);
@@ -89,8 +89,8 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
   NEAP_CHECK(q.size(0) == 1 && k.size(0) == 1 && v.size(0) == 1 && k.size(2) == tokens && v.size(2) == tokens && v.size(1) == kv_heads && k.size(3) == q.size(3),
              op, ": q ", text(q), ", k ", text(k), " and v ", text(v), " do not fit [1, Hq, T, D], [1, Hkv, T, D], [1, Hkv, T, Dv]");
   NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads, " key heads");
-  NEAP_CHECK(values.size() == sequences && bases.size() == sequences && counts.size() == sequences && masks.size() == sequences, op, ": ", sequences,
-             " caches of keys, ", values.size(), " of values, ", bases.size(), " bases, ", counts.size(), " counts and ", masks.size(), " masks");
+  NEAP_CHECK(values.size() == sequences && bases.size() == sequences && kept.size() == sequences && counts.size() == sequences && masks.size() == sequences, op, ": ", sequences,
+             " caches of keys, ", values.size(), " of values, ", bases.size(), " bases, ", kept.size(), " places, ", counts.size(), " counts and ", masks.size(), " masks");
   NEAP_CHECK(tokens == 0 || (k.stride(3) == 1 && v.stride(3) == 1), op, ": the last dimension of k and v must be contiguous");
   NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
   int64_t covered = 0;
@@ -98,10 +98,10 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
   for (size_t s = 0; s < sequences; ++s) {
     kv_dtypes.push_back(check_kv(op, keys[s], values[s]));
     const auto fits = [&](const Tensor& cache, const Tensor& fresh) {
-      return cache.size(0) == 1 && cache.size(1) == kv_heads && cache.size(3) == fresh.size(3) && cache.stride(3) == 1 && bases[s] >= 0 && counts[s] > 0 &&
-             bases[s] + counts[s] <= cache.size(2);
+      return cache.size(0) == 1 && cache.size(1) == kv_heads && cache.size(3) == fresh.size(3) && cache.stride(3) == 1 && bases[s] >= 0 && kept[s] >= bases[s] && counts[s] > 0 &&
+             kept[s] + counts[s] <= cache.size(2);
     };
-    NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": caches ", text(keys[s]), " and ", text(values[s]), " cannot take ", counts[s], " tokens at ", bases[s]);
+    NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": caches ", text(keys[s]), " and ", text(values[s]), " cannot take ", counts[s], " tokens at ", kept[s], " for position ", bases[s]);
     covered += counts[s];
   }
   NEAP_CHECK(covered == tokens, op, ": the counts sum to ", covered, " tokens, but q has ", tokens);
@@ -114,11 +114,11 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
   std::vector<AttentionArgs> problems;
   int64_t from = 0, items = 0, blocks = 0;
   for (size_t s = 0; s < sequences; ++s) {
-    write_slots(k, from, counts[s], keys[s], kv_dtypes[s], bases[s]);
-    write_slots(v, from, counts[s], values[s], kv_dtypes[s], bases[s]);
+    write_slots(k, from, counts[s], keys[s], kv_dtypes[s], kept[s]);
+    write_slots(v, from, counts[s], values[s], kv_dtypes[s], kept[s]);
     const bool masked = masks[s].numel() > 0;
     problems.push_back(attention_args(q, floats(q) + from * q.stride(2), counts[s], mutable_floats(out) + from * heads * value_width));
-    attend_over(&problems.back(), keys[s], values[s], kv_dtypes[s], bases[s] + counts[s], masked ? &masks[s] : nullptr, !masked, scaling, softcap);
+    attend_over(&problems.back(), keys[s], values[s], kv_dtypes[s], bases[s] + counts[s], masked ? &masks[s] : nullptr, !masked, scaling, softcap, bases[s], kept[s] - bases[s]);
     from += counts[s], items += num_items(problems.back()), blocks = std::max(blocks, num_blocks(problems.back()));
   }
   if (keeps_threads_busy(items, blocks, torch::stable::get_num_threads()))

@@ -169,26 +169,27 @@ LinearArgs linear_args(const char* name, const TensorInfo& packed, const TensorI
   return {nullptr, matrix, up_matrix, bias ? floats(*bias) : nullptr, nullptr, rows, in_features, out_features, in_features, up != nullptr, activation, nullptr};
 }
 
-// Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, and their attention problem.
-void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t count, const Tensor* mask, double scaling,
+// Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, from number `kept` on, and their
+// attention problem.
+void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t kept, int64_t count, const Tensor* mask, double scaling,
                   const std::optional<double>& softcap) {
   const Dtype dtype = check_kv(kOp, keys, values);
   const PlaceArgs& place = layer->place;
   const auto fits = [&](const TensorInfo& cache, int64_t width) {
-    return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 && base >= 0 && count > 0 &&
-           base + count <= cache.size(2);
+    return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 && base >= 0 && kept >= base && count > 0 &&
+           kept + count <= cache.size(2);
   };
   NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": caches ", text(keys), " and ", text(values), " cannot take ", count,
-             " tokens at ", base);
+             " tokens at ", kept, " for position ", base);
   NEAP_CHECK(dtype == place.kv_dtype, kOp, ": the caches of several sequences are of different dtypes");
   if (mask) check_mask(kOp, *mask, 1, count, base + count);
   const int64_t bytes = element_bytes(dtype);
   uint8_t *key = static_cast<uint8_t*>(keys.mutable_data_ptr()), *value = static_cast<uint8_t*>(values.mutable_data_ptr());
-  for (int64_t token = base; token < base + count; ++token)
+  for (int64_t token = kept; token < kept + count; ++token)
     layer->slots.push_back({key + token * keys.stride(2) * bytes, value + token * values.stride(2) * bytes, keys.stride(1) * bytes, values.stride(1) * bytes});
   AttentionArgs problem{};
   problem.batch = 1, problem.heads = place.heads, problem.queries = count;
-  attend_over(&problem, keys, values, dtype, base + count, mask, mask == nullptr, scaling, softcap);
+  attend_over(&problem, keys, values, dtype, base + count, mask, mask == nullptr, scaling, softcap, base, kept - base);
   layer->problems.push_back(problem);
 }
 
@@ -200,7 +201,7 @@ namespace {
 struct Call {
   Tensor x, cos, sin;
   std::vector<TensorTable> keys, values;  // per sequence
-  std::vector<int64_t> bases, counts;
+  std::vector<int64_t> bases, kept, counts;
   std::vector<Tensor> masks;
   int64_t heads, intermediate;
   Activation activation;
@@ -242,7 +243,7 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   if (t.norms.count == 4) place.q_norm = floats(t.norms[2]), place.k_norm = floats(t.norms[3]);
   for (size_t s = 0; s < call.keys.size(); ++s) {
     const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
-    add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.counts[s], masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
+    add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.kept[s], call.counts[s], masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
   }
   place.slots = layer.slots.data();
 
@@ -275,7 +276,7 @@ int64_t ranks_for(const Layer& layer) {
 }  // namespace
 
 Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tensor packed_table, Tensor bias_table, std::vector<Tensor> key_tables,
-                      std::vector<Tensor> value_tables, std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks,
+                      std::vector<Tensor> value_tables, std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks,
                       std::vector<int64_t> stops, int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset, double scaling,
                       std::optional<double> softcap) {
   check_float(kOp, "x", x, 3);
@@ -287,8 +288,8 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
   std::vector<TensorTable> keys, values;
   for (const Tensor& table : key_tables) keys.push_back(table_of(kOp, "keys", table));
   for (const Tensor& table : value_tables) values.push_back(table_of(kOp, "values", table));
-  NEAP_CHECK(sequences > 0 && keys.size() == sequences && values.size() == sequences && counts.size() == sequences, kOp, ": ", keys.size(),
-             " caches of keys, ", values.size(), " of values, ", sequences, " bases and ", counts.size(), " counts");
+  NEAP_CHECK(sequences > 0 && keys.size() == sequences && values.size() == sequences && kept.size() == sequences && counts.size() == sequences, kOp, ": ", keys.size(),
+             " caches of keys, ", values.size(), " of values, ", sequences, " bases, ", kept.size(), " places and ", counts.size(), " counts");
   for (size_t s = 0; s < sequences; ++s)
     NEAP_CHECK(keys[s].count == layers && values[s].count == layers, kOp, ": a cache of ", keys[s].count, " layers of keys and ", values[s].count,
                " of values, for ", layers, " layers");
@@ -309,7 +310,7 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
 
   for (Tensor* t : {&x, &cos, &sin})
     if (!t->is_contiguous()) *t = torch::stable::contiguous(*t);
-  const Call call{x, cos, sin, keys, values, bases, counts, masks, heads, intermediate, gate_activation(kOp, activation), eps, weight_offset, scaling, softcap};
+  const Call call{x, cos, sin, keys, values, bases, kept, counts, masks, heads, intermediate, gate_activation(kOp, activation), eps, weight_offset, scaling, softcap};
   Sizes sizes = sizes_of(x);
   sizes.insert(sizes.begin(), (int64_t)stops.size());
   Tensor states = empty(sizes);

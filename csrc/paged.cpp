@@ -22,29 +22,33 @@ int64_t slot_at(const PagedArgs& args, int64_t table, int64_t position, int64_t 
   return (block * args.kv_heads + head) * args.block_tokens + position % args.block_tokens;
 }
 
-// Index of the slot from which token t reads position p: its own keys and values are where they are kept.
+// Index of the slot from which token t reads position p: those of its branch are where they are kept.
 int64_t slot_seen(const PagedArgs& args, int64_t t, int64_t p, int64_t head) {
-  return slot_at(args, args.table_indices[t], p == args.positions[t] ? args.kept_at[t] : p, head);
+  return slot_at(args, args.table_indices[t], p < args.branches[t] ? p : p + args.kept_at[t] - args.positions[t], head);
 }
 
-// Checks the contents of block_tables, table_indices, positions and kept_at. CPU only: on a GPU this would need a synchronisation.
+// Checks the contents of block_tables, table_indices, positions, kept_at and branches. CPU only: on a GPU this would need a synchronisation.
 void check_indices(const PagedArgs& args) {
   for (int64_t t = 0; t < args.tokens; ++t) {
-    const int64_t table = args.table_indices[t], position = args.positions[t], kept_at = args.kept_at[t];
+    const int64_t table = args.table_indices[t], position = args.positions[t], kept_at = args.kept_at[t], branch = args.branches[t];
     if (position < 0) continue;
     NEAP_CHECK(table >= 0 && table < args.num_tables, "paged_attention: token ", t, " has table index ", table, ", but there are ", args.num_tables,
                " block tables");
     NEAP_CHECK(position < args.table_blocks * args.block_tokens, "paged_attention: token ", t, " has position ", position,
                ", but its block table has ", args.table_blocks, " blocks of ", args.block_tokens, " tokens");
-    NEAP_CHECK(kept_at >= 0 && kept_at < args.table_blocks * args.block_tokens, "paged_attention: token ", t, " is kept at position ", kept_at,
+    NEAP_CHECK(branch >= 0 && branch <= position, "paged_attention: token ", t, " has position ", position, ", but its branch begins at ", branch);
+    NEAP_CHECK(kept_at >= position && kept_at < args.table_blocks * args.block_tokens, "paged_attention: token ", t, " is kept at position ", kept_at,
                ", but its block table has ", args.table_blocks, " blocks of ", args.block_tokens, " tokens");
     const auto check_block = [&](int64_t i) {
       const int64_t block = args.block_tables[table * args.table_blocks + i];
       NEAP_CHECK(block >= 0 && block < args.num_blocks, "paged_attention: entry ", i, " of block table ", table, " is ", block, ", but the pool has ",
                  args.num_blocks, " blocks");
     };
-    for (int64_t i = first_seen(args, position) / args.block_tokens; i <= position / args.block_tokens; ++i) check_block(i);
-    check_block(kept_at / args.block_tokens);
+    const auto check_blocks = [&](int64_t from, int64_t end) {
+      for (int64_t i = from / args.block_tokens; from < end && i <= (end - 1) / args.block_tokens; ++i) check_block(i);
+    };
+    check_blocks(first_seen(args, position), branch);
+    check_blocks(std::max(first_seen(args, position), branch) + kept_at - position, kept_at + 1);
   }
 }
 
@@ -133,7 +137,7 @@ void* pool(const Call& call, const char* name, Tensor& t, const Sizes& sizes, Dt
 }
 
 Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor block_tables, Tensor table_indices,
-                       Tensor positions, Tensor kept_at, double scaling, double softcap, int64_t window) {
+                       Tensor positions, Tensor kept_at, Tensor branches, double scaling, double softcap, int64_t window) {
   const Call call("paged_attention", q);
   PagedArgs args{};
   args.dtype = call.dtype("q", q);
@@ -154,7 +158,7 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
   NEAP_CHECK(args.block_tokens > 0 && args.block_tokens * args.table_blocks < INT32_MAX, "paged_attention: block tables of ",
              args.table_blocks, " blocks of ", args.block_tokens, " tokens are empty or too long");
   args.table_indices = call.integers("table_indices", table_indices, {args.tokens}), args.positions = call.integers("positions", positions, {args.tokens});
-  args.kept_at = call.integers("kept_at", kept_at, {args.tokens});
+  args.kept_at = call.integers("kept_at", kept_at, {args.tokens}), args.branches = call.integers("branches", branches, {args.tokens});
   NEAP_CHECK(softcap >= 0 && window >= 0, "paged_attention: softcap and window must be at least 0 (0: none)");
   args.scaling = (float)scaling, args.softcap = (float)softcap, args.window = window;
   args.q = q.const_data_ptr(), args.k = k.const_data_ptr(), args.v = v.const_data_ptr();
@@ -188,7 +192,7 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, Tensor table_indices, "
-      "Tensor positions, Tensor kept_at, float scaling, float softcap=0., int window=0) -> Tensor");
+      "Tensor positions, Tensor kept_at, Tensor branches, float scaling, float softcap=0., int window=0) -> Tensor");
 }
 
 #define NEAP_REGISTER(device)                                              \

@@ -55,14 +55,10 @@ class ScriptedLadder:
     def append(self, tokens: Sequence[int]) -> None:
         self.context += tokens
 
-    def table_draft(self, drafted: Sequence[int]) -> Draft | None:
+    def table_drafts(self, drafted: Sequence[int] = ()) -> list[Draft]:
         self.drafted = list(drafted)
         proposal = self.table(self.context + self.drafted) if self.table else None
-        return Draft(*proposal, rung="suffix", depth=0) if proposal else None
-
-    def table_drafts(self, drafted: Sequence[int]) -> list[Draft]:
-        draft = self.table_draft(drafted)
-        return [] if draft is None else [draft]
+        return [Draft(*proposal, rung="suffix", depth=0)] if proposal else []
 
     def propose(
         self, index: int, begins: Sequence[torch.Tensor], starts: Sequence[ChainStart]

@@ -69,18 +69,17 @@ inline void gather_queries(const AttentionArgs& a, const QueryTile& t, float* ou
     }
 }
 
-// Packs keys [count, width] into panels [ceil(count / 16)][width][16] of float32, padded with zeros.
-template <class E>
-void pack_keys(const E* k, int64_t k_row, int64_t count, int64_t width, float* out) {
+// Packs keys [count, width] into panels [ceil(count / 16)][width][16] of float32, padded with zeros. `row_of(i)`: key i.
+template <class RowOf>
+void pack_keys(const RowOf& row_of, int64_t count, int64_t width, float* out) {
   for (int64_t panel = 0; panel * kPanel < count; ++panel, out += width * kPanel)
     for (int64_t c = 0; c < kPanel; c += 4) {
       const int64_t key = panel * kPanel + c;
       int64_t d = 0;
       if (key + 4 <= count) {
-        const E* row = k + key * k_row;
+        const auto *row0 = row_of(key), *row1 = row_of(key + 1), *row2 = row_of(key + 2), *row3 = row_of(key + 3);
         for (; d + 4 <= width; d += 4) {
-          const Quad r0 = load_four(row + d), r1 = load_four(row + k_row + d);
-          const Quad r2 = load_four(row + 2 * k_row + d), r3 = load_four(row + 3 * k_row + d);
+          const Quad r0 = load_four(row0 + d), r1 = load_four(row1 + d), r2 = load_four(row2 + d), r3 = load_four(row3 + d);
           const Quad low01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), high01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
           const Quad low23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5), high23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
           float* o = out + d * kPanel + c;
@@ -91,7 +90,7 @@ void pack_keys(const E* k, int64_t k_row, int64_t count, int64_t width, float* o
         }
       }
       for (; d < width; ++d)
-        for (int64_t i = 0; i < 4; ++i) out[d * kPanel + c + i] = key + i < count ? to_float(k[(key + i) * k_row + d]) : 0.f;
+        for (int64_t i = 0; i < 4; ++i) out[d * kPanel + c + i] = key + i < count ? to_float(row_of(key + i)[d]) : 0.f;
     }
 }
 
@@ -107,11 +106,12 @@ void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
     for (int64_t k = 0; k < depth; k += kDepthBlock)
       for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
         t.a = base.a + r * base.a_stride + k;
-        t.b = base.b + p * base.panel_stride + k * base.row_bytes;
+        t.b = base.b + p * base.panel_stride + k * base.places.bytes;
+        t.places.turn = base.places.turn - k;
         t.c = base.c + r * base.c_stride + p * kPanel;
         t.depth = min64(kDepthBlock, depth - k);
         t.accumulate = k > 0;
-        t.ahead = {t.b + kInputsAhead * base.row_bytes, base.row_bytes, base.panel_stride};
+        t.ahead = {t.b + kInputsAhead * base.places.bytes, base.places.bytes, base.panel_stride};
         pick_tile<Reader>((int)tiles.rows(i), (int)min64(group, panels - p))(t);
       }
 }
@@ -161,19 +161,20 @@ inline bool all_masked(const AttentionArgs& a, const QueryTile& t, int64_t first
 template <class E>
 void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, int64_t first, int64_t count) {
   const E* k = static_cast<const E*>(a.k) + t.batch * a.k_batch + t.kv_head * a.k_head + first * a.k_row;
-  pack_keys(k, a.k_row, count, a.width, s.keys);
-  multiply<Rows<float>>({s.q, a.width, bytes_of(s.keys), a.width * kRowBytes, kRowBytes, 0, s.scores, kKeyBlock, false, {}}, t.rows, ceil_div(count, kPanel), a.width);
+  const int64_t turn = a.branch - first;
+  pack_keys([&](int64_t i) { return k + (i < turn ? i : i + a.apart) * a.k_row; }, count, a.width, s.keys);
+  multiply<Rows<float>>({s.q, a.width, bytes_of(s.keys), a.width * kRowBytes, {kRowBytes}, 0, s.scores, kKeyBlock, false, {}}, t.rows, ceil_div(count, kPanel), a.width);
   for (int64_t row = 0; row < t.rows; ++row) {
     const int64_t end = a.causal ? a.keys - a.queries + t.query + row / t.group + 1 : a.keys;
     softmax_row(a, s.scores + row * kKeyBlock, count, min64(count, end - first), mask_row(a, t, row, first), s.block_max + row, s.block_sum + row);
   }
   const E* v = static_cast<const E*>(a.v) + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
   const int64_t width = a.value_width, panels = width / kPanel, c_stride = padded_width(a), bytes = sizeof(E);
-  multiply<Rows<E, 0>>({s.scores, kKeyBlock, bytes_of(v), kPanel * bytes, a.v_row * bytes, 0, s.block, c_stride, false, {}}, t.rows, panels, count);
+  multiply<Rows<E, 0>>({s.scores, kKeyBlock, bytes_of(v), kPanel * bytes, {a.v_row * bytes, turn, a.apart * a.v_row * bytes}, 0, s.block, c_stride, false, {}}, t.rows, panels, count);
   if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
     for (int64_t i = 0; i < count; ++i)
-      for (int64_t c = 0; c < kPanel; ++c) s.tail[i * kPanel + c] = panels * kPanel + c < width ? to_float(v[i * a.v_row + panels * kPanel + c]) : 0.f;
-    multiply<Rows<float>>({s.scores, kKeyBlock, bytes_of(s.tail), 0, kRowBytes, 0, s.block + panels * kPanel, c_stride, false, {}}, t.rows, 1, count);
+      for (int64_t c = 0; c < kPanel; ++c) s.tail[i * kPanel + c] = panels * kPanel + c < width ? to_float(v[(i < turn ? i : i + a.apart) * a.v_row + panels * kPanel + c]) : 0.f;
+    multiply<Rows<float>>({s.scores, kKeyBlock, bytes_of(s.tail), 0, {kRowBytes}, 0, s.block + panels * kPanel, c_stride, false, {}}, t.rows, 1, count);
   }
 }
 

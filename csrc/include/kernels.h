@@ -70,6 +70,7 @@ struct AttentionArgs {
   int64_t k_batch, k_head, k_row;
   int64_t v_batch, v_head, v_row;
   int64_t mask_batch, mask_row, mask_column;
+  int64_t branch, apart;  // keys and values from number `branch` on are kept `apart` slots later
   bool causal;
   float scaling, softcap;  // softcap 0: none
 };

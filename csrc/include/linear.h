@@ -168,7 +168,7 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
   const int64_t c_stride = panels * kPanel;
   const int64_t max_panels = min64(tile_product.panels((int)tiles.height), widens ? kWidenedPanels : panels);
   alignas(64) float widened[kDepthBlock * kPanel * kWidenedPanels];
-  TileArgs t{nullptr, x.stride, nullptr, matrix.panel_bytes, kPanel * 4, 0, nullptr, c_stride, false, {}};
+  TileArgs t{nullptr, x.stride, nullptr, matrix.panel_bytes, {}, 0, nullptr, c_stride, false, {}};
   if (args.in_features == 0)
     for (int64_t i = 0; i < rows * c_stride; ++i) c[i] = 0.f;
   for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {

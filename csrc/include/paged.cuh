@@ -146,8 +146,8 @@ __device__ __forceinline__ void add_values(const PagedArgs& args, const KeyTile<
   }
 }
 
-// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence. `own`: the token's position and where it is kept. They
-// are in shared memory because the widest kernels have no registers left for them.
+// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence. `own`: where the token's branch begins, and how much
+// farther it is kept. They are in shared memory because the widest kernels have no registers left for them.
 template <class E, int kHeads, int kSize>
 __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t table, int64_t head, int begin, int end, const int* own,
                                        const float* query, float* weights, WarpState<kHeads, kSize>& state) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
     state.largest[h] = -INFINITY, state.sums[h] = 0.f;
     for (int e = 0; e < kSize; ++e) state.values[h][e] = 0.f;
   }
-  const auto slot_at = [&](int position) { return position < end ? slot_of(args, table, position == own[0] ? own[1] : position, head) : (int64_t)-1; };
+  const auto slot_at = [&](int position) { return position < end ? slot_of(args, table, position < own[0] ? position : position + own[1], head) : (int64_t)-1; };
   int first = begin + (int)(threadIdx.x / kWarp) * kWarp;
   int64_t next = slot_at(first + lane);
 #pragma unroll 1
@@ -236,10 +236,10 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   const int column = (int)blockIdx.y % column_tiles * kColumns, columns = min(kColumns, (int)args.value_width - column);
   const int first_head = (int)blockIdx.y / column_tiles % head_tiles * kHeads, heads = min(kHeads, group - first_head);
   const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x, table = args.table_indices[token];
-  const int64_t position = args.positions[token], kept_at = args.kept_at[token];
+  const int64_t position = args.positions[token], kept_at = args.kept_at[token], branch = args.branches[token];
   const int64_t first_row = token * args.heads + kv_head * group + first_head;  // of the output
   E* out = static_cast<E*>(args.out) + first_row * args.value_width + column;
-  if (position < 0 || !has_slot(args, table, position) || !has_slot(args, table, kept_at)) {
+  if (position < 0 || !has_slot(args, table, position) || !has_slot(args, table, kept_at) || kept_at < position) {
     for (int i = threadIdx.x; blockIdx.z == 0 && i < heads * columns; i += kThreads)
       out[i / columns * args.value_width + i % columns] = from_float<E>(position < 0 ? 0.f : NAN);
     return;
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   const E* q = static_cast<const E*>(args.q) + token * args.q_token + (kv_head * group + first_head) * args.q_head;
   for (int i = threadIdx.x; i < kHeads * width; i += kThreads) query[i] = i / width < heads ? to_float(q[i / width * args.q_head + i % width]) : 0.f;
   for (int i = threadIdx.x; i < kItems; i += kThreads) total[i] = 0.f;
-  if (threadIdx.x == 0) own[0] = (int)position, own[1] = (int)kept_at;
+  if (threadIdx.x == 0) own[0] = (int)branch, own[1] = (int)(kept_at - position);
   KeyTile<E> tile{};
   tile.keys = static_cast<const E*>(args.keys), tile.values = static_cast<const E*>(args.values) + column;
   tile.chunks = width / kSize, tile.value_chunks = columns / kSize, tile.value_lanes = 1;

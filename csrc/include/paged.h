@@ -4,8 +4,8 @@
 //                                                    table_indices[t]
 //   2. out[t, h] = sum over p of softmax(cap(scaling * q[t, h] . keys[slot(p)])) * values[slot(p)]
 //
-// p runs from first_seen(positions[t]) to positions[t] in the token's sequence; the last of them, the token itself, is read from slot(t). Query
-// head h reads key head h / (heads / kv_heads).
+// p runs from first_seen(positions[t]) to positions[t] in the token's sequence. From branches[t] on, they are read kept_at[t] - positions[t]
+// places farther: those of the token's branch, the last of which is the token itself. Query head h reads key head h / (heads / kv_heads).
 //
 // Words: a block is a run of `block_tokens` positions in the pools of keys and values, a slot is the place of one token in a block, and a
 // block table lists the blocks of one sequence. A block of CUDA threads is called a thread block here.
@@ -23,7 +23,8 @@ struct PagedArgs {
   const int64_t* block_tables;       // [num_tables, table_blocks]: position p of a sequence is in slot p % block_tokens of its block p / block_tokens
   const int64_t* table_indices;      // [tokens]: which block table is that of the token's sequence
   const int64_t* positions;          // [tokens]; a negative position marks padding: nothing is written and its output is 0
-  const int64_t* kept_at;            // [tokens]: positions[t], or another position for a token beside the one that is kept at positions[t]
+  const int64_t* kept_at;            // [tokens]: positions[t], or a later position for a token beside the one that is kept at positions[t]
+  const int64_t* branches;           // [tokens]: the first position of the token's branch, at most positions[t]
   Dtype dtype;                       // of all tensors that are not int64
   int64_t tokens, heads, kv_heads, width, value_width;
   int64_t num_blocks, block_tokens, num_tables, table_blocks;

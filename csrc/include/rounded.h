@@ -134,7 +134,7 @@ struct ByteSums {
 // Quantised panels for rounded inputs. What tiles take for rows of inputs are rows of InputGroup.
 template <Format kFormat>
 struct RoundedQuants : Quants<kFormat> {
-  static constexpr int kHeld = 4, kSums = 2;
+  static constexpr int kHeld = 2, kSums = 2;
   static constexpr bool kShared = false;
 };
 
@@ -151,7 +151,7 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
   const InputGroup* rows[kRows];
   for (int r = 0; r < kRows; ++r) rows[r] = reinterpret_cast<const InputGroup*>(t.a + r * t.a_stride);
   Reader readers[kPanels];
-  for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.row_bytes);
+  for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.places);
   Vec sum[kRows][kColumns] = {};
   for (int64_t k = 0; k < t.depth; k += kGroup) {
     const int64_t group = k / kRoundedInputs, half = k % kRoundedInputs / 16;

@@ -19,7 +19,6 @@ constexpr int panels_for(int rows) {
 // How far ahead of its reading a tile prefetches, in bytes of all its panels together: far enough for the latency of memory, and little
 // enough for the L1 cache.
 constexpr int64_t kPrefetchBytes = 6144;
-constexpr int64_t kNever = int64_t(1) << 62;
 
 // What a tile prefetches while it multiplies: at input k the byte `next` + k * `step` of its first panel, and the same of the others,
 // `panel_stride` bytes apart; `jump` bytes farther from input `turn` on.
@@ -33,7 +32,7 @@ struct TileArgs {
   int64_t a_stride;
   const uint8_t* b;      // a depth block of each panel, `panel_stride` bytes apart
   int64_t panel_stride;
-  int64_t row_bytes;     // Rows<E, 0> only: from one input to the next
+  RowPlaces places;      // Rows<E, 0> only: of the inputs
   int64_t depth;
   float* c;              // [rows, panels * 16], rows `c_stride` apart
   int64_t c_stride;
@@ -62,7 +61,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
   const int64_t ahead_step = kUnit * t.ahead.step, ahead_stride = t.ahead.panel_stride;
   int64_t turn = t.ahead.turn;
   Reader readers[kPanels];
-  for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.row_bytes);
+  for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.places);
   Vec sum[kRows][kColumns] = {};
   const auto add_input = [&](auto input, const float* from) __attribute__((always_inline)) {
     Vec column[kColumns];

@@ -1,7 +1,7 @@
 // Readers of packed panels: they widen 16 outputs of an input to float32 in registers, whatever the format.
 //
 // kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kSums: those of a row's sum.
-// kShared: whether several row tiles share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a panel: begin(block, depth, row_bytes). open(k) prepares the group that begins at input k; load(k)
+// kShared: whether several row tiles share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a panel: begin(block, depth, rows). open(k) prepares the group that begins at input k; load(k)
 // fetches the bytes of kUnit inputs, which begin a cache line at every kLineInputs-th input or oftener; column<j>(v) gives vector v of input k + j. The float32 numbers are those of GGUF's reference code: a product of scale and
 // quant is exact in float32, so one fused multiply-add rounds as the reference does.
 #pragma once
@@ -49,6 +49,13 @@ NEAP_INLINE Vec number_of(UintVec low, UintVec high) {
   return __builtin_convertvector((IntVec)((low & 15u) | (high & (kMask & ~15u))), Vec);
 }
 
+constexpr int64_t kNever = int64_t(1) << 62;
+
+// Where rows of numbers stand: `bytes` apart, those from number `turn` on `skip` bytes farther.
+struct RowPlaces {
+  int64_t bytes, turn = kNever, skip = 0;
+};
+
 template <int kValue> struct Number { static constexpr int value = kValue; };
 
 // Calls f(Number<0>()), f(Number<1>()), .. f(Number<kCount - 1>()).
@@ -66,19 +73,21 @@ struct Sums {
   static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return fma(value, column, sum); }
 };
 
-// Rows of 16 numbers, `stride` bytes apart: also keys, values and widened panels. kStride: the stride if known at compile time, else 0.
+// Rows of 16 numbers: also keys, values and widened panels. kStride: the bytes from one to the next; 0 if `RowPlaces` says where they are.
 template <class E, int kStride = kPanel * (int)sizeof(E)>
 struct Rows : Sums {
   static constexpr int kUnit = 1, kGroup = 1, kLineInputs = kStride ? 64 / kStride : 1;
   static constexpr int kHeld = sizeof(E) == 4 ? 0 : 1;
   static constexpr bool kShared = false;
   const uint8_t* base;
-  int64_t stride;
+  RowPlaces rows;
   const E* row;
 
-  NEAP_INLINE void begin(const uint8_t* block, int64_t, int64_t row_bytes) { base = block, stride = kStride ? kStride : row_bytes; }
+  NEAP_INLINE void begin(const uint8_t* block, int64_t, const RowPlaces& places) { base = block, rows = places; }
   NEAP_INLINE void open(int64_t) {}
-  NEAP_INLINE void load(int64_t k) { row = reinterpret_cast<const E*>(base + k * stride); }
+  NEAP_INLINE void load(int64_t k) {
+    row = reinterpret_cast<const E*>(base + (kStride ? k * kStride : k * rows.bytes + (k < rows.turn ? 0 : rows.skip)));
+  }
   template <int kInput> NEAP_INLINE Vec column(int v) const { return neap::NEAP_ISA::load(row + v * kLanes); }
 };
 
@@ -89,7 +98,7 @@ struct BfloatPairs : Sums {
   const uint8_t* base;
   UintVec pair[kPanelVecs];
 
-  NEAP_INLINE void begin(const uint8_t* block, int64_t, int64_t) { base = block; }
+  NEAP_INLINE void begin(const uint8_t* block, int64_t, const RowPlaces&) { base = block; }
   NEAP_INLINE void open(int64_t) {}
   NEAP_INLINE void load(int64_t k) {
     for (int v = 0; v < kPanelVecs; ++v) pair[v] = load_bits(base + k * kPanel * 2 + v * kLanes * 4);
@@ -118,7 +127,7 @@ struct Quants : Sums {
   Vec scale[kPanelVecs], offset[kPanelVecs];
   UintVec low[kPanelVecs], high[kPanelVecs];  // the line of 8 inputs and what is above it; of 8 bits: even and odd inputs
 
-  NEAP_INLINE void begin(const uint8_t* own_block, int64_t depth, int64_t) {
+  NEAP_INLINE void begin(const uint8_t* own_block, int64_t depth, const RowPlaces&) {
     block = own_block, scales = block + kLayout.head_bytes, quants = scales + depth / kGroup * kLayout.scale_bytes;
   }
 
@@ -183,7 +192,7 @@ template <> struct ReaderOf<kPlainBf16> { typedef BfloatPairs Type; };
 template <class Reader>
 void widen_block(const uint8_t* block, int64_t depth, float* out) {
   Reader reader;
-  reader.begin(block, depth, kPanel * 4);
+  reader.begin(block, depth, {});
   for (int64_t k = 0; k < depth; k += Reader::kUnit) {
     if (k % Reader::kGroup == 0) reader.open(k);
     reader.load(k);

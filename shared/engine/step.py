@@ -4,20 +4,20 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from shared.engine.drafting.adaptive import AdaptiveDrafting
-from shared.engine.drafting.chain import Chain, settle
 from shared.engine.drafting.drafter import Drafter, draft_chains
 from shared.engine.drafting.planner import (
     PassCosts,
     Reliability,
     best_trees,
 )
+from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.admission import max_num_tokens
@@ -30,7 +30,6 @@ from shared.engine.verification import Verdict, verify
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.learned_successors import LearnedSuccessors
 from shared.model.runner import Runner
-from shared.model.sampling import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -44,37 +43,6 @@ FULL = "full"
 Member = tuple[Sequence, Drafter]
 
 
-@dataclass
-class _Part:
-    """One sequence's part in a step.
-
-    `chain`: the tokens that go through the deep pass. `num_logits`: how many of their states, from the last, need logits, leaves
-    included; 0 for a piece of a prompt that is not the last piece. `chunks`: the tokens that became final in this step.
-    """
-
-    sequence: Sequence
-    chain: Chain
-    num_logits: int
-    is_prefill: bool
-    chunks: list[TokenChunk] = field(default_factory=list)
-
-    def trials(self) -> list[Trial]:
-        """That of the chain's drafts, and one for the token after each leaf. Only after drafts that are final already (policy relaxed)
-        have been committed."""
-        chain, sequence = self.chain, self.sequence
-        request = sequence.request
-        drafts = [draft.token for draft in chain.drafts[chain.num_final :]]
-        own = Trial(request.sampling, sequence.tokens, drafts, request.policy.margin)
-        before = [[*drafts[: leaf.place], leaf.draft.token] for leaf in chain.leaves]
-        return [own, *(Trial(request.sampling, [*sequence.tokens, *path]) for path in before)]
-
-    def verdict(self, verdicts: Rows[Verdict]) -> Verdict:
-        """Of the verdicts on its trials."""
-        own, *after_leaves = verdicts
-        number = self.chain.leaf_after(own.num_confirmed, own.tokens[-1])
-        return own if number is None else own.with_leaf(number, after_leaves[number])
-
-
 def prefill_budget(num_reading: int, num_decoding: int) -> int:
     """Prompt tokens of a step: in proportion to the share of requests that wait for their first token.
 
@@ -84,8 +52,8 @@ def prefill_budget(num_reading: int, num_decoding: int) -> int:
     return MIN_PREFILL_TOKENS + round((MAX_PREFILL_TOKENS - MIN_PREFILL_TOKENS) * share)
 
 
-def verify_parts(logits: Tensor, parts: Rows[_Part]) -> list[Verdict]:
-    """The verdict on each part, leaves included. logits [T, V]: the rows of all parts, part after part. See `verify`."""
+def verify_parts(logits: Tensor, parts: Rows[Speculation]) -> list[Verdict]:
+    """The verdict on each part, branches included. logits [T, V]: the rows of all parts, part after part. See `verify`."""
     trials = [part.trials() for part in parts]
     wanted = [
         part.sequence.request.logprobs for part, own in zip(parts, trials, strict=True) for _ in own
@@ -185,7 +153,7 @@ class Decoder:
         seconds = time.perf_counter() - start_s
         # Where nothing is read from the device, the time is not that of the pass.
         if any(part.num_logits and part.sequence.failure is None for part in parts):
-            self.prefill_rate.record(sum(len(part.chain.tokens) for part in prefills), seconds)
+            self.prefill_rate.record(sum(len(part.tokens) for part in prefills), seconds)
         if num_adaptive and not reading:
             num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
             self._adaptive.record(shape, drafts, num_tokens, seconds)
@@ -195,10 +163,10 @@ class Decoder:
 
     def _prefill(
         self, reading: Rows[Sequence], running: Rows[Sequence], num_decoding: int
-    ) -> list[_Part]:
+    ) -> list[Speculation]:
         """The next pieces of prompts, first come, first served, within the token budget of a step."""
         budget, copies = prefill_budget(len(reading), num_decoding), MAX_COPIED_TOKENS
-        parts: list[_Part] = []
+        parts: list[Speculation] = []
         for sequence in reading:
             if budget:
                 others, num_cached = [part.sequence for part in parts], sequence.num_cached
@@ -208,7 +176,7 @@ class Decoder:
                 copies = max(copies - sequence.num_cached + num_cached, 0)
                 if part is not None:
                     parts.append(part)
-                    budget -= len(part.chain.tokens)
+                    budget -= len(part.tokens)
         return parts
 
     def _prefill_piece(
@@ -218,7 +186,7 @@ class Decoder:
         others: Rows[Sequence],
         budget: int,
         copies: int,
-    ) -> _Part | None:
+    ) -> Speculation | None:
         """The next piece of a prompt. None if more of it is copied in the next step, which includes what one of `others` computes in
         this step."""
         if not sequence.num_generated:  # what is read again is no prompt that others have
@@ -229,67 +197,62 @@ class Decoder:
             if self.prefixes.is_being_computed(sequence, others):
                 return None
         start, end = sequence.num_settled, sequence.read_length
-        chain = Chain(
+        stop = min(start + budget, end)
+        sequence.show_prompt(stop)
+        return Speculation(
+            sequence,
             start,
-            sequence.tokens[start : min(start + budget, end)],
-            sequence.cache,
+            sequence.tokens[start:stop],
+            is_prefill=True,
+            num_logits=int(stop == end),
             kept={depth: [] for depth in sequence.kept_depths},
             read_length=end,
         )
-        sequence.show_prompt(start + len(chain.tokens))
-        is_last = start + len(chain.tokens) == end
-        return _Part(sequence, chain, int(is_last), is_prefill=True)
 
     # Draft.
 
-    def _draft(self, decoding: Rows[Member], *, drafts: bool) -> list[_Part]:
+    def _draft(self, decoding: Rows[Member], *, drafts: bool) -> list[Speculation]:
         """Each sequence's last token and the drafts after it; sequences that want the same exit share its pass."""
-        chains = draft_chains(decoding, len(decoding), drafts=drafts)
-        return [
-            _Part(sequence, chain, 1, is_prefill=False)
-            for (sequence, _), chain in zip(decoding, chains, strict=True)
-            if sequence.failure is None
-        ]
+        drafted = draft_chains(decoding, len(decoding), drafts=drafts)
+        return [one for one in drafted if one.sequence.failure is None]
 
     # Plan.
 
-    def _plan(self, drafted: Rows[_Part], prefills: Rows[_Part], costs: PassCosts) -> None:
-        """Truncates each chain to what its verification is expected to pay for, and adds the leaves that are."""
-        chains = [part.chain for part in drafted]
+    def _plan(
+        self, drafted: Rows[Speculation], prefills: Rows[Speculation], costs: PassCosts
+    ) -> None:
+        """Truncates each trunk and branch to what its verification is expected to pay for."""
         trees = best_trees(
-            [chain.probabilities for chain in chains],
+            [part.probabilities for part in drafted],
             costs,
-            leaves=[chain.chances_of_leaves for chain in chains],
+            branches=[part.possible for part in drafted],
             least=[
-                len(part.chain.drafts)
-                if part.sequence.request.policy.max_drafts
-                else part.chain.num_final
+                len(part.drafts) if part.sequence.request.policy.max_drafts else part.num_final
                 for part in drafted
             ],
-            num_other_tokens=sum(len(part.chain.tokens) for part in prefills),
+            num_other_tokens=sum(len(part.tokens) for part in prefills),
         )
         for part, tree in zip(drafted, trees, strict=True):
-            part.chain.prune(tree.num_drafts, tree.leaves)
-            part.num_logits = len(part.chain.tokens) - part.chain.num_final
+            part.prune(tree)
 
-    def _commit_final(self, drafted: Rows[_Part]) -> list[_Part]:
+    def _commit_final(self, drafted: Rows[Speculation]) -> list[Speculation]:
         """Commits the drafts that need no verification (policy relaxed). Returns the parts that still need the deep pass."""
         return [part for part in drafted if attempt(part.sequence, self._emit_final, part)]
 
-    def _emit_final(self, part: _Part) -> bool:
-        sequence, chain = part.sequence, part.chain
-        final = chain.drafts[: chain.num_final]
+    def _emit_final(self, part: Speculation) -> bool:
+        sequence = part.sequence
+        final = part.drafts[: part.num_final]
         part.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
-        sequence.num_drafted += len(chain.drafts) + len(chain.leaves)
+        sequence.num_drafted += len(part.tokens) - 1
         sequence.num_accepted += len(final)
         self.statistics.record_drafts(final, len(final), sequence.request.router_version)
         if sequence.is_finished:  # there will be no deep pass that counts these layers
-            sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
+            sequence.count_layers(part.num_layer_executions, part.num_token_layers)
         return not sequence.is_finished
 
     # Verify and commit.
 
-    def _verify_and_commit(self, parts: Rows[_Part]) -> None:
+    def _verify_and_commit(self, parts: Rows[Speculation]) -> None:
         """Runs the deep pass over all chains, verifies their drafts, and commits what the full model confirms."""
         if not parts:
             return
@@ -301,15 +264,15 @@ class Decoder:
             return
         answered = [part for part in parts if part.num_logits]
         verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
-        self._keep_leaves(answered, verdicts)
+        self._keep_branches(answered, verdicts)
         for part in parts:
             if part.sequence.failure is None:
                 attempt(part.sequence, self._commit, part, verdicts.get(id(part)))
 
-    def _deep_pass(self, parts: Rows[_Part]) -> Tensor | None:
+    def _deep_pass(self, parts: Rows[Speculation]) -> Tensor | None:
         """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part; None if none does."""
-        states = settle([part.chain for part in parts], self.runner)
-        own: Rows[Tensor] = states.split_with_sizes([len(part.chain.tokens) for part in parts])
+        states = settle(parts, self.runner)
+        own: Rows[Tensor] = states.split_with_sizes([len(part.tokens) for part in parts])
         wanted = [
             rows[len(rows) - part.num_logits :]
             for part, rows in zip(parts, own, strict=True)
@@ -317,7 +280,7 @@ class Decoder:
         ]
         return self.runner.logits(torch.cat(wanted)) if wanted else None
 
-    def _verify(self, logits: Tensor | None, parts: Rows[_Part]) -> Rows[Verdict | None]:
+    def _verify(self, logits: Tensor | None, parts: Rows[Speculation]) -> Rows[Verdict | None]:
         """Verifies all parts together, which reads the device once. If that fails, each alone, so that only the culprits fail."""
         if logits is None:
             return []
@@ -331,74 +294,63 @@ class Decoder:
             for part, own in zip(parts, rows, strict=True)
         ]
 
-    def _verify_alone(self, logits: Tensor, part: _Part) -> Verdict:
+    def _verify_alone(self, logits: Tensor, part: Speculation) -> Verdict:
         [verdict] = verify_parts(logits, [part])
         return verdict
 
-    def _keep_leaves(self, parts: Rows[_Part], verdicts: Mapping[int, Verdict | None]) -> None:
-        """Moves the keys and values of confirmed leaves to their positions, those of all parts together."""
-        confirmed = [
-            (part, verdict.leaf)
+    def _keep_branches(
+        self, parts: Rows[Speculation], verdicts: Mapping[int, Verdict | None]
+    ) -> None:
+        """Moves the keys and values of confirmed branches to their positions, those of all parts together."""
+        moves = [
+            (part.sequence, move)
             for part in parts
-            if (verdict := verdicts[id(part)]) is not None and verdict.leaf is not None
+            if (verdict := verdicts[id(part)]) is not None and (move := part.move(verdict))
         ]
-        if not confirmed:
+        if not moves:
             return
         try:
-            self.runner.move([part.chain.move_of_leaf(number) for part, number in confirmed])
+            self.runner.move([move for _, move in moves])
         except Exception as error:
-            failed = [part.sequence for part, _ in confirmed]
+            failed = [sequence for sequence, _ in moves]
             fail_all(failed, error, "keys and values could not be moved for")
 
-    def _commit(self, part: _Part, verdict: Verdict | None) -> None:
+    def _commit(self, part: Speculation, verdict: Verdict | None) -> None:
         """Moves the sequence to what has been through every layer, and emits its new tokens. Rejected drafts are overwritten later."""
-        sequence, chain = part.sequence, part.chain
-        if part.is_prefill:
-            num_through = len(chain.tokens)
-            newest = num_through - 1
-        else:
+        sequence = part.sequence
+        if not part.is_prefill:
             assert verdict is not None
-            num_confirmed, leaf = verdict.num_confirmed, verdict.leaf
-            tested = chain.drafts[chain.num_final :]
-            sequence.count_layers(chain.num_layer_executions, chain.num_token_layers)
+            sequence.count_layers(part.num_layer_executions, part.num_token_layers)
             sequence.num_deep_passes += 1
-            sequence.num_accepted += num_confirmed + (leaf is not None)
+            sequence.num_accepted += len(part.confirmed(verdict))
             sequence.num_relaxed += verdict.num_relaxed
-            sequence.reliability.record(tested, num_confirmed)
+            sequence.reliability.record(part.drafts[part.num_final :], verdict.num_confirmed)
             self._record_drafts(part, verdict)
-            # Every token but the last one, which the full model has just chosen.
-            num_through = 1 + chain.num_final + num_confirmed
-            newest = num_through - 1
-            if leaf is not None:
-                num_through, newest = num_through + 1, chain.index_of_leaf(leaf)
-        sequence.num_settled = chain.base + num_through
-        kept = [chain.kept[depth][newest] for depth in sequence.kept_depths]
-        sequence.settled_states = torch.stack(kept)
+        through = part.through(None if part.is_prefill else verdict)
+        sequence.num_settled = part.base + len(through)
+        kept = [part.kept[depth] for depth in sequence.kept_depths]
+        sequence.settled_states = torch.stack([states[through[-1]] for states in kept])
         if sequence.on_states is not None:
-            through = [*range(num_through - 1), newest]
-            states = [[chain.kept[d][i] for i in through] for d in sequence.kept_depths]
-            sequence.on_states(chain.base, torch.stack([torch.stack(s) for s in states], 1))
+            shown = [torch.stack([states[i] for i in through]) for states in kept]
+            sequence.on_states(part.base, torch.stack(shown, 1))
         if verdict is None:
             return
-        tokens = self._tokens(chain, verdict)
+        tokens = self._tokens(part, verdict)
         part.chunks += sequence.emit(tokens if verdict.is_sound else tokens[:-1])
         if not verdict.is_sound and not sequence.is_finished:
             raise non_finite_logits()
         sequence.read_again_if_outgrown()
 
-    def _record_drafts(self, part: _Part, verdict: Verdict) -> None:
-        chain, version = part.chain, part.sequence.request.router_version
-        tested = chain.drafts[chain.num_final :]
-        self.statistics.record_drafts(tested, verdict.num_confirmed, version)
-        for number, leaf in enumerate(chain.leaves):
-            self.statistics.record_drafts([leaf.draft], int(number == verdict.leaf), version)
+    def _record_drafts(self, part: Speculation, verdict: Verdict) -> None:
+        version = part.sequence.request.router_version
+        self.statistics.record_drafts(part.drafts[part.num_final :], verdict.num_confirmed, version)
+        for number, branch in enumerate(part.branches):
+            num_accepted = verdict.num_in_branch if number == verdict.branch else 0
+            self.statistics.record_drafts(branch.drafts, num_accepted, version)
 
-    def _tokens(self, chain: Chain, verdict: Verdict) -> list[GeneratedToken]:
+    def _tokens(self, part: Speculation, verdict: Verdict) -> list[GeneratedToken]:
         """The drafts that were confirmed, with the exits that made them, and the token that the full model chose after them."""
-        confirmed = chain.drafts[chain.num_final :][: verdict.num_confirmed]
-        if verdict.leaf is not None:
-            confirmed.append(chain.leaves[verdict.leaf].draft)
-        exits = [(draft.depth, draft.rung) for draft in confirmed]
+        exits = [(draft.depth, draft.rung) for draft in part.confirmed(verdict)]
         exits.append((self.runner.num_layers, FULL))
         tokens = [
             GeneratedToken(token, depth, rung)

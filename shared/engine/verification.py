@@ -18,13 +18,14 @@ from shared.ops.choices import NO_TOKEN
 class Verdict:
     """`tokens`: the confirmed drafts and the token that the full model chooses after them, NO_TOKEN if it has none. `logprobs`: of these tokens, if asked for.
     `num_relaxed`: how many of the drafts were confirmed by the request's margin alone, where the full model chose another token.
-    `leaf`: the number of the chain's leaf that is the last confirmed draft, if one is.
+    `branch`: the number of the branch whose first `num_in_branch` drafts are the last confirmed ones, if there is one.
     """
 
     tokens: list[int]
     logprobs: list[Logprobs] | None = None
     num_relaxed: int = 0
-    leaf: int | None = None
+    branch: int | None = None
+    num_in_branch: int = 0
 
     @property
     def is_sound(self) -> bool:
@@ -33,15 +34,18 @@ class Verdict:
 
     @property
     def num_confirmed(self) -> int:
-        """Confirmed drafts of the chain, without a leaf."""
-        return len(self.tokens) - 1 - (self.leaf is not None)
+        """Confirmed drafts of the trunk, without those of a branch."""
+        return len(self.tokens) - 1 - self.num_in_branch
 
-    def with_leaf(self, number: int, after: "Verdict") -> "Verdict":
-        """The verdict on a chain whose leaf of this number is the token that the full model chose. `after`: the verdict on the leaf's row."""
+    def with_branch(self, number: int, after: "Verdict") -> "Verdict":
+        """The verdict where the first draft of this branch is the token that the full model chose after the trunk's confirmed ones. `after`:
+        the verdict on the rest of the branch."""
         scores = None
         if self.logprobs is not None and after.logprobs is not None:
             scores = self.logprobs + after.logprobs
-        return Verdict(self.tokens + after.tokens, scores, self.num_relaxed, number)
+        return Verdict(
+            self.tokens + after.tokens, scores, self.num_relaxed, number, 1 + after.num_confirmed
+        )
 
 
 def verify(

@@ -27,11 +27,12 @@ LayerTransform = Callable[[int, Forward], Forward]
 
 @dataclass
 class TokenPlaces:
-    """Where the tokens of a pass stand: their positions, those at whose places their keys and values are kept, those that the model
-    sees (other ones in checks only: see `KVCache.origin`), and their regimes."""
+    """Where the tokens of a pass stand: their positions, those at whose places their keys and values are kept, those at which their
+    branches begin, those that the model sees (other ones in checks only: see `KVCache.origin`), and their regimes."""
 
     positions: list[int] = field(default_factory=list)
     kept_at: list[int] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)
     seen_at: list[int] = field(default_factory=list)
     regimes: list[int] = field(default_factory=list)
 
@@ -39,11 +40,15 @@ class TokenPlaces:
     def without_layers(cls, positions: Sequence[int]) -> "TokenPlaces":
         """Those of tokens that no layer runs over."""
         own = list(positions)
-        return cls(own, own, own, [0] * len(own))
+        return cls(own, own, own, own, [0] * len(own))
 
     def cut(self, part: slice) -> "TokenPlaces":
         return TokenPlaces(
-            self.positions[part], self.kept_at[part], self.seen_at[part], self.regimes[part]
+            self.positions[part],
+            self.kept_at[part],
+            self.branches[part],
+            self.seen_at[part],
+            self.regimes[part],
         )
 
 
@@ -51,15 +56,15 @@ class TokenBuffer:
     """The tokens of a pass, in tensors that stay in place. Every pass has T = `num_tokens` tokens.
 
     `ids`, `table_indices`, the index of each token's block table, and what `TokenPlaces` has (a negative position: padding): each [T]
-    int64, views of `stacked` [6, T].
+    int64, views of `stacked` [7, T].
     """
 
     @torch.inference_mode()
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.num_tokens = num_tokens
-        self.stacked = torch.zeros(6, num_tokens, dtype=torch.int64, device=device)
+        self.stacked = torch.zeros(7, num_tokens, dtype=torch.int64, device=device)
         self.ids, self.table_indices, *places = self.stacked.unbind()
-        self.positions, self.kept_at, self.seen_at, self.regimes = places
+        self.positions, self.kept_at, self.branches, self.seen_at, self.regimes = places
         self.clear()
 
     @torch.inference_mode()
@@ -79,6 +84,7 @@ class TokenBuffer:
                 table_indices + padding,
                 places.positions + nowhere,
                 places.kept_at + padding,
+                places.branches + padding,
                 places.seen_at + padding,
                 places.regimes + padding,
             ]
@@ -180,6 +186,7 @@ class PagedForward:
                 tokens.table_indices,
                 tokens.positions,
                 tokens.kept_at,
+                tokens.branches,
             )
 
             def located(value: Any) -> Any:

@@ -29,7 +29,7 @@ from shared.model.paged_kv import (
     num_blocks_of,
 )
 from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer, TokenPlaces
-from shared.model.ragged import RaggedSequence
+from shared.model.ragged import Move, RaggedSequence
 from shared.model.recorder import NoRecorder, Recorder, Work
 from shared.model.regimes import Regimes
 from shared.model.runner import Taps, tap_depths
@@ -53,7 +53,7 @@ class PagedRunner:
     """
 
     supports_ragged = True
-    supports_leaves = True
+    supports_branches = True
     block_tokens = BLOCK_TOKENS
 
     def __init__(
@@ -195,6 +195,8 @@ class PagedRunner:
             caches += [cache] * sequence.num_tokens
             places.positions += sequence.positions
             places.kept_at += range(sequence.base, sequence.base + sequence.num_tokens)
+            for span in sequence.spans:
+                places.branches += [span.base] * span.num_tokens
             places.seen_at += [cache.origin + position for position in sequence.positions]
             if self.regimes.are_several:
                 places.regimes += map(self.regimes.of, sequence.lengths)
@@ -203,8 +205,14 @@ class PagedRunner:
         entering = None if hidden is None else hidden[0]
         return self._run_in_buckets(token_ids[0], caches, places, first, last, entering, taps)[None]
 
-    def move(self, moves: Sequence[tuple[KVCache, int, int]]) -> None:
-        self.pool.move([(as_paged(cache), source, target) for cache, source, target in moves])
+    def move(self, moves: Sequence[Move]) -> None:
+        self.pool.move(
+            [
+                (as_paged(move.cache), place, move.to + place - move.start)
+                for move in moves
+                for place in range(move.start, move.end)
+            ]
+        )
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ sequence, so sliding windows and chunks are kept.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,13 +17,20 @@ from shared.model.substitution.ragged import RaggedOffset, RaggedStates, Span
 from shared.ops.layer import LayerKV
 
 
+class Branch(NamedTuple):
+    """Tokens at positions [base, base + num_tokens) beside other tokens of a pass at these positions."""
+
+    base: int
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class RaggedSequence:
-    """One sequence of a ragged batch: `num_tokens` tokens at positions [base, base + num_tokens) of its own cache.
+    """One sequence of a ragged batch: `num_tokens` tokens at positions from `base` on of its own cache.
 
-    `leaves`: positions of the last so many of them, which stand beside other tokens of the pass. A leaf sees the tokens at positions
-    before its own, and itself. It is kept in the cache where it would stand without `leaves`, after the others. Only for runners that
-    support them.
+    The last of them are those of the `branches`, in order; the others are the trunk. A branch sees the positions before its base as the
+    cache and the trunk have them, and itself. Its tokens are kept in the cache where they would stand in a trunk of `num_tokens`
+    tokens. Only for runners that support them.
 
     `read_length`: the first tokens of the sequence that `generate` would have read in one pass; it reads the others one by one. See
     `shared.model.regimes`. None: all up to the last of this pass.
@@ -32,13 +39,27 @@ class RaggedSequence:
     cache: KVCache
     base: int
     num_tokens: int
-    leaves: tuple[int, ...] = ()
+    branches: tuple[Branch, ...] = ()
     read_length: int | None = None
 
     @property
+    def spans(self) -> list[Span]:
+        """The trunk, then the branches."""
+        origin, in_branches = self.cache.origin, sum(branch.num_tokens for branch in self.branches)
+        found = [Span(self.base, self.num_tokens - in_branches, origin)]
+        kept_at = found[0].base + found[0].num_tokens
+        for base, num_tokens in self.branches:
+            found.append(Span(base, num_tokens, origin, kept_at - base))
+            kept_at += num_tokens
+        return found
+
+    @property
     def positions(self) -> list[int]:
-        num_others = self.num_tokens - len(self.leaves)
-        return [*range(self.base, self.base + num_others), *self.leaves]
+        return [
+            position
+            for span in self.spans
+            for position in range(span.base, span.base + span.num_tokens)
+        ]
 
     @property
     def lengths(self) -> list[int]:
@@ -48,21 +69,30 @@ class RaggedSequence:
         return [max(read, end) for end in ends]
 
 
+class Move(NamedTuple):
+    """Of keys and values that `cache` keeps at places [start, end), to the places from `to` < `start` on, in all layers."""
+
+    cache: KVCache
+    start: int
+    end: int
+    to: int
+
+
 class RaggedCache(LengthlessCache):
     """The contiguous caches of a ragged batch as one transformers cache."""
 
     def __init__(self, sequences: Sequence[RaggedSequence]) -> None:
         """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
-        assert not any(sequence.leaves for sequence in sequences)
-        self.spans = tuple(
-            Span(sequence.base, sequence.num_tokens, sequence.cache.origin)
-            for sequence in sequences
-        )
-        super().__init__(RaggedOffset(self.spans))
-        self._caches = tuple(as_contiguous(sequence.cache) for sequence in sequences)
-        for cache, sequence in zip(self._caches, sequences, strict=True):
+        spans, caches = [], []
+        for sequence in sequences:
+            cache, own = as_contiguous(sequence.cache), sequence.spans
             cache.begin(sequence.base, sequence.num_tokens)
+            spans += own
+            caches += [cache] * len(own)
+        self.spans, self._caches = tuple(spans), tuple(caches)
+        super().__init__(RaggedOffset(self.spans))
         self._bases = [span.base for span in self.spans]
+        self._kept = [span.base + span.apart for span in self.spans]
         self._counts = [span.num_tokens for span in self.spans]
 
     def update(  # type: ignore[override]  # transformers passes the result to our attention without looking inside
@@ -78,11 +108,12 @@ class RaggedCache(LengthlessCache):
         )
 
     def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
-        """The tensors of layers per sequence, and the positions in them that the pass will write: see `ContiguousCache.layers_kv`."""
+        """The tensors of layers per span, and the places in them that the pass will write: see `ContiguousCache.layers_kv`."""
         tables = [cache.tables(keys, values, layers) for cache in self._caches]
         return LayerKV(
             [own_keys for [own_keys], _ in tables],
             [own_values for _, [own_values] in tables],
             self._bases,
+            self._kept,
             self._counts,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from shared.model.cache import KVCache
 from shared.model.gates import LayerCounters
 from shared.model.loaded import LoadedModel
-from shared.model.ragged import RaggedSequence
+from shared.model.ragged import Move, RaggedSequence
 from shared.model.recorder import Work
 from shared.model.regimes import Regimes
 
@@ -53,8 +53,8 @@ class Runner(Protocol):
         """Whether `run_ragged` works for this model. If not, each sequence needs a pass of its own."""
 
     @property
-    def supports_leaves(self) -> bool:
-        """Whether a pass may have leaves: see `RaggedSequence`."""
+    def supports_branches(self) -> bool:
+        """Whether a pass may have branches: see `RaggedSequence`."""
 
     @property
     def regimes(self) -> Regimes:
@@ -147,9 +147,8 @@ class Runner(Protocol):
         `last` [1, T, D]. `taps` as in `run`. To be called only if `supports_ragged`.
         """
 
-    def move(self, moves: Sequence[tuple[KVCache, int, int]]) -> None:
-        """Moves keys and values within caches, in all layers: each (cache, from this position, to that). To be called only if
-        `supports_leaves`."""
+    def move(self, moves: Sequence[Move]) -> None:
+        """Moves keys and values within caches. To be called only if `supports_branches`."""
 
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
         """The state at depth 0 [1, Q, D] of tokens [1, Q] at positions [base, base + Q). Runs no layer."""

@@ -21,6 +21,7 @@ def paged_attention(
     table_indices: Tensor,
     positions: Tensor,
     kept_at: Tensor,
+    branches: Tensor,
     scaling: float | None = None,
     softcap: float = 0.0,
     window: int = 0,
@@ -34,9 +35,10 @@ def paged_attention(
     written, and the result is 0.
 
     A query sees positions [0, its own] of its sequence, or the last `window` of them if `window` is not 0. That includes those written
-    by this call. `kept_at` [T] int64: the position at whose place a token's keys and values are written, and from where it reads its
-    own. For most tokens it is their position. A leaf, a token that stands beside another one at the same position, is kept elsewhere:
-    it sees what is kept at the positions before its own, and itself. No two tokens may be kept at the same place. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
+    by this call. `kept_at` [T] int64: the position at whose place a token's keys and values are written. For most tokens it is their position. The
+    tokens of a branch, which stand beside others at the same positions, are kept at later ones. `branches` [T] int64: the first position
+    of a token's branch, or any of its last positions for a token that is in none. From there on it sees what is kept
+    `kept_at - positions` places farther. No two tokens may be kept at the same place. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
     D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in float32. The bits of a token's result do not
     depend on the other tokens of the pass.
 
@@ -56,6 +58,7 @@ def paged_attention(
         table_indices,
         positions,
         kept_at,
+        branches,
         scale,
         softcap,
         window,

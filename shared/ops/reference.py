@@ -75,23 +75,28 @@ def ragged_contiguous_attention(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
+    kept: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     scaling: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Per sequence: writes its new keys and values to its tensors, then attends over them. -> [1, T, Hq, Dv]."""
-    out, start = [], 0
-    for key, value, base, count, mask in zip(keys, values, bases, counts, masks, strict=True):
-        own = slice(start, start + count)
-        key[:, :, base : base + count] = k[:, :, own]
-        value[:, :, base : base + count] = v[:, :, own]
-        plain = mask.numel() == 0
+    """Writes the new keys and values of all sequences to their tensors, then attends over them. -> [1, T, Hq, Dv]."""
+    parts = [part.split_with_sizes(list(counts), 2) for part in (q, k, v)]
+    for key, value, place, own_k, own_v in zip(keys, values, kept, *parts[1:], strict=True):
+        key[:, :, place : place + own_k.shape[2]] = own_k
+        value[:, :, place : place + own_v.shape[2]] = own_v
+    out = []
+    for key, value, base, place, own, mask in zip(
+        keys, values, bases, kept, parts[0], masks, strict=True
+    ):
+        count, plain = own.shape[2], mask.numel() == 0
+        seen = torch.tensor([*range(base), *range(place, place + count)])
         out.append(
             contiguous_attention(
-                q[:, :, own],
-                key,
-                value,
+                own,
+                key[:, :, seen],
+                value[:, :, seen],
                 base + count,
                 None if plain else mask,
                 plain,
@@ -99,7 +104,6 @@ def ragged_contiguous_attention(
                 softcap,
             )
         )
-        start += count
     return torch.cat(out, 1)
 
 
@@ -113,22 +117,23 @@ def paged_attention(
     table_indices: Tensor,
     positions: Tensor,
     kept_at: Tensor,
+    branches: Tensor,
     scaling: float,
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
     """Writes tokens to blocks, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
     tokens, block_tokens, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
-    indices = zip(table_indices.tolist(), positions.tolist(), kept_at.tolist(), strict=True)
+    indices = torch.stack([table_indices, positions, kept_at, branches], 1).tolist()
     real = [(token, *own) for token, own in enumerate(indices) if own[1] >= 0]
-    for token, table, _, kept in real:
+    for token, table, _, kept, _ in real:
         block, slot = block_tables[table, kept // block_tokens], kept % block_tokens
         keys[block, :, slot], values[block, :, slot] = k[token], v[token]
     out = q.new_zeros(tokens, q.shape[1], v.shape[2])
-    for token, table, position, kept in real:
+    for token, table, position, kept, branch in real:
         first = max(0, position - window + 1) if window else 0
         seen = torch.arange(first, position + 1, device=q.device)
-        seen[-1] = kept
+        seen[seen >= branch] += kept - position
         blocks, slots = block_tables[table, seen // block_tokens], seen % block_tokens
         key = keys[blocks, :, slots].float().repeat_interleave(group, 1)  # [S, Hq, D]
         value = values[blocks, :, slots].float().repeat_interleave(group, 1)
@@ -149,6 +154,7 @@ def decoder_layers(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
+    kept: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     stops: Sequence[int],
@@ -165,7 +171,7 @@ def decoder_layers(
 
     for layer in range(num_layers):
         own = (part(each, layer) for each in (norms, matrices, biases, keys, values))
-        arguments: tuple[Any, ...] = (*own, bases, counts, masks, *others)
+        arguments: tuple[Any, ...] = (*own, bases, kept, counts, masks, *others)
         x = _decoder_layer(x, cos, sin, *arguments)
         if layer + 1 in (*stops, num_layers):
             states.append(x)
@@ -182,6 +188,7 @@ def _decoder_layer(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
+    kept: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     heads: int,
@@ -222,7 +229,7 @@ def _decoder_layer(
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
     attended = ragged_contiguous_attention(
-        q, k, v, keys, values, bases, counts, masks, scaling, softcap
+        q, k, v, keys, values, bases, kept, counts, masks, scaling, softcap
     )
     h = x + project(attended.reshape(batch, queries, -1), matrices[-4], biases[-3])
     gate_bias = biases[-2] if biases[-2].numel() else None

@@ -108,7 +108,15 @@ def _paged(
         order = torch.randperm(len(lengths))  # the second time, other rows are the long ones
         shuffled = [lengths[i] for i in order]
         made = drawn_pass(
-            [2] * len(lengths), shuffled, 1, heads, widths, 16, dtype, transposed=True, num_leaves=1
+            [2] * len(lengths),
+            shuffled,
+            1,
+            heads,
+            widths,
+            16,
+            dtype,
+            transposed=True,
+            num_branches=2,
         )
         return [*list(vars(made).values())[:9]]
 

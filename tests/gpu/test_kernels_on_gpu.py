@@ -91,10 +91,10 @@ def test_a_hundred_runs_give_the_same_bits(case: Case, device: str) -> None:
 def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, width: int, group: int) -> None:  # fmt: skip
     """Alone, a token's pieces are shared out among many thread blocks; among hundreds, one thread block takes them all."""
     made = drawn_pass([1] * 300, [500, 3, 129] * 100, 0, (group, 2), (width, width), 16, torch.float16)  # fmt: skip
-    tensors = copied(list(vars(made).values())[:9], device)
-    q, k, v, *pools, block_tables, indices, positions, kept_at = tensors
+    tensors = copied(list(vars(made).values())[:10], device)
+    q, k, v, *pools, block_tables, indices, positions, kept_at, branches = tensors
     run = torch.ops.neap.paged_attention.default
-    together = run(q, k, v, *pools, block_tables, indices, positions, kept_at, 0.2)
+    together = run(q, k, v, *pools, block_tables, indices, positions, kept_at, branches, 0.2)
     for token in range(0, 300, 37):
         own = slice(token, token + 1)
         alone = run(
@@ -106,6 +106,7 @@ def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, widt
             indices[own],
             positions[own],
             kept_at[own],
+            branches[own],
             0.2,
         )
         assert torch.equal(alone[0], together[token])
@@ -118,6 +119,6 @@ def test_places_that_do_not_exist_give_nan_and_harm_nobody(device: str) -> None:
     made.block_tables[0, 1], made.block_tables[1, 2] = -5, len(made.keys)
     lost = made.table_indices < 3
     made.table_indices[made.table_indices == 2] = 4
-    out = torch.ops.neap.paged_attention.default(*copied(list(vars(made).values())[:9], device), 0.3).cpu()  # fmt: skip
+    out = torch.ops.neap.paged_attention.default(*copied(list(vars(made).values())[:10], device), 0.3).cpu()  # fmt: skip
     assert out[lost].isnan().all()
     torch.testing.assert_close(out[~lost], sound[~lost], atol=1e-4, rtol=1e-3)

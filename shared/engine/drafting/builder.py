@@ -7,8 +7,14 @@ import torch
 from torch import Tensor
 
 from shared.engine.drafting.ahead import Ahead
-from shared.engine.drafting.chain import Chain, Leaf
-from shared.engine.drafting.planner import MIN_SURVIVAL, PassCosts, least_survival
+from shared.engine.drafting.planner import (
+    MAX_TREE_TOKENS,
+    MIN_SURVIVAL,
+    BranchDrafts,
+    PassCosts,
+    least_survival,
+)
+from shared.engine.drafting.speculation import Speculation
 from shared.engine.request.sequence import Sequence
 from shared.errors import Corrupt
 from shared.ladder.risk import CERTIFIED_DRAFTS
@@ -20,11 +26,11 @@ USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
 
 class DraftBuilder:
-    """Builds a chain: a sequence's last final token and the drafts after it. The planner later chooses how many of them to verify.
+    """Builds a trunk of drafts after a sequence's last final token. The planner later chooses how many of them to verify.
 
     `best` is the most probable draft so far for the next position. `best_probability` is its probability, adjusted by what this
-    request's drafts have shown (see `Reliability`). `survival` is the probability that all drafts of the chain are right. If leaves are
-    allowed, the chain gets the other drafts of each place as `possible_leaves`.
+    request's drafts have shown (see `Reliability`). `survival` is the probability that all drafts of the trunk are right. If branches are
+    allowed, the other drafts of each place begin possible branches.
     """
 
     def __init__(
@@ -34,15 +40,15 @@ class DraftBuilder:
         num_sequences: int,
         *,
         drafts: bool,
-        leaves: bool = False,
+        branches: bool = False,
     ) -> None:
         policy = sequence.request.policy
         state_depths = sequence.ladder.state_depths if sequence.ladder else ()
         self.sequence = sequence
-        self.chain = Chain(
+        self.chain = Speculation(
+            sequence,
             len(sequence.tokens) - 1,
             [sequence.tokens[-1]],
-            sequence.cache,
             kept={depth: [] for depth in (*sequence.kept_depths, *state_depths)},
             read_length=sequence.read_length,
         )
@@ -53,8 +59,10 @@ class DraftBuilder:
         self.best: Draft | None = None
         self.best_probability = 0.0
         # A fixed number of drafts is what it says. Bounds are certified for chains alone.
-        self._allows_leaves = leaves and policy.name == "exact" and not policy.max_drafts
+        self._allows_branches = branches and policy.name == "exact" and not policy.max_drafts
         self._others: dict[int, tuple[Draft, float]] = {}  # by token: drafts of the next position
+        # First drafts of branches: survival with them, place, draft, and its probability.
+        self._possible: list[tuple[float, int, Draft, float]] = []
         # The deep pass itself gives one token of the answer.
         self._room = min(sequence.num_left_in_regime - 1, costs.max_drafts)
         if policy.name == "relaxed":
@@ -112,12 +120,7 @@ class DraftBuilder:
         assert self.sequence.drafter is not None
         if self.min_layers == 0:
             drafted = [draft.token for draft in self.chain.drafts]
-            if self._allows_leaves:
-                drafts = self.sequence.drafter.table_drafts(drafted)
-            else:
-                best = self.sequence.drafter.table_draft(drafted)
-                drafts = [] if best is None else [best]
-            for draft in drafts:
+            for draft in self.sequence.drafter.table_drafts(drafted):
                 self.consider(draft)
 
     def consider(self, draft: Draft) -> float:
@@ -133,7 +136,7 @@ class DraftBuilder:
         return probability
 
     def consider_beside(self, draft: Draft) -> None:
-        """Makes the draft a possible leaf. Raises as `consider`."""
+        """Lets the draft begin a possible branch. Raises as `consider`."""
         self._keep_beside(draft, self._adjusted(draft))
 
     def _adjusted(self, draft: Draft) -> float:
@@ -147,7 +150,7 @@ class DraftBuilder:
         return 0.0 if math.isnan(probability) else probability
 
     def _keep_beside(self, draft: Draft, probability: float) -> None:
-        if self._allows_leaves and probability > self._others.get(draft.token, (draft, 0.0))[1]:
+        if self._allows_branches and probability > self._others.get(draft.token, (draft, 0.0))[1]:
             self._others[draft.token] = draft, probability
 
     def extend(self) -> bool:
@@ -156,7 +159,7 @@ class DraftBuilder:
         if draft is None:
             return False
         probability = self.best_probability
-        self._keep_leaves(draft)
+        self._begin_branches(draft)
         all_final = chain.num_final == len(chain.drafts)
         if policy.commits(draft.probability) and all_final:
             chain.num_final += 1
@@ -167,14 +170,44 @@ class DraftBuilder:
         self.survival *= probability
         return True
 
-    def _keep_leaves(self, chosen: Draft) -> None:
-        """Makes the drafts beside `chosen` possible leaves."""
+    def _begin_branches(self, chosen: Draft) -> None:
+        """Lets the drafts beside `chosen` begin possible branches, as far as they may pay for their places."""
         # Tables and exits do not know of one another, so their probabilities may add up to more than 1.
         rest = 1.0 - self.best_probability
         for draft, probability in sorted(self._others.values(), key=lambda one: -one[1]):
             if draft.token != chosen.token:
                 probability = min(probability, rest)
                 rest -= probability
-                place = len(self.chain.drafts)
-                self.chain.possible_leaves.append(Leaf(place, draft, probability))
+                if self.survival * probability >= self._least_survival:
+                    place = len(self.chain.drafts)
+                    self._possible.append((self.survival * probability, place, draft, probability))
         self._others.clear()
+
+    def grow_branches(self) -> None:
+        """Completes the trunk with the most probable branches. The tables continue them; no layer and no exit runs.
+
+        There are none if drafting has taken tokens through layers: they would be at another depth.
+        """
+        if any(self.chain.reached):
+            return
+        trunk = [draft.token for draft in self.chain.drafts]
+        self._possible.sort(key=lambda one: -one[0])
+        for survival, place, draft, probability in self._possible[: MAX_TREE_TOKENS - 1]:
+            branch = BranchDrafts(place, [draft], [probability])
+            path = [*trunk[:place], draft.token]
+            while len(path) < self._room:
+                found, probability = self._best_of_tables(path)
+                survival *= probability
+                if found is None or survival < self._least_survival:
+                    break
+                branch.drafts.append(found)
+                branch.probabilities.append(probability)
+                path.append(found.token)
+            self.chain.possible.append(branch)
+
+    def _best_of_tables(self, path: list[int]) -> tuple[Draft | None, float]:
+        """The tables' most probable draft after `path`, and its adjusted probability."""
+        assert self.sequence.drafter is not None
+        drafts = self.sequence.drafter.table_drafts(path) if self.min_layers == 0 else []
+        rated = [(draft, self._adjusted(draft)) for draft in drafts]
+        return max(rated, key=lambda one: one[1], default=(None, 0.0))

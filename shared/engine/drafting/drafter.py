@@ -5,7 +5,6 @@ from collections.abc import Sequence as Rows
 from itertools import groupby, product
 
 from shared.engine.drafting.builder import DraftBuilder
-from shared.engine.drafting.chain import Chain, advance_to
 from shared.engine.drafting.planner import (
     SERVED_WEIGHT,
     ExitGains,
@@ -14,6 +13,7 @@ from shared.engine.drafting.planner import (
     exit_gain_s,
     select_sequences,
 )
+from shared.engine.drafting.speculation import Speculation, advance_to
 from shared.engine.failure import attempt, fail_all
 from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import Sequence
@@ -40,8 +40,8 @@ class Drafter:
 
     def builder(self, sequence: Sequence, num_sequences: int, *, drafts: bool) -> DraftBuilder:
         """The builder of a sequence's chain. See `draft_chains`."""
-        leaves = self._runner.supports_leaves
-        return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, leaves=leaves)
+        branches = self._runner.supports_branches
+        return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, branches=branches)
 
     def ask_exits(
         self, ladder: BoundLadder, builders: Rows[DraftBuilder], num_sequences: int
@@ -112,8 +112,8 @@ class Drafter:
 
 def draft_chains(
     members: Iterable[tuple[Sequence, Drafter]], num_sequences: int, *, drafts: bool = True
-) -> list[Chain]:
-    """Each member's chain: its last final token and its drafts. `num_sequences` sequences will share the deep pass.
+) -> list[Speculation]:
+    """Each member's last final token and its drafts. `num_sequences` sequences will share the deep pass.
 
     Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one launch and
     one read-back. If `drafts` is false, only requests draft for which the engine may not choose (see `may_skip_drafting`). There
@@ -138,6 +138,9 @@ def draft_chains(
             for one, drafter in going
             if one.sequence.failure is None and one.extend() and one.wants_more
         ]
+    for one, _ in growing:
+        if one.sequence.failure is None:
+            attempt(one.sequence, one.grow_branches)
     return [one.chain for one, _ in growing]
 
 
@@ -157,7 +160,7 @@ def _by_ladder(
         yield drafter, one.sequence.ladder, [one for one, _ in own]
 
 
-def keep_embeddings(chains: Rows[Chain], runner: Runner) -> None:
+def keep_embeddings(chains: Rows[Speculation], runner: Runner) -> None:
     """Completes `kept[0]` of the chains: the states at depth 0 of all their tokens."""
     missing = [(chain, i) for chain in chains for i in range(len(chain.kept[0]), len(chain.tokens))]
     states = runner.embed_tokens(

@@ -7,19 +7,20 @@ sequences share a pass, the more probable a draft must be to pay, and a full bat
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import zip_longest
+from itertools import accumulate, islice
+from operator import mul
 
 from shared.ladder.rungs import Draft
 
 # Drafts with a lower probability of survival are not looked up.
 MIN_SURVIVAL = 0.02
-# The most tokens of one sequence in a pass that has leaves: its last token, drafts and leaves.
+# The most tokens of one sequence in a pass that has branches: its last token, and all drafts.
 MAX_TREE_TOKENS = 16
-# In the place of a leaf's index: the next draft of the chain itself.
-DRAFT = -1
+# In the place of a branch's index. The least, so that of equal reaches the trunk's comes first.
+TRUNK = -1
 # Weights of the priors, in expected acceptances: that a rung is as reliable in a request as in earlier requests, and in these as
 # calibrated.
 REQUEST_WEIGHT, SERVED_WEIGHT = 6.0, 24.0
@@ -119,123 +120,78 @@ class Reliability:
             self._parent.record(drafts, num_accepted)
 
 
+@dataclass
+class BranchDrafts:
+    """Drafts beside those of a trunk: the first of them stands in the place of the trunk's draft number `place`.
+
+    `probabilities`: that a draft is right, given that all drafts before it are; of the first one also that the trunk's is wrong.
+    """
+
+    place: int
+    drafts: list[Draft]
+    probabilities: list[float]
+
+
 @dataclass(frozen=True)
 class Tree:
-    """What of a chain to verify: its first `num_drafts` drafts, and beside them `leaves`, by their indices, the best first."""
+    """What of a sequence's drafts to verify: the first `num_drafts` of its trunk, and the first `lengths[i]` of its i-th branch."""
 
     num_drafts: int
-    leaves: tuple[int, ...] = ()
-
-
-def best_lengths(
-    chains: Sequence[Sequence[float]],
-    costs: PassCosts,
-    *,
-    least: Sequence[int] = (),
-    num_other_tokens: int = 0,
-) -> list[int]:
-    """How many drafts of each chain to verify: `best_trees` without leaves."""
-    trees = best_trees(chains, costs, least=least, num_other_tokens=num_other_tokens)
-    return [tree.num_drafts for tree in trees]
+    lengths: tuple[int, ...] = ()
 
 
 def best_trees(
-    chains: Sequence[Sequence[float]],
+    trunks: Sequence[Sequence[float]],
     costs: PassCosts,
     *,
-    leaves: Sequence[Sequence[tuple[int, float]]] = (),
+    branches: Sequence[Sequence[BranchDrafts]] = (),
     least: Sequence[int] = (),
     num_other_tokens: int = 0,
 ) -> list[Tree]:
-    """What to verify of each chain, so that the pass gives the most expected tokens per second.
+    """What to verify of each sequence's drafts, so that the pass gives the most expected tokens per second.
 
-    `chains[i]` are the probabilities of sequence i's drafts, each given that the drafts before it are right. The first `least[i]` of
-    them are verified in any case. `leaves[i]`: places in chain i and probabilities of other drafts, which may be verified beside the
-    chain's drafts at these places. A leaf that is right gives one more token. `num_other_tokens` further tokens (pieces of prompts)
-    are in the same pass.
+    `trunks[i]` are the probabilities of sequence i's drafts, each given that the drafts before it are right. The first `least[i]` of
+    them are verified in any case. A draft that is reached with probability r gives r expected tokens more. `num_other_tokens` further
+    tokens (pieces of prompts) are in the same pass.
     """
-    if not chains:
+    if not trunks:
         return []
-    growing = [_Growing(*one) for one in zip_longest(chains, leaves, fillvalue=())]
-    expected, num_tokens = float(len(chains)), len(chains) + num_other_tokens
-    # -gain, index of the chain, index of the leaf or DRAFT
+    expected, num_tokens = float(len(trunks)), len(trunks) + num_other_tokens
+    # (-reach, sequence, TRUNK or the branch's index) of drafts that may be left out.
     candidates: list[tuple[float, int, int]] = []
-
-    def extend(index: int) -> float:
-        """Takes the next draft of a chain. Returns what it is expected to add, and makes what may follow candidates."""
-        one = growing[index]
-        for gain, leaf in one.leaves_here():
-            heappush(candidates, (-gain, index, leaf))
-        return one.take_draft()
-
-    def offer_next(index: int) -> None:
-        one = growing[index]
-        if one.num_drafts < min(len(one.probabilities), costs.max_drafts):
-            heappush(candidates, (-one.next_gain, index, DRAFT))
-
-    for index, count in enumerate(least):
-        for _ in range(count):
-            expected += extend(index)
-            num_tokens += 1
-    for index in range(len(chains)):
-        offer_next(index)
-    lengths = [one.num_drafts for one in growing]
+    counts: list[Counter[int]] = []
+    possible = [list(own) for own in branches] or [[] for _ in trunks]
+    for index, (trunk, beside) in enumerate(zip(trunks, possible, strict=True)):
+        forced = least[index] if least else 0
+        reaches = [1.0, *accumulate(trunk[: costs.max_drafts], mul)]
+        expected += sum(reaches[1 : 1 + forced])
+        num_tokens += forced
+        counts.append(Counter({TRUNK: forced}))
+        candidates += [(-reach, index, TRUNK) for reach in reaches[1 + forced :]]
+        for number, branch in enumerate(beside):
+            own = accumulate(branch.probabilities, mul, initial=reaches[branch.place])
+            candidates += [(-reach, index, number) for reach in islice(own, 1, None)]
+    # No draft is reached more probably than the one before it. So whoever takes the largest remaining reach never skips one.
+    candidates.sort()
     taken: list[tuple[int, int]] = []
+    sizes = [1 + own[TRUNK] for own in counts]
     best, best_rate = 0, expected / costs.of_pass(num_tokens)
-    # Survival falls along a chain, and the chain's draft is the most probable one of its place. So taking the largest gain that remains
-    # never skips a draft.
-    while candidates:
-        negative, index, leaf = heappop(candidates)
-        one = growing[index]
-        if leaf == DRAFT:
-            extend(index)
-            offer_next(index)
-        elif 1 + one.num_drafts + one.num_leaves < MAX_TREE_TOKENS:
-            one.num_leaves += 1
-        else:
+    for negative, index, number in candidates:
+        if sizes[index] >= MAX_TREE_TOKENS:
             continue
-        taken.append((index, leaf))
+        sizes[index] += 1
+        taken.append((index, number))
         expected -= negative
         num_tokens += 1
         rate = expected / costs.of_pass(num_tokens)
         if rate > best_rate:
             best, best_rate = len(taken), rate
-    chosen: list[list[int]] = [[] for _ in chains]
-    for index, leaf in taken[:best]:
-        chosen[index].append(leaf)
+    for index, number in taken[:best]:
+        counts[index][number] += 1
     return [
-        Tree(length + own.count(DRAFT), tuple(leaf for leaf in own if leaf != DRAFT))
-        for length, own in zip(lengths, chosen, strict=True)
+        Tree(own[TRUNK], tuple(own[number] for number in range(len(beside))))
+        for own, beside in zip(counts, possible, strict=True)
     ]
-
-
-@dataclass
-class _Growing:
-    """A chain with leaves, while `best_trees` adds to it. `survival`: the probability that all drafts taken so far are right."""
-
-    probabilities: Sequence[float]
-    leaves: Sequence[tuple[int, float]]
-    num_drafts: int = 0
-    survival: float = 1.0
-    num_leaves: int = 0
-
-    @property
-    def next_gain(self) -> float:
-        return self.survival * self.probabilities[self.num_drafts]
-
-    def take_draft(self) -> float:
-        """Takes the next draft. Returns the survival with it, which is what it is expected to add."""
-        self.survival = self.next_gain
-        self.num_drafts += 1
-        return self.survival
-
-    def leaves_here(self) -> list[tuple[float, int]]:
-        """Expected gains and indices of the leaves beside the next draft."""
-        return [
-            (self.survival * probability, index)
-            for index, (place, probability) in enumerate(self.leaves)
-            if place == self.num_drafts
-        ]
 
 
 class ExitGains:

@@ -44,8 +44,7 @@ def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
         sequence = decoder.admit(request, ladder, drafter.served(request))
         while not sequence.is_finished:
             assert sequence.drafter is not None
-            draft = sequence.drafter.table_draft([])
-            if draft is not None:
+            for draft in sequence.drafter.table_drafts():
                 check_draft(draft, loaded.vocabulary_size)
             decoder.step([(sequence, drafter)], costs)
             if sequence.failure is not None:

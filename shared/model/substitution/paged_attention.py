@@ -40,8 +40,8 @@ class PagedOffset(int):
 class LayerBlocks:
     """One layer's part of a block pool, and the tokens of a pass: the tensors that `paged_attention` takes after q, k and v.
 
-    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices, positions and kept_at [T] int64: the index of each
-    token's block table, its position, and the position at whose place its keys and values are kept.
+    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices, positions, kept_at and branches [T] int64: see
+    `shared.ops.paged.paged_attention`.
     """
 
     keys: Tensor
@@ -50,6 +50,7 @@ class LayerBlocks:
     table_indices: Tensor
     positions: Tensor
     kept_at: Tensor
+    branches: Tensor
 
 
 class PagedMask:
@@ -130,6 +131,7 @@ def attention(
         layer.table_indices,
         layer.positions,
         layer.kept_at,
+        layer.branches,
         scaling,
         softcap or 0.0,
         attention_mask.window,

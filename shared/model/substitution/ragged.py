@@ -11,11 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """`num_tokens` tokens of one sequence at positions [base, base + num_tokens) of its cache. `origin` as in `KVCache`."""
+    """`num_tokens` tokens of one sequence at positions from `base` on. `origin` as in `KVCache`.
+
+    They see what the cache keeps for the positions before `base`, and one another. They are kept `apart` places behind those of their
+    positions: a branch is, because other tokens have the places.
+    """
 
     base: int
     num_tokens: int
     origin: int = 0
+    apart: int = 0
 
     @property
     def start(self) -> int:
@@ -47,7 +52,7 @@ class RaggedMask:
 
 @dataclass(frozen=True)
 class RaggedStates:
-    """Keys or values of a ragged batch: the new ones `fresh` [1, Hkv, T, Dh], and per span the tensor [1, Hkv, S, Dh] they belong in."""
+    """Keys or values of a ragged batch: the new ones `fresh` [1, Hkv, T, Dh], and per span the tensor [1, Hkv, S, Dh] that they belong in."""
 
     fresh: Tensor
     caches: tuple[Tensor, ...]

@@ -48,15 +48,15 @@ class _Drafts:
     def append(self, tokens: Rows[int]) -> None:
         self._tokens += tokens
 
-    def table_draft(self, drafted: Rows[int] = ()) -> Draft | None:
+    def table_drafts(self, drafted: Rows[int] = ()) -> list[Draft]:
         context = (*self._tokens, *drafted)
         draw = random.Random(f"{self._seed}/{len(context)}")
         kind = draw.random()
         if kind < 0.2:
-            return None
+            return []
         wrong = draw.randrange(VOCABULARY_SIZE)
         token = self._right.get(context, wrong) if kind < 0.75 else wrong
-        return Draft(token, draw.choice([0.3, 0.6, 0.9]), "suffix", 0)
+        return [Draft(token, draw.choice([0.3, 0.6, 0.9]), "suffix", 0)]
 
 
 class _Ladder:

@@ -47,11 +47,12 @@ class _Knowing(SequenceDrafter):
     def append(self, tokens: Rows[int]) -> None:
         self._num_tokens += len(tokens)
 
-    def table_draft(self, drafted: Rows[int] = ()) -> Draft | None:
+    def table_drafts(self, drafted: Rows[int] = ()) -> list[Draft]:
         place = self._num_tokens + len(drafted)
         if place % 4 == 0:
-            return None
-        return Draft((self._text[place] + (place % 5 == 0)) % VOCABULARY_SIZE, 0.99, SUFFIX, 0)
+            return []
+        token = (self._text[place] + (place % 5 == 0)) % VOCABULARY_SIZE
+        return [Draft(token, 0.99, SUFFIX, 0)]
 
 
 @pytest.fixture(scope="module")

@@ -69,11 +69,11 @@ def decode(
     rounds: list[Round] = []
     propose = BoundLadder.propose
 
-    def table_draft(self: SequenceDrafter, drafted: Rows[int] = ()) -> Draft | None:
+    def table_drafts(self: SequenceDrafter, drafted: Rows[int] = ()) -> list[Draft]:
         gains.place = len(drafted) + 1
         place = len(sequence.tokens) + len(drafted)
         token = text[place] if place % 6 else (text[place] + 1) % VOCABULARY_SIZE
-        return Draft(token, 0.9, "suffix", 0)
+        return [Draft(token, 0.9, "suffix", 0)]
 
     def noted(
         self: BoundLadder, index: int, begins: Rows[Tensor], starts: Rows[ChainStart]
@@ -87,7 +87,7 @@ def decode(
 
     # Fewer bits would change the outputs by more than the tolerance.
     monkeypatch.setattr(native_chain, "FORMAT", "F32")
-    monkeypatch.setattr(SequenceDrafter, "table_draft", table_draft)
+    monkeypatch.setattr(SequenceDrafter, "table_drafts", table_drafts)
     monkeypatch.setattr(BoundLadder, "propose", noted)
     decoder = Decoder(runner)
     bound, drafter = ladder.bind(runner), Drafter(runner, COSTS, gains)

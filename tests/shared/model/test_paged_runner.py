@@ -9,7 +9,6 @@ from transformers import masking_utils
 
 from shared.errors import UnsupportedModel
 from shared.model.gated_model import GatedModel
-from shared.model.paged_kv import PagedCache
 from shared.model.paged_runner import BUCKETS, PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder
@@ -96,45 +95,6 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(request, runner):
         return
     assert torch.equal(deep, expected)
     assert torch.equal(runner.logits(deep)[0, :1], runner.logits(expected[:, :1])[0])
-
-
-@pytest.mark.parametrize("family", PAGED)
-def test_a_leaf_has_the_states_that_it_would_have_in_its_siblings_place(family):
-    """And so has what comes after it, once it has been moved there. Others of the pass do not notice leaves."""
-    runner = make_runner(load_family(family))
-    depth, prompt = runner.num_layers, random_ids(30)
-    chain, leaves = random_ids(5), random_ids(2)
-    places, base = (3, 1), prompt.shape[1]
-
-    def held() -> PagedCache:
-        cache = runner.new_cache(60)
-        runner.run(prompt, cache, first=0, last=depth, base=0)
-        return cache
-
-    def plain(cache: PagedCache, tokens: Tensor, at: int) -> Tensor:
-        return runner.run(tokens, cache, first=0, last=depth, base=at)[0]
-
-    cache, other = held(), held()
-    tree = RaggedSequence(cache, base, 7, tuple(base + place for place in places))
-    company = RaggedSequence(other, base, 5)
-    states = runner.run_ragged(
-        torch.cat([chain, leaves, chain], 1), [tree, company], first=0, last=depth
-    )[0]
-    expected = plain(held(), chain, base)
-    close = {"rtol": 0.0, "atol": 0.0} if family not in INEXACT else {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(states[:5], expected, **close)
-    torch.testing.assert_close(states[7:], expected, **close)
-    for number, place in enumerate(places):
-        alone = held()
-        path = torch.cat([chain[:, :place], leaves[:, number : number + 1]], 1)
-        own = plain(alone, path, base)[-1]
-        torch.testing.assert_close(states[5 + number], own, **close)
-        assert distance(own[None], expected[place][None]) > TOLERANCE, "its sibling's is another"
-    # The last leaf is kept: behind the chain's first token there is now another one.
-    runner.move([(cache, base + 6, base + places[1])])
-    after = random_ids(3)
-    end = base + places[1] + 1
-    torch.testing.assert_close(plain(cache, after, end), plain(alone, after, end), **close)
 
 
 def test_a_pass_after_a_larger_one_writes_only_its_own_positions(llama):

@@ -11,7 +11,7 @@ int run(const Call& c) {
   a.scaling = (float)c.next(), a.softcap = (float)c.next(), a.window = c.integer();
   const int64_t shares = c.integer();  // 0: as planned
   a.q = c.data<char>(), a.k = c.data<char>(), a.v = c.data<char>(), a.keys = c.data<char>(), a.values = c.data<char>();
-  a.block_tables = c.data<int64_t>(), a.table_indices = c.data<int64_t>(), a.positions = c.data<int64_t>(), a.kept_at = c.data<int64_t>(), a.out = c.data<char>();
+  a.block_tables = c.data<int64_t>(), a.table_indices = c.data<int64_t>(), a.positions = c.data<int64_t>(), a.kept_at = c.data<int64_t>(), a.branches = c.data<int64_t>(), a.out = c.data<char>();
   PagedPlan plan = paged_plan(a);
   if (shares) plan.shares = shares;
   // Of any content, as the allocator hands them out.

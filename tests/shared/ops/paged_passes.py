@@ -27,6 +27,7 @@ class Pass:
     table_indices: Tensor
     positions: Tensor
     kept_at: Tensor
+    branches: Tensor
     scaling: float = 0.3
     softcap: float = 0.0
     window: int = 0
@@ -41,7 +42,7 @@ class Pass:
     def alone(self, tokens: Tensor) -> "Pass":
         """The pass over some of its tokens, given by their indices [N] int64."""
         q, k, v = (t[tokens] for t in (self.q, self.k, self.v))
-        names = ("table_indices", "positions", "kept_at")
+        names = ("table_indices", "positions", "kept_at", "branches")
         return replace(self, q=q, k=k, v=v, **{name: getattr(self, name)[tokens] for name in names})
 
 
@@ -54,17 +55,18 @@ def drawn_pass(
     block_tokens: int,
     dtype: torch.dtype,
     transposed: bool = False,
-    num_leaves: int = 0,
+    num_branches: int = 0,
     **options: float,
 ) -> Pass:
-    """A pass. Per sequence: its number of new tokens, and of positions before them, and `num_leaves` at positions of new tokens, if there
-    are any. `padding` tokens are added. Slots past the end hold NaN."""
+    """A pass. Per sequence: its number of new tokens, and of positions before them, and `num_branches` beside the new tokens, if there are
+    any: the first of one token, the next of two, and so on. `padding` tokens are added. Slots past the end hold NaN."""
     (group, kv_heads), (width, value_width) = heads, widths
-    needed = [(count + length + num_leaves + block_tokens - 1) // block_tokens for count, length in zip(counts, lengths, strict=True)]  # fmt: skip
+    in_branches = num_branches * (num_branches + 1) // 2
+    needed = [(count + length + in_branches + block_tokens - 1) // block_tokens for count, length in zip(counts, lengths, strict=True)]  # fmt: skip
     num_blocks = sum(needed) + 2
     order = torch.randperm(num_blocks)
     block_tables = torch.full((len(counts), max(needed) + 1), -1)
-    table_indices, positions, kept_at, taken = [], [], [], 0
+    table_indices, positions, kept_at, branches, taken = [], [], [], [], 0
     keys = torch.full((num_blocks, kv_heads, block_tokens, width), float("nan"))
     values = torch.full((num_blocks, kv_heads, block_tokens, value_width), float("nan"))
     for table, (count, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -74,14 +76,18 @@ def drawn_pass(
         block, slot = block_tables[table, held // block_tokens], held % block_tokens
         keys[block, :, slot] = torch.randn(length, kv_heads, width)
         values[block, :, slot] = torch.randn(length, kv_heads, value_width)
-        own = num_leaves if count else 0
-        table_indices += [table] * (count + own)
         positions += range(length, length + count)
-        positions += [length + (2 * leaf + 1) % count for leaf in range(own)]
-        kept_at += range(length, length + count + own)
+        branches += [length] * count
+        for number in range(num_branches if count else 0):
+            begin = length + (2 * number + 1) % count
+            positions += range(begin, begin + number + 1)
+            branches += [begin] * (number + 1)
+        kept_at += range(length, length + len(positions) - len(kept_at))
+        table_indices += [table] * (len(positions) - len(table_indices))
     table_indices = torch.tensor(table_indices + [-7] * padding, dtype=torch.int64)
     positions = torch.tensor(positions + [-1] * padding, dtype=torch.int64)
     kept_at = torch.tensor(kept_at + [-9] * padding, dtype=torch.int64)
+    branches = torch.tensor(branches + [-5] * padding, dtype=torch.int64)
     mixed = torch.randperm(len(positions))
 
     def made(num_heads: int, size: int) -> Tensor:
@@ -98,5 +104,6 @@ def drawn_pass(
         table_indices[mixed],
         positions[mixed],
         kept_at[mixed],
+        branches[mixed],
         **options,
     )

@@ -35,13 +35,19 @@ BUGS = [
         "min(from + piece_keys + 1, begin + count)",
     ),
     Bug(
-        "a leaf that sees its sibling in place of itself",
+        "a branch that sees its sibling in place of itself",
         KERNELS,
-        "position == own[0] ? own[1] : position",
+        "position < own[0] ? position : position + own[1]",
         "position",
     ),
     Bug(
-        "a leaf that is kept in its sibling's place",
+        "a branch of which a token sees itself alone",
+        KERNELS,
+        "own[0] = (int)branch",
+        "own[0] = (int)position",
+    ),
+    Bug(
+        "a branch that is kept in its sibling's place",
         KERNELS,
         "slot_of(args, table, (int)kept_at, 0)",
         "slot_of(args, table, (int)args.positions[token], 0)",
@@ -83,6 +89,7 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
         made.table_indices,
         made.positions,
         made.kept_at,
+        made.branches,
     )
     out = blank(tokens, heads, value_width, dtype=made.q.dtype)
     return Call("paged", numbers, (*(t.clone() for t in (*inputs, *others)), out), seed)
@@ -96,9 +103,9 @@ def check_paged(program: Path) -> None:
         ([2, 2], [270, 270]),
     )
     cases = [  # sequences, padding, (group, kv heads), (width, value width), block size, dtype, transposed, options, shares to try
-        (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {"num_leaves": 1}, (0, 1)),
+        (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {"num_branches": 1}, (0, 1)),
         # In float32, because rounding to fewer bits would hide another order of sums.
-        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {"num_leaves": 1, "window": 260, "softcap": 2.0}, (2, 3, 1)),
+        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {"num_branches": 2, "window": 260, "softcap": 2.0}, (2, 3, 1)),
         # A tile of 4 columns beside one of 32, in several pieces.
         (both, 0, (2, 1), (5, 36), 7, torch.float32, False, {}, (0, 2, 3)),
         (short, 0, (1, 1), (8, 132), 3, torch.float32, True, {}, (1,)),

@@ -27,7 +27,7 @@ DRAWN = settings(max_examples=60, deadline=None)
     transposed=st.booleans(),
     softcap=st.sampled_from([0.0, 2.0]),
     window=st.sampled_from([0, 1, 7, 100]),
-    num_leaves=st.integers(0, 3),
+    num_branches=st.integers(0, 3),
 )  # fmt: skip
 def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
     shape: list[tuple[int, int]],
@@ -39,11 +39,11 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
     transposed: bool,
     softcap: float,
     window: int,
-    num_leaves: int,
+    num_branches: int,
 ) -> None:
     counts, lengths = zip(*shape, strict=True)
     made = drawn_pass(
-        list(counts), list(lengths), padding, heads, widths, block_tokens, dtype, transposed, num_leaves, softcap=softcap, window=window
+        list(counts), list(lengths), padding, heads, widths, block_tokens, dtype, transposed, num_branches, softcap=softcap, window=window
     )  # fmt: skip
     own, other = made.copied(), made.copied()
     out = own.run()
@@ -53,7 +53,7 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
     torch.testing.assert_close(out, expected, **CLOSE[dtype])
     for pool, same in ((own.keys, other.keys), (own.values, other.values)):
         assert torch.equal(pool.view(torch.uint8), same.view(torch.uint8))
-    # Token by token in the order of positions, the bits must be the same. Leaves are kept after all others.
+    # Token by token in the order of positions, the bits must be the same. Branches are kept after all others.
     one_by_one = made.copied()
     for token in made.kept_at.argsort():
         assert torch.equal(one_by_one.alone(token[None]).run()[0], out[token])
@@ -81,17 +81,20 @@ def test_the_same_bits_for_any_number_of_threads() -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_a_leaf_gets_the_bits_that_it_would_have_in_its_siblings_place() -> None:
-    made = drawn_pass([4], [40], 0, (2, 2), (16, 16), 8, torch.float32, num_leaves=1)
-    [leaf] = (made.positions != made.kept_at).nonzero()
+def test_a_branch_gets_the_bits_that_it_would_have_in_its_siblings_place() -> None:
+    made = drawn_pass([4], [40], 0, (2, 2), (16, 16), 8, torch.float32, num_branches=2)
     out = made.copied().run()
-    sibling = (made.kept_at == made.positions[leaf]).nonzero()[0]
-    assert not torch.equal(out[leaf], out[sibling])
-    # Without its sibling, and kept where it stands.
-    others = torch.tensor([token for token in range(5) if token != int(sibling)])
-    own = made.copied().alone(others)
-    own.kept_at[others == leaf] = made.positions[leaf]
-    assert torch.equal(own.run()[others == leaf], out[leaf])
+    for begin, length in ((41, 1), (43, 2)):
+        branch = (made.branches == begin) & (made.kept_at != made.positions)
+        assert branch.sum() == length
+        for token in branch.nonzero().flatten():
+            sibling = made.kept_at == made.positions[token]
+            assert not sibling.any() or not torch.equal(out[token], out[sibling][0])
+        # Without the tokens beside it, and kept where it stands.
+        others = ((made.kept_at == made.positions) & (made.positions < begin)) | branch
+        own = made.copied().alone(others.nonzero().flatten())
+        own.kept_at[:] = own.positions
+        assert torch.equal(own.run()[branch[others]], out[branch])
 
 
 def test_padding_writes_nothing_and_gets_zeros() -> None:
@@ -132,7 +135,9 @@ def test_large_scores_do_not_overflow() -> None:
         ("table_indices", torch.tensor([0, 1]), "token 1 has table index 1, but there are 1 block tables"),
         ("positions", torch.tensor([0, 12]), "token 1 has position 12, but its block table has 3 blocks of 4 tokens"),
         ("kept_at", torch.tensor([3, 12]), "token 1 is kept at position 12, but its block table has 3 blocks of 4 tokens"),
-        ("kept_at", torch.tensor([3, -1]), "token 1 is kept at position -1"),
+        ("kept_at", torch.tensor([3, 3]), "token 1 is kept at position 3"),
+        ("branches", torch.tensor([3, 5]), "token 1 has position 4, but its branch begins at 5"),
+        ("branches", torch.tensor([3, -1]), "token 1 has position 4, but its branch begins at -1"),
         ("kept_at", torch.zeros(1, dtype=torch.int64), "kept_at has shape"),
         ("block_tables", torch.tensor([[0, 3, 1]]), "entry 1 of block table 0 is 3, but the pool has 3 blocks"),
         ("window", -1, "at least 0"),
@@ -149,6 +154,7 @@ def test_wrong_arguments_are_named(name: str, value: Tensor | int, message: str)
         table_indices=torch.tensor([0, 0]),
         positions=torch.tensor([3, 4]),
         kept_at=torch.tensor([3, 4]),
+        branches=torch.tensor([3, 4]),
     )
     made.run()
     with pytest.raises(RuntimeError, match=message):

@@ -1,0 +1,55 @@
+"""What branches bring beside a trunk of drafts (docs/decisions/029): `exact` with them and without them.
+
+    python -m bench.branches --model DIR --router FOLDER [--dtype float32] [--device cuda] [--per-task 5] [--max-tokens 64]
+
+All sides answer every prompt in turn. Greedy, batch 1. The planner goes by measured costs.
+"""
+
+import torch
+
+from bench.decode_figures import FULL, measure, print_tables, summarise
+from bench.machine import described
+from bench.options import add_device, add_prompts, make_parser, parsed
+from bench.prompts import read_prompts
+from inference_service.evaluate.sides import Run, Side, neap
+from shared.engine.engine import Engine
+from shared.ladder.folder import read_ladder
+from shared.ladder.policy import DepthPolicy
+from shared.model.load import load_model
+
+WITH, WITHOUT = "exact with branches", "exact without"
+
+
+def main() -> None:
+    parser = make_parser(__doc__, router=True)
+    add_device(parser)
+    add_prompts(parser, 5)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: as stored")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    options = parsed(parser)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    loaded = load_model(options.model, device=options.device, dtype=dtype)
+    ladder = read_ladder(options.router)
+    with Engine(loaded, prefix_cache_bytes=0) as engine:
+        if not engine.runner.supports_branches:
+            parser.error(f"this model has no branches: it runs {engine.runner.description}")
+        full = neap(engine, DepthPolicy("full"), None, options.max_tokens)
+        exact = neap(engine, DepthPolicy("exact"), ladder, options.max_tokens)
+
+        def side(supports_branches: bool) -> Side:
+            def run(ids: list[int]) -> Run:
+                engine.runner.supports_branches = supports_branches  # type: ignore[misc]
+                return exact(ids)
+
+            return run
+
+        sides = {FULL: full, WITHOUT: side(False), WITH: side(True)}
+        for own in sides.values():
+            own(list(range(3, 40)))
+        results = measure(loaded, sides, read_prompts(options.prompts, options.per_task), 1e9)
+    print(described(options.device))
+    print_tables(summarise(results))
+
+
+if __name__ == "__main__":
+    main()

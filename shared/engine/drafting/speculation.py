@@ -1,0 +1,235 @@
+"""What one sequence puts into a step: the tokens that share a deep pass, the depth that each has reached, and what became of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shared.engine.drafting.planner import BranchDrafts, Tree
+from shared.engine.request.request import TokenChunk
+from shared.engine.request.sequence import Sequence as Generating
+from shared.engine.verification import Verdict
+from shared.ladder.rungs import Draft
+from shared.model.ragged import Branch, Move, RaggedSequence
+from shared.model.runner import Runner, Taps
+from shared.model.sampling import Trial
+
+
+@dataclass
+class Speculation:
+    """Tokens of one sequence from position `base` on: its last final token and drafts after it, or a piece of its prompt.
+
+    The drafts are a trunk, `drafts`, and `branches` beside it, which are chosen from `possible` branches when drafting has ended. The first `num_final` drafts are final already (policy relaxed). `tokens`:
+    the final token, the trunk, then the branches. The i-th of them has been through `reached[i]` layers; `states[i]` [D] is its state
+    there, None at depth 0. `kept[depth]` are the states [D] of the first tokens at a depth that they have reached, for the depths that are
+    its keys. The counts are of the layers that ran for these tokens. `read_length` as in `RaggedSequence`.
+
+    `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last piece. `chunks`: the
+    tokens that became final in this step.
+    """
+
+    sequence: Generating
+    base: int
+    tokens: list[int]
+    is_prefill: bool = False
+    num_logits: int = 1
+    drafts: list[Draft] = field(default_factory=list)
+    # Adjusted for this request; 1 for drafts that are final.
+    probabilities: list[float] = field(default_factory=list)
+    num_final: int = 0
+    possible: list[BranchDrafts] = field(default_factory=list)
+    branches: list[BranchDrafts] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    states: list[Tensor | None] = field(default_factory=list)
+    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    num_layer_executions: int = 0
+    num_token_layers: int = 0
+    read_length: int | None = None
+    chunks: list[TokenChunk] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reached, self.states = [0] * len(self.tokens), [None] * len(self.tokens)
+
+    def append(self, draft: Draft, probability: float) -> None:
+        """Adds a draft to the trunk, before there are branches."""
+        self.drafts.append(draft)
+        self.probabilities.append(probability)
+        self._add([draft.token])
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.reached += [0] * len(tokens)
+        self.states += [None] * len(tokens)
+
+    def prune(self, tree: Tree) -> None:
+        """Keeps of trunk and possible branches what `tree` says, as far as the cache has room for branches. The keys and values of other
+        drafts are overwritten by later tokens."""
+        num_drafts = tree.num_drafts
+        del self.drafts[num_drafts:], self.probabilities[num_drafts:]
+        del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
+        del self.states[num_drafts + 1 :]
+        for states in self.kept.values():
+            del states[num_drafts + 1 :]
+        for branch, length in zip(self.possible, tree.lengths, strict=False):
+            room = max(self.sequence.cache.capacity - self.base - len(self.tokens), 0)
+            if drafts := branch.drafts[: min(length, room)]:
+                assert not any(self.reached), "a branch would be at another depth"
+                self.branches.append(BranchDrafts(branch.place, drafts, []))
+                self._add([draft.token for draft in drafts])
+        self.num_logits = len(self.tokens) - self.num_final
+
+    # The pass.
+
+    def part_of_pass(self, part: slice) -> RaggedSequence:
+        """A range of the tokens as part of a pass."""
+        branches = [Branch(self.base + 1 + b.place, len(b.drafts)) for b in self.branches]
+        return RaggedSequence(
+            self.sequence.cache,
+            self.base + part.start,
+            part.stop - part.start,
+            tuple(branches),
+            self.read_length,
+        )
+
+    def tokens_below(self, depth: int) -> tuple[slice, int]:
+        """(tokens, first): the tokens that have not reached `depth`. All of them have reached depth `first`.
+
+        They are one group, because drafting takes later tokens no deeper than earlier ones and takes tokens deeper together.
+        """
+        end = len(self.tokens)
+        start = next((i for i, d in enumerate(self.reached) if d < depth), end)
+        firsts = set(self.reached[start:end])
+        assert len(firsts) <= 1
+        return slice(start, end), firsts.pop() if firsts else depth
+
+    # Verification.
+
+    def trials(self) -> list[Trial]:
+        """That of the trunk's drafts, and one per branch for the tokens after its first. Only after drafts that are final already have been
+        committed."""
+        sequence, request = self.sequence, self.sequence.request
+        drafts = [draft.token for draft in self.drafts[self.num_final :]]
+        trials = [Trial(request.sampling, sequence.tokens, drafts, request.policy.margin)]
+        for branch in self.branches:
+            first, *others = [draft.token for draft in branch.drafts]
+            context = [*sequence.tokens, *drafts[: branch.place], first]
+            trials.append(Trial(request.sampling, context, others))
+        return trials
+
+    def verdict(self, verdicts: Sequence[Verdict]) -> Verdict:
+        """Of the verdicts on its trials."""
+        own, *of_branches = verdicts
+        for number, branch in enumerate(self.branches):
+            if branch.place == own.num_confirmed and branch.drafts[0].token == own.tokens[-1]:
+                return own.with_branch(number, of_branches[number])
+        return own
+
+    def confirmed(self, verdict: Verdict) -> list[Draft]:
+        """The drafts that a pass has confirmed."""
+        trunk = self.drafts[self.num_final :][: verdict.num_confirmed]
+        if verdict.branch is None:
+            return trunk
+        return trunk + self.branches[verdict.branch].drafts[: verdict.num_in_branch]
+
+    def _index_of(self, branch: int) -> int:
+        """The index in `tokens` of a branch's first, and the distance from `base` of where it is kept."""
+        before = sum(len(other.drafts) for other in self.branches[:branch])
+        return 1 + len(self.drafts) + before
+
+    def through(self, verdict: Verdict | None) -> list[int]:
+        """The indices of the tokens that are settled: those before the one that the full model has just chosen. None: all are."""
+        if verdict is None:
+            return list(range(len(self.tokens)))
+        trunk = [*range(1 + self.num_final + verdict.num_confirmed)]
+        if verdict.branch is None:
+            return trunk
+        first = self._index_of(verdict.branch)
+        return [*trunk, *range(first, first + verdict.num_in_branch)]
+
+    def move(self, verdict: Verdict) -> Move | None:
+        """The move of confirmed keys and values of a branch to their positions. None: all are there."""
+        if verdict.branch is None:
+            return None
+        start = self.base + self._index_of(verdict.branch)
+        to = self.base + 1 + self.branches[verdict.branch].place
+        if start == to:
+            return None
+        return Move(self.sequence.cache, start, start + verdict.num_in_branch, to)
+
+
+# What a pass runs: a range of the tokens of each.
+_Part = tuple[Speculation, slice]
+
+
+def advance_to(depth: int, speculations: Sequence[Speculation], runner: Runner) -> Tensor | None:
+    """Takes all tokens that have not reached `depth` there. There may be several sequences only if the runner supports ragged batches.
+
+    Tokens at different depths are first brought to the deepest of these depths, so that each layer runs once for all of them.
+    Returns the states [T, D] of the last pass, token after token; None if nothing had to run.
+    """
+    states = None
+    depths = {d for one in speculations for d in one.reached if 0 < d < depth}
+    for last in (*sorted(depths), depth):
+        by_first: dict[int, list[_Part]] = {}
+        for one in speculations:
+            part, first = one.tokens_below(last)
+            if first < last:
+                by_first.setdefault(first, []).append((one, part))
+        for first, parts in by_first.items():
+            states = _run(parts, first, last, runner)
+    return states
+
+
+def settle(speculations: Sequence[Speculation], runner: Runner) -> Tensor:
+    """Takes all tokens through the remaining layers. Returns their states at depth L [T, D], sequence after sequence.
+
+    No token may have reached depth L before. `advance_to` first brings all to the depth of the deepest, so the last pass has all of them.
+    """
+    states = advance_to(runner.num_layers, speculations, runner)
+    assert states is not None
+    assert len(states) == sum(len(one.tokens) for one in speculations)
+    return states
+
+
+def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tensor:
+    ids = runner.ids([token for one, part in parts for token in one.tokens[part]])
+    hidden = None
+    if first:
+        entering = [s for one, part in parts for s in one.states[part] if s is not None]
+        hidden = torch.stack(entering)[None]
+    kept = {depth for one, _ in parts for depth in one.kept}
+    taps: Taps | None = {} if any(first < depth < last for depth in kept) else None
+    if len(parts) == 1 and not parts[0][0].branches:
+        [(one, part)] = parts
+        states = runner.run(
+            ids,
+            one.sequence.cache,
+            first=first,
+            last=last,
+            base=one.base + part.start,
+            hidden=hidden,
+            taps=taps,
+            read_length=one.read_length,
+        )[0]
+    else:
+        sequences = [one.part_of_pass(part) for one, part in parts]
+        states = runner.run_ragged(
+            ids, sequences, first=first, last=last, hidden=hidden, taps=taps
+        )[0]
+    counts = [part.stop - part.start for _, part in parts]
+    _keep(parts, counts, {**(taps or {}), last: states[None]})
+    for (one, part), count, own in zip(parts, counts, states.split_with_sizes(counts), strict=True):
+        one.reached[part] = [last] * count
+        one.states[part] = own.unbind(0)
+        one.num_layer_executions += last - first
+        one.num_token_layers += count * (last - first)
+    return states
+
+
+def _keep(parts: Sequence[_Part], counts: Sequence[int], passed: Taps) -> None:
+    """Adds what a pass has shown to what is kept. `passed`: depth -> states [1, T, D] of all parts."""
+    for depth, states in passed.items():
+        for (one, _), own in zip(parts, states[0].split_with_sizes(list(counts)), strict=True):
+            if depth in one.kept:
+                one.kept[depth] += own.unbind(0)
