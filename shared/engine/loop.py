@@ -233,7 +233,7 @@ class EngineLoop:
             bound, drafter = job.binding
             request = job.handle.request
             job.sequence = self._decoder.admit(
-                request, bound, drafter.served(request), job.handle.on_states
+                request, bound, drafter.confidence(request), job.handle.on_states
             )
             job.sequence.submitted_s = max(job.handle.submitted_s, self._ready_s)
             job.handle.started_s = time.monotonic()

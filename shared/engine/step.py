@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shared.engine.drafting.adaptive import AdaptiveDrafting
+from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.drafter import Drafter, draft_chains
 from shared.engine.drafting.planner import (
     PassCosts,
-    Reliability,
     best_trees,
 )
 from shared.engine.drafting.speculation import Speculation, settle
@@ -86,12 +86,12 @@ class Decoder:
         self,
         request: GenerationRequest,
         ladder: BoundLadder | None,
-        served: Reliability,
+        confidence: Confidence,
         on_states: OnStates | None = None,
     ) -> Sequence:
         """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
 
-        `served`: how the ladder's drafts fared in earlier requests of this kind. `on_states` as in `GenerationHandle`. Raises `Exhausted` (reasons OUT_OF_MEMORY,
+        `confidence`: what earlier requests of this kind have shown of the ladder's drafts. `on_states` as in `GenerationHandle`. Raises `Exhausted` (reasons OUT_OF_MEMORY,
         KV_PAGES).
         """
         loaded = self.runner.loaded
@@ -105,7 +105,7 @@ class Decoder:
         max_tokens = capacity - len(request.prompt_ids)
         regimes = self.runner.regimes
         return Sequence(
-            request, loaded, ladder, cache, max_tokens, served, learned, regimes, on_states
+            request, loaded, ladder, cache, max_tokens, confidence, learned, regimes, on_states
         )
 
     def step(self, batch: Rows[Member], costs: PassCosts) -> list[list[TokenChunk]]:
@@ -324,7 +324,9 @@ class Decoder:
             sequence.num_deep_passes += 1
             sequence.num_accepted += len(part.confirmed(verdict))
             sequence.num_relaxed += verdict.num_relaxed
-            sequence.reliability.record(part.drafts[part.num_final :], verdict.num_confirmed)
+            tested = part.said[part.num_final :][: verdict.num_confirmed + 1]
+            for said, token in zip(tested, verdict.tokens, strict=False):
+                sequence.confidence.record(said, token)
             self._record_drafts(part, verdict)
         through = part.through(None if part.is_prefill else verdict)
         sequence.num_settled = part.base + len(through)

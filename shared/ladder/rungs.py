@@ -10,9 +10,17 @@ LEARNED = "learned"
 DEFAULT_ROUTER_WIDTH = 128
 
 
+_EXIT = "depth-"
+
+
 def exit_name(depth: int) -> str:
     """Name of the rung with an exit head at `depth`."""
-    return f"depth-{depth}"
+    return f"{_EXIT}{depth}"
+
+
+def is_exit(rung: str) -> bool:
+    """Whether it is the name of a rung with an exit head."""
+    return rung.startswith(_EXIT)
 
 
 @dataclass(frozen=True, slots=True)

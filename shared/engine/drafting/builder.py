@@ -1,7 +1,7 @@
 """A chain of drafts while it is built."""
 
-import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from shared.engine.drafting.planner import (
     least_survival,
 )
 from shared.engine.drafting.speculation import Speculation
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import Sequence as Generating
 from shared.errors import Corrupt
 from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft, exit_name
@@ -28,14 +28,13 @@ USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 class DraftBuilder:
     """Builds a trunk of drafts after a sequence's last final token. The planner later chooses how many of them to verify.
 
-    `best` is the most probable draft so far for the next position. `best_probability` is its probability, adjusted by what this
-    request's drafts have shown (see `Reliability`). `survival` is the probability that all drafts of the trunk are right. If branches are
+    `best` is the most probable draft so far for the next position, and `best_probability` its probability (see `Confidence`). `survival` is the probability that all drafts of the trunk are right. If branches are
     allowed, the other drafts of each place begin possible branches.
     """
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: Generating,
         costs: PassCosts,
         num_sequences: int,
         *,
@@ -60,7 +59,9 @@ class DraftBuilder:
         self.best_probability = 0.0
         # A fixed number of drafts is what it says. Bounds are certified for chains alone.
         self._allows_branches = branches and policy.name == "exact" and not policy.max_drafts
-        self._others: dict[int, tuple[Draft, float]] = {}  # by token: drafts of the next position
+        # Of the next position: all drafts, and one per token with its probability.
+        self._said: list[Draft] = []
+        self._rated: list[tuple[Draft, float]] = []
         # First drafts of branches: survival with them, place, draft, and its probability.
         self._possible: list[tuple[float, int, Draft, float]] = []
         # The deep pass itself gives one token of the answer.
@@ -108,50 +109,38 @@ class DraftBuilder:
             place=num_seen,
             room=self._room - len(self.chain.drafts),
             survival=self.survival,
-            factor=self.sequence.reliability.factor(exit_name(depth)),
+            factor=self.sequence.confidence.factor(exit_name(depth)),
             least_survival=max(least, self._least_survival),
             entering=torch.stack(self.chain.kept[depth][num_seen:]) if reads_states else None,
         )
 
     def look_up(self) -> None:
-        """Begins the next position with the draft of the tables (suffix or successor), if they have one. Runs no layer."""
-        self.best, self.best_probability = None, 0.0
-        self._others.clear()
+        """Begins the next position with the drafts of the tables. Runs no layer."""
         assert self.sequence.drafter is not None
+        self._said.clear()
+        drafted = [draft.token for draft in self.chain.drafts]
         if self.min_layers == 0:
-            drafted = [draft.token for draft in self.chain.drafts]
-            for draft in self.sequence.drafter.table_drafts(drafted):
-                self.consider(draft)
+            self.consider(self.sequence.drafter.table_drafts(drafted))
+        else:
+            self.consider([])
 
-    def consider(self, draft: Draft) -> float:
-        """Makes the draft the best one if it is more probable than the best so far. Returns its adjusted probability.
+    def consider(self, drafts: Sequence[Draft]) -> float:
+        """Adds drafts of the next position. Returns by how much the probability of the best one has risen above that of the token that was
+        the best one before.
 
-        Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if the draft is not a token of the model. A pass over such a token would fail for
+        Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if a draft is not a token of the model. A pass over such a token would fail for
         all sequences that share it.
         """
-        probability = self._adjusted(draft)
-        if probability > self.best_probability:
-            self.best, self.best_probability = draft, probability
-        self._keep_beside(draft, probability)
-        return probability
-
-    def consider_beside(self, draft: Draft) -> None:
-        """Lets the draft begin a possible branch. Raises as `consider`."""
-        self._keep_beside(draft, self._adjusted(draft))
-
-    def _adjusted(self, draft: Draft) -> float:
-        if not 0 <= draft.token < self.sequence.vocabulary_size:
-            raise Corrupt(
-                f"rung {draft.rung} of the router drafted token {draft.token}; the model has {self.sequence.vocabulary_size}",
-                reason="DRAFT_OUT_OF_RANGE",
-            )
-        probability = self.sequence.reliability.adjusted(draft)
-        # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
-        return 0.0 if math.isnan(probability) else probability
-
-    def _keep_beside(self, draft: Draft, probability: float) -> None:
-        if self._allows_branches and probability > self._others.get(draft.token, (draft, 0.0))[1]:
-            self._others[draft.token] = draft, probability
+        before = self.best
+        for draft in drafts:
+            check_draft(draft, self.sequence.vocabulary_size)
+            # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
+            if draft.probability > 0.0:
+                self._said.append(draft)
+        self._rated = self.sequence.confidence.rate(self._said)
+        self.best, self.best_probability = self._rated[0] if self._rated else (None, 0.0)
+        held = next((p for d, p in self._rated if before and d.token == before.token), 0.0)
+        return self.best_probability - held
 
     def extend(self) -> bool:
         """Appends the best draft to the chain. Returns False if there is none."""
@@ -159,7 +148,8 @@ class DraftBuilder:
         if draft is None:
             return False
         probability = self.best_probability
-        self._begin_branches(draft)
+        self._begin_branches()
+        chain.said.append(list(self._said))
         all_final = chain.num_final == len(chain.drafts)
         if policy.commits(draft.probability) and all_final:
             chain.num_final += 1
@@ -170,18 +160,17 @@ class DraftBuilder:
         self.survival *= probability
         return True
 
-    def _begin_branches(self, chosen: Draft) -> None:
-        """Lets the drafts beside `chosen` begin possible branches, as far as they may pay for their places."""
-        # Tables and exits do not know of one another, so their probabilities may add up to more than 1.
+    def _begin_branches(self) -> None:
+        """Lets the drafts beside the best one begin possible branches, as far as they may pay for their places."""
+        if not self._allows_branches:
+            return
         rest = 1.0 - self.best_probability
-        for draft, probability in sorted(self._others.values(), key=lambda one: -one[1]):
-            if draft.token != chosen.token:
-                probability = min(probability, rest)
-                rest -= probability
-                if self.survival * probability >= self._least_survival:
-                    place = len(self.chain.drafts)
-                    self._possible.append((self.survival * probability, place, draft, probability))
-        self._others.clear()
+        for draft, probability in self._rated[1:]:
+            probability = min(probability, rest)
+            rest -= probability
+            if self.survival * probability >= self._least_survival:
+                place = len(self.chain.drafts)
+                self._possible.append((self.survival * probability, place, draft, probability))
 
     def grow_branches(self) -> None:
         """Completes the trunk with the most probable branches. The tables continue them; no layer and no exit runs.
@@ -206,8 +195,18 @@ class DraftBuilder:
             self.chain.possible.append(branch)
 
     def _best_of_tables(self, path: list[int]) -> tuple[Draft | None, float]:
-        """The tables' most probable draft after `path`, and its adjusted probability."""
+        """The tables' most probable draft after `path`, and its probability."""
         assert self.sequence.drafter is not None
         drafts = self.sequence.drafter.table_drafts(path) if self.min_layers == 0 else []
-        rated = [(draft, self._adjusted(draft)) for draft in drafts]
-        return max(rated, key=lambda one: one[1], default=(None, 0.0))
+        for draft in drafts:
+            check_draft(draft, self.sequence.vocabulary_size)
+        return next(iter(self.sequence.confidence.rate(drafts)), (None, 0.0))
+
+
+def check_draft(draft: Draft, vocabulary_size: int) -> None:
+    """Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) unless it is a token of the model."""
+    if not 0 <= draft.token < vocabulary_size:
+        raise Corrupt(
+            f"rung {draft.rung} of the router drafted token {draft.token}; the model has {vocabulary_size}",
+            reason="DRAFT_OUT_OF_RANGE",
+        )

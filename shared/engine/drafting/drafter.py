@@ -5,11 +5,9 @@ from collections.abc import Sequence as Rows
 from itertools import groupby, product
 
 from shared.engine.drafting.builder import DraftBuilder
+from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.planner import (
-    SERVED_WEIGHT,
-    ExitGains,
     PassCosts,
-    Reliability,
     exit_gain_s,
     select_sequences,
 )
@@ -23,20 +21,19 @@ from shared.model.runner import Runner
 
 
 class Drafter:
-    """Asks the layer exits of one bound ladder for drafts. `costs` include those of the exits; `gains` learns what asking brings."""
+    """Asks the layer exits of one bound ladder for drafts. `costs` include those of the exits; `agreements` as in `Confidence`."""
 
-    def __init__(self, runner: Runner, costs: PassCosts, gains: ExitGains) -> None:
+    def __init__(self, runner: Runner, costs: PassCosts, agreements: Rows[float] = ()) -> None:
         self.costs = costs
         self._runner = runner
-        self._gains = gains
         # Sampled tokens agree with drafts less often than greedy ones, and a margin accepts more drafts: each kind has its own record.
-        self._served = {
-            kind: Reliability(SERVED_WEIGHT) for kind in product((True, False), repeat=2)
+        self._confidence = {
+            kind: Confidence(agreements) for kind in product((True, False), repeat=2)
         }
 
-    def served(self, request: GenerationRequest) -> Reliability:
-        """How reliable the ladder's drafts were in earlier requests of this kind (greedy or sampled, with a margin or without)."""
-        return self._served[request.sampling.is_greedy, request.policy.margin is not None]
+    def confidence(self, request: GenerationRequest) -> Confidence:
+        """What earlier requests of this kind (greedy or sampled, with a margin or without) have shown of the ladder's drafts."""
+        return self._confidence[request.sampling.is_greedy, request.policy.margin is not None]
 
     def builder(self, sequence: Sequence, num_sequences: int, *, drafts: bool) -> DraftBuilder:
         """The builder of a sequence's chain. See `draft_chains`."""
@@ -60,11 +57,9 @@ class Drafter:
 
     def _consider(self, index: int, one: DraftBuilder, found: HeadDraft) -> None:
         before = one.best_probability
-        probability = attempt(one.sequence, one.consider, found.draft)
-        if probability is not None:
-            self._gains.record(index, before, probability)
-        for other in found.others:
-            attempt(one.sequence, one.consider_beside, other)
+        gain = attempt(one.sequence, one.consider, [found.draft, *found.others])
+        if gain is not None:
+            one.sequence.confidence.record_gain(index, before, gain)
 
     def _propose(
         self, ladder: BoundLadder, index: int, asked: Rows[tuple[DraftBuilder, float]]
@@ -99,7 +94,7 @@ class Drafter:
         gains_s = [
             exit_gain_s(
                 one.survival,
-                self._gains.expected(index, one.best_probability),
+                one.sequence.confidence.expected_gain(index, one.best_probability),
                 self.costs,
                 num_sequences,
                 one.tokens_per_pass,

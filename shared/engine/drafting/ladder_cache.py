@@ -7,7 +7,7 @@ from dataclasses import replace
 from shared.engine.background import Slices
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.quality.self_test import check_draft, self_test
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.model.runner import Runner
@@ -48,7 +48,7 @@ class LadderCache:
     def find(self, ladder: Ladder | None, costs: PassCosts) -> Binding | None:
         """The ladder's binding, or None if it is not bound. Without a ladder: a drafter that never drafts."""
         if ladder is None:
-            return None, Drafter(self._runner, costs, ExitGains(()))
+            return None, Drafter(self._runner, costs)
         found = self._bound.get(id(ladder))
         if found is None:
             return None
@@ -72,7 +72,7 @@ class LadderCache:
             exits = yield from self._measured(bound)
         if self_tests:
             yield from self_test(self._runner, bound, replace(costs, exits=exits))
-        drafter = Drafter(self._runner, replace(costs, exits=exits), ExitGains(bound.agreements))
+        drafter = Drafter(self._runner, replace(costs, exits=exits), bound.agreements)
         # Others are dropped first, so that there are never too many. The ladder is referenced as long as its id() is a key.
         self._drop_beyond(self._max_ladders - 1)
         self._bound[id(ladder)] = (ladder, (bound, drafter))

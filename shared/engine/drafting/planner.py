@@ -21,11 +21,6 @@ MIN_SURVIVAL = 0.02
 MAX_TREE_TOKENS = 16
 # In the place of a branch's index. The least, so that of equal reaches the trunk's comes first.
 TRUNK = -1
-# Weights of the priors, in expected acceptances: that a rung is as reliable in a request as in earlier requests, and in these as
-# calibrated.
-REQUEST_WEIGHT, SERVED_WEIGHT = 6.0, 24.0
-# Expected acceptances after which the sums are halved, so that older requests weigh less.
-SERVED_WINDOW = 1000.0
 
 
 @dataclass(frozen=True)
@@ -82,42 +77,6 @@ def least_survival(costs: PassCosts, num_sequences: int) -> float:
         for count in (1, max(costs.max_drafts, 1))
     )
     return min(max(num_sequences * growth / cost, MIN_SURVIVAL), 1.0)
-
-
-class Reliability:
-    """Compares the accepted drafts of each rung with their probabilities, and scales the probabilities of later drafts by the ratio.
-
-    A router is calibrated on certain texts. Served texts may be easier, harder, or sampled at a temperature. `parent` gives the prior;
-    without it the prior is a factor of 1. `weight` is the weight of the prior in expected acceptances.
-    """
-
-    def __init__(self, weight: float, parent: "Reliability | None" = None) -> None:
-        self._weight = weight
-        self._parent = parent
-        self._sums: dict[str, tuple[float, float]] = {}  # rung -> expected, accepted
-
-    def factor(self, rung: str) -> float:
-        """Estimated ratio of accepted drafts to the sum of their probabilities."""
-        prior = self._parent.factor(rung) if self._parent else 1.0
-        expected, accepted = self._sums.get(rung, (0.0, 0.0))
-        return (self._weight * prior + accepted) / (self._weight + expected)
-
-    def adjusted(self, draft: Draft) -> float:
-        """The draft's probability times the factor of its rung, below 1."""
-        return min(draft.probability * self.factor(draft.rung), 0.999)
-
-    def record(self, drafts: Sequence[Draft], num_accepted: int) -> None:
-        """Records a verified chain of which the first `num_accepted` drafts were accepted. Drafts after the first rejected one were not
-        tested and do not count."""
-        for index, draft in enumerate(drafts[: num_accepted + 1]):
-            expected, accepted = self._sums.get(draft.rung, (0.0, 0.0))
-            expected += draft.probability
-            accepted += index < num_accepted
-            if expected > SERVED_WINDOW:
-                expected, accepted = expected / 2, accepted / 2
-            self._sums[draft.rung] = expected, accepted
-        if self._parent is not None:
-            self._parent.record(drafts, num_accepted)
 
 
 @dataclass
@@ -192,40 +151,6 @@ def best_trees(
         Tree(own[TRUNK], tuple(own[number] for number in range(len(beside))))
         for own, beside in zip(counts, possible, strict=True)
     ]
-
-
-class ExitGains:
-    """The mean gain in probability from asking each layer exit, by the probability of the best draft before it was asked.
-
-    An exit agrees with the full model less often where the tables are unsure, so its overall agreement overestimates its gain. The
-    gain of one question is the exit's probability minus the best one before, or 0 if that is negative, both adjusted by
-    `Reliability`. The prior comes from the held-out `agreements`. The counts last as long as the ladder is bound.
-    """
-
-    NUM_BINS = 5
-    PRIOR_WEIGHT = 8.0
-
-    def __init__(self, agreements: Sequence[float]) -> None:
-        middles = [(number + 0.5) / self.NUM_BINS for number in range(self.NUM_BINS)]
-        self._gains = [
-            [self.PRIOR_WEIGHT * max(agreement - middle, 0.0) for middle in middles]
-            for agreement in agreements
-        ]
-        self._counts = [[self.PRIOR_WEIGHT] * self.NUM_BINS for _ in agreements]
-
-    def expected(self, index: int, before: float) -> float:
-        """Expected gain of asking the `index`-th exit if the best draft so far has the probability `before`."""
-        found = self._bin(before)
-        return self._gains[index][found] / self._counts[index][found]
-
-    def record(self, index: int, before: float, probability: float) -> None:
-        """Records that the `index`-th exit gave a draft of `probability`."""
-        found = self._bin(before)
-        self._gains[index][found] += max(probability - before, 0.0)
-        self._counts[index][found] += 1.0
-
-    def _bin(self, probability: float) -> int:
-        return min(int(probability * self.NUM_BINS), self.NUM_BINS - 1)
 
 
 def exit_gain_s(

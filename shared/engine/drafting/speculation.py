@@ -20,7 +20,7 @@ from shared.model.sampling import Trial
 class Speculation:
     """Tokens of one sequence from position `base` on: its last final token and drafts after it, or a piece of its prompt.
 
-    The drafts are a trunk, `drafts`, and `branches` beside it, which are chosen from `possible` branches when drafting has ended. The first `num_final` drafts are final already (policy relaxed). `tokens`:
+    The drafts are a trunk, `drafts`, and `branches` beside it, which are chosen from `possible` branches when drafting has ended. The first `num_final` drafts are final already (policy relaxed). `said`: what all proposers said of the trunk's places. `tokens`:
     the final token, the trunk, then the branches. The i-th of them has been through `reached[i]` layers; `states[i]` [D] is its state
     there, None at depth 0. `kept[depth]` are the states [D] of the first tokens at a depth that they have reached, for the depths that are
     its keys. The counts are of the layers that ran for these tokens. `read_length` as in `RaggedSequence`.
@@ -38,6 +38,7 @@ class Speculation:
     # Adjusted for this request; 1 for drafts that are final.
     probabilities: list[float] = field(default_factory=list)
     num_final: int = 0
+    said: list[list[Draft]] = field(default_factory=list)
     possible: list[BranchDrafts] = field(default_factory=list)
     branches: list[BranchDrafts] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)

@@ -4,7 +4,7 @@ import math
 
 from shared.engine.background import Slices
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitGains, PassCosts
+from shared.engine.drafting.planner import PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.step import Decoder
 from shared.errors import Corrupt, NeapError
@@ -40,8 +40,8 @@ def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
     )
     try:
         decoder = Decoder(runner)
-        drafter = Drafter(runner, costs, ExitGains(ladder.agreements))
-        sequence = decoder.admit(request, ladder, drafter.served(request))
+        drafter = Drafter(runner, costs, ladder.agreements)
+        sequence = decoder.admit(request, ladder, drafter.confidence(request))
         while not sequence.is_finished:
             assert sequence.drafter is not None
             for draft in sequence.drafter.table_drafts():

@@ -5,7 +5,7 @@ from collections import Counter
 
 from torch import Tensor
 
-from shared.engine.drafting.planner import REQUEST_WEIGHT, Reliability
+from shared.engine.drafting.confidence import Confidence
 from shared.engine.request.handle import OnStates
 from shared.engine.request.request import (
     DepthStatistics,
@@ -45,7 +45,7 @@ class Sequence:
         ladder: BoundLadder | None,
         cache: KVCache,
         max_tokens: int,
-        served: Reliability,
+        confidence: Confidence,
         learned: ClientSuccessors | None = None,
         regimes: Regimes | None = None,
         on_states: OnStates | None = None,
@@ -67,7 +67,7 @@ class Sequence:
         self.drafter: SequenceDrafter | None = ladder.new_sequence((), learned) if ladder else None
         self._num_shown = 0
         self._learned = learned
-        self.reliability = Reliability(REQUEST_WEIGHT, parent=served)
+        self.confidence = confidence
         self.submitted_s = time.monotonic()
         self.started_s: float | None = None
         self.first_token_s: float | None = None

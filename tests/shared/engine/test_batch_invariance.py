@@ -8,7 +8,7 @@ import torch
 
 from shared.engine import step as decoder_module
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
@@ -105,7 +105,7 @@ def draw_request(draw: random.Random) -> GenerationRequest:
 
 
 def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) -> list[int]:
-    sequence = decoder.admit(request, None, drafter.served(request))
+    sequence = decoder.admit(request, None, drafter.confidence(request))
     tokens: list[int] = []
     while not sequence.is_finished:
         for chunk in decoder.step([(sequence, drafter)], COSTS)[0]:
@@ -134,7 +134,7 @@ def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
     alone = Decoder(decoder.runner)
     for schedule in range(SCHEDULES_PER_FAMILY):
         draw = random.Random(schedule)
-        plain = Drafter(decoder.runner, COSTS, ExitGains(()))
+        plain = Drafter(decoder.runner, COSTS)
         requests = [draw_request(draw) for _ in range(draw.randint(2, 6))]
         expected = [run_alone(alone, request, plain) for request in requests]
         right: dict[tuple[int, ...], int] = {}
@@ -142,14 +142,14 @@ def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
             text = (*request.prompt_ids, *answer)
             right |= {text[:end]: text[end] for end in range(len(request.prompt_ids), len(text))}
         ladder = _Ladder(right, schedule)
-        drafter = Drafter(decoder.runner, COSTS, ExitGains(ladder.agreements))
+        drafter = Drafter(decoder.runner, COSTS, ladder.agreements)
         arriving, running = list(range(len(requests))), {}
         answers: dict[int, list[int]] = {index: [] for index in arriving}
         while arriving or running:
             if arriving and (not running or draw.random() < 0.4):
                 index = arriving.pop(0)
                 request = requests[index]
-                running[index] = decoder.admit(request, ladder, drafter.served(request))  # type: ignore[arg-type]
+                running[index] = decoder.admit(request, ladder, drafter.confidence(request))  # type: ignore[arg-type]
             if len(running) > 1 and draw.random() < 0.03:
                 gone = draw.choice(list(running))
                 decoder.prefixes.insert(running.pop(gone))

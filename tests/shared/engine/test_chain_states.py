@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.drafting.drafter import Drafter, draft_chains
-from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.memory.prefixes import MIN_SHARED, Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
@@ -80,12 +80,12 @@ def settled_states(runner: ContiguousRunner, bound: BoundLadder, tokens: list[in
 
 def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder, monkeypatch):
     decoder = Decoder(runner, Prefixes(1 << 12))
-    bound, drafter = ladder.bind(runner), Drafter(runner, COSTS, ExitGains((1.0,)))
+    bound, drafter = ladder.bind(runner), Drafter(runner, COSTS, (1.0,))
     assert bound.state_depths == ()
     texts = {}
     for prompt, sampling in [(PREFIX, GREEDY), *REQUESTS]:
         request = request_of(prompt, sampling, DepthPolicy("full"))
-        alone = decoder.admit(request, None, drafter.served(request))
+        alone = decoder.admit(request, None, drafter.confidence(request))
         while not alone.is_finished:
             decoder.step([(alone, drafter)], COSTS)
         texts[request.prompt_ids] = [*alone.tokens, 0, 0, 0, 0]
@@ -96,7 +96,7 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
         BoundLadder, "new_sequence", lambda _, prompt, *__: _Knowing(next(answers), prompt)
     )
     requests = [request_of(*request, DepthPolicy("exact", max_drafts=5)) for request in REQUESTS]
-    members = [(decoder.admit(each, bound, drafter.served(each)), drafter) for each in requests]
+    members = [(decoder.admit(each, bound, drafter.confidence(each)), drafter) for each in requests]
     num_compared = 0
     while going := [member for member in members if not member[0].is_finished]:
         drafting = [member for member in going if member[0].num_generated]

@@ -13,8 +13,9 @@ from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.drafter import Drafter, draft_chains
-from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.step import Decoder
 from shared.ladder import native_chain
@@ -40,15 +41,21 @@ COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
 DRAFTING = DepthPolicy("exact", max_drafts=4)
 
 
-class _Gains(ExitGains):
+class _Gains(Confidence):
     """Every exit is worth asking at the `places` of a chain, whatever was recorded."""
 
     def __init__(self, places: Rows[int] = range(1, 9)) -> None:
         super().__init__((1.0,) * len(DEPTHS))
         self.places, self.place = places, 0
 
-    def expected(self, index: int, before: float) -> float:
+    def expected_gain(self, index: int, before: float) -> float:
         return 1.0 if self.place in self.places else -1.0
+
+
+class _Asking(Drafter):
+    def __init__(self, runner: Runner, gains: _Gains) -> None:
+        super().__init__(runner, COSTS)
+        self._confidence = dict.fromkeys(self._confidence, gains)
 
 
 @dataclass
@@ -90,11 +97,11 @@ def decode(
     monkeypatch.setattr(SequenceDrafter, "table_drafts", table_drafts)
     monkeypatch.setattr(BoundLadder, "propose", noted)
     decoder = Decoder(runner)
-    bound, drafter = ladder.bind(runner), Drafter(runner, COSTS, gains)
+    bound, drafter = ladder.bind(runner), _Asking(runner, gains)
     request = GenerationRequest(
         PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW, ignore_eos=True), policy=DRAFTING
     )
-    sequence = decoder.admit(request, bound, drafter.served(request))
+    sequence = decoder.admit(request, bound, drafter.confidence(request))
     while not sequence.is_finished:
         if sequence.num_generated:
             rounds.append(Round(sequence.num_settled, [], {}))
@@ -112,11 +119,11 @@ def decode(
 
 def plain_answer(runner: Runner) -> list[int]:
     decoder = Decoder(runner)
-    drafter = Drafter(runner, COSTS, ExitGains(()))
+    drafter = Drafter(runner, COSTS)
     request = GenerationRequest(
         PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW + 4, ignore_eos=True)
     )
-    sequence = decoder.admit(request, None, drafter.served(request))
+    sequence = decoder.admit(request, None, drafter.confidence(request))
     while not sequence.is_finished:
         decoder.step([(sequence, drafter)], COSTS)
     return sequence.tokens[len(PROMPT) :]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitGains, PassCosts
+from shared.engine.drafting.planner import PassCosts
 from shared.engine.request.request import (
     FinishReason,
     GeneratedToken,
@@ -271,7 +271,7 @@ def test_a_step_of_mixed_requests_reads_the_device_once(loaded, monkeypatch):
     accelerated = wrap_model(build_family("llama"), accelerate=True)
     decoder = Decoder(ContiguousRunner(accelerated))
     assert decoder.runner.supports_ragged
-    drafter = Drafter(decoder.runner, COSTS, ExitGains(()))
+    drafter = Drafter(decoder.runner, COSTS)
     ladder = ScriptedLadder(lambda context: (len(context) % 7, 0.9))
     batch = []
     for index, sampling in enumerate(
@@ -286,7 +286,7 @@ def test_a_step_of_mixed_requests_reads_the_device_once(loaded, monkeypatch):
             request = GenerationRequest(
                 tuple(PROMPT[: 1 + index]), sampling=sampling, policy=DRAFTING, logprobs=logprobs
             )
-            sequence = decoder.admit(request, ladder, drafter.served(request))  # type: ignore[arg-type]
+            sequence = decoder.admit(request, ladder, drafter.confidence(request))  # type: ignore[arg-type]
             batch.append((sequence, drafter))
     for is_decoding in (False, True):  # the prompts, then drafts
         with Reads() as reads:

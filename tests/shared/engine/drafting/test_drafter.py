@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from shared.engine.drafting import builder
+from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.drafter import Drafter, draft_chains
-from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
@@ -29,11 +30,13 @@ DEPTHS = (0, 2)
 COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
 
 
-class _Eager(ExitGains):
-    """Expects a gain from every exit, whatever was recorded."""
+expected_gain = Confidence.expected_gain
 
-    def expected(self, index: int, known: float) -> float:
-        return 1.0
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every exit is expected to gain, whatever was recorded."""
+    monkeypatch.setattr(Confidence, "expected_gain", lambda self, index, before: 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +59,21 @@ def members(
         if id(ladder) not in bound:
             bound[id(ladder)] = (
                 ladder.bind(runner),
-                Drafter(runner, costs, _Eager((1.0,) * len(DEPTHS))),
+                Drafter(runner, costs, (1.0,) * len(DEPTHS)),
             )
         own, drafter = bound[id(ladder)]
         prompt = tuple(range(3 + number, 9 + 3 * number))
         stopping = StoppingParams(max_tokens=20, ignore_eos=True)
         request = GenerationRequest(prompt, stopping=stopping, policy=policy)
-        sequence = decoder.admit(request, own, drafter.served(request))
+        sequence = decoder.admit(request, own, drafter.confidence(request))
         while not sequence.num_generated:
             decoder.step([(sequence, drafter)], costs)
         found.append((sequence, drafter))
     return found
 
 
-def test_other_sequences_in_the_batch_change_no_draft(runner):
-    """The seeds are those of routers that are sure enough for whole chains."""
+def test_other_sequences_in_the_batch_change_no_draft(runner, monkeypatch):
+    monkeypatch.setattr(builder, "MIN_SURVIVAL", 0.0)
     first, second = (random_ladder(runner.loaded, seed) for seed in (2, 3))
     exact = DepthPolicy("exact", max_drafts=3)
     policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
@@ -111,10 +114,10 @@ def test_drafts_that_a_margin_accepts_do_not_count_for_other_requests(runner, sa
     [(sequence, drafter)] = members(runner, [random_ladder(runner.loaded, 1)], [margin])
     near = GenerationRequest((1,), policy=margin)
     exact = GenerationRequest((1,), sampling=sampling, policy=DepthPolicy("exact"))
-    before = [drafter.served(request).factor("depth-0") for request in (near, exact)]
-    reliability = drafter.served(sequence.request)
-    reliability.record([Draft(5, 0.5, "depth-0", 0)] * 40, 40)
-    after = [drafter.served(request).factor("depth-0") for request in (near, exact)]
+    before = [drafter.confidence(request).factor("depth-0") for request in (near, exact)]
+    for _ in range(40):
+        drafter.confidence(sequence.request).record([Draft(5, 0.5, "depth-0", 0)], 5)
+    after = [drafter.confidence(request).factor("depth-0") for request in (near, exact)]
     assert after[0] > before[0] + 0.3
     assert after[1] == before[1]
 
@@ -145,5 +148,5 @@ def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
     [chain] = draft_chains([(sequence, drafter)], 1)
     assert sequence.failure is None
     assert {draft.depth for draft in chain.drafts} == {DEPTHS[1]}
-    gains = [ExitGains.expected(drafter._gains, index, 0.0) for index in range(len(DEPTHS))]
+    gains = [expected_gain(sequence.confidence, index, 0.0) for index in range(len(DEPTHS))]
     assert all(map(math.isfinite, gains)), "nor is that exit out of use for ever"

@@ -9,20 +9,15 @@ import pytest
 from shared.engine.drafting.costs import smoothed
 from shared.engine.drafting.planner import (
     MAX_TREE_TOKENS,
-    REQUEST_WEIGHT,
-    SERVED_WEIGHT,
     BranchDrafts,
     ExitCost,
-    ExitGains,
     PassCosts,
-    Reliability,
     Tree,
     best_trees,
     exit_gain_s,
     least_survival,
     select_sequences,
 )
-from shared.ladder.rungs import Draft
 
 FLAT = PassCosts(deep=(1.0,) * 9, exits=(ExitCost(0.01, 0.001),))
 STEEP = PassCosts(deep=tuple(float(n) for n in range(1, 10)), exits=(ExitCost(0.01, 0.001),))
@@ -130,62 +125,6 @@ def test_no_other_choice_of_sequences_gains_more(seed: int) -> None:
     every = [c for n in range(len(gains_s) + 1) for c in combinations(range(len(gains_s)), n)]
     chosen = select_sequences(gains_s, cost)
     assert profit(tuple(chosen)) == pytest.approx(max(map(profit, every)))
-
-
-def test_an_exits_worth_is_learnt_apart_for_sure_and_unsure_tables() -> None:
-    gains = ExitGains((0.4, 0.9))
-    assert gains.expected(0, 0.1) == pytest.approx(0.3)
-    assert gains.expected(0, 0.9) == 0.0
-    for _ in range(200):
-        gains.record(0, 0.1, 0.15)
-        gains.record(0, 0.5, 0.2)
-    assert gains.expected(0, 0.1) == pytest.approx(0.05, abs=0.02)
-    assert gains.expected(0, 0.5) < 0.01
-    assert gains.expected(1, 0.1) == pytest.approx(0.8)
-    gains.record(1, 1.0, 0.5)
-
-
-def draft(probability: float, rung: str = "suffix") -> Draft:
-    return Draft(7, probability, rung, 0)
-
-
-def test_reliability_falls_with_rejections_and_comes_back() -> None:
-    reliability = Reliability(REQUEST_WEIGHT)
-    assert reliability.adjusted(draft(0.8)) == pytest.approx(0.8)
-    for _ in range(20):
-        reliability.record([draft(0.8)] * 3, 0)
-    assert reliability.adjusted(draft(0.8)) < 0.3
-    assert reliability.adjusted(draft(0.8, "depth-0")) == pytest.approx(0.8)
-    for _ in range(400):
-        reliability.record([draft(0.8)], 1)
-    assert reliability.adjusted(draft(0.8)) > 0.75
-    assert reliability.adjusted(draft(0.999)) < 1.0
-
-
-@pytest.mark.parametrize("true_share", [0.2, 0.5, 0.9])
-def test_reliability_finds_the_share_that_is_really_accepted(true_share: float) -> None:
-    reliability = Reliability(REQUEST_WEIGHT)
-    for number in range(5000):
-        reliability.record([draft(0.6)], int(number % 10 < 10 * true_share))
-    assert reliability.adjusted(draft(0.6)) == pytest.approx(true_share, abs=0.03)
-
-
-def test_drafts_after_the_first_rejected_one_do_not_count() -> None:
-    reliability = Reliability(1.0)
-    reliability.record([draft(0.5, "a"), draft(0.6, "b"), draft(0.7, "c")], 1)
-    assert reliability.factor("a") == pytest.approx((1 + 1) / (1 + 0.5))
-    assert reliability.factor("b") == pytest.approx((1 + 0) / (1 + 0.6))
-    assert reliability.factor("c") == 1.0
-
-
-def test_earlier_requests_are_the_prior_and_a_request_updates_it() -> None:
-    served = Reliability(SERVED_WEIGHT)
-    first = Reliability(REQUEST_WEIGHT, parent=served)
-    for _ in range(100):
-        first.record([draft(0.8)], 0)
-    later = Reliability(REQUEST_WEIGHT, parent=served)
-    assert later.factor("suffix") == pytest.approx(served.factor("suffix"))
-    assert first.factor("suffix") < later.factor("suffix") < 0.3
 
 
 def test_smoothed_costs_lie_on_a_line_that_never_falls() -> None:

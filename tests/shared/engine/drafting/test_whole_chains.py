@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.drafter import Drafter, draft_chains
-from shared.engine.drafting.planner import ExitCost, ExitGains, PassCosts
+from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
@@ -34,11 +35,10 @@ COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),))
 NUM_DRAFTS = 5
 
 
-class _Eager(ExitGains):
-    """Expects a gain from every exit, whatever was recorded."""
-
-    def expected(self, index: int, known: float) -> float:
-        return 1.0
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every exit is expected to gain, whatever was recorded."""
+    monkeypatch.setattr(Confidence, "expected_gain", lambda self, index, before: 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +82,13 @@ def prefilled(
     runner: Runner, bound: BoundLadder, policies: Rows[DepthPolicy], costs: PassCosts = COSTS
 ) -> list[tuple[Sequence, Drafter]]:
     """Sequences after the prefill of their own prompts."""
-    decoder, drafter = Decoder(runner), Drafter(runner, costs, _Eager((1.0,)))
+    decoder, drafter = Decoder(runner), Drafter(runner, costs, (1.0,))
     members = []
     for number, policy in enumerate(policies):
         prompt = tuple(range(3 + number, 9 + 3 * number))
         stopping = StoppingParams(max_tokens=20, ignore_eos=True)
         request = GenerationRequest(prompt, stopping=stopping, policy=policy)
-        sequence = decoder.admit(request, bound, drafter.served(request))
+        sequence = decoder.admit(request, bound, drafter.confidence(request))
         while not sequence.num_generated:
             decoder.step([(sequence, drafter)], costs)
         members.append((sequence, drafter))
