@@ -15,7 +15,7 @@ inline void check_mask(const char* op, const Tensor& mask, int64_t batch, int64_
 template <class T>
 void attend_over(AttentionArgs* args, const T& k, const T& v, Dtype kv_dtype, int64_t keys, const Tensor* mask, bool causal, double scaling,
                         const std::optional<double>& softcap, int64_t branch = 0, int64_t apart = 0) {
-  args->branch = branch, args->apart = apart;
+  args->own = {0, args->queries, keys, branch, apart};
   args->k = k.const_data_ptr(), args->v = v.const_data_ptr(), args->kv_dtype = kv_dtype, args->keys = keys, args->kv_heads = k.size(1), args->width = k.size(3), args->value_width = v.size(3);
   args->k_batch = k.stride(0), args->k_head = k.stride(1), args->k_row = k.stride(2);
   args->v_batch = v.stride(0), args->v_head = v.stride(1), args->v_row = v.stride(2);

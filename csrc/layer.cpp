@@ -50,6 +50,7 @@ struct Layer {
   PlaceArgs place{};
   std::vector<Slot> slots;
   std::vector<AttentionArgs> problems;  // one per sequence
+  std::vector<std::vector<AttentionPart>> parts;  // of each problem: a trunk and its branches
   bool split_keys = false;
   LinearArgs out{}, gated{}, down{};
   std::vector<int64_t> projection_items, projection_ends, problem_ends, block_ends;  // *_ends: running totals, see each_loop
@@ -170,7 +171,7 @@ LinearArgs linear_args(const char* name, const TensorInfo& packed, const TensorI
 }
 
 // Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, from number `kept` on, and their
-// attention problem.
+// attention problem. A causal branch is a part of the problem of its trunk.
 void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t kept, int64_t count, const Tensor* mask, double scaling,
                   const std::optional<double>& softcap) {
   const Dtype dtype = check_kv(kOp, keys, values);
@@ -187,10 +188,17 @@ void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values
   uint8_t *key = static_cast<uint8_t*>(keys.mutable_data_ptr()), *value = static_cast<uint8_t*>(values.mutable_data_ptr());
   for (int64_t token = kept; token < kept + count; ++token)
     layer->slots.push_back({key + token * keys.stride(2) * bytes, value + token * values.stride(2) * bytes, keys.stride(1) * bytes, values.stride(1) * bytes});
+  if (kept > base && !mask && !layer->problems.empty() && layer->problems.back().k == keys.const_data_ptr() && layer->problems.back().causal) {
+    AttentionArgs& trunk = layer->problems.back();
+    layer->parts.back().push_back({trunk.queries, count, base + count, base, kept - base});
+    trunk.queries += count, trunk.keys = std::max(trunk.keys, base + count);
+    return;
+  }
   AttentionArgs problem{};
   problem.batch = 1, problem.heads = place.heads, problem.queries = count;
   attend_over(&problem, keys, values, dtype, base + count, mask, mask == nullptr, scaling, softcap, base, kept - base);
   layer->problems.push_back(problem);
+  layer->parts.push_back({problem.own});
 }
 
 }  // namespace
@@ -245,6 +253,7 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
     const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
     add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.kept[s], call.counts[s], masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
   }
+  for (size_t i = 0; i < layer.problems.size(); ++i) layer.problems[i].parts = layer.parts[i].data(), layer.problems[i].num_parts = (int64_t)layer.parts[i].size();
   place.slots = layer.slots.data();
 
   layer.input_norm = {x, floats(t.norms[0]), nullptr, width, width, place.eps, place.weight_offset};

@@ -45,6 +45,19 @@ inline int64_t attention_scratch(const AttentionArgs& args) {
   return lay_out(args, nullptr, &s);
 }
 
+// Calls f(part, begin, end) for each part with queries [begin, end) in the tile.
+template <class F>
+void each_part(const AttentionArgs& a, const QueryTile& t, const F& f) {
+  for (int64_t i = 0; i < max64(1, a.num_parts); ++i) {
+    const AttentionPart& part = a.num_parts ? a.parts[i] : a.own;
+    const int64_t begin = max64(part.query, t.query), end = min64(part.query + part.queries, t.query + t.queries);
+    if (begin < end) f(part, begin, end);
+  }
+}
+
+// How many keys a query of a part sees causally.
+inline int64_t end_of_keys(const AttentionPart& part, int64_t query) { return part.keys - part.queries + query - part.query + 1; }
+
 inline QueryTile query_tile(const AttentionArgs& a, int64_t item) {
   const int64_t tiles = query_tiles(a), head = item / tiles, place = item % tiles;
   // Later causal tiles see more keys. Items take tiles alternately from both ends, so that consecutive ranges have about equal work.
@@ -56,7 +69,10 @@ inline QueryTile query_tile(const AttentionArgs& a, int64_t item) {
   t.queries = min64(tile_queries(a), a.queries - t.query);
   t.group = a.heads / a.kv_heads;
   t.rows = t.queries * t.group;
-  t.last_key = a.causal ? max64(0, a.keys - a.queries + t.query + t.queries) : a.keys;
+  t.last_key = a.causal ? 0 : a.keys;
+  each_part(a, t, [&](const AttentionPart& part, int64_t, int64_t end) {
+    if (a.causal) t.last_key = max64(t.last_key, end_of_keys(part, end - 1));
+  });
   return t;
 }
 
@@ -161,21 +177,33 @@ inline bool all_masked(const AttentionArgs& a, const QueryTile& t, int64_t first
 template <class E>
 void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, int64_t first, int64_t count) {
   const E* k = static_cast<const E*>(a.k) + t.batch * a.k_batch + t.kv_head * a.k_head + first * a.k_row;
-  const int64_t turn = a.branch - first;
-  pack_keys([&](int64_t i) { return k + (i < turn ? i : i + a.apart) * a.k_row; }, count, a.width, s.keys);
-  multiply<Rows<float>>({s.q, a.width, bytes_of(s.keys), a.width * kRowBytes, {kRowBytes}, 0, s.scores, kKeyBlock, false, {}}, t.rows, ceil_div(count, kPanel), a.width);
-  for (int64_t row = 0; row < t.rows; ++row) {
-    const int64_t end = a.causal ? a.keys - a.queries + t.query + row / t.group + 1 : a.keys;
-    softmax_row(a, s.scores + row * kKeyBlock, count, min64(count, end - first), mask_row(a, t, row, first), s.block_max + row, s.block_sum + row);
-  }
   const E* v = static_cast<const E*>(a.v) + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
   const int64_t width = a.value_width, panels = width / kPanel, c_stride = padded_width(a), bytes = sizeof(E);
-  multiply<Rows<E, 0>>({s.scores, kKeyBlock, bytes_of(v), kPanel * bytes, {a.v_row * bytes, turn, a.apart * a.v_row * bytes}, 0, s.block, c_stride, false, {}}, t.rows, panels, count);
-  if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t c = 0; c < kPanel; ++c) s.tail[i * kPanel + c] = panels * kPanel + c < width ? to_float(v[(i < turn ? i : i + a.apart) * a.v_row + panels * kPanel + c]) : 0.f;
-    multiply<Rows<float>>({s.scores, kKeyBlock, bytes_of(s.tail), 0, {kRowBytes}, 0, s.block + panels * kPanel, c_stride, false, {}}, t.rows, 1, count);
-  }
+  int64_t packed = 0, packed_turn = kNever;  // keys that s.keys has, those from `packed_turn` on of another branch
+  each_part(a, t, [&](const AttentionPart& part, int64_t begin, int64_t end) {
+    const int64_t row = (begin - t.query) * t.group, rows = (end - begin) * t.group, turn = part.branch - first;
+    const int64_t seen = min64(count, a.causal ? end_of_keys(part, end - 1) - first : count);
+    if (seen <= 0) {
+      for (int64_t r = row; r < row + rows; ++r) s.block_max[r] = kMinusInfinity, s.block_sum[r] = 0.f;
+      return;
+    }
+    const int64_t same = max64(0, min64(packed, min64(packed_turn, turn))) / kPanel * kPanel;  // keys that the part before has packed
+    pack_keys([&](int64_t i) { return k + (i + same < turn ? i + same : i + same + part.apart) * a.k_row; }, seen - same, a.width, s.keys + same * a.width);
+    packed = seen, packed_turn = turn;
+    float *scores = s.scores + row * kKeyBlock, *out = s.block + row * c_stride;
+    multiply<Rows<float>>({s.q + row * a.width, a.width, bytes_of(s.keys), a.width * kRowBytes, {kRowBytes}, 0, scores, kKeyBlock, false, {}}, rows, ceil_div(seen, kPanel), a.width);
+    for (int64_t r = row; r < row + rows; ++r) {
+      const int64_t visible = a.causal ? end_of_keys(part, t.query + r / t.group) - first : seen;
+      softmax_row(a, s.scores + r * kKeyBlock, seen, min64(seen, visible), mask_row(a, t, r, first), s.block_max + r, s.block_sum + r);
+    }
+    multiply<Rows<E, 0>>({scores, kKeyBlock, bytes_of(v), kPanel * bytes, {a.v_row * bytes, turn, part.apart * a.v_row * bytes}, 0, out, c_stride, false, {}}, rows, panels, seen);
+    if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
+      for (int64_t i = 0; i < seen; ++i)
+        for (int64_t c = 0; c < kPanel; ++c)
+          s.tail[i * kPanel + c] = panels * kPanel + c < width ? to_float(v[(i < turn ? i : i + part.apart) * a.v_row + panels * kPanel + c]) : 0.f;
+      multiply<Rows<float>>({scores, kKeyBlock, bytes_of(s.tail), 0, {kRowBytes}, 0, out + panels * kPanel, c_stride, false, {}}, rows, 1, seen);
+    }
+  });
 }
 
 // The same for keys [first, first + 256) of any type. Returns false if no row sees any of them.

@@ -1,0 +1,119 @@
+"""What each rule and learner of drafting is worth: `exact` with all of them, without one of them, and without any.
+
+    python -m bench.ablation --model DIR --router FOLDER [--dtype float32] [--batch 1 4 16] [--per-task 2] [--rounds 3]
+
+A closed loop keeps B requests running (`bench.batch`), greedy, at most 64 new tokens, prompts from the prefix cache. All sides answer all
+prompts, in turn within a round. Each has a copy of the router, so each learns for itself. An answer that differs from the one at full
+depth ends the program. Printed: tokens per second, medians over rounds, as shares of those of `exact` with everything.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.batch import closed_loop
+from bench.machine import described
+from bench.options import add_prompts, make_parser, parsed
+from bench.prompts import first_turns
+from shared.engine import step
+from shared.engine.drafting import builder, drafter
+from shared.engine.drafting.adaptive import AdaptiveDrafting
+from shared.engine.drafting.builder import DraftBuilder
+from shared.engine.drafting.planner import MIN_SURVIVAL, BranchDrafts, ExitGains, Reliability, Tree
+from shared.engine.engine import MAX_RUNNING, Engine
+from shared.ladder.folder import read_ladder
+from shared.ladder.ladder import Ladder
+from shared.model.load import load_model
+
+FULL, ALL, NONE = "full", "all", "none"
+
+
+def all_drafts(
+    trunks: Sequence[Sequence[float]], *_: Any, branches: Sequence[Sequence[BranchDrafts]], **__: Any
+) -> list[Tree]:
+    """A plan that verifies everything."""
+    return [
+        Tree(len(trunk), tuple(len(branch.drafts) for branch in own))
+        for trunk, own in zip(trunks, branches, strict=True)
+    ]
+
+
+# Where each rule or learner is, and what stands in its place.
+WITHOUT: dict[str, tuple[Any, str, Any]] = {
+    "corrected probabilities": (Reliability, "factor", lambda self, rung: 1.0),
+    "gains of exits learned": (ExitGains, "record", lambda self, *outcome: None),
+    "exits asked if they pay": (drafter, "exit_gain_s", lambda *_: 1.0),
+    "drafting only if faster": (AdaptiveDrafting, "choose", lambda self, shape: True),
+    "no look-up that cannot pay": (builder, "least_survival", lambda *_: MIN_SURVIVAL),
+    "planned lengths": (step, "best_trees", all_drafts),
+    "branches": (DraftBuilder, "grow_branches", lambda self: None),
+}
+# What takes another router: it has no exits.
+EXITS = "exits"
+
+
+@contextmanager
+def without(names: Sequence[str]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(*WITHOUT[name]))
+        yield
+
+
+def sides_of(folder: Any) -> dict[str, tuple[Ladder | None, Sequence[str]]]:
+    """By name: a router, and what is left out."""
+    found: dict[str, tuple[Ladder | None, Sequence[str]]] = {FULL: (None, ())}
+    found[ALL] = read_ladder(folder), ()
+    for name in WITHOUT:
+        found[f"without {name}"] = read_ladder(folder), [name]
+    tables = dataclasses.replace(read_ladder(folder), exits=(), draft_vocabulary=None)
+    found[f"without {EXITS}"] = tables, ()
+    # Exits that are always asked would not be a policy without rules, but another one.
+    left_out = [name for name in WITHOUT if name != "exits asked if they pay"]
+    found[NONE] = read_ladder(folder), left_out
+    return found
+
+
+def main() -> None:
+    parser = make_parser(__doc__, router=True)
+    add_prompts(parser, 2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: as stored")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parsed(parser)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    loaded = load_model(options.model, dtype=dtype)
+    sides = sides_of(options.router)
+    rates: dict[tuple[str, int], list[float]] = {}
+    with Engine(
+        loaded, max_ladders=len(sides), max_running=max(MAX_RUNNING, *options.batch)
+    ) as engine:
+        prompts = first_turns(loaded, options.prompts, options.per_task)
+        expected = closed_loop(engine, "full", None, prompts, 1)[1]
+        for number in range(options.rounds + 1):  # the first one learns, and is not timed
+            for batch in options.batch:
+                for name, (ladder, left_out) in sides.items():
+                    with without(left_out):
+                        policy: Any = "exact" if ladder else "full"
+                        rate, answers = closed_loop(engine, policy, ladder, prompts, batch)
+                    if answers != expected:
+                        raise SystemExit(f"{name} at batch {batch} has other answers")
+                    if number:
+                        rates.setdefault((name, batch), []).append(rate)
+            print(f"round {number} of {options.rounds}", flush=True)
+    medians = {key: statistics.median(own) for key, own in rates.items()}
+    print(described("cpu"), loaded.model.dtype, loaded.compute_dtype)
+    print("\n| side | " + " | ".join(f"batch {batch}" for batch in options.batch) + " |")
+    print("|---" * (len(options.batch) + 1) + "|")
+    for name in sides:
+        cells = [f"{medians[name, batch] / medians[ALL, batch]:.3f}" for batch in options.batch]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

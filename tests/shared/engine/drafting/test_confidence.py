@@ -1,0 +1,110 @@
+"""What drafts are worth: given what all proposers say, and corrected by what was verified."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from shared.engine.drafting.confidence import MOST, Confidence
+from shared.ladder.rungs import Draft, exit_name
+
+EXIT = exit_name(0)
+
+
+def draft(token: int, probability: float, rung: str = "suffix") -> Draft:
+    return Draft(token, probability, rung, 0)
+
+
+def probabilities(confidence: Confidence, *drafts: Draft) -> dict[int, float]:
+    return {one.token: probability for one, probability in confidence.rate(drafts)}
+
+
+def test_tables_alone_are_believed() -> None:
+    rated = Confidence().rate(
+        [draft(7, 0.4), draft(8, 0.6, "successor"), draft(7, 0.5, "successor")]
+    )
+    assert [(one.token, one.rung, probability) for one, probability in rated] == [
+        (8, "successor", 0.6),
+        (7, "successor", 0.5),
+    ]
+    assert Confidence().rate([]) == []
+
+
+def test_agreement_raises_and_disagreement_lowers_what_is_said() -> None:
+    said = (0.3, 0.5, 0.8)
+    for table in said:
+        for head in said:
+            [both] = probabilities(Confidence(), draft(7, table), draft(7, head, EXIT)).values()
+            apart = probabilities(Confidence(), draft(7, table), draft(8, head, EXIT))
+            assert both > apart[7]
+            assert apart[7] < table
+            assert apart[8] < head
+            assert apart[7] + apart[8] < 1.0
+    # The two figures that were measured: half right each, where they differ a table is right far more often.
+    apart = probabilities(Confidence(), draft(7, 0.5), draft(8, 0.5, EXIT))
+    assert apart[7] == pytest.approx(0.378, abs=0.001)
+    assert apart[8] == pytest.approx(0.175, abs=0.001)
+
+
+def test_who_says_more_is_believed_more() -> None:
+    for head in (0.2, 0.6):
+        rising = [
+            probabilities(Confidence(), draft(7, table), draft(8, head, EXIT))
+            for table in (0.1, 0.3, 0.5, 0.7, 0.9)
+        ]
+        assert all(low[7] < high[7] and low[8] > high[8] for low, high in pairwise(rising))
+
+
+def test_an_exit_alone_is_right_less_often_than_it_says() -> None:
+    [alone] = probabilities(Confidence(), draft(8, 0.5, EXIT)).values()
+    assert alone == pytest.approx(0.198, abs=0.001)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4, 0.9])
+def test_what_is_really_right_is_learnt_apart_for_each_case(share: float) -> None:
+    draw, confidence = random.Random(1), Confidence()
+    apart = [draft(7, 0.5), draft(8, 0.5, EXIT)]
+    before = probabilities(confidence, draft(7, 0.5), draft(7, 0.5, EXIT))
+    for _ in range(4000):
+        confidence.record(apart, 8 if draw.random() < share else 9)
+    found = probabilities(confidence, *apart)
+    assert found[8] == pytest.approx(share, abs=0.04)
+    assert found[7] < 0.02, "a draft that was not chosen is learnt from, too"
+    assert probabilities(confidence, draft(7, 0.5), draft(7, 0.5, EXIT)) == before
+    assert probabilities(confidence, draft(7, 0.5)) == {7: 0.5}
+
+
+def test_no_draft_is_certain() -> None:
+    confidence = Confidence()
+    for _ in range(200):
+        confidence.record([draft(7, 0.5)], 7)
+    assert probabilities(confidence, draft(7, 0.999)) == {7: MOST}
+    for extreme in (1e-9, 1.0):
+        assert all(
+            0.0 < p < 1.0
+            for p in probabilities(confidence, draft(7, extreme), draft(8, 1.0, EXIT)).values()
+        )
+
+
+def test_an_exits_chains_end_by_how_often_it_is_right_at_all() -> None:
+    confidence = Confidence()
+    assert confidence.factor(EXIT) == 1.0
+    for _ in range(500):
+        confidence.record([draft(7, 0.9), draft(8, 0.8, EXIT)], 7)
+    assert confidence.factor(EXIT) < 0.1
+    for _ in range(4000):
+        confidence.record([draft(7, 0.9), draft(8, 0.8, EXIT)], 8)
+    assert confidence.factor(EXIT) > 1.1, "the old sums have faded"
+
+
+def test_an_exits_worth_is_learnt_apart_for_sure_and_unsure_tables() -> None:
+    confidence = Confidence((0.4, 0.9))
+    assert confidence.expected_gain(0, 0.1) == pytest.approx(0.3)
+    assert confidence.expected_gain(0, 0.9) == 0.0
+    for _ in range(200):
+        confidence.record_gain(0, 0.1, 0.05)
+        confidence.record_gain(0, 0.5, 0.0)
+    assert confidence.expected_gain(0, 0.1) == pytest.approx(0.05, abs=0.02)
+    assert confidence.expected_gain(0, 0.5) < 0.01
+    assert confidence.expected_gain(1, 0.1) == pytest.approx(0.8)
+    confidence.record_gain(1, 1.0, 0.5)
