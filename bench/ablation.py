@@ -1,6 +1,6 @@
 """What each rule and learner of drafting is worth: `exact` with all of them, without one of them, and without any.
 
-    python -m bench.ablation --model DIR --router FOLDER [--dtype float32] [--batch 1 4 16] [--per-task 2] [--rounds 3]
+    python -m bench.ablation --model DIR --router FOLDER [--dtype float32] [--batch 1 4 16] [--per-task 4] [--rounds 2]
 
 A closed loop keeps B requests running (`bench.batch`), greedy, at most 64 new tokens, prompts from the prefix cache. All sides answer all
 prompts, in turn within a round. Each has a copy of the router, so each learns for itself. An answer that differs from the one at full
@@ -21,20 +21,25 @@ from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import first_turns
 from shared.engine import step
-from shared.engine.drafting import builder, drafter
+from shared.engine.drafting import builder, confidence, drafter
 from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.engine.drafting.builder import DraftBuilder
-from shared.engine.drafting.planner import MIN_SURVIVAL, BranchDrafts, ExitGains, Reliability, Tree
+from shared.engine.drafting.confidence import Confidence
+from shared.engine.drafting.planner import MIN_SURVIVAL, BranchDrafts, Tree
 from shared.engine.engine import MAX_RUNNING, Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
+from shared.ladder.rungs import Draft
 from shared.model.load import load_model
 
 FULL, ALL, NONE = "full", "all", "none"
 
 
 def all_drafts(
-    trunks: Sequence[Sequence[float]], *_: Any, branches: Sequence[Sequence[BranchDrafts]], **__: Any
+    trunks: Sequence[Sequence[float]],
+    *_: Any,
+    branches: Sequence[Sequence[BranchDrafts]],
+    **__: Any,
 ) -> list[Tree]:
     """A plan that verifies everything."""
     return [
@@ -43,10 +48,20 @@ def all_drafts(
     ]
 
 
+def each_alone(drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
+    """The most probable draft of each token, as its own router rates it."""
+    best: dict[int, Draft] = {}
+    for draft in sorted(drafts, key=lambda one: one.probability):
+        best[draft.token] = draft
+    for draft in best.values():
+        yield draft, "", draft.probability
+
+
 # Where each rule or learner is, and what stands in its place.
 WITHOUT: dict[str, tuple[Any, str, Any]] = {
-    "corrected probabilities": (Reliability, "factor", lambda self, rung: 1.0),
-    "gains of exits learned": (ExitGains, "record", lambda self, *outcome: None),
+    "what other proposers say": (confidence, "_combined", each_alone),
+    "corrected probabilities": (Confidence, "_ratio", lambda self, case, rung: 1.0),
+    "gains of exits learned": (Confidence, "record_gain", lambda self, *outcome: None),
     "exits asked if they pay": (drafter, "exit_gain_s", lambda *_: 1.0),
     "drafting only if faster": (AdaptiveDrafting, "choose", lambda self, shape: True),
     "no look-up that cannot pay": (builder, "least_survival", lambda *_: MIN_SURVIVAL),
@@ -81,10 +96,10 @@ def sides_of(folder: Any) -> dict[str, tuple[Ladder | None, Sequence[str]]]:
 
 def main() -> None:
     parser = make_parser(__doc__, router=True)
-    add_prompts(parser, 2)
+    add_prompts(parser, 4)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: as stored")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     options = parsed(parser)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     loaded = load_model(options.model, dtype=dtype)

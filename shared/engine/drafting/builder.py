@@ -28,8 +28,9 @@ USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 class DraftBuilder:
     """Builds a trunk of drafts after a sequence's last final token. The planner later chooses how many of them to verify.
 
-    `best` is the most probable draft so far for the next position, and `best_probability` its probability (see `Confidence`). `survival` is the probability that all drafts of the trunk are right. If branches are
-    allowed, the other drafts of each place begin possible branches.
+    `best` is the most probable draft so far for the next position, and `best_probability` its probability (see `Confidence`). `survival`
+    is the probability that all drafts of the trunk are right. If branches are allowed, the other drafts of each place begin possible
+    branches.
     """
 
     def __init__(

@@ -11,14 +11,13 @@ from shared.ladder.rungs import Draft, is_exit
 
 # Log-odds of a draft: a constant, plus weights times the log-odds that its own proposer gives it and that the other one gives its own draft.
 # Fitted to 3,787 and 725 verified positions of SmolLM2-135M and Qwen2.5-Coder-1.5B; both give nearly the same numbers (docs/decisions/041).
-AGREE = (
-    "agree",
-    (0.45, 0.5, 0.35),
-)  # table and exit propose the token; its own proposer is the table
+AGREE = "agree", (0.55, 0.55, 0.3)  # the own proposer is the table
 TABLE_DIFFERS = "table, exit differs", (-0.5, 0.9, -0.25)
 EXIT_DIFFERS = "exit, table differs", (-1.55, 0.75, -0.35)
 EXIT_ALONE = "exit, tables silent", (-1.4, 0.85, 0.0)
 TABLE_ALONE = "table", (0.0, 1.0, 0.0)
+# A token of a table while a table proposes another one with more confidence.
+TABLE_SECOND = "table, second", (-2.15, 0.25, 0.0)
 LEAST, MOST = 0.001, 0.999
 # Weight of the priors, in expected right drafts, and the sum at which all are halved, so that older requests weigh less.
 PRIOR_WEIGHT, WINDOW = 24.0, 1000.0
@@ -111,6 +110,8 @@ def _combined(drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
     for token, draft in (exits | tables).items():
         if token in tables and token in exits:
             (case, weights), other = AGREE, exits[token]
+        elif draft is not best_table and token in tables:
+            (case, weights), other = TABLE_SECOND, None
         elif token in tables:
             (case, weights), other = (TABLE_DIFFERS if exits else TABLE_ALONE), best_exit
         else:

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from shared.engine.drafting.adaptive import AdaptiveDrafting
+from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.planner import BranchDrafts, Tree
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.engine import Engine
 from shared.engine.request.request import Generation
 from shared.errors import NeapError
 from shared.ladder.policy import DepthPolicy
+from shared.ladder.rungs import Draft
 from shared.ladder.table_router import fit_table_router
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
@@ -214,3 +216,49 @@ def test_a_move_that_fails_ends_its_requests_and_no_others(loaded, monkeypatch):
                 engine.generate(prompt, max_tokens=NUM_NEW, ignore_eos=True)
             found = engine.generate(other, policy="full", max_tokens=NUM_NEW, ignore_eos=True)
             assert found.token_ids == expected
+
+
+def test_states_that_are_shown_are_those_of_the_answer(loaded, added):
+    """Also where the last token of a pass is one of a branch, and after branches that were rejected."""
+    [prompt, *_] = PROMPTS
+    answer = generate(loaded, None, prompt, "greedy", "full").token_ids
+
+    def states(ladder: object, policy: str) -> torch.Tensor:
+        shown: list[torch.Tensor] = []
+        with engine_of(loaded, ladder) as engine:
+            handle = engine.submit(
+                prompt,
+                policy=policy,
+                max_tokens=NUM_NEW,
+                ignore_eos=True,
+                on_states=lambda _, own: shown.append(own),
+            )
+            tokens = [t.token_id for event in handle.events() for t in getattr(event, "tokens", ())]
+        assert tuple(tokens) == answer
+        return torch.cat(shown)
+
+    full = states(None, "full")
+    assert not added
+    exact = states(scripted(prompt, answer), "exact")
+    assert added
+    # Those of the same depth: an exit keeps others, too.
+    torch.testing.assert_close(exact[: len(full), -1], full[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_every_verified_position_is_learned_from_once(loaded, added, monkeypatch):
+    [prompt, *_] = PROMPTS
+    answer = generate(loaded, None, prompt, "greedy", "full").token_ids
+    learned: list[int] = []
+    record = Confidence.record
+
+    def noted(self: Confidence, drafts: list[Draft], token: int) -> None:
+        learned.append(token)
+        record(self, drafts, token)
+
+    monkeypatch.setattr(Confidence, "record", noted)
+    generate(loaded, scripted(prompt, answer), prompt, "greedy")
+    assert added
+    # They are tokens of the answer, in its order. What was recorded twice, or for another place, would not be.
+    answered = iter(answer)
+    assert all(token in answered for token in learned)
+    assert len(learned) >= NUM_NEW // 2
