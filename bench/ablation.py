@@ -21,7 +21,7 @@ from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import first_turns
 from shared.engine import step
-from shared.engine.drafting import builder, confidence, drafter
+from shared.engine.drafting import builder, drafter
 from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.engine.drafting.builder import DraftBuilder
 from shared.engine.drafting.confidence import Confidence
@@ -48,7 +48,7 @@ def all_drafts(
     ]
 
 
-def each_alone(drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
+def each_alone(_: Confidence, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
     """The most probable draft of each token, as its own router rates it."""
     best: dict[int, Draft] = {}
     for draft in sorted(drafts, key=lambda one: one.probability):
@@ -59,7 +59,7 @@ def each_alone(drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
 
 # Where each rule or learner is, and what stands in its place.
 WITHOUT: dict[str, tuple[Any, str, Any]] = {
-    "what other proposers say": (confidence, "_combined", each_alone),
+    "what other proposers say": (Confidence, "_combined", each_alone),
     "corrected probabilities": (Confidence, "_ratio", lambda self, case, rung: 1.0),
     "gains of exits learned": (Confidence, "record_gain", lambda self, *outcome: None),
     "exits asked if they pay": (drafter, "exit_gain_s", lambda *_: 1.0),

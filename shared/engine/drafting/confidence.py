@@ -53,7 +53,7 @@ class Confidence:
         """One draft per token that is proposed for a position, and the probability that it is right. The best first."""
         rated = [
             (draft, min(probability * self._ratio(case, draft.rung), MOST))
-            for draft, case, probability in _combined(drafts)
+            for draft, case, probability in self._combined(drafts)
         ]
         return sorted(rated, key=lambda one: -one[1])
 
@@ -63,7 +63,7 @@ class Confidence:
 
     def record(self, drafts: Sequence[Draft], token: int) -> None:
         """Records that `token` was the full model's choice where these drafts were proposed."""
-        for draft, case, probability in _combined(drafts):
+        for draft, case, probability in self._combined(drafts):
             self._add(case, draft.rung, probability, draft.token == token)
         for draft in drafts:
             if is_exit(draft.rung):
@@ -93,34 +93,38 @@ class Confidence:
     def _bin(self, probability: float) -> int:
         return min(int(probability * self.NUM_BINS), self.NUM_BINS - 1)
 
-
-def _combined(drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
-    """Per token: its draft, the case, and the probability, not yet corrected by what was served."""
-    tables: dict[int, Draft] = {}
-    exits: dict[int, Draft] = {}
-    for draft in drafts:
-        own = exits if is_exit(draft.rung) else tables
-        if draft.token not in own or draft.probability > own[draft.token].probability:
-            own[draft.token] = draft
-    best_table, best_exit = (
-        max(own.values(), key=lambda draft: draft.probability, default=None)
-        for own in (tables, exits)
-    )
-    other: Draft | None
-    for token, draft in (exits | tables).items():
-        if token in tables and token in exits:
-            (case, weights), other = AGREE, exits[token]
-        elif draft is not best_table and token in tables:
-            (case, weights), other = TABLE_SECOND, None
-        elif token in tables:
-            (case, weights), other = (TABLE_DIFFERS if exits else TABLE_ALONE), best_exit
-        else:
-            (case, weights), other = (EXIT_DIFFERS if tables else EXIT_ALONE), best_table
-        if case == TABLE_ALONE[0]:
-            yield draft, case, draft.probability
-            continue
-        bias, own_weight, other_weight = weights
-        odds = bias + own_weight * log_odds(draft.probability)
-        if other is not None:
-            odds += other_weight * log_odds(other.probability)
-        yield draft, case, 1.0 / (1.0 + math.exp(-odds))
+    def _combined(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
+        """Per token: its draft, the case, and the probability, not yet corrected by what was served."""
+        tables: dict[int, tuple[float, Draft]] = {}
+        exits: dict[int, tuple[float, Draft]] = {}
+        for draft in drafts:
+            is_table = not is_exit(draft.rung)
+            own = tables if is_table else exits
+            # Of two tables, the one that was right more often than it said may be the better one.
+            rating = draft.probability * (
+                self._ratio(TABLE_ALONE[0], draft.rung) if is_table else 1.0
+            )
+            if draft.token not in own or rating > own[draft.token][0]:
+                own[draft.token] = rating, draft
+        best_table, best_exit = (
+            max(own.values(), key=lambda one: one[0], default=(0.0, None))[1]
+            for own in (tables, exits)
+        )
+        other: Draft | None
+        for token, (_, draft) in (exits | tables).items():
+            if token in tables and token in exits:
+                (case, weights), other = AGREE, exits[token][1]
+            elif token in tables and draft is not best_table:
+                (case, weights), other = TABLE_SECOND, None
+            elif token in tables:
+                (case, weights), other = (TABLE_DIFFERS if exits else TABLE_ALONE), best_exit
+            else:
+                (case, weights), other = (EXIT_DIFFERS if tables else EXIT_ALONE), best_table
+            if case == TABLE_ALONE[0]:
+                yield draft, case, draft.probability
+                continue
+            bias, own_weight, other_weight = weights
+            odds = bias + own_weight * log_odds(draft.probability)
+            if other is not None:
+                odds += other_weight * log_odds(other.probability)
+            yield draft, case, 1.0 / (1.0 + math.exp(-odds))
