@@ -21,6 +21,9 @@ from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft, exit_name
 from shared.ops.chains import ChainStart
 
+# Where a draft must survive more probably than this to pay, looking for branches takes longer than they save (bench/RESULTS.md, "What each
+# rule of drafting is worth").
+MAX_SURVIVAL_FOR_BRANCHES = 0.05
 # Tokens per deep pass that are assumed for a sequence without deep passes, and the weight of this assumption in passes.
 USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
@@ -58,8 +61,6 @@ class DraftBuilder:
         self.survival = 1.0
         self.best: Draft | None = None
         self.best_probability = 0.0
-        # A fixed number of drafts is what it says. Bounds are certified for chains alone.
-        self._allows_branches = branches and policy.name == "exact" and not policy.max_drafts
         # Of the next position: all drafts, and one per token with its probability.
         self._said: list[Draft] = []
         self._rated: list[tuple[Draft, float]] = []
@@ -81,6 +82,13 @@ class DraftBuilder:
         self._least_survival = MIN_SURVIVAL
         if self._room > 0 and not policy.max_drafts:
             self._least_survival = least_survival(costs, num_sequences)
+        # A fixed number of drafts is what it says. Bounds are certified for chains alone.
+        self._allows_branches = (
+            branches
+            and policy.name == "exact"
+            and not policy.max_drafts
+            and self._least_survival <= MAX_SURVIVAL_FOR_BRANCHES
+        )
 
     @property
     def wants_more(self) -> bool:
