@@ -177,7 +177,8 @@ def bench_paged(bench: Bench, width: int) -> None:
         keys, values = drawn(2, tokens * table_blocks, kv_heads, BLOCK_TOKENS, size).unbind()
         block_tables = torch.randperm(tokens * table_blocks).view(tokens, table_blocks)
         table_indices, positions = torch.arange(tokens), torch.full((tokens,), CONTEXT - 1)
-        arguments = (q, k, v, keys, values, block_tables, table_indices, positions, positions)
+        places = (positions, positions, positions)
+        arguments = (q, k, v, keys, values, block_tables, table_indices, *places)
 
         def plain(
             q: Tensor = q,

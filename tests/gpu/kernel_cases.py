@@ -118,7 +118,7 @@ def _paged(
             transposed=True,
             num_branches=2,
         )
-        return [*list(vars(made).values())[:9]]
+        return [*list(vars(made).values())[:10]]
 
     def run(*tensors: Tensor) -> Outputs:
         out = paged_attention(*tensors, 0.2, softcap, window)

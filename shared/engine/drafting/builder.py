@@ -127,11 +127,15 @@ class DraftBuilder:
         """Begins the next position with the drafts of the tables. Runs no layer."""
         assert self.sequence.drafter is not None
         self._said.clear()
-        drafted = [draft.token for draft in self.chain.drafts]
+        drafts: list[Draft] = []
         if self.min_layers == 0:
-            self.consider(self.sequence.drafter.table_drafts(drafted))
-        else:
-            self.consider([])
+            drafts = self.sequence.drafter.table_drafts(
+                [draft.token for draft in self.chain.drafts]
+            )
+        if self.sequence.request.policy.name != "exact":
+            # Bounds are certified for the draft of which its router is surest.
+            drafts = sorted(drafts, key=lambda draft: -draft.probability)[:1]
+        self.consider(drafts)
 
     def consider(self, drafts: Sequence[Draft]) -> float:
         """Adds drafts of the next position. Returns by how much the probability of the best one has risen above that of the token that was

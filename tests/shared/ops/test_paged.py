@@ -133,7 +133,7 @@ def test_large_scores_do_not_overflow() -> None:
         ("block_tables", torch.zeros(1, 3, dtype=torch.int32), "block_tables must be int64"),
         ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
         ("table_indices", torch.tensor([0, 1]), "token 1 has table index 1, but there are 1 block tables"),
-        ("positions", torch.tensor([0, 12]), "token 1 has position 12, but its block table has 3 blocks of 4 tokens"),
+        ("positions", torch.tensor([3, 12]), "token 1 has position 12, but its block table has 3 blocks of 4 tokens"),
         ("kept_at", torch.tensor([3, 12]), "token 1 is kept at position 12, but its block table has 3 blocks of 4 tokens"),
         ("kept_at", torch.tensor([3, 3]), "token 1 is kept at position 3"),
         ("branches", torch.tensor([3, 5]), "token 1 has position 4, but its branch begins at 5"),
@@ -173,6 +173,6 @@ def test_its_fake_works_for_gpus_where_there_is_none() -> None:
         q, k = torch.empty(5, 6, 64, dtype=torch.float16, device="cuda"), torch.empty(5, 2, 64, device="cuda")  # fmt: skip
         pool, places = torch.empty(9, 2, 16, 64, device="cuda"), torch.zeros(5, dtype=torch.int64, device="cuda")  # fmt: skip
         block_tables = torch.zeros(3, 4, dtype=torch.int64, device="cuda")
-        out = paged_attention(q, k, k, pool, pool.clone(), block_tables, places, places, places)
+        out = paged_attention(q, k, k, pool, pool.clone(), block_tables, *[places] * 4)
     assert (out.shape, out.dtype, out.device.type) == ((5, 6, 64), torch.float16, "cuda")
     assert out.is_contiguous()

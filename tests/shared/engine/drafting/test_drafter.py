@@ -14,7 +14,7 @@ from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
-from shared.ladder.ladder import BoundLadder, Ladder
+from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft
@@ -150,3 +150,19 @@ def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
     assert {draft.depth for draft in chain.drafts} == {DEPTHS[1]}
     gains = [expected_gain(sequence.confidence, index, 0.0) for index in range(len(DEPTHS))]
     assert all(map(math.isfinite, gains)), "nor is that exit out of use for ever"
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("exact", 9), ("relaxed", 8)])
+def test_only_exact_prefers_a_table_that_was_right_more_often_than_it_said(
+    runner, monkeypatch, policy, expected
+):
+    """The bounds of relaxed are certified for the draft of which its router is surest."""
+    one = DepthPolicy(policy, **({"threshold": 0.99} if policy == "relaxed" else {}))
+    [(sequence, drafter)] = members(runner, [random_ladder(runner.loaded, 1, DEPTHS)], [one])
+    said = [Draft(8, 0.6, "suffix", 0), Draft(9, 0.5, "successor", 0)]
+    for _ in range(100):
+        drafter.confidence(sequence.request).record(said[:1], 7)
+    monkeypatch.setattr(SequenceDrafter, "table_drafts", lambda self, drafted=(): said)
+    monkeypatch.setattr(Confidence, "expected_gain", lambda self, index, before: 0.0)
+    [chain] = draft_chains([(sequence, drafter)], 1)
+    assert chain.drafts[0].token == expected
