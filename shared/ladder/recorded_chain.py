@@ -23,7 +23,7 @@ from shared.ops.chains import ChainStart, chain_length
 # Chains of one recording, and the drafts of each. Always as many: a call costs what was measured, whatever room its chains have.
 NUM_CHAINS, NUM_DRAFTS = (1, 4, 16, 64), 4
 MAX_CHAINS = NUM_CHAINS[-1]
-# Drafts of each place: the one that the chain goes on with, and others that may be leaves beside it.
+# Drafts of each place: the one that the chain goes on with, and others that may begin branches beside it.
 DRAFTS_PER_PLACE = 3
 
 
