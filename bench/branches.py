@@ -7,11 +7,12 @@ All sides answer every prompt in turn. Greedy, batch 1. The planner goes by meas
 
 import torch
 
+from bench.ablation import without
 from bench.decode_figures import FULL, measure, print_tables, summarise
 from bench.machine import described
 from bench.options import add_device, add_prompts, make_parser, parsed
 from bench.prompts import read_prompts
-from inference_service.evaluate.sides import Run, Side, neap
+from inference_service.evaluate.sides import Run, neap
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
@@ -31,19 +32,16 @@ def main() -> None:
     loaded = load_model(options.model, device=options.device, dtype=dtype)
     ladder = read_ladder(options.router)
     with Engine(loaded, prefix_cache_bytes=0) as engine:
-        if not engine.runner.supports_branches:
+        if not engine.runner.supports_ragged:
             parser.error(f"this model has no branches: it runs {engine.runner.description}")
         full = neap(engine, DepthPolicy("full"), None, options.max_tokens)
         exact = neap(engine, DepthPolicy("exact"), ladder, options.max_tokens)
 
-        def side(supports_branches: bool) -> Side:
-            def run(ids: list[int]) -> Run:
-                engine.runner.supports_branches = supports_branches  # type: ignore[misc]
+        def without_branches(ids: list[int]) -> Run:
+            with without(["branches"]):
                 return exact(ids)
 
-            return run
-
-        sides = {FULL: full, WITHOUT: side(False), WITH: side(True)}
+        sides = {FULL: full, WITHOUT: without_branches, WITH: exact}
         for own in sides.values():
             own(list(range(3, 40)))
         results = measure(loaded, sides, read_prompts(options.prompts, options.per_task), 1e9)

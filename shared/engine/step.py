@@ -322,7 +322,7 @@ class Decoder:
             assert verdict is not None
             sequence.count_layers(part.num_layer_executions, part.num_token_layers)
             sequence.num_deep_passes += 1
-            sequence.num_accepted += len(part.confirmed(verdict))
+            sequence.num_accepted += len(verdict.tokens) - 1
             sequence.num_relaxed += verdict.num_relaxed
             tested = part.said[part.num_final :][: verdict.num_confirmed + 1]
             for said, token in zip(tested, verdict.tokens, strict=False):

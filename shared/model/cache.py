@@ -198,8 +198,8 @@ class ContiguousCache(LengthlessCache, KVCache):
     def move(self, start: int, end: int, to: int) -> None:
         """Moves the keys and values of places [start, end) in all layers to those from `to` < `start` on."""
         for tensor in (*self._keys.values(), *self._values.values()):
-            for place in range(start, end):
-                tensor[:, :, to + place - start] = tensor[:, :, place]
+            # A copy first: the two ranges may overlap.
+            tensor[:, :, to : to + end - start] = tensor[:, :, start:end].clone()
 
     def reserve(self, like: "ContiguousCache") -> None:
         """Allocates all layers now, in the form that `like` has them.

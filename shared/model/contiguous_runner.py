@@ -45,7 +45,7 @@ class ContiguousRunner(GatedModel):
             check_cuts(self)
             proven = loaded.context_length, self._check_ragged()
             _PROVEN[loaded.model] = proven
-        self.supports_ragged = self.supports_branches = proven[1]
+        self.supports_ragged = proven[1]
         self.counters.reset()
 
     @property

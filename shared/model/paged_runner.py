@@ -53,7 +53,6 @@ class PagedRunner:
     """
 
     supports_ragged = True
-    supports_branches = True
     block_tokens = BLOCK_TOKENS
 
     def __init__(
@@ -193,11 +192,12 @@ class PagedRunner:
             cache = as_paged(sequence.cache)
             cache.begin(sequence.base, sequence.num_tokens)
             caches += [cache] * sequence.num_tokens
-            places.positions += sequence.positions
+            positions = sequence.positions
+            places.positions += positions
             places.kept_at += range(sequence.base, sequence.base + sequence.num_tokens)
             for span in sequence.spans:
                 places.branches += [span.base] * span.num_tokens
-            places.seen_at += [cache.origin + position for position in sequence.positions]
+            places.seen_at += [cache.origin + position for position in positions]
             if self.regimes.are_several:
                 places.regimes += map(self.regimes.of, sequence.lengths)
             else:

@@ -30,7 +30,7 @@ class RaggedSequence:
 
     The last of them are those of the `branches`, in order; the others are the trunk. A branch sees the positions before its base as the
     cache and the trunk have them, and itself. Its tokens are kept in the cache where they would stand in a trunk of `num_tokens`
-    tokens. Only for runners that support them.
+    tokens.
 
     `read_length`: the first tokens of the sequence that `generate` would have read in one pass; it reads the others one by one. See
     `shared.model.regimes`. None: all up to the last of this pass.

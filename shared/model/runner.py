@@ -50,11 +50,7 @@ class Runner(Protocol):
 
     @property
     def supports_ragged(self) -> bool:
-        """Whether `run_ragged` works for this model. If not, each sequence needs a pass of its own."""
-
-    @property
-    def supports_branches(self) -> bool:
-        """Whether a pass may have branches: see `RaggedSequence`."""
+        """Whether `run_ragged` works for this model, with branches too. If not, each sequence needs a pass of its own."""
 
     @property
     def regimes(self) -> Regimes:
@@ -148,7 +144,7 @@ class Runner(Protocol):
         """
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Moves keys and values within caches. To be called only if `supports_branches`."""
+        """Moves keys and values within caches. To be called only if `supports_ragged`."""
 
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
         """The state at depth 0 [1, Q, D] of tokens [1, Q] at positions [base, base + Q). Runs no layer."""

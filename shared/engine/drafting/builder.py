@@ -125,13 +125,8 @@ class DraftBuilder:
 
     def look_up(self) -> None:
         """Begins the next position with the drafts of the tables. Runs no layer."""
-        assert self.sequence.drafter is not None
         self._said.clear()
-        drafts: list[Draft] = []
-        if self.min_layers == 0:
-            drafts = self.sequence.drafter.table_drafts(
-                [draft.token for draft in self.chain.drafts]
-            )
+        drafts = self._table_drafts([draft.token for draft in self.chain.drafts])
         if self.sequence.request.policy.name != "exact":
             # Bounds are certified for the draft of which its router is surest.
             drafts = sorted(drafts, key=lambda draft: -draft.probability)[:1]
@@ -146,7 +141,7 @@ class DraftBuilder:
         """
         before = self.best
         for draft in drafts:
-            check_draft(draft, self.sequence.vocabulary_size)
+            _check_token(draft, self.sequence.vocabulary_size)
             # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
             if draft.probability > 0.0:
                 self._said.append(draft)
@@ -207,16 +202,20 @@ class DraftBuilder:
                 path.append(found.token)
             self.chain.possible.append(branch)
 
+    def _table_drafts(self, path: list[int]) -> list[Draft]:
+        """What the tables say after `path`. Nothing, if the request wants layers to run for each draft."""
+        assert self.sequence.drafter is not None
+        return self.sequence.drafter.table_drafts(path) if self.min_layers == 0 else []
+
     def _best_of_tables(self, path: list[int]) -> tuple[Draft | None, float]:
         """The tables' most probable draft after `path`, and its probability."""
-        assert self.sequence.drafter is not None
-        drafts = self.sequence.drafter.table_drafts(path) if self.min_layers == 0 else []
+        drafts = self._table_drafts(path)
         for draft in drafts:
-            check_draft(draft, self.sequence.vocabulary_size)
+            _check_token(draft, self.sequence.vocabulary_size)
         return next(iter(self.sequence.confidence.rate(drafts)), (None, 0.0))
 
 
-def check_draft(draft: Draft, vocabulary_size: int) -> None:
+def _check_token(draft: Draft, vocabulary_size: int) -> None:
     """Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) unless it is a token of the model."""
     if not 0 <= draft.token < vocabulary_size:
         raise Corrupt(

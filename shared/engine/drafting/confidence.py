@@ -15,9 +15,10 @@ AGREE = "agree", (0.55, 0.55, 0.3)  # the own proposer is the table
 TABLE_DIFFERS = "table, exit differs", (-0.5, 0.9, -0.25)
 EXIT_DIFFERS = "exit, table differs", (-1.55, 0.75, -0.35)
 EXIT_ALONE = "exit, tables silent", (-1.4, 0.85, 0.0)
-TABLE_ALONE = "table", (0.0, 1.0, 0.0)
 # A token of a table while a table proposes another one with more confidence.
 TABLE_SECOND = "table, second", (-2.15, 0.25, 0.0)
+# Tables alone are believed as they are.
+TABLE_ALONE = "table"
 LEAST, MOST = 0.001, 0.999
 # Weight of the priors, in expected right drafts, and the sum at which all are halved, so that older requests weigh less.
 PRIOR_WEIGHT, WINDOW = 24.0, 1000.0
@@ -101,9 +102,7 @@ class Confidence:
             is_table = not is_exit(draft.rung)
             own = tables if is_table else exits
             # Of two tables, the one that was right more often than it said may be the better one.
-            rating = draft.probability * (
-                self._ratio(TABLE_ALONE[0], draft.rung) if is_table else 1.0
-            )
+            rating = draft.probability * (self._ratio(TABLE_ALONE, draft.rung) if is_table else 1.0)
             if draft.token not in own or rating > own[draft.token][0]:
                 own[draft.token] = rating, draft
         best_table, best_exit = (
@@ -116,13 +115,13 @@ class Confidence:
                 (case, weights), other = AGREE, exits[token][1]
             elif token in tables and draft is not best_table:
                 (case, weights), other = TABLE_SECOND, None
+            elif token in tables and exits:
+                (case, weights), other = TABLE_DIFFERS, best_exit
             elif token in tables:
-                (case, weights), other = (TABLE_DIFFERS if exits else TABLE_ALONE), best_exit
+                yield draft, TABLE_ALONE, draft.probability
+                continue
             else:
                 (case, weights), other = (EXIT_DIFFERS if tables else EXIT_ALONE), best_table
-            if case == TABLE_ALONE[0]:
-                yield draft, case, draft.probability
-                continue
             bias, own_weight, other_weight = weights
             odds = bias + own_weight * log_odds(draft.probability)
             if other is not None:

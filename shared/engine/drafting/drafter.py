@@ -37,7 +37,7 @@ class Drafter:
 
     def builder(self, sequence: Sequence, num_sequences: int, *, drafts: bool) -> DraftBuilder:
         """The builder of a sequence's chain. See `draft_chains`."""
-        branches = self._runner.supports_branches
+        branches = self._runner.supports_ragged
         return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, branches=branches)
 
     def ask_exits(

@@ -119,7 +119,7 @@ def best_trees(
     # (-reach, sequence, TRUNK or the branch's index) of drafts that may be left out.
     candidates: list[tuple[float, int, int]] = []
     counts: list[Counter[int]] = []
-    possible = [list(own) for own in branches] or [[] for _ in trunks]
+    possible = branches or [()] * len(trunks)
     for index, (trunk, beside) in enumerate(zip(trunks, possible, strict=True)):
         forced = least[index] if least else 0
         reaches = [1.0, *accumulate(trunk[: costs.max_drafts], mul)]

@@ -76,7 +76,8 @@ class Speculation:
             room = max(self.sequence.cache.capacity - self.base - len(self.tokens), 0)
             if drafts := branch.drafts[: min(length, room)]:
                 assert not any(self.reached), "a branch would be at another depth"
-                self.branches.append(BranchDrafts(branch.place, drafts, []))
+                probabilities = branch.probabilities[: len(drafts)]
+                self.branches.append(BranchDrafts(branch.place, drafts, probabilities))
                 self._add([draft.token for draft in drafts])
         self.num_logits = len(self.tokens) - self.num_final
 

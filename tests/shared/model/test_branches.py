@@ -38,7 +38,7 @@ def random_ids(length: int) -> Tensor:
 def test_a_branch_has_the_states_that_it_would_have_in_its_place(family, kind, length):
     """And so has what comes after it, once it has been moved there. Others of the pass do not notice it."""
     runner = runner_of(family, kind)
-    if not runner.supports_branches:
+    if not runner.supports_ragged:
         pytest.skip(f"{family} runs {runner.description}")
     depth, prompt = runner.num_layers, random_ids(length)
     trunk, own, read = random_ids(5), random_ids(5), length + 5
