@@ -31,7 +31,8 @@ from shared.engine import step as step_module
 from shared.engine.engine import Engine
 from shared.engine.request.handle import EngineEvent
 from shared.engine.request.request import GenerationRequest, StoppingParams
-from shared.engine.step import Decoder, Member
+from shared.engine.request.sequence import Sequence as Generating
+from shared.engine.step import Decoder
 from shared.engine.verification import verify
 from shared.errors import UnsupportedModel
 from shared.ladder.policy import DepthPolicy
@@ -88,11 +89,11 @@ class StepProfile:
         return timed
 
     def _at_steps(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(decoder: Decoder, batch: Sequence[Member], *args: Any) -> Any:
+        def noted(decoder: Decoder, batch: Sequence[Generating], *args: Any) -> Any:
             now_s, layers = time.perf_counter(), profile_layers(True)
             if self._began_s is not None:
                 self._add(now_s - self._began_s, layers)
-            decodes = all(sequence.num_generated for sequence, _ in batch)
+            decodes = all(sequence.num_generated for sequence in batch)
             is_wanted = decodes and len(batch) == self._num_requests
             self._began_s, self._spent = (time.perf_counter() if is_wanted else None), {}
             return step(decoder, batch, *args)

@@ -265,18 +265,20 @@ class Engine:
         ladder = ladder or self._ladder
         self._admission.check(request, ladder, lambda: self._num_cached(request.prompt_key))
         _ = request.prompt_key  # made here, not on the engine's thread
-        handle = GenerationHandle(request, self._wake, on_event, on_states)
         job = Job(
-            handle,
+            request,
             None if request.policy.name == "full" else ladder,
             self._admission.num_kv_tokens(request),
+            self._wake,
+            on_event,
+            on_states,
         )
         with self._loop.lock:
             if self._loop.is_closed:
                 raise failure_of(self._loop.why_closed())
             self._loop.scheduler.add(job)
         self._loop.wake()
-        return handle
+        return job
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generation:
         """Generates in one call. `prompt` is text, token ids or chat messages.
@@ -312,7 +314,7 @@ class Engine:
             return 0
         with self._loop.lock:
             jobs = list(self._loop.scheduler)
-        others = [common_prefix(prompt, job.handle.request.prompt_key) for job in jobs]
+        others = [common_prefix(prompt, job.request.prompt_key) for job in jobs]
         return max(prefixes.match_length(prompt), *others, 0)
 
     def _wake(self) -> None:

@@ -21,7 +21,7 @@ from shared.engine.request.handle import EngineEvent
 from shared.engine.request.job import Job
 from shared.engine.request.sequence import Sequence
 from shared.engine.scheduler import Scheduler
-from shared.engine.step import Decoder, Member
+from shared.engine.step import Decoder
 from shared.errors import Cancelled, DeadlineExceeded, NeapError, Unavailable
 from shared.ladder.ladder import Ladder
 
@@ -226,19 +226,15 @@ class EngineLoop:
             return True
         assert self.costs is not None
         try:
-            job.binding = self._ladders.find(job.ladder, self.costs)
-            if job.binding is None:
+            drafter = self._ladders.find(job.ladder, self.costs)
+            if drafter is None:
                 self._bind_in_background(job)
                 return False
-            bound, drafter = job.binding
-            request = job.handle.request
-            job.sequence = self._decoder.admit(
-                request, bound, drafter.confidence(request), job.handle.on_states
-            )
-            job.sequence.submitted_s = max(job.handle.submitted_s, self._ready_s)
-            job.handle.started_s = time.monotonic()
+            submitted_s = max(job.submitted_s, self._ready_s)
+            job.sequence = self._decoder.admit(job.request, drafter, job.on_states, submitted_s)
+            job.started_s = time.monotonic()
         except Exception as error:
-            logger.exception("a request could not be started: %s", job.handle.request.request_id)
+            logger.exception("a request could not be started: %s", job.request.request_id)
             self._remove_and_end(job, failure_of(error))
             return False
         return True
@@ -258,10 +254,11 @@ class EngineLoop:
         """One decode step for all of `jobs`. Those that are complete or have failed leave."""
         assert self.costs is not None
         try:
-            results = self._decoder.step([_member(job) for job in jobs], self.costs)
+            sequences = [job.sequence for job in jobs if job.sequence is not None]
+            results = self._decoder.step(sequences, self.costs)
         except Exception as error:
             # The state of every sequence is unknown.
-            ids = ", ".join(job.handle.request.request_id for job in jobs)
+            ids = ", ".join(job.request.request_id for job in jobs)
             logger.exception("a step failed for %s", ids)
             for job in jobs:
                 job.sequence = None
@@ -269,11 +266,9 @@ class EngineLoop:
             self._decoder.check_model()
             return
         has_failures = False
-        for job, chunks in zip(jobs, results, strict=True):
+        for job, sequence, chunks in zip(jobs, sequences, results, strict=True):
             for chunk in chunks:
                 self._deliver(job, chunk)
-            sequence = job.sequence
-            assert sequence is not None
             if sequence.failure is not None:
                 has_failures = True
                 job.sequence = None  # nothing of its cache may be reused
@@ -319,16 +314,10 @@ class EngineLoop:
     @staticmethod
     def _deliver(job: Job, event: EngineEvent) -> None:
         try:
-            job.handle.deliver(event)
+            job.deliver(event)
         except BaseException:  # a caller's callback must not stop the engine
-            logger.exception("delivering an event of %s failed", job.handle.request.request_id)
-            job.handle.cancel()
-
-
-def _member(job: Job) -> Member:
-    assert job.sequence is not None
-    assert job.binding is not None
-    return job.sequence, job.binding[1]
+            logger.exception("delivering an event of %s failed", job.request.request_id)
+            job.cancel()
 
 
 def stopping_error() -> Unavailable:

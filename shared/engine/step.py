@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shared.engine.drafting.adaptive import AdaptiveDrafting
-from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.drafter import Drafter, draft_chains
 from shared.engine.drafting.planner import (
     PassCosts,
@@ -27,7 +26,6 @@ from shared.engine.request.request import GeneratedToken, GenerationRequest, Tok
 from shared.engine.request.sequence import Sequence
 from shared.engine.statistics import EngineStatistics
 from shared.engine.verification import Verdict, verify
-from shared.ladder.ladder import BoundLadder
 from shared.ladder.learned_successors import LearnedSuccessors
 from shared.model.runner import Runner
 
@@ -38,9 +36,6 @@ MAX_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 256, 64
 # Prompt tokens per step whose keys and values are copied. So many take about as long as a pass.
 MAX_COPIED_TOKENS = 1024
 FULL = "full"
-
-# A sequence, and the drafter of its ladder.
-Member = tuple[Sequence, Drafter]
 
 
 def prefill_budget(num_reading: int, num_decoding: int) -> int:
@@ -85,14 +80,14 @@ class Decoder:
     def admit(
         self,
         request: GenerationRequest,
-        ladder: BoundLadder | None,
-        confidence: Confidence,
+        drafter: Drafter,
         on_states: OnStates | None = None,
+        submitted_s: float | None = None,
     ) -> Sequence:
         """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
 
-        `confidence`: what earlier requests of this kind have shown of the ladder's drafts. `on_states` as in `GenerationHandle`. Raises `Exhausted` (reasons OUT_OF_MEMORY,
-        KV_PAGES).
+        `on_states` as in `GenerationHandle`. `submitted_s`: since when it waits, in `time.monotonic()` seconds; None: since now. Raises
+        `Exhausted` (reasons OUT_OF_MEMORY, KV_PAGES).
         """
         loaded = self.runner.loaded
         capacity = max_num_tokens(request, loaded.context_length)
@@ -102,13 +97,19 @@ class Decoder:
         # Under relaxed, drafts may be final. The published bounds know none of this table, and it may learn the full model's choices only.
         if self.learned is not None and request.policy.name == "exact":
             learned = self.learned.of(request.client)
-        max_tokens = capacity - len(request.prompt_ids)
-        regimes = self.runner.regimes
         return Sequence(
-            request, loaded, ladder, cache, max_tokens, confidence, learned, regimes, on_states
+            request,
+            loaded,
+            drafter,
+            cache,
+            capacity - len(request.prompt_ids),
+            learned,
+            self.runner.regimes,
+            on_states,
+            submitted_s,
         )
 
-    def step(self, batch: Rows[Member], costs: PassCosts) -> list[list[TokenChunk]]:
+    def step(self, sequences: Rows[Sequence], costs: PassCosts) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.
 
         One deep pass serves all sequences if the model supports ragged batches; otherwise each has its own. A sequence that fails
@@ -116,11 +117,10 @@ class Decoder:
         other sequences do not change.
         """
         now = time.monotonic()
-        sequences = [sequence for sequence, _ in batch]
         first = [sequence for sequence in sequences if sequence.started_s is None]
         for sequence in first:
             sequence.started_s = now
-        groups = [batch] if self.runner.supports_ragged else [[member] for member in batch]
+        groups = [sequences] if self.runner.supports_ragged else [[one] for one in sequences]
         results = [chunks for group in groups for chunks in self._step(group, sequences, costs)]
         try:
             for sequence in first:
@@ -131,14 +131,14 @@ class Decoder:
         return results
 
     def _step(
-        self, batch: Rows[Member], running: Rows[Sequence], costs: PassCosts
+        self, batch: Rows[Sequence], running: Rows[Sequence], costs: PassCosts
     ) -> list[list[TokenChunk]]:
         """A step of the sequences that share a deep pass. `running`: all running sequences, which may share their prefixes."""
         start_s = time.perf_counter()
-        decoding = [member for member in batch if not member[0].is_reading]
-        reading = [sequence for sequence, _ in batch if sequence.is_reading]
+        decoding = [sequence for sequence in batch if not sequence.is_reading]
+        reading = [sequence for sequence in batch if sequence.is_reading]
         # Sequences for which the engine may choose whether to draft. The choice changes the speed, never the output.
-        num_adaptive = sum(sequence.may_skip_drafting for sequence, _ in decoding)
+        num_adaptive = sum(sequence.may_skip_drafting for sequence in decoding)
         shape = (num_adaptive, len(decoding))
         drafts = num_adaptive == 0 or self._adaptive.choose(shape)
 
@@ -149,7 +149,7 @@ class Decoder:
         self._verify_and_commit(parts)
 
         chunks_of = {id(part.sequence): part.chunks for part in (*drafted, *prefills)}
-        results = [chunks_of.get(id(sequence), []) for sequence, _ in batch]
+        results = [chunks_of.get(id(sequence), []) for sequence in batch]
         seconds = time.perf_counter() - start_s
         # Where nothing is read from the device, the time is not that of the pass.
         if any(part.num_logits and part.sequence.failure is None for part in parts):
@@ -211,7 +211,7 @@ class Decoder:
 
     # Draft.
 
-    def _draft(self, decoding: Rows[Member], *, drafts: bool) -> list[Speculation]:
+    def _draft(self, decoding: Rows[Sequence], *, drafts: bool) -> list[Speculation]:
         """Each sequence's last token and the drafts after it; sequences that want the same exit share its pass."""
         drafted = draft_chains(decoding, len(decoding), drafts=drafts)
         return [one for one in drafted if one.sequence.failure is None]

@@ -204,8 +204,8 @@ class DraftBuilder:
 
     def _table_drafts(self, path: list[int]) -> list[Draft]:
         """What the tables say after `path`. Nothing, if the request wants layers to run for each draft."""
-        assert self.sequence.drafter is not None
-        return self.sequence.drafter.table_drafts(path) if self.min_layers == 0 else []
+        assert self.sequence.tables is not None
+        return self.sequence.tables.table_drafts(path) if self.min_layers == 0 else []
 
     def _best_of_tables(self, path: list[int]) -> tuple[Draft | None, float]:
         """The tables' most probable draft after `path`, and its probability."""

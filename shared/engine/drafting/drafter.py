@@ -1,8 +1,9 @@
 """The drafting half of a step: drafts the next tokens of all sequences of a batch at once."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from itertools import groupby, product
+from itertools import product
 
 from shared.engine.drafting.builder import DraftBuilder
 from shared.engine.drafting.confidence import Confidence
@@ -21,11 +22,13 @@ from shared.model.runner import Runner
 
 
 class Drafter:
-    """Asks the layer exits of one bound ladder for drafts. `costs` include those of the exits; `agreements` as in `Confidence`."""
+    """Drafts with one bound ladder; without one, never. `costs` include those of the ladder's exits."""
 
-    def __init__(self, runner: Runner, costs: PassCosts, agreements: Rows[float] = ()) -> None:
+    def __init__(self, runner: Runner, costs: PassCosts, ladder: BoundLadder | None = None) -> None:
         self.costs = costs
+        self.ladder = ladder
         self._runner = runner
+        agreements = ladder.agreements if ladder else ()
         # Sampled tokens agree with drafts less often than greedy ones, and a margin accepts more drafts: each kind has its own record.
         self._confidence = {
             kind: Confidence(agreements) for kind in product((True, False), repeat=2)
@@ -40,16 +43,15 @@ class Drafter:
         branches = self._runner.supports_ragged
         return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, branches=branches)
 
-    def ask_exits(
-        self, ladder: BoundLadder, builders: Rows[DraftBuilder], num_sequences: int
-    ) -> None:
+    def ask_exits(self, builders: Rows[DraftBuilder], num_sequences: int) -> None:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens share a
         pass."""
-        for index, depth in enumerate(ladder.depths):
+        assert self.ladder is not None
+        for index, depth in enumerate(self.ladder.depths):
             without = [one for one in builders if not one.ahead[index].has_drafts]
             asked = self._worth_asking(index, depth, without, num_sequences)
             if asked:
-                self._propose(ladder, index, asked)
+                self._propose(self.ladder, index, asked)
             for one in builders:
                 found = one.ahead[index].take(len(one.chain.tokens))
                 if found is not None:
@@ -106,53 +108,35 @@ class Drafter:
 
 
 def draft_chains(
-    members: Iterable[tuple[Sequence, Drafter]], num_sequences: int, *, drafts: bool = True
+    sequences: Iterable[Sequence], num_sequences: int, *, drafts: bool = True
 ) -> list[Speculation]:
-    """Each member's last final token and its drafts. `num_sequences` sequences will share the deep pass.
+    """Each sequence's last final token and its drafts. `num_sequences` sequences will share the deep pass.
 
     Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one launch and
     one read-back. If `drafts` is false, only requests draft for which the engine may not choose (see `may_skip_drafting`). There
-    may be several members only if the runner supports ragged batches. A sequence that fails has a `failure` afterwards: alone if the work was its
+    may be several only if the runner supports ragged batches. A sequence that fails has a `failure` afterwards: alone if the work was its
     own, with all that shared an exit if the exit failed.
     """
-    growing = [
-        (drafter.builder(sequence, num_sequences, drafts=drafts), drafter)
-        for sequence, drafter in members
-    ]
-    going = [(one, drafter) for one, drafter in growing if one.wants_more]
+    builders = [one.drafter.builder(one, num_sequences, drafts=drafts) for one in sequences]
+    going = [one for one in builders if one.wants_more]
     while going:
-        for one, _ in going:
+        by_drafter: defaultdict[Drafter, list[DraftBuilder]] = defaultdict(list)
+        for one in going:
             attempt(one.sequence, one.look_up)
-        for drafter, ladder, own in _by_ladder(going):
+            if one.sequence.failure is None:  # several versions of a router may serve at once
+                by_drafter[one.sequence.drafter].append(one)
+        for drafter, own in by_drafter.items():
             try:
-                drafter.ask_exits(ladder, own, num_sequences)
+                drafter.ask_exits(own, num_sequences)
             except Exception as error:
                 fail_all([one.sequence for one in own], error, "asking exits failed for")
         going = [
-            (one, drafter)
-            for one, drafter in going
-            if one.sequence.failure is None and one.extend() and one.wants_more
+            one for one in going if one.sequence.failure is None and one.extend() and one.wants_more
         ]
-    for one, _ in growing:
+    for one in builders:
         if one.sequence.failure is None:
             attempt(one.sequence, one.grow_branches)
-    return [one.chain for one, _ in growing]
-
-
-def _by_ladder(
-    going: Rows[tuple[DraftBuilder, Drafter]],
-) -> Iterable[tuple[Drafter, BoundLadder, list[DraftBuilder]]]:
-    """Groups the chains by ladder, because several versions of a router may serve at once."""
-
-    def key(member: tuple[DraftBuilder, Drafter]) -> tuple[int, int]:
-        return id(member[1]), id(member[0].sequence.ladder)
-
-    able = [(one, drafter) for one, drafter in going if one.sequence.failure is None]
-    for _, group in groupby(sorted(able, key=key), key):
-        own = list(group)
-        one, drafter = own[0]
-        assert one.sequence.ladder is not None
-        yield drafter, one.sequence.ladder, [one for one, _ in own]
+    return [one.chain for one in builders]
 
 
 def keep_embeddings(chains: Rows[Speculation], runner: Runner) -> None:

@@ -17,8 +17,6 @@ MAX_BOUND_LADDERS = 4
 # Layouts of ladders for which the measured costs of exits are kept.
 MAX_LAYOUTS = 64
 
-Binding = tuple[BoundLadder | None, Drafter]
-
 
 class LadderCache:
     """Used by the engine's thread only. The costs of passes must be measured before a ladder is bound.
@@ -37,7 +35,7 @@ class LadderCache:
         self._runner = runner
         self._max_ladders = max_ladders
         self._cost_meter = cost_meter or CostMeter()
-        self._bound: OrderedDict[int, tuple[Ladder, Binding]] = OrderedDict()
+        self._bound: OrderedDict[int, tuple[Ladder, Drafter]] = OrderedDict()
         # By the ladder's layout: versions of a router rarely differ in it, and measuring takes many passes.
         self._exit_costs: OrderedDict[object, tuple[ExitCost, ...]] = OrderedDict()
 
@@ -45,10 +43,10 @@ class LadderCache:
         """Number of bound ladders."""
         return len(self._bound)
 
-    def find(self, ladder: Ladder | None, costs: PassCosts) -> Binding | None:
-        """The ladder's binding, or None if it is not bound. Without a ladder: a drafter that never drafts."""
+    def find(self, ladder: Ladder | None, costs: PassCosts) -> Drafter | None:
+        """The ladder's drafter, or None if it is not bound. Without a ladder: a drafter that never drafts."""
         if ladder is None:
-            return None, Drafter(self._runner, costs)
+            return Drafter(self._runner, costs)
         found = self._bound.get(id(ladder))
         if found is None:
             return None
@@ -72,10 +70,10 @@ class LadderCache:
             exits = yield from self._measured(bound)
         if self_tests:
             yield from self_test(self._runner, bound, replace(costs, exits=exits))
-        drafter = Drafter(self._runner, replace(costs, exits=exits), bound.agreements)
+        drafter = Drafter(self._runner, replace(costs, exits=exits), bound)
         # Others are dropped first, so that there are never too many. The ladder is referenced as long as its id() is a key.
         self._drop_beyond(self._max_ladders - 1)
-        self._bound[id(ladder)] = (ladder, (bound, drafter))
+        self._bound[id(ladder)] = (ladder, drafter)
 
     def evict_unused(self) -> None:
         """Drops ladders that are no longer in use, if too many are bound."""

@@ -40,13 +40,12 @@ def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
     )
     try:
         decoder = Decoder(runner)
-        drafter = Drafter(runner, costs, ladder.agreements)
-        sequence = decoder.admit(request, ladder, drafter.confidence(request))
+        sequence = decoder.admit(request, Drafter(runner, costs, ladder))
         while not sequence.is_finished:
-            assert sequence.drafter is not None
-            for draft in sequence.drafter.table_drafts():
+            assert sequence.tables is not None
+            for draft in sequence.tables.table_drafts():
                 check_draft(draft, loaded.vocabulary_size)
-            decoder.step([(sequence, drafter)], costs)
+            decoder.step([sequence], costs)
             if sequence.failure is not None:
                 raise sequence.failure
             yield

@@ -2,10 +2,10 @@
 
 import time
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shared.engine.drafting.confidence import Confidence
 from shared.engine.request.handle import OnStates
 from shared.engine.request.request import (
     DepthStatistics,
@@ -18,12 +18,15 @@ from shared.engine.request.request import (
 from shared.engine.request.text import Detokenizer, StopStrings
 from shared.engine.statistics import Progress
 from shared.errors import NeapError
-from shared.ladder.ladder import BoundLadder, SequenceDrafter
+from shared.ladder.ladder import SequenceDrafter
 from shared.ladder.learned_successors import ClientSuccessors
 from shared.model.cache import KVCache
 from shared.model.loaded import LoadedModel
 from shared.model.regimes import Regimes
 from shared.model.runner import tap_depths
+
+if TYPE_CHECKING:  # drafting knows sequences; a sequence only keeps its drafter
+    from shared.engine.drafting.drafter import Drafter
 
 
 class Sequence:
@@ -42,16 +45,18 @@ class Sequence:
         self,
         request: GenerationRequest,
         loaded: LoadedModel,
-        ladder: BoundLadder | None,
+        drafter: "Drafter",
         cache: KVCache,
         max_tokens: int,
-        confidence: Confidence,
         learned: ClientSuccessors | None = None,
         regimes: Regimes | None = None,
         on_states: OnStates | None = None,
+        submitted_s: float | None = None,
     ) -> None:
         self.request = request
-        self.ladder = ladder
+        self.drafter = drafter
+        self.ladder = ladder = drafter.ladder
+        self.confidence = drafter.confidence(request)
         self.cache = cache
         self.max_tokens = max_tokens
         self.tokens = list(request.prompt_ids)
@@ -64,11 +69,10 @@ class Sequence:
         kept_depths = ladder.kept_depths if ladder and ladder.kept_depths else tapped
         self.kept_depths = (*kept_depths, loaded.num_layers)
         self.settled_states: Tensor | None = None
-        self.drafter: SequenceDrafter | None = ladder.new_sequence((), learned) if ladder else None
+        self.tables: SequenceDrafter | None = ladder.new_sequence((), learned) if ladder else None
         self._num_shown = 0
         self._learned = learned
-        self.confidence = confidence
-        self.submitted_s = time.monotonic()
+        self.submitted_s = time.monotonic() if submitted_s is None else submitted_s
         self.started_s: float | None = None
         self.first_token_s: float | None = None
         self.num_drafted = 0
@@ -134,8 +138,8 @@ class Sequence:
 
     def show_prompt(self, end: int) -> None:
         """Tells the tables the prompt's tokens before position `end`: piece by piece, because a long prompt takes longer than a pass."""
-        if self.drafter is not None:
-            self.drafter.append(self.request.prompt_ids[self._num_shown : end])
+        if self.tables is not None:
+            self.tables.append(self.request.prompt_ids[self._num_shown : end])
             self._num_shown = max(self._num_shown, end)
 
     def count_layers(self, num_layer_executions: int, num_token_layers: int) -> None:
@@ -156,8 +160,8 @@ class Sequence:
                 self._finish = (FinishReason.STOP_TOKEN, str(token.token_id))
                 break
             self._exits[token.rung, token.exit_depth] += 1
-            if self.drafter is not None:
-                self.drafter.append([token.token_id])
+            if self.tables is not None:
+                self.tables.append([token.token_id])
             if (
                 token.token_id in self._loaded.eos_token_ids
                 and not self.request.stopping.ignore_eos

@@ -105,10 +105,10 @@ def draw_request(draw: random.Random) -> GenerationRequest:
 
 
 def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) -> list[int]:
-    sequence = decoder.admit(request, None, drafter.confidence(request))
+    sequence = decoder.admit(request, drafter)
     tokens: list[int] = []
     while not sequence.is_finished:
-        for chunk in decoder.step([(sequence, drafter)], COSTS)[0]:
+        for chunk in decoder.step([sequence], COSTS)[0]:
             tokens += [token.token_id for token in chunk.tokens]
         assert sequence.failure is None
     return tokens
@@ -142,21 +142,21 @@ def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
             text = (*request.prompt_ids, *answer)
             right |= {text[:end]: text[end] for end in range(len(request.prompt_ids), len(text))}
         ladder = _Ladder(right, schedule)
-        drafter = Drafter(decoder.runner, COSTS, ladder.agreements)
+        drafter = Drafter(decoder.runner, COSTS, ladder)  # type: ignore[arg-type]
         arriving, running = list(range(len(requests))), {}
         answers: dict[int, list[int]] = {index: [] for index in arriving}
         while arriving or running:
             if arriving and (not running or draw.random() < 0.4):
                 index = arriving.pop(0)
                 request = requests[index]
-                running[index] = decoder.admit(request, ladder, drafter.confidence(request))  # type: ignore[arg-type]
+                running[index] = decoder.admit(request, drafter)
             if len(running) > 1 and draw.random() < 0.03:
                 gone = draw.choice(list(running))
                 decoder.prefixes.insert(running.pop(gone))
                 cancelled += 1
             turn = [index for index in running if draw.random() < 0.8] or list(running)
             shared_passes += len(turn) > 1
-            results = decoder.step([(running[index], drafter) for index in turn], COSTS)
+            results = decoder.step([running[index] for index in turn], COSTS)
             for index, chunks in zip(turn, results, strict=True):
                 answers[index] += [t.token_id for chunk in chunks for t in chunk.tokens]
                 sequence: Sequence = running[index]

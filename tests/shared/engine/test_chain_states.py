@@ -80,14 +80,16 @@ def settled_states(runner: ContiguousRunner, bound: BoundLadder, tokens: list[in
 
 def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder, monkeypatch):
     decoder = Decoder(runner, Prefixes(1 << 12))
-    bound, drafter = ladder.bind(runner), Drafter(runner, COSTS, (1.0,))
+    bound = ladder.bind(runner)
+    bound.agreements = (1.0,)
+    drafter = Drafter(runner, COSTS, bound)
     assert bound.state_depths == ()
     texts = {}
     for prompt, sampling in [(PREFIX, GREEDY), *REQUESTS]:
         request = request_of(prompt, sampling, DepthPolicy("full"))
-        alone = decoder.admit(request, None, drafter.confidence(request))
+        alone = decoder.admit(request, Drafter(runner, COSTS))
         while not alone.is_finished:
-            decoder.step([(alone, drafter)], COSTS)
+            decoder.step([alone], COSTS)
         texts[request.prompt_ids] = [*alone.tokens, 0, 0, 0, 0]
         if prompt == PREFIX:
             decoder.prefixes.insert(alone)
@@ -96,11 +98,11 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
         BoundLadder, "new_sequence", lambda _, prompt, *__: _Knowing(next(answers), prompt)
     )
     requests = [request_of(*request, DepthPolicy("exact", max_drafts=5)) for request in REQUESTS]
-    members = [(decoder.admit(each, bound, drafter.confidence(each)), drafter) for each in requests]
+    sequences = [decoder.admit(each, drafter) for each in requests]
     num_compared = 0
-    while going := [member for member in members if not member[0].is_finished]:
-        drafting = [member for member in going if member[0].num_generated]
-        for (sequence, _), chain in zip(drafting, draft_chains(drafting, len(going)), strict=True):
+    while going := [sequence for sequence in sequences if not sequence.is_finished]:
+        drafting = [sequence for sequence in going if sequence.num_generated]
+        for sequence, chain in zip(drafting, draft_chains(drafting, len(going)), strict=True):
             states = settled_states(runner, bound, sequence.tokens[: sequence.num_settled])
             assert torch.equal(sequence.settled_states, states)
             for place, draft in enumerate(chain.drafts):
@@ -111,7 +113,7 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
                     num_compared += 1
         decoder.step(going, COSTS)
     assert num_compared > 20
-    for sequence, _ in members:
+    for sequence in sequences:
         check(sequence, texts[tuple(sequence.request.prompt_ids)])
 
 

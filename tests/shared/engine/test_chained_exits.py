@@ -53,8 +53,8 @@ class _Gains(Confidence):
 
 
 class _Asking(Drafter):
-    def __init__(self, runner: Runner, gains: _Gains) -> None:
-        super().__init__(runner, COSTS)
+    def __init__(self, runner: Runner, ladder: BoundLadder, gains: _Gains) -> None:
+        super().__init__(runner, COSTS, ladder)
         self._confidence = dict.fromkeys(self._confidence, gains)
 
 
@@ -97,21 +97,20 @@ def decode(
     monkeypatch.setattr(SequenceDrafter, "table_drafts", table_drafts)
     monkeypatch.setattr(BoundLadder, "propose", noted)
     decoder = Decoder(runner)
-    bound, drafter = ladder.bind(runner), _Asking(runner, gains)
     request = GenerationRequest(
         PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW, ignore_eos=True), policy=DRAFTING
     )
-    sequence = decoder.admit(request, bound, drafter.confidence(request))
+    sequence = decoder.admit(request, _Asking(runner, ladder.bind(runner), gains))
     while not sequence.is_finished:
         if sequence.num_generated:
             rounds.append(Round(sequence.num_settled, [], {}))
-            [chain] = draft_chains([(sequence, drafter)], 1)
+            [chain] = draft_chains([sequence], 1)
             rounds[-1].tokens = list(chain.tokens)
             noted_rounds, rounds = rounds, []  # the step drafts the same again
-            decoder.step([(sequence, drafter)], COSTS)
+            decoder.step([sequence], COSTS)
             rounds = noted_rounds
         else:
-            decoder.step([(sequence, drafter)], COSTS)
+            decoder.step([sequence], COSTS)
     assert sequence.tokens == text[: len(sequence.tokens)], "rejected drafts have changed nothing"
     assert sequence.num_drafted > sequence.num_accepted > 0, "some drafts were rejected"
     return sequence.tokens, rounds
@@ -119,13 +118,12 @@ def decode(
 
 def plain_answer(runner: Runner) -> list[int]:
     decoder = Decoder(runner)
-    drafter = Drafter(runner, COSTS)
     request = GenerationRequest(
         PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW + 4, ignore_eos=True)
     )
-    sequence = decoder.admit(request, None, drafter.confidence(request))
+    sequence = decoder.admit(request, Drafter(runner, COSTS))
     while not sequence.is_finished:
-        decoder.step([(sequence, drafter)], COSTS)
+        decoder.step([sequence], COSTS)
     return sequence.tokens[len(PROMPT) :]
 
 

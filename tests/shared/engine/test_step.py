@@ -271,8 +271,8 @@ def test_a_step_of_mixed_requests_reads_the_device_once(loaded, monkeypatch):
     accelerated = wrap_model(build_family("llama"), accelerate=True)
     decoder = Decoder(ContiguousRunner(accelerated))
     assert decoder.runner.supports_ragged
-    drafter = Drafter(decoder.runner, COSTS)
     ladder = ScriptedLadder(lambda context: (len(context) % 7, 0.9))
+    drafter = Drafter(decoder.runner, COSTS, ladder)  # type: ignore[arg-type]
     batch = []
     for index, sampling in enumerate(
         (
@@ -286,14 +286,13 @@ def test_a_step_of_mixed_requests_reads_the_device_once(loaded, monkeypatch):
             request = GenerationRequest(
                 tuple(PROMPT[: 1 + index]), sampling=sampling, policy=DRAFTING, logprobs=logprobs
             )
-            sequence = decoder.admit(request, ladder, drafter.confidence(request))  # type: ignore[arg-type]
-            batch.append((sequence, drafter))
+            batch.append(decoder.admit(request, drafter))
     for is_decoding in (False, True):  # the prompts, then drafts
         with Reads() as reads:
             results = decoder.step(batch, COSTS)
         assert all(results)
         assert reads.found == ["tolist"]
-        drafted = sum(sequence.num_drafted for sequence, _ in batch)
+        drafted = sum(sequence.num_drafted for sequence in batch)
         assert (drafted > len(batch)) == is_decoding
 
 

@@ -45,30 +45,28 @@ def runner() -> Runner:
     return ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
 
 
-def members(
+def prefilled(
     runner: Runner,
     ladders: Rows[Ladder],
     policies: Rows[DepthPolicy],
     costs: PassCosts = COSTS,
-) -> list[tuple[Sequence, Drafter]]:
+) -> list[Sequence]:
     """Sequences after the prefill of their own prompts, each with its ladder's drafter."""
     decoder = Decoder(runner)
-    bound: dict[int, tuple[BoundLadder, Drafter]] = {}
+    drafters: dict[int, Drafter] = {}
     found = []
     for number, (ladder, policy) in enumerate(zip(ladders, policies, strict=True)):
-        if id(ladder) not in bound:
-            bound[id(ladder)] = (
-                ladder.bind(runner),
-                Drafter(runner, costs, (1.0,) * len(DEPTHS)),
-            )
-        own, drafter = bound[id(ladder)]
+        if id(ladder) not in drafters:
+            bound = ladder.bind(runner)
+            bound.agreements = (1.0,) * len(DEPTHS)
+            drafters[id(ladder)] = Drafter(runner, costs, bound)
         prompt = tuple(range(3 + number, 9 + 3 * number))
         stopping = StoppingParams(max_tokens=20, ignore_eos=True)
         request = GenerationRequest(prompt, stopping=stopping, policy=policy)
-        sequence = decoder.admit(request, own, drafter.confidence(request))
+        sequence = decoder.admit(request, drafters[id(ladder)])
         while not sequence.num_generated:
-            decoder.step([(sequence, drafter)], costs)
-        found.append((sequence, drafter))
+            decoder.step([sequence], costs)
+        found.append(sequence)
     return found
 
 
@@ -77,8 +75,8 @@ def test_other_sequences_in_the_batch_change_no_draft(runner, monkeypatch):
     first, second = (random_ladder(runner.loaded, seed) for seed in (2, 3))
     exact = DepthPolicy("exact", max_drafts=3)
     policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
-    batch = members(runner, [first, second, first, first], policies)
-    alone = [draft_chains([member], len(batch))[0].drafts for member in batch]
+    batch = prefilled(runner, [first, second, first, first], policies)
+    alone = [draft_chains([sequence], len(batch))[0].drafts for sequence in batch]
     together = [chain.drafts for chain in draft_chains(batch, len(batch))]
     assert together == alone
     assert {len(drafts) for drafts in alone} == {3}
@@ -90,7 +88,7 @@ def test_other_sequences_in_the_batch_change_no_draft(runner, monkeypatch):
 
 def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
     ladder = random_ladder(runner.loaded, 1, (1, 2))
-    batch = members(runner, [ladder] * 3, [DepthPolicy("exact", max_drafts=n) for n in (1, 2, 2)])
+    batch = prefilled(runner, [ladder] * 3, [DepthPolicy("exact", max_drafts=n) for n in (1, 2, 2)])
     asked: list[int] = []
     propose = BoundLadder.propose
 
@@ -111,9 +109,10 @@ def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0)])
 def test_drafts_that_a_margin_accepts_do_not_count_for_other_requests(runner, sampling):
     margin = DepthPolicy("relaxed", margin=1e6)
-    [(sequence, drafter)] = members(runner, [random_ladder(runner.loaded, 1)], [margin])
+    [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1)], [margin])
     near = GenerationRequest((1,), policy=margin)
     exact = GenerationRequest((1,), sampling=sampling, policy=DepthPolicy("exact"))
+    drafter = sequence.drafter
     before = [drafter.confidence(request).factor("depth-0") for request in (near, exact)]
     for _ in range(40):
         drafter.confidence(sequence.request).record([Draft(5, 0.5, "depth-0", 0)], 5)
@@ -127,16 +126,16 @@ def test_relaxed_drafts_as_many_as_its_bounds_count(runner, monkeypatch, limit):
     monkeypatch.setattr(builder, "CERTIFIED_DRAFTS", limit)
     all_final = DepthPolicy("relaxed", threshold=1e-6)
     costs = replace(COSTS, deep=(1.0,) * (CERTIFIED_DRAFTS + 8))
-    [member] = members(runner, [random_ladder(runner.loaded, 1)], [all_final], costs)
-    [chain] = draft_chains([member], 1)
+    [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1)], [all_final], costs)
+    [chain] = draft_chains([sequence], 1)
     assert len(chain.drafts) == limit
 
 
 def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
     ladder = random_ladder(runner.loaded, 1)
-    [(sequence, drafter)] = members(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
-    drafter.costs = replace(COSTS, exits=(ExitCost(1e-6, 1e-7), ExitCost(2.0, 0.1)))
-    [chain] = draft_chains([(sequence, drafter)], 1)
+    [sequence] = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
+    sequence.drafter.costs = replace(COSTS, exits=(ExitCost(1e-6, 1e-7), ExitCost(2.0, 0.1)))
+    [chain] = draft_chains([sequence], 1)
     assert [draft.depth for draft in chain.drafts] == [0, 0]
 
 
@@ -144,8 +143,8 @@ def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
     ladder = random_ladder(runner.loaded, 0, DEPTHS)
     for parameter in ladder.exits[0].router.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
-    [(sequence, drafter)] = members(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
-    [chain] = draft_chains([(sequence, drafter)], 1)
+    [sequence] = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
+    [chain] = draft_chains([sequence], 1)
     assert sequence.failure is None
     assert {draft.depth for draft in chain.drafts} == {DEPTHS[1]}
     gains = [expected_gain(sequence.confidence, index, 0.0) for index in range(len(DEPTHS))]
@@ -158,11 +157,11 @@ def test_only_exact_prefers_a_table_that_was_right_more_often_than_it_said(
 ):
     """The bounds of relaxed are certified for the draft of which its router is surest."""
     one = DepthPolicy(policy, **({"threshold": 0.99} if policy == "relaxed" else {}))
-    [(sequence, drafter)] = members(runner, [random_ladder(runner.loaded, 1, DEPTHS)], [one])
+    [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1, DEPTHS)], [one])
     said = [Draft(8, 0.6, "suffix", 0), Draft(9, 0.5, "successor", 0)]
     for _ in range(100):
-        drafter.confidence(sequence.request).record(said[:1], 7)
+        sequence.confidence.record(said[:1], 7)
     monkeypatch.setattr(SequenceDrafter, "table_drafts", lambda self, drafted=(): said)
     monkeypatch.setattr(Confidence, "expected_gain", lambda self, index, before: 0.0)
-    [chain] = draft_chains([(sequence, drafter)], 1)
+    [chain] = draft_chains([sequence], 1)
     assert chain.drafts[0].token == expected

@@ -80,28 +80,29 @@ def fused_ladder(runner: Runner, seed: int = 1) -> Ladder:
 
 def prefilled(
     runner: Runner, bound: BoundLadder, policies: Rows[DepthPolicy], costs: PassCosts = COSTS
-) -> list[tuple[Sequence, Drafter]]:
+) -> list[Sequence]:
     """Sequences after the prefill of their own prompts."""
-    decoder, drafter = Decoder(runner), Drafter(runner, costs, (1.0,))
-    members = []
+    bound.agreements = (1.0,)
+    decoder, drafter = Decoder(runner), Drafter(runner, costs, bound)
+    sequences = []
     for number, policy in enumerate(policies):
         prompt = tuple(range(3 + number, 9 + 3 * number))
         stopping = StoppingParams(max_tokens=20, ignore_eos=True)
         request = GenerationRequest(prompt, stopping=stopping, policy=policy)
-        sequence = decoder.admit(request, bound, drafter.confidence(request))
+        sequence = decoder.admit(request, drafter)
         while not sequence.num_generated:
-            decoder.step([(sequence, drafter)], costs)
-        members.append((sequence, drafter))
-    return members
+            decoder.step([sequence], costs)
+        sequences.append(sequence)
+    return sequences
 
 
 def drafted(
     runner: Runner, ladder: Ladder, policies: Rows[DepthPolicy]
 ) -> list[list[tuple[int, str]]]:
-    members = prefilled(runner, ladder.bind(runner), policies)
+    sequences = prefilled(runner, ladder.bind(runner), policies)
     return [
         [(draft.token, draft.rung) for draft in chain.drafts]
-        for chain in draft_chains(members, len(members))
+        for chain in draft_chains(sequences, len(sequences))
     ]
 
 
@@ -205,8 +206,8 @@ def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(
     leasts = []
     for alone_s in (0.1, 0.2, 0.4):
         costs = replace(COSTS, exits=(ExitCost(alone_s, 0.0),))
-        members = prefilled(runner, bound, [DepthPolicy("exact")], costs)
-        draft_chains(members, 1)
+        sequences = prefilled(runner, bound, [DepthPolicy("exact")], costs)
+        draft_chains(sequences, 1)
         leasts.append(noted.pop()[0].least_survival)
     # What a draft saves is proportional to survival, so twice the cost needs twice the survival.
     assert [high / low for low, high in pairwise(leasts)] == pytest.approx([2.0, 2.0])
@@ -215,9 +216,9 @@ def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(
 def test_other_sequences_in_the_batch_change_no_draft(any_runner: Runner) -> None:
     ladder = fused_ladder(any_runner)
     bound = ladder.bind(any_runner)
-    members = prefilled(any_runner, bound, [DepthPolicy("exact", max_drafts=4)] * 3)
-    alone = [draft_chains([member], 3)[0].drafts for member in members]
-    assert [chain.drafts for chain in draft_chains(members, 3)] == alone
+    sequences = prefilled(any_runner, bound, [DepthPolicy("exact", max_drafts=4)] * 3)
+    alone = [draft_chains([sequence], 3)[0].drafts for sequence in sequences]
+    assert [chain.drafts for chain in draft_chains(sequences, 3)] == alone
     assert len({tuple(draft.token for draft in drafts) for drafts in alone}) == 3
 
 
