@@ -9,7 +9,7 @@ import structlog
 
 from calibrator_service.calibration.report.held_out import LEAST_POSITIONS
 from calibrator_service.calibration.run import Run
-from shared.engine.drafting.costs import MIN_REPEATS, exit_timings, measure_deep
+from shared.engine.drafting.costs import exit_timings, measure_deep
 from shared.engine.drafting.planner import PassCosts, exit_gain_s
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import Ladder
@@ -76,15 +76,23 @@ def lower_bound(share: float, count: int) -> float:
 
 
 def measured_costs(run: Run, runner: ContiguousRunner, ladder: Ladder) -> PassCosts:
-    """What passes over one and two tokens and the exits of `ladder` cost here. Raises `Cancelled`."""
-    deep = measure_deep(runner, most_tokens=2, between=lambda: run.report("evaluating", 0.99))
-    timings = exit_timings(runner, ladder.bind(runner), repeats=MIN_REPEATS)
+    """What passes over one and two tokens and the exits of `ladder` cost here at the least. Raises `Cancelled`.
+
+    The least of the repeats, because another process that runs now would make an exit, which waits for all threads several times
+    in a fraction of a millisecond, seem five times as expensive. Workers measure for themselves whether to ask it.
+    """
+
+    def between() -> None:
+        run.report("evaluating", 0.99)
+
+    deep = measure_deep(runner, most_tokens=2, between=between, estimate=min)
+    timings = exit_timings(runner, ladder.bind(runner), estimate=min)
     while True:
         try:
             next(timings)
         except StopIteration as stop:
             return PassCosts(deep, exits=stop.value)
-        run.report("evaluating", 0.99)
+        between()
 
 
 def _why_unproven(figures: Mapping[str, Any], commonest: float) -> str:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -56,10 +56,11 @@ def measure_deep(
     *,
     most_tokens: int = MAX_PASS_TOKENS,
     between: Callable[[], None] = lambda: None,
+    estimate: Callable[[Iterable[float]], float] = statistics.median,
 ) -> tuple[float, ...]:
     """Seconds of a pass over 1..`most_tokens` tokens through all layers and the head, smoothed: see `smoothed`.
 
-    Calls `between` before each pass; an exception that it raises ends the measurement.
+    `estimate` makes one figure of the repeats: their median tells what a pass takes beside other work, their least what it takes alone. Calls `between` before each pass; an exception that it raises ends the measurement.
     """
     context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
     widest = min(most_tokens, runner.loaded.context_length - context)
@@ -78,8 +79,7 @@ def measure_deep(
         MIN_REPEATS,
         REPEATS,
     )
-    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
-    return smoothed(medians)
+    return smoothed([estimate(column) for column in zip(*rounds, strict=True)])
 
 
 def measure_wide(
@@ -125,12 +125,17 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def exit_timings(
-    runner: Runner, ladder: BoundLadder, *, repeats: int = REPEATS
+    runner: Runner,
+    ladder: BoundLadder,
+    *,
+    repeats: int = REPEATS,
+    estimate: Callable[[Iterable[float]], float] = statistics.median,
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
     """Measures, `repeats` times, the costs of taking tokens from the embedding to each layer exit and through its head and router.
 
     Yields the drafts after each measurement, so that the engine can step requests in between. A deep pass before each measurement
-    evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem half as expensive.
+    evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem half as expensive. `estimate` as in
+    `measure_deep`.
     """
     loaded = runner.loaded
     context = min(CONTEXT_TOKENS, loaded.context_length - 1)
@@ -169,7 +174,7 @@ def exit_timings(
                 drafts = ask_exit(index, depth, count)
                 taken.append(time.perf_counter() - start)
                 yield drafts
-        alone_s, together_s = (statistics.median(seconds[n][1:]) for n in (1, num_together))
+        alone_s, together_s = (estimate(seconds[n][1:]) for n in (1, num_together))
         each_more_s = max(together_s - alone_s, 0.0) / max(num_together - 1, 1)
         costs.append(ExitCost(alone_s, each_more_s))
     return tuple(costs)

@@ -1,5 +1,6 @@
 """Which exits a ladder loses: those that agree no more often than the commonest token, and those that cost more than they save."""
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,18 @@ def test_costs_are_measured_with_the_ladder(counting):
     assert all(one.alone_s > 0 for one in costs.exits)
     assert len(costs.exits) == 2
     assert set(told) == {"evaluating"}
+
+
+def test_other_processes_do_not_make_an_exit_seem_expensive(counting, monkeypatch):
+    """Two measurements of three are disturbed: what counts is what the work takes undisturbed."""
+    now = itertools.accumulate(
+        itertools.chain((0.0,), itertools.cycle((1.0, 0.0, 60.0, 0.0, 60.0, 0.0)))
+    )
+    monkeypatch.setattr("shared.engine.drafting.costs.time.perf_counter", lambda: next(now))
+    run: Any = SimpleNamespace(report=lambda *_: None)
+    costs = worth.measured_costs(run, ContiguousRunner(counting), random_ladder(counting, seed=0))
+    assert costs.deep[0] == 1.0
+    assert [one.alone_s for one in costs.exits] == [1.0, 1.0]
 
 
 def test_the_lower_bound_is_wilsons():
