@@ -17,6 +17,7 @@ from shared.engine.memory.prefixes import Prefixes, common_prefix
 from shared.engine.model_claim import ModelClaim
 from shared.engine.quality.shadow import Shadow
 from shared.engine.request.admission import Admission
+from shared.engine.request.answer import Answer
 from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
 from shared.engine.request.job import Job
 from shared.engine.request.options import RequestOptions, request_of
@@ -263,12 +264,13 @@ class Engine:
         else:
             request = prompt
         ladder = ladder or self._ladder
-        self._admission.check(request, ladder, lambda: self._num_cached(request.prompt_key))
-        _ = request.prompt_key  # made here, not on the engine's thread
+        self._admission.check(request, ladder, lambda: self._num_cached(request.given_key))
+        _ = request.given_key  # this and the answer are made here, not on the engine's thread
         job = Job(
             request,
             None if request.policy.name == "full" else ladder,
             self._admission.num_kv_tokens(request),
+            Answer(request, self.loaded),
             self._wake,
             on_event,
             on_states,
@@ -314,7 +316,7 @@ class Engine:
             return 0
         with self._loop.lock:
             jobs = list(self._loop.scheduler)
-        others = [common_prefix(prompt, job.request.prompt_key) for job in jobs]
+        others = [common_prefix(prompt, job.request.given_key) for job in jobs]
         return max(prefixes.match_length(prompt), *others, 0)
 
     def _wake(self) -> None:

@@ -231,11 +231,16 @@ class EngineLoop:
                 self._bind_in_background(job)
                 return False
             submitted_s = max(job.submitted_s, self._ready_s)
-            job.sequence = self._decoder.admit(job.request, drafter, job.on_states, submitted_s)
+            job.sequence = self._decoder.admit(
+                job.request, drafter, job.on_states, submitted_s, job.answer
+            )
             job.started_s = time.monotonic()
         except Exception as error:
             logger.exception("a request could not be started: %s", job.request.request_id)
             self._remove_and_end(job, failure_of(error))
+            return False
+        if job.sequence.is_finished:  # the caller had the whole answer, but not its end
+            self._finish(job, job.sequence)
             return False
         return True
 

@@ -49,7 +49,8 @@ class Distribution:
 
 
 class Progress(NamedTuple):
-    """What of a sequence has been counted already. `delivered_s`: time of its last tokens, in `time.monotonic()` seconds."""
+    """What of a sequence has been counted already, or elsewhere. `delivered_s`: time of its last tokens, in `time.monotonic()` seconds; 0
+    before the first."""
 
     num_generated: int = 0
     num_layer_executions: int = 0
@@ -159,13 +160,13 @@ class EngineStatistics(DepthCounts):
             num_executions = sequence.num_layer_executions - seen.num_layer_executions
             for counts in self._counts(sequence.request.router_version):
                 counts.count_tokens(num_tokens, chunks)
-                if seen.num_generated:
+                if seen.delivered_s:
                     counts.count_layers(num_executions, num_tokens)
                 else:
                     counts.num_requests += 1
-            if seen.num_generated:
+            if seen.delivered_s:
                 self.inter_token_s.record((now - seen.delivered_s) / num_tokens, num_tokens)
             else:
-                self.num_prompt_tokens += len(sequence.request.prompt_ids)
+                self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
             sequence.counted = Progress(sequence.num_generated, sequence.num_layer_executions, now)

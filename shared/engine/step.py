@@ -20,6 +20,7 @@ from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.admission import max_num_tokens
+from shared.engine.request.answer import Answer
 from shared.engine.request.handle import OnStates
 from shared.engine.request.prefill_rate import PrefillRate
 from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
@@ -83,11 +84,12 @@ class Decoder:
         drafter: Drafter,
         on_states: OnStates | None = None,
         submitted_s: float | None = None,
+        answer: Answer | None = None,
     ) -> Sequence:
         """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
 
-        `on_states` as in `GenerationHandle`. `submitted_s`: since when it waits, in `time.monotonic()` seconds; None: since now. Raises
-        `Exhausted` (reasons OUT_OF_MEMORY, KV_PAGES).
+        `on_states` as in `GenerationHandle`. `submitted_s`: since when it waits, in `time.monotonic()` seconds; None: since now.
+        `answer`: of this request, if it has been made already. Raises `Exhausted` (reasons OUT_OF_MEMORY, KV_PAGES).
         """
         loaded = self.runner.loaded
         capacity = max_num_tokens(request, loaded.context_length)
@@ -102,7 +104,7 @@ class Decoder:
             loaded,
             drafter,
             cache,
-            capacity - len(request.prompt_ids),
+            answer or Answer(request, loaded),
             learned,
             self.runner.regimes,
             on_states,
@@ -189,14 +191,14 @@ class Decoder:
     ) -> Speculation | None:
         """The next piece of a prompt. None if more of it is copied in the next step, which includes what one of `others` computes in
         this step."""
-        if not sequence.num_generated:  # what is read again is no prompt that others have
+        if not sequence.has_begun:  # what is read again is no prompt that others have
             left_to_copy = self.prefixes.match(sequence, running, copies)
             sequence.show_prompt(sequence.num_settled)
             if left_to_copy:
                 return None
             if self.prefixes.is_being_computed(sequence, others):
                 return None
-        start, end = sequence.num_settled, sequence.read_length
+        start, end = sequence.num_settled, sequence.read_until
         stop = min(start + budget, end)
         sequence.show_prompt(stop)
         return Speculation(
@@ -206,7 +208,7 @@ class Decoder:
             is_prefill=True,
             num_logits=int(stop == end),
             kept={depth: [] for depth in sequence.kept_depths},
-            read_length=end,
+            read_length=sequence.read_length,
         )
 
     # Draft.

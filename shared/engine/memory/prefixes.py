@@ -35,13 +35,13 @@ def common_prefix(left: bytes, right: bytes) -> int:
 
 
 class Donor(Protocol):
-    """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer. `prompt_key`: of the tokens that are
+    """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer. `given_key`: of the tokens that are
     its prompt. `read_length` as in `Sequence`."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
     @property
-    def prompt_key(self) -> bytes: ...
+    def given_key(self) -> bytes: ...
     @property
     def num_settled(self) -> int: ...
     @property
@@ -85,7 +85,7 @@ class Prefixes:
         num_settled, cache = sequence.num_settled, sequence.cache
         if num_settled < MIN_SHARED or cache.capacity > self._max_tokens:
             return
-        key = sequence.prompt_key[: num_settled * TOKEN_BYTES]
+        key = sequence.given_key[: num_settled * TOKEN_BYTES]
         key += key_of(sequence.tokens[len(key) // TOKEN_BYTES : num_settled])
         key = self._marked(key, sequence.read_length)
         place = bisect(self._sorted, key)
@@ -124,7 +124,7 @@ class Prefixes:
         least = start + MIN_SHARED
         for donor in running:
             if donor is not reader and donor.num_settled >= max(least, shared + 1):
-                key = self._marked(donor.prompt_key, donor.read_length)
+                key = self._marked(donor.given_key, donor.read_length)
                 common = min(common_prefix(prompt, key), donor.num_settled)
                 if common > shared:
                     best, shared, kept = donor.cache, common, b""
@@ -143,17 +143,17 @@ class Prefixes:
         prompt = self._prompt_of(reader)
         wanted = reader.num_settled + MIN_SHARED
         return self.is_enabled and any(
-            common_prefix(prompt, self._marked(other.prompt_key, other.read_length)) >= wanted
+            common_prefix(prompt, self._marked(other.given_key, other.read_length)) >= wanted
             for other in reading
         )
 
-    def match_length(self, prompt_key: bytes) -> int:
+    def match_length(self, given_key: bytes) -> int:
         """Tokens of the longest prefix of a prompt that a kept cache holds. Any thread may call it."""
-        return self._longest(self._marked(prompt_key, len(prompt_key) // TOKEN_BYTES))[0]
+        return self._longest(self._marked(given_key, len(given_key) // TOKEN_BYTES))[0]
 
     def _prompt_of(self, reader: Reader) -> bytes:
         """The key of its prompt, without the last token."""
-        return self._marked(reader.prompt_key, reader.read_length)[:-TOKEN_BYTES]
+        return self._marked(reader.given_key, reader.read_length)[:-TOKEN_BYTES]
 
     def _marked(self, key: bytes, read_length: int) -> bytes:
         """The key of tokens whose angles are those of this length. Its first byte, which no token id reaches, says their regime, so keys of

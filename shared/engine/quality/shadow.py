@@ -55,7 +55,7 @@ class ShadowCounts:
 class _Check:
     """A check that has begun. `tokens` are prompt and answer; `cache` holds the first `num_settled`. A `Reader` for `Prefixes.match`."""
 
-    prompt_key: bytes
+    given_key: bytes
 
     tokens: Rows[int]
     num_prompt_tokens: int
@@ -122,6 +122,8 @@ class Shadow:
         request = sequence.request
         if not self._share or request.policy.name != "relaxed" or not request.sampling.is_greedy:
             return
+        if request.resumed_ids:  # a part of the answer may be another worker's
+            return
         if self._random.random() >= self._share:
             return
         # What was read again has other keys and values than one pass after the other would give.
@@ -174,7 +176,7 @@ class Shadow:
             max_tokens - round_up_to_blocks(len(tokens), self._runner.block_tokens)
         )
         check = self._check = _Check(
-            request.prompt_key,
+            request.given_key,
             tokens,
             len(request.prompt_ids),
             request.sampling,

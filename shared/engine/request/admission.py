@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from shared.engine.memory.budget import round_up_to_blocks
 from shared.engine.request.prefill_rate import PrefillRate
-from shared.engine.request.prompt import check_prompt_ids
+from shared.engine.request.prompt import check_prompt_ids, check_token_ids
 from shared.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
 from shared.ladder.ladder import Ladder
@@ -73,17 +73,27 @@ class Admission:
         left_s = request.deadline_s - now_s
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed before the request was queued")
-        prefill_s = self._prefill_rate.least_s(len(request.prompt_ids))
+        prefill_s = self._prefill_rate.least_s(len(request.given_ids))
         if left_s < prefill_s:
-            prefill_s = self._prefill_rate.least_s(len(request.prompt_ids) - num_known())
+            prefill_s = self._prefill_rate.least_s(len(request.given_ids) - num_known())
         if left_s < prefill_s and self._prefill_rate.may_refuse(now_s):
             raise DeadlineExceeded(
                 f"reading the prompt alone takes at least {prefill_s:.1f} s, longer than the deadline allows",
                 reason="DEADLINE_TOO_SHORT",
             )
 
+    def _check_resumed(self, request: GenerationRequest) -> None:
+        most = max_num_tokens(request, self._loaded.context_length) - len(request.prompt_ids)
+        if len(request.resumed_ids) > most:
+            raise InvalidInput(
+                f"{len(request.resumed_ids)} tokens of the answer are there already; it may have {most}",
+                reason="RESUMED_TOO_LONG",
+            )
+        check_token_ids(self._loaded, request.resumed_ids)
+
     def _check_against_model(self, request: GenerationRequest, ladder: Ladder | None) -> None:
         check_prompt_ids(self._loaded, request.prompt_ids)
+        self._check_resumed(request)
         max_tokens = request.stopping.max_tokens
         room = self._loaded.context_length - len(request.prompt_ids)
         if max_tokens is not None and max_tokens > room:

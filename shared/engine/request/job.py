@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from shared.engine.request.answer import Answer
 from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
 from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import Sequence
@@ -21,6 +22,7 @@ class Job(GenerationHandle):
         request: GenerationRequest,
         ladder: Ladder | None,
         num_kv_tokens: int,
+        answer: Answer,
         wake: Callable[[], None],
         on_event: OnEvent | None,
         on_states: OnStates | None,
@@ -28,7 +30,8 @@ class Job(GenerationHandle):
         super().__init__(request, wake, on_event, on_states)
         self.ladder = ladder
         self.num_kv_tokens = num_kv_tokens
-        self.num_prompt_tokens = len(request.prompt_ids)
+        self.answer = answer
+        self.num_prompt_tokens = len(request.given_ids)
         self.deadline_s = request.deadline_s
         self.is_low_priority = request.is_low_priority
         self.awaited: Future[None] | None = None

@@ -14,12 +14,13 @@ from shared.model.sampling import SamplingParams
 
 
 class RequestOptions(TypedDict, total=False):
-    """`policy`: by default "exact". `sampling`: by default greedy. `logprobs`: so many alternatives for each token. The others are those
-    of `StoppingParams`."""
+    """`policy`: by default "exact". `sampling`: by default greedy. `logprobs`: so many alternatives for each token. `resumed_ids` as in
+    `GenerationRequest`. The others are those of `StoppingParams`."""
 
     policy: DepthPolicy | str
     sampling: SamplingParams | None
     logprobs: int | None
+    resumed_ids: Sequence[int]
     max_tokens: int | None
     stop_strings: Sequence[str]
     stop_token_ids: Collection[int]
@@ -52,6 +53,7 @@ def request_of(
         stopping=StoppingParams(**stopping),
         policy=policy,
         logprobs=options.get("logprobs"),
+        resumed_ids=tuple(options.get("resumed_ids", ())),
     )
 
 

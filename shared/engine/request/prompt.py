@@ -53,7 +53,12 @@ def check_prompt_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
         raise InvalidInput("the prompt has no tokens", reason="EMPTY_PROMPT")
     if len(ids) >= loaded.context_length:
         raise _too_long(f"{len(ids)} tokens", loaded)
-    low, high = min(ids), max(ids)
+    check_token_ids(loaded, ids)
+
+
+def check_token_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
+    """Raises `InvalidInput` (reason TOKEN_OUT_OF_RANGE) unless all are tokens of this model."""
+    low, high = min(ids, default=0), max(ids, default=0)
     if low < 0 or high >= loaded.vocabulary_size:
         raise InvalidInput(
             f"token id {low if low < 0 else high} is outside the vocabulary of {loaded.vocabulary_size}",

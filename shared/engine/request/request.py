@@ -59,6 +59,9 @@ class GenerationRequest:
     differ from the full model under policy relaxed; None: there is no bound. `risk_bound_tokens`: the bound holds for so many
     tokens of the answer, up to its first end-of-sequence token; None: for all of them. `is_low_priority`: it starts only while no
     other request waits.
+
+    `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as the prompt is, and the
+    answer goes on after them as if it had never been interrupted.
     """
 
     prompt_ids: tuple[int, ...]
@@ -73,17 +76,17 @@ class GenerationRequest:
     risk_bound: float | None = None
     risk_bound_tokens: int | None = None
     is_low_priority: bool = False
+    resumed_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
-        try:
-            ids = tuple(map(index, self.prompt_ids))
-        except TypeError as error:
-            raise InvalidInput("the prompt's token ids must be integers") from error
-        object.__setattr__(
-            self, "prompt_ids", ids
-        )  # frozen from here on; this is still construction
+        for name in ("prompt_ids", "resumed_ids"):
+            try:
+                ids = tuple(map(index, getattr(self, name)))
+            except TypeError as error:
+                raise InvalidInput("token ids must be integers") from error
+            object.__setattr__(self, name, ids)  # frozen from here on; this is still construction
         if math.isnan(self.deadline_s):
             raise InvalidInput("deadline_s is NaN; it must be a time, or infinite for none")
         if self.logprobs is not None:
@@ -99,10 +102,15 @@ class GenerationRequest:
                 reason="MARGIN_NEEDS_GREEDY",
             )
 
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """All that is read before the first new token: the prompt, and what of the answer the caller has."""
+        return self.prompt_ids + self.resumed_ids
+
     @cached_property
-    def prompt_key(self) -> bytes:
-        """The prompt as `Prefixes` compares it. Only for token ids that have been checked."""
-        return key_of(self.prompt_ids)
+    def given_key(self) -> bytes:
+        """The given tokens as `Prefixes` compares them. Only for token ids that have been checked."""
+        return key_of(self.given_ids)
 
 
 class FinishReason(Enum):

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from shared.engine.request.answer import Answer
 from shared.engine.request.handle import OnStates
 from shared.engine.request.request import (
     DepthStatistics,
     Finished,
-    FinishReason,
     GeneratedToken,
     GenerationRequest,
     TokenChunk,
 )
-from shared.engine.request.text import Detokenizer, StopStrings
 from shared.engine.statistics import Progress
 from shared.errors import NeapError
 from shared.ladder.ladder import SequenceDrafter
@@ -37,8 +36,8 @@ class Sequence:
     layers are not computed yet. `num_cached`: prompt tokens whose keys and values were copied from another sequence. `failure`: why
     the request ends without an answer; a failed sequence takes part in no further step.
 
-    `read_length`: the first tokens that count as read in one pass: the prompt, or more if `generate` would have read the sequence again
-    when it outgrew a regime (`shared.model.regimes`).
+    `given_ids` of the request are read first, in pieces. `read_length`: the first tokens that count as read in one pass: the prompt, or more
+    if `generate` would have read the sequence again when it outgrew a regime (`shared.model.regimes`).
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Sequence:
         loaded: LoadedModel,
         drafter: "Drafter",
         cache: KVCache,
-        max_tokens: int,
+        answer: Answer,
         learned: ClientSuccessors | None = None,
         regimes: Regimes | None = None,
         on_states: OnStates | None = None,
@@ -58,12 +57,16 @@ class Sequence:
         self.ladder = ladder = drafter.ladder
         self.confidence = drafter.confidence(request)
         self.cache = cache
-        self.max_tokens = max_tokens
-        self.tokens = list(request.prompt_ids)
+        self.answer = answer
+        self.tokens = list(request.given_ids)
         self.num_settled = 0
         self.num_cached = 0
-        self.read_length = len(self.tokens)
         self._regimes = regimes or Regimes()
+        self.read_length = len(request.prompt_ids)
+        while (again := self._regimes.next_reread(self.read_length)) and again <= len(self.tokens):
+            self.read_length = again
+        # The tokens before this position are read in pieces, as prompts are.
+        self.read_until = len(self.tokens)
         self.on_states = on_states
         tapped = tap_depths(loaded.num_layers) if on_states else ()
         kept_depths = ladder.kept_depths if ladder and ladder.kept_depths else tapped
@@ -81,13 +84,10 @@ class Sequence:
         self.num_deep_passes = 0
         self.num_layer_executions = 0
         self.num_token_layers = 0
-        self.counted = Progress()
+        self.counted = Progress(len(request.resumed_ids))
         self.failure: NeapError | None = None
         self._exits: Counter[tuple[str, int]] = Counter()
-        self._loaded = loaded
-        self._detokenizer = Detokenizer(loaded.tokenizer)
-        self._stops = StopStrings(request.stopping.stop_strings)
-        self._finish: tuple[FinishReason, str] | None = None
+        self.vocabulary_size = loaded.vocabulary_size
 
     @property
     def may_skip_drafting(self) -> bool:
@@ -96,50 +96,49 @@ class Sequence:
         return self.ladder is not None and policy.name == "exact" and not policy.max_drafts
 
     @property
-    def vocabulary_size(self) -> int:
-        return self._loaded.vocabulary_size
-
-    @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_ids)
 
     @property
-    def prompt_key(self) -> bytes:
-        return self.request.prompt_key
+    def given_key(self) -> bytes:
+        return self.request.given_key
 
     @property
     def num_generated(self) -> int:
+        """Tokens of the answer, with those that the caller had before."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def num_left(self) -> int:
-        return self.max_tokens - self.num_generated
+    def has_begun(self) -> bool:
+        """Whether there is a token that the caller did not have before."""
+        return len(self.tokens) > len(self.request.given_ids)
 
     @property
     def num_left_in_regime(self) -> int:
         """Tokens that may still be generated before the request ends or all tokens have to be read again."""
         until = self._regimes.next_reread(len(self.tokens))
-        return self.num_left if until is None else min(self.num_left, until - len(self.tokens))
+        left = self.answer.num_left
+        return left if until is None else min(left, until - len(self.tokens))
 
     @property
     def is_reading(self) -> bool:
         """Whether the next pass reads a piece of the prompt, or of what has to be read again."""
-        return self.num_settled < self.read_length
+        return self.num_settled < self.read_until
 
     def read_again_if_outgrown(self) -> None:
         """Gives up all keys and values if `generate` would do so at this length."""
         length = len(self.tokens)
         if self._regimes.next_reread(length - 1) == length and not self.is_finished:
-            self.num_settled, self.read_length = 0, length
+            self.num_settled, self.read_length, self.read_until = 0, length, length
 
     @property
     def is_finished(self) -> bool:
-        return self._finish is not None
+        return self.answer.end is not None
 
     def show_prompt(self, end: int) -> None:
-        """Tells the tables the prompt's tokens before position `end`: piece by piece, because a long prompt takes longer than a pass."""
+        """Tells the tables the given tokens before position `end`: piece by piece, because a long prompt takes longer than a pass."""
         if self.tables is not None:
-            self.tables.append(self.request.prompt_ids[self._num_shown : end])
+            self.tables.append(self.tokens[self._num_shown : end])
             self._num_shown = max(self._num_shown, end)
 
     def count_layers(self, num_layer_executions: int, num_token_layers: int) -> None:
@@ -151,46 +150,27 @@ class Sequence:
         """Makes tokens final, in order, up to the one that ends the request. Returns one chunk per token, with its text."""
         chunks: list[TokenChunk] = []
         for token in tokens:
-            if self._finish:
+            if self.is_finished:
                 break
             self.tokens.append(token.token_id)
             if self.first_token_s is None:
                 self.first_token_s = time.monotonic()
-            if token.token_id in self.request.stopping.stop_token_ids:
-                self._finish = (FinishReason.STOP_TOKEN, str(token.token_id))
+            text = self.answer.push(token.token_id)
+            if text is None:
                 break
             self._exits[token.rung, token.exit_depth] += 1
             if self.tables is not None:
                 self.tables.append([token.token_id])
-            if (
-                token.token_id in self._loaded.eos_token_ids
-                and not self.request.stopping.ignore_eos
-            ):
-                self._finish = (FinishReason.EOS, "")
-                chunks.append(TokenChunk("", (token,)))
-                break
-            piece, stop = self._stops.push(self._detokenizer.push(token.token_id))
-            chunks.append(TokenChunk(piece, (token,)))
-            if stop is not None:
-                self._finish = (FinishReason.STOP_STRING, stop)
-            elif self.num_left == 0:
-                self._finish = (FinishReason.LENGTH, "")
+            chunks.append(TokenChunk(text, (token,)))
         return chunks
 
     def finished(self) -> Finished:
         """The last event of the request. Call it once, after `is_finished` has become true."""
-        assert self._finish is not None
+        text = self.answer.rest()
+        assert self.answer.end is not None
+        reason, match = self.answer.end
         if self._learned is not None:  # only now: within an answer, the suffix rung knows the same
             self._learned.learn(self.tokens, self.num_prompt_tokens)
-        reason, match = self._finish
-        text = ""
-        if reason is not FinishReason.STOP_STRING:
-            # The last bytes may yet complete a stop string.
-            text, stop = self._stops.push(self._detokenizer.flush())
-            if stop is None:
-                text += self._stops.flush()
-            else:
-                reason, match = FinishReason.STOP_STRING, stop
         now = time.monotonic()
         started = self.started_s or now
         first = self.first_token_s or now
@@ -199,7 +179,7 @@ class Sequence:
             stop_match=match,
             text=text,
             num_prompt_tokens=self.num_prompt_tokens,
-            num_cached_tokens=self.num_cached,
+            num_cached_tokens=min(self.num_cached, self.num_prompt_tokens),
             num_completion_tokens=self.num_generated,
             queue_s=started - self.submitted_s,
             prefill_s=first - started,
@@ -216,5 +196,5 @@ class Sequence:
             num_layer_executions=self.num_layer_executions,
             num_token_layers=self.num_token_layers,
             num_deep_passes=self.num_deep_passes,
-            num_tokens=self.num_generated,
+            num_tokens=self.num_generated - len(self.request.resumed_ids),
         )

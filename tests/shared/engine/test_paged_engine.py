@@ -194,7 +194,7 @@ def test_a_shadow_check_takes_blocks_from_kept_caches(loaded):
         prefixes.insert(
             SimpleNamespace(  # type: ignore[arg-type]
                 tokens=(),
-                prompt_key=key_of(STEM[start:]),
+                given_key=key_of(STEM[start:]),
                 num_settled=30,
                 cache=kept,
                 read_length=30,

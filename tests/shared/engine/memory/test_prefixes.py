@@ -36,7 +36,7 @@ class _Sequence:
     tokens: list[int]
     num_settled: int
     cache: ContiguousCache
-    prompt_key: bytes
+    given_key: bytes
     read_length: int
     num_cached: int = 0
 
@@ -78,7 +78,7 @@ def test_keys_are_shared_within_a_regime_only(
         prefixes.insert(donor)
     reader = sequence([*tokens[: num_prompt_tokens - 1], 900])
     assert prefixes.is_being_computed(reader, [donor]) == bool(num_copied)
-    assert prefixes.match_length(reader.prompt_key) == (0 if is_running else num_copied)
+    assert prefixes.match_length(reader.given_key) == (0 if is_running else num_copied)
     prefixes.match(reader, [donor] if is_running else [], 1000)
     assert reader.num_settled == num_copied
 

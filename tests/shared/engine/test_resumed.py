@@ -1,0 +1,108 @@
+"""An answer that is continued from its first tokens is the answer that was never interrupted."""
+
+import pytest
+
+from shared.engine.engine import Engine
+from shared.engine.request.request import Finished, FinishReason, TokenChunk
+from shared.errors import InvalidInput
+from shared.model.loaded import LoadedModel, wrap_model
+from shared.model.sampling import SamplingParams
+from tests.families import BORDER, VOCABULARY_SIZE, build_family
+from tests.fixed_costs import fixed_cost_engine
+from tests.scripted_ladder import ScriptedLadder
+
+PROMPT = (5, 17, 3, 44, 8)
+NUM_NEW = 20
+# With them, positions change what is computed: windows, chunks, angles that depend on the length, and keys that are read again.
+FAMILIES = ("llama", "mistral-sliding", "phi3-longrope", "llama-longrope", "ministral3", "mixtral")
+SAMPLINGS = {
+    "greedy": SamplingParams(),
+    "penalised": SamplingParams(repetition_penalty=1.3),
+    "sampled": SamplingParams(temperature=0.9, top_p=0.9, seed=11),
+    "both": SamplingParams(temperature=1.1, top_k=20, seed=3, repetition_penalty=1.2),
+}
+CUTS = (1, 6, BORDER - len(PROMPT) - 1, BORDER - len(PROMPT), BORDER - len(PROMPT) + 1, NUM_NEW - 1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return wrap_model(build_family(request.param), accelerate=True)
+
+
+def generated(
+    engine: Engine, sampling: SamplingParams, resumed: tuple[int, ...] = (), **options: object
+) -> tuple[list[int], Finished]:
+    """The new tokens, and the end."""
+    options = {"max_tokens": NUM_NEW, **options}
+    tokens: list[int] = []
+    handle = engine.submit(list(PROMPT), sampling=sampling, resumed_ids=resumed, **options)
+    for event in handle.events():
+        if isinstance(event, TokenChunk):
+            tokens += [token.token_id for token in event.tokens]
+        else:
+            finished = event
+    return tokens, finished
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("prefix_cache_bytes", [0, None])
+def test_a_continued_answer_is_that_of_an_uninterrupted_run(loaded, sampling, prefix_cache_bytes):
+    """Begun by one policy and continued by the other, at any border and beside others."""
+    ladder = ScriptedLadder(lambda context: (sum(context) % VOCABULARY_SIZE, 0.6))
+    with fixed_cost_engine(loaded, ladder, prefix_cache_bytes=prefix_cache_bytes) as engine:
+        whole, end = generated(engine, sampling, policy="full")
+        assert end.num_completion_tokens == NUM_NEW
+        for policy in ("exact", "full"):
+            for cut in CUTS:
+                beside = engine.submit([9, 9, cut], policy="full", max_tokens=NUM_NEW)
+                rest, end = generated(engine, sampling, tuple(whole[:cut]), policy=policy)
+                beside.cancel()
+                assert rest == whole[cut:], f"{policy} after {cut} tokens"
+                assert end.num_completion_tokens == NUM_NEW, "counted once, by who ends it"
+                assert end.num_prompt_tokens == len(PROMPT)
+                assert end.num_cached_tokens <= len(PROMPT)
+                assert end.depth.num_tokens == NUM_NEW - cut
+        assert engine.statistics.num_layer_executions_extra >= 0
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest):
+    with fixed_cost_engine(wrap_model(build_family("llama"), accelerate=True)) as engine:
+        yield engine
+
+
+def test_a_whole_answer_only_ends(engine):
+    whole, _ = generated(engine, SamplingParams(), policy="full")
+    steps = sum(engine.statistics.step_s.counts)
+    rest, end = generated(engine, SamplingParams(), tuple(whole), policy="full")
+    assert (rest, end.reason) == ([], FinishReason.LENGTH)
+    assert sum(engine.statistics.step_s.counts) == steps
+    stopped = tuple(whole[:4])
+    rest, end = generated(
+        engine, SamplingParams(), stopped, policy="full", stop_token_ids={whole[3]}
+    )
+    assert (rest, end.reason) == ([], FinishReason.STOP_TOKEN)
+
+
+def test_only_new_tokens_are_counted(engine):
+    whole, _ = generated(engine, SamplingParams(), policy="full")
+    before = engine.statistics.num_generated_tokens, engine.statistics.num_requests
+    generated(engine, SamplingParams(), tuple(whole[:15]), policy="full")
+    assert engine.statistics.num_generated_tokens == before[0] + NUM_NEW - 15
+    assert engine.statistics.num_requests == before[1] + 1
+    assert sum(engine.statistics.inter_token_s.counts) == NUM_NEW - 1 + NUM_NEW - 15 - 1
+
+
+@pytest.mark.parametrize(
+    ("resumed", "reason"),
+    [
+        ((1,) * (NUM_NEW + 1), "RESUMED_TOO_LONG"),
+        ((VOCABULARY_SIZE,), "TOKEN_OUT_OF_RANGE"),
+        ((-1,), "TOKEN_OUT_OF_RANGE"),
+        ((4, 5, 6), "RESUMED_BEYOND_END"),
+    ],
+)
+def test_tokens_that_no_answer_can_begin_with_are_refused(engine, resumed, reason):
+    with pytest.raises(InvalidInput) as caught:
+        generated(engine, SamplingParams(), resumed, policy="full", stop_token_ids={5})
+    assert caught.value.reason == reason
