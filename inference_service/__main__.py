@@ -108,6 +108,7 @@ async def serve(settings: WorkerSettings) -> int:
         request_timeout_s=settings.request_timeout_s,
         max_connection_age_s=settings.max_connection_age_s,
         max_connection_age_grace_s=settings.max_connection_age_grace_s,
+        after_grace=servicer.hand_over,
     )
     metrics.registry.register(SecurityCollector(security))
     metrics.registry.register(ClientWaitsCollector(server.waits))

@@ -1,13 +1,15 @@
 """Converts between the protos of neap.inference.v1 and the engine's dataclasses."""
 
+import hashlib
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from google.protobuf import duration_pb2
 from neap_client.inference.v1 import inference_pb2
 
 from inference_service.routers import RouterChoice
+from shared.engine.memory.prefixes import key_of
 from shared.engine.request.prompt import ROLES, Prompt, encode_prompt
 from shared.engine.request.request import (
     DepthStatistics,
@@ -18,7 +20,7 @@ from shared.engine.request.request import (
     GenerationRequest,
     StoppingParams,
 )
-from shared.errors import InvalidInput, PromptTooLong
+from shared.errors import InvalidInput, PreconditionFailed, PromptTooLong
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel
 from shared.model.sampling import SamplingParams
@@ -41,14 +43,22 @@ def to_generation_request(
 ) -> GenerationRequest:
     """Validates and tokenises a request. Blocks while it tokenises. If the seed is absent, a random one is chosen.
 
-    `deadline_s` in `time.monotonic()` seconds. Raises InvalidInput and PromptTooLong.
+    `deadline_s` in `time.monotonic()` seconds. Raises InvalidInput, PromptTooLong, and PreconditionFailed (reason PROMPT_DIFFERS) if it resumes
+    an answer to other tokens.
     """
     # The cheap checks come before the prompt is tokenised.
     sampling = to_sampling(request.sampling)
     stopping = to_stopping(request.stopping, loaded.vocabulary_size)
     policy = to_policy(request.depth)
+    prompt_ids = encode_prompt(loaded, _prompt(request, loaded.context_length))
+    expected = request.resume.prompt_digest
+    if expected and expected != prompt_digest(prompt_ids):
+        raise PreconditionFailed(
+            "the answer to resume was begun after other tokens: the worker that began it has another tokenizer or chat template",
+            reason="PROMPT_DIFFERS",
+        )
     return GenerationRequest(
-        prompt_ids=encode_prompt(loaded, _prompt(request, loaded.context_length)),
+        prompt_ids=prompt_ids,
         sampling=sampling,
         stopping=stopping,
         policy=policy,
@@ -57,7 +67,13 @@ def to_generation_request(
         client=client,
         deadline_s=deadline_s,
         is_low_priority=request.low_priority,
+        resumed_ids=tuple(request.resume.token_ids[: loaded.context_length]),
     )
+
+
+def prompt_digest(prompt_ids: Sequence[int]) -> str:
+    """Stands for the token ids of a prompt. Only for token ids that have been checked."""
+    return hashlib.sha256(key_of(prompt_ids)).hexdigest()[:32]
 
 
 def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prompt:

@@ -8,9 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import structlog
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from inference_service.convert import from_event, to_generation_request, to_router_choice
+from inference_service.convert import (
+    from_event,
+    prompt_digest,
+    to_generation_request,
+    to_router_choice,
+)
 from inference_service.generate_call import GenerateCall
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
@@ -21,12 +27,14 @@ from inference_service.token_texts import TokenTexts
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.request import GenerationRequest
-from shared.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
+from shared.errors import DeadlineExceeded, Exhausted, NotFound, PreconditionFailed, Unavailable
 from shared.rpc.callers import client_key
 from shared.rpc.interceptors import annotate_call, current_request_id, write_response
 from shared.rpc.pages import named_page
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+log = structlog.get_logger("neap.inference")
 
 
 @dataclass
@@ -88,6 +96,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._relaxed_bound = relaxed_bound
         self._served: dict[str, _Served] = {}
         self._ready = False
+        # Of calls whose clients go on elsewhere.
+        self._resumable: set[EventStream] = set()
+        self._hands_over = False
         self._loading = ""
 
     def set_loading(self, model: str, step: str) -> None:
@@ -113,6 +124,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def set_ready(self) -> None:
         self._ready = True
+
+    def hand_over(self) -> None:
+        """Ends the calls whose clients resume them elsewhere, after the tokens that they have, and refuses such calls from now on."""
+        self._hands_over = True
+        if self._resumable:
+            log.info("answers are handed over", num_calls=len(self._resumable))
+        for stream in self._resumable:
+            stream.push(_handed_over())
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Any
@@ -142,6 +161,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             client=client_key(context),
             deadline_s=deadline_s,
         )
+        if request.can_resume and self._hands_over:
+            raise _handed_over()
         router: LoadedRouter | None = None
         if generation.policy.name != "full":
             choice = to_router_choice(request.router)
@@ -153,19 +174,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             call.set_router(router.version, by_default=choice == RouterChoice())
             if generation.policy.name != asked:
                 annotate_call(served_policy=generation.policy.name)
+        inexact = _why_inexact(request.resume, generation, engine)
+        if inexact and request.resume.only_exactly:
+            raise PreconditionFailed(
+                f"the answer would not go on exactly as it began: {inexact}",
+                reason="NUMERICS_DIFFER",
+                metadata={"numerics_id": engine.numerics.id},
+            )
         stream = EventStream()
+        if request.can_resume:
+            self._resumable.add(stream)
         try:
             handle = await self._pools.requests.call(_submit, engine, generation, router, stream)
             call.set_handle(handle)
-            await write_response(
-                context, _started(generation, engine, router), self._stall_timeout_s
-            )
+            started = _started(generation, engine, router, continued_inexactly=bool(inexact))
+            await write_response(context, started, self._stall_timeout_s)
             while (event := await stream.next()) is not None:
                 call.record_event(event)
                 response = from_event(event, served.text_of)
                 await write_response(context, response, self._stall_timeout_s)
         finally:
             # Cancellation and deadline both raise CancelledError in any of the awaits above.
+            self._resumable.discard(stream)
             stream.close()
 
     async def GetModel(  # noqa: N802
@@ -243,7 +273,11 @@ def _promise(engine: Engine) -> inference_pb2.ExactPromise:
 
 
 def _started(
-    request: GenerationRequest, engine: Engine, router: LoadedRouter | None
+    request: GenerationRequest,
+    engine: Engine,
+    router: LoadedRouter | None,
+    *,
+    continued_inexactly: bool,
 ) -> inference_pb2.GenerateResponse:
     bound, num_tokens = (None, None) if router is None else published_bound(request, router)
     return inference_pb2.GenerateResponse(
@@ -259,8 +293,27 @@ def _started(
             risk_bound_tokens=num_tokens if bound is not None else None,
             exact_promise=_promise(engine),
             numerics_id=engine.numerics.id,
+            prompt_digest=prompt_digest(request.prompt_ids),
+            num_resumed_tokens=len(request.resumed_ids),
+            continued_inexactly=continued_inexactly,
         )
     )
+
+
+def _why_inexact(resume: inference_pb2.Resume, request: GenerationRequest, engine: Engine) -> str:
+    """Why tokens after the resumed ones may differ from those of an uninterrupted run. Empty if they do not."""
+    if not request.resumed_ids:
+        return ""
+    if resume.numerics_id != engine.numerics.id:
+        began = resume.numerics_id[:64] or "unknown"
+        return f"its numerics are {began}, and this worker's are {engine.numerics.id}"
+    if request.policy.name == "relaxed":
+        return "tokens of the policy relaxed depend on how they are drafted"
+    return engine.numerics.why_not
+
+
+def _handed_over() -> Unavailable:
+    return Unavailable("the worker is stopping; the answer goes on elsewhere", reason="HANDED_OVER")
 
 
 def _deadline_s(context: Any) -> float:

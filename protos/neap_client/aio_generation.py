@@ -1,12 +1,13 @@
 """The stream of one generation for asyncio."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from neap_client.errors import NeapError
 from neap_client.generation import Generation
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
 from neap_client.retry import repeat_async
@@ -19,9 +20,9 @@ class AsyncGenerationStream(Generation, AsyncIterator[GenerateResponse]):
     Only one task may iterate. Cancelling that task cancels the call; so does leaving an `async with` block of the stream.
     """
 
-    def __init__(self, open_call: Callable[[float | None], Any], **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         self._closing = asyncio.Event()
-        super().__init__(open_call, **options)
+        super().__init__(*args, **options)
 
     async def start(self) -> None:
         """Wait for the first chunk, repeating the call if necessary. Iterating does this by itself."""
@@ -33,7 +34,7 @@ class AsyncGenerationStream(Generation, AsyncIterator[GenerateResponse]):
         await self.start()
         if self._is_closed:
             raise StopAsyncIteration
-        event = self._held.popleft() if self._held else await self._receive()
+        event = self._held.popleft() if self._held else await self._go_on()
         if event is None:
             raise StopAsyncIteration
         return self._record(event)
@@ -55,7 +56,20 @@ class AsyncGenerationStream(Generation, AsyncIterator[GenerateResponse]):
             event = await self._receive()
             if event is None:
                 return
-            self._held.append(event)
+            self._hold(event)
+
+    async def _go_on(self) -> GenerateResponse | None:
+        """Receive the next event, from another call if this one is interrupted. None at the end of the stream."""
+        try:
+            return await self._receive()
+        except NeapError as error:
+            if not self._may_resume(error):
+                raise
+            attempts = self._new_attempts()
+            wait_s = attempts.wait_s(error)
+        await self._wait(wait_s)
+        await repeat_async(self._attempt, attempts, sleep=self._wait)
+        return self._held.popleft() if self._held else await self._receive()
 
     async def _receive(self) -> GenerateResponse | None:
         """Return the next event, or None at the end of the stream."""

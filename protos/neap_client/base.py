@@ -7,6 +7,7 @@ from typing import Any, TypedDict, Unpack
 from neap_client import methods
 from neap_client.channel import ClientSecurity, RenewedChannel
 from neap_client.errors import NeapError, Unavailable
+from neap_client.generation import Resumes
 from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, Metadata, trace_context
 from neap_client.methods import Method
@@ -40,12 +41,13 @@ class ClientBase:
     such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left out. With `health_service`, so are those whose
     health check of this service ("" for the whole server) does not say SERVING, because they load or drain. `timeout_s` is the
     deadline of every unary call. `num_attempts` includes the first attempt. Unless `waits_when_full`, a generation that a full
-    service refuses is not repeated after the service's retry delay. Without `security` the connection is plain text and has no
+    service refuses is not repeated after the service's retry delay. `resumes`: whether an answer that its worker interrupts is resumed by
+    another one: "always", "exactly" (only if it goes on with the same numerics), or "never". Without `security` the connection is plain text and has no
     token. Raises InvalidInput as `open_channel` does.
 
     Every method raises NeapError as the service raised it (`neap_client.status.from_rpc_error`). On UNAVAILABLE the client repeats
-    only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, and generations that have returned no
-    token yet. A watch that has begun goes on where it was, however long the service is away (see WatchOptions).
+    only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, and generations, which go on after the tokens
+    that they have returned. A watch that has begun goes on where it was, however long the service is away (see WatchOptions).
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class ClientBase:
         num_attempts: int = 4,
         waits_when_full: bool = True,
         health_service: str | None = None,
+        resumes: Resumes = "always",
     ) -> None:
         self.target = target
         self._security = security or ClientSecurity()
         self._timeout_s = timeout_s
         self._num_attempts = num_attempts
         self._waits_when_full = waits_when_full
+        self._resumes = resumes
         self._health_service = health_service
         self._is_closed = False
         self._channel: RenewedChannel[Any] = RenewedChannel(self._security, self._open_channel)
@@ -122,7 +126,11 @@ class ClientBase:
         """Return the arguments of a generation's stream. All attempts have the same request id; None makes a new one."""
         own = ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)), *metadata)
         return {
-            "open_call": lambda left_s: self._start_stream(methods.GENERATE, request, own, left_s),
+            "open_call": lambda asked, left_s: self._start_stream(
+                methods.GENERATE, asked, own, left_s
+            ),
+            "request": request if isinstance(request, bytes) else request.SerializeToString(),
+            "resumes": self._resumes,
             "num_attempts": self._num_attempts,
             "timeout_s": timeout_s,
             "waits_when_full": self._waits_when_full,

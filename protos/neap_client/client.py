@@ -71,8 +71,8 @@ class NeapClient(ClientBase):
     ) -> GenerationStream:
         """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
 
-        The call is repeated only before the first token: see GenerationStream. A repeated call has the same `request_id`, so it gets
-        the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own. `request` may
+        The call is repeated before the first token, and resumed after it: see GenerationStream. All calls have the same
+        `request_id`, so they get the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own. `request` may
         be serialized already, which spares calls with the same large prompt the work.
         """
         return GenerationStream(**self._generation(request, timeout_s, request_id, metadata))

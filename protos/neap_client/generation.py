@@ -1,4 +1,4 @@
-"""A client's stream of one generation, which repeats the call until the first token arrives."""
+"""A client's stream of one generation. It repeats the call until the first token arrives, and later resumes the answer by another one."""
 
 import math
 import threading
@@ -6,25 +6,34 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
-from neap_client.errors import Cancelled, Unavailable
+from neap_client.errors import Cancelled, NeapError, Unavailable
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
 from neap_client.retry import Attempts, is_unavailable, repeat, was_not_started
 from neap_client.status import from_rpc_error
 
+# Whether an answer that its worker interrupts is resumed by another: always, only where the tokens are those of an uninterrupted run, or never.
+Resumes = Literal["always", "exactly", "never"]
+# A worker that ends every answer must not be asked for ever.
+MAX_RESUMPTIONS = 16
+
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer. `started` says what ran; `finished` why it ended, token counts, times, and what depth execution saved."""
+    """A whole answer. `started` says what ran; `finished` why it ended, token counts, times, and what depth execution saved.
+
+    `resumptions`: the Started of each call that resumed it; times and depth statistics are of the last of them.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     started: pb.Started
     finished: pb.Finished
+    resumptions: tuple[pb.Started, ...] = ()
 
     @property
     def finish_reason(self) -> str:
@@ -45,31 +54,36 @@ class Answer:
 
 
 class Generation:
-    """What the streams of both clients know of their generation. `num_attempts` counts the calls made so far."""
+    """What the streams of both clients know of their generation. `num_attempts` counts the calls made so far. `resumptions`: the Started of each
+    call that resumed the answer; its `num_resumed_tokens` says where, `continued_inexactly` whether later tokens may differ."""
 
     def __init__(
         self,
-        open_call: Callable[[float | None], Any],
+        open_call: Callable[[bytes, float | None], Any],
+        request: bytes,
         *,
         num_attempts: int = 1,
         timeout_s: float | None = None,
         waits_when_full: bool = True,
+        resumes: Resumes = "always",
     ) -> None:
-        """`open_call` starts a call with the given deadline in seconds. The constructor starts the first call."""
+        """`open_call` starts a call with a serialized request and a deadline in seconds. The constructor starts the first call."""
         self.token_ids: list[int] = []
         self.text = ""
         self.started: pb.Started | None = None
         self.finished: pb.Finished | None = None
         self.num_attempts = 0
+        self.resumptions: list[pb.Started] = []
+        # Of a call that resumes, until it goes on with the answer.
+        self._resumed: pb.Started | None = None
         self._open_call = open_call
+        self._request = request
+        self._resumes = resumes
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._is_closed = False
-        helps = was_not_started if waits_when_full else is_unavailable
-        self._attempts = Attempts(
-            lambda error: helps(error) and not self._is_closed,
-            num_attempts=num_attempts,
-            deadline_s=self._deadline_s,
-        )
+        self._helps = was_not_started if waits_when_full else is_unavailable
+        self._num_attempts = num_attempts
+        self._attempts = self._new_attempts()
         self._held: deque[GenerateResponse] = deque()
         self._has_begun = False
         self._call: Any = self._open()
@@ -83,7 +97,30 @@ class Generation:
         """Return the whole answer of a stream that was read to its end. Raises Unavailable (INCOMPLETE_ANSWER) for any other stream."""
         if self.started is None or self.finished is None:
             raise Unavailable("the answer has not been read to its end", reason="INCOMPLETE_ANSWER")
-        return Answer(self.text, tuple(self.token_ids), self.started, self.finished)
+        return Answer(
+            self.text,
+            tuple(self.token_ids),
+            self.started,
+            self.finished,
+            tuple(self.resumptions),
+        )
+
+    def _new_attempts(self) -> Attempts:
+        return Attempts(
+            lambda error: self._helps(error) and not self._is_closed,
+            num_attempts=self._num_attempts,
+            deadline_s=self._deadline_s,
+        )
+
+    def _may_resume(self, error: NeapError) -> bool:
+        """Whether an answer that was interrupted by `error` goes on by another call: its worker, not the request, has failed."""
+        return (
+            isinstance(error, Unavailable)
+            and self._resumes != "never"
+            and self.started is not None
+            and self.finished is None
+            and len(self.resumptions) < MAX_RESUMPTIONS
+        )
 
     def _begin_attempt(self) -> None:
         """Start a call, except for the first attempt, which the constructor has started."""
@@ -91,6 +128,25 @@ class Generation:
             self._call = self._open()
         self.num_attempts += 1
         self._held.clear()
+        self._resumed = None
+
+    def _hold(self, event: GenerateResponse) -> None:
+        """Keep an event for the caller, except for the Started of a call that resumes. Raises Unavailable (reason CANNOT_RESUME)."""
+        if self.started is None or not event.HasField("started"):
+            if self._resumed is not None:
+                self.resumptions.append(self._resumed)
+                self._resumed = None
+            self._held.append(event)
+            return
+        if event.started.num_resumed_tokens != self.started.num_resumed_tokens + len(
+            self.token_ids
+        ):
+            self._call.cancel()
+            raise Unavailable(
+                "the worker that answered cannot resume an answer; it is older than this client",
+                reason="CANNOT_RESUME",
+            )
+        self._resumed = event.started
 
     @property
     def _lacks_chunk(self) -> bool:
@@ -110,21 +166,43 @@ class Generation:
         if self._is_closed:
             raise Cancelled("the stream was closed")
         left_s = self._deadline_s - time.monotonic()
-        return self._open_call(None if math.isinf(left_s) else max(0.0, left_s))
+        # Serialized messages that follow one another are merged.
+        request = self._request + self._how_it_goes_on().SerializeToString()
+        return self._open_call(request, None if math.isinf(left_s) else max(0.0, left_s))
+
+    def _how_it_goes_on(self) -> pb.GenerateRequest:
+        """What the next call has beside the request."""
+        added = pb.GenerateRequest(can_resume=self._resumes != "never")
+        if self.started is None:
+            return added
+        latest = self.resumptions[-1] if self.resumptions else self.started
+        added.sampling.seed = self.started.seed
+        if self.started.policy == "relaxed":
+            added.router.version = self.started.router_version
+        added.resume.CopyFrom(
+            pb.Resume(
+                token_ids=self.token_ids,
+                prompt_digest=self.started.prompt_digest,
+                numerics_id=latest.numerics_id,
+                only_exactly=self._resumes == "exactly",
+            )
+        )
+        return added
 
 
 class GenerationStream(Generation, Iterator[GenerateResponse]):
     """Iterates over Started, token chunks and Finished. Raises NeapError as the service raised it.
 
-    A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk has arrived.
-    Later it is not repeated, because sampling could return other tokens and the caller may have shown the first ones. Started is
-    held back until the first chunk, so it belongs to the call that delivers the tokens. Later failures are raised unchanged, and
-    `token_ids` and `text` hold what arrived before; `started` and `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
+    A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk has arrived. Started is
+    held back until the first chunk, so it belongs to the call that delivers the tokens. An answer that UNAVAILABLE interrupts later is
+    resumed by another call, at most MAX_RESUMPTIONS times: the caller sees one stream. Other failures are raised unchanged, and
+    `token_ids` and `text` hold what arrived before; `started` and `finished` are None until they arrive. Only one thread may iterate; any
+    thread may `close`.
     """
 
-    def __init__(self, open_call: Callable[[float | None], Any], **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         self._closing = threading.Event()
-        super().__init__(open_call, **options)
+        super().__init__(*args, **options)
 
     def __next__(self) -> GenerateResponse:
         if not self._has_begun:
@@ -132,7 +210,7 @@ class GenerationStream(Generation, Iterator[GenerateResponse]):
             repeat(self._attempt, self._attempts, sleep=self._closing.wait)
         if self._is_closed:
             raise StopIteration
-        return self._record(self._held.popleft() if self._held else self._receive())
+        return self._record(self._held.popleft() if self._held else self._go_on())
 
     def close(self) -> None:
         super().close()
@@ -149,9 +227,22 @@ class GenerationStream(Generation, Iterator[GenerateResponse]):
         self._begin_attempt()
         try:
             while self._lacks_chunk:
-                self._held.append(self._receive())
+                self._hold(self._receive())
         except StopIteration:  # the stream ended after Started; the caller sees that
             return
+
+    def _go_on(self) -> GenerateResponse:
+        """Receive the next event, from another call if this one is interrupted."""
+        try:
+            return self._receive()
+        except NeapError as error:
+            if not self._may_resume(error):
+                raise
+            attempts = self._new_attempts()
+            wait_s = attempts.wait_s(error)
+        self._closing.wait(wait_s)
+        repeat(self._attempt, attempts, sleep=self._closing.wait)
+        return self._held.popleft() if self._held else self._receive()
 
     def _receive(self) -> GenerateResponse:
         try:

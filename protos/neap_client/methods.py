@@ -48,7 +48,7 @@ _ROUTER = "neap.router.v1.RouterService"
 
 CHECK = Method(_HEALTH, "Check", health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse)
 
-# A generation is repeated only before its first token: see neap_client.generation.
+# A generation is repeated and resumed by its stream: see neap_client.generation.
 GENERATE = Method(
     _INFERENCE, "Generate", inference.GenerateRequest, inference.GenerateResponse, repeatable=False
 )

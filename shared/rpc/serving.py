@@ -57,6 +57,7 @@ class RpcServer:
     - `max_connection_age_s`: age at which a client is told to open a new connection, plus or minus a tenth. Calls on the old one
       finish. A client resolves the server's name again then, so it learns of new replicas. None: no limit.
     - `max_connection_age_grace_s`: how long the calls on such a connection may still take. None: no limit, so no stream is cut.
+    - `after_grace`: called when the grace period of a drain is over. It may end calls that need not be waited for.
     - `health_listen`: HOST:PORT for health checks in plain text while the server runs. Empty: none.
     """
 
@@ -73,11 +74,13 @@ class RpcServer:
         delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
         max_connection_age_s: float | None = None,
         max_connection_age_grace_s: float | None = None,
+        after_grace: Callable[[], object] = lambda: None,
     ) -> None:
         self.listen = listen
         self.port = 0
         self.grace_s = grace_s
         self.drain_timeout_s = drain_timeout_s
+        self.after_grace = after_grace
         self.security = security or ServerSecurity()
         self.waits = ClientWaits(request_timeout_s, delivery_timeout_s=delivery_timeout_s)
         interceptor = ServiceInterceptor(self.security.access, self.waits)
@@ -132,7 +135,9 @@ class RpcServer:
         log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
         self.waits.drain()
         # server.stop() closes the listener at once, so the grace period comes first.
-        if not await _set_within(self._stop_now, self.grace_s) and await self._finish():
+        is_hurried = await _set_within(self._stop_now, self.grace_s)
+        self.after_grace()
+        if not is_hurried and await self._finish():
             log.info("stopped")
             return
         # This also covers calls that arrive before the listener is closed. gRPC would end them without a reason.

@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from neap_client.generation import MAX_RESUMPTIONS
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared import errors
@@ -74,15 +75,140 @@ def test_a_call_that_broke_after_started_is_made_again_and_shows_one_started(scr
     assert (stream.token_ids, stream.text) == ([97], "a!")
 
 
-def test_after_a_chunk_nothing_is_repeated_and_the_tokens_are_there(scripted, client):
-    gone = errors.Unavailable("gone", reason="SHUTTING_DOWN")
-    _script(scripted, [_started(1), _chunk(97), _chunk(98), gone])
+def test_an_interrupted_answer_is_resumed_as_one_stream(scripted, client):
+    """Each call says what the client has, and the caller sees one Started."""
+    asked = []
+    stopping = errors.Unavailable("gone", reason="SHUTTING_DOWN")
+    begun = pb.Started(
+        seed=5, policy="relaxed", router_version=3, prompt_digest="p", numerics_id="n"
+    )
+    second = pb.Started(num_resumed_tokens=2, numerics_id="m", continued_inexactly=True)
+    third = pb.Started(num_resumed_tokens=3, numerics_id="o")
+    calls = [
+        [pb.GenerateResponse(started=begun), _chunk(97), _chunk(98), stopping],
+        [pb.GenerateResponse(started=second), stopping],
+        [pb.GenerateResponse(started=second), _chunk(99), stopping],
+        [pb.GenerateResponse(started=third), FINISHED],
+    ]
+
+    async def generate(request, context):
+        asked.append(pb.GenerateRequest.FromString(request.SerializeToString()))
+        for event in calls[len(asked) - 1]:
+            if isinstance(event, errors.NeapError):
+                raise event
+            yield event
+
+    scripted.on_generate = generate
     stream = client.generate(REQUEST)
-    with pytest.raises(errors.Unavailable, match="gone") as caught:
+    assert list(stream) == [calls[0][0], _chunk(97), _chunk(98), _chunk(99), FINISHED]
+    assert stream.text == "abc!"
+    assert [list(one.resume.token_ids) for one in asked] == [[], [97, 98], [97, 98], [97, 98, 99]]
+    assert [one.resume.numerics_id for one in asked] == ["", "n", "n", "m"]
+    assert all(one.can_resume and one.model_id == "m" for one in asked)
+    assert not asked[0].HasField("resume")
+    for later in asked[1:]:
+        assert (later.sampling.seed, later.router.version) == (5, 3)
+        assert (later.resume.prompt_digest, later.resume.only_exactly) == ("p", False)
+    assert stream.resumptions == [second, third]
+    assert stream.answer().resumptions == (second, third)
+
+
+def test_a_resumed_answer_is_resumed_after_all_its_tokens(scripted, client):
+    """The caller's own tokens come before those of the first call."""
+    asked = []
+    own = pb.GenerateRequest(model_id="m", resume=pb.Resume(token_ids=[1, 2]))
+
+    async def generate(request, context):
+        asked.append(list(request.resume.token_ids))
+        yield pb.GenerateResponse(started=pb.Started(num_resumed_tokens=len(asked[-1])))
+        if len(asked) == 2:
+            yield FINISHED
+            return
+        yield _chunk(97)
+        raise errors.Unavailable("gone")
+
+    scripted.on_generate = generate
+    assert list(client.generate(own))[1:] == [_chunk(97), FINISHED]
+    assert asked == [[1, 2], [1, 2, 97]]
+
+
+def test_a_worker_that_begins_anew_is_not_taken_for_one_that_resumes(scripted, client):
+    gone = errors.Unavailable("gone")
+    _script(scripted, [_started(1), _chunk(97), gone], *[[_started(1), _chunk(98), FINISHED]] * 2)
+    stream = client.generate(REQUEST)
+    with pytest.raises(errors.Unavailable) as caught:
         list(stream)
-    assert caught.value.reason == "SHUTTING_DOWN"
-    assert (stream.token_ids, stream.text) == ([97, 98], "ab")
-    assert scripted.num_calls == 1
+    assert caught.value.reason == "CANNOT_RESUME"
+    assert (stream.token_ids, stream.text) == ([97], "a")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.Exhausted("full", retry_after_s=0.0),
+        errors.NeapError("no"),
+        errors.DeadlineExceeded(""),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_answer_whose_request_has_failed_is_not_resumed(scripted, client, error):
+    _script(scripted, [_started(1), _chunk(97), error])
+    stream = client.generate(REQUEST)
+    with pytest.raises(type(error)):
+        list(stream)
+    assert (stream.token_ids, scripted.num_calls) == ([97], 1)
+
+
+@pytest.mark.parametrize(("resumes", "num_calls"), [("never", 1), ("exactly", 2)])
+def test_a_client_may_do_without_other_tokens(scripted, server, make_client, resumes, num_calls):
+    """The worker refuses what would go on inexactly, and that ends the stream."""
+    asked = []
+
+    async def generate(request, context):
+        asked.append(request)
+        if request.resume.only_exactly:
+            raise errors.PreconditionFailed("other numerics", reason="NUMERICS_DIFFER")
+        yield _started(1)
+        yield _chunk(97)
+        raise errors.Unavailable("gone")
+
+    scripted.on_generate = generate
+    with (
+        make_client(server.target, resumes=resumes) as client,
+        pytest.raises(errors.NeapError) as caught,
+    ):
+        list(client.generate(REQUEST))
+    assert caught.value.reason == ("UNAVAILABLE" if resumes == "never" else "NUMERICS_DIFFER")
+    assert len(asked) == num_calls
+    assert asked[0].can_resume == (resumes != "never")
+
+
+def test_a_service_that_always_breaks_off_is_not_asked_for_ever(scripted, client):
+    asked = []
+
+    async def generate(request, context):
+        asked.append(len(request.resume.token_ids))
+        yield pb.GenerateResponse(started=pb.Started(num_resumed_tokens=asked[-1]))
+        yield _chunk(97)
+        raise errors.Unavailable("gone")
+
+    scripted.on_generate = generate
+    with pytest.raises(errors.Unavailable, match="gone"):
+        list(client.generate(REQUEST))
+    assert asked == list(range(MAX_RESUMPTIONS + 1))
+
+
+def test_closing_ends_the_wait_before_an_answer_is_resumed(scripted, client):
+    _script(
+        scripted,
+        [_started(1), _chunk(97), errors.Unavailable("gone")],
+        *[[errors.Exhausted("full", retry_after_s=3600)]] * 2,
+    )
+    stream = client.generate(REQUEST)
+    threading.Timer(0.5, stream.close).start()
+    with pytest.raises(errors.Cancelled):
+        list(stream)
+    assert stream.token_ids == [97]
 
 
 def test_an_answer_without_a_token_is_complete(scripted, client):
