@@ -48,6 +48,9 @@ class GenerateCall:
         """The engine has accepted the request."""
         self._handle = handle
         annotate_call(prompt_tokens=len(handle.request.prompt_ids))
+        if handle.request.resumed_ids:
+            self._metrics.requests_resumed.labels(self._model_id).inc()
+            annotate_call(resumed_tokens=len(handle.request.resumed_ids))
 
     def record_event(self, event: GenerationEvent) -> None:
         """`event` is about to be written to the client."""

@@ -87,6 +87,12 @@ class WorkerMetrics:
             ["model_id", "reason"],
             registry=self.registry,
         )
+        self.requests_resumed = Counter(
+            "neap_requests_resumed",
+            "Generate calls that went on with an answer that another call had begun.",
+            ["model_id"],
+            registry=self.registry,
+        )
         self.request_failures = Counter(
             "neap_request_failures",
             "Generate calls that ended early: cancelled, past their deadline, or failed, by reason.",

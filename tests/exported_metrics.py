@@ -51,6 +51,7 @@ def busy_metrics() -> WorkerMetrics:
     metrics.e2e_request_latency.labels("tiny").observe(0.1)
     metrics.request_success.labels("tiny", "eos").inc()
     metrics.requests_rejected.labels("tiny", "QUEUE_FULL").inc()
+    metrics.requests_resumed.labels("tiny").inc()
     metrics.request_failures.labels("tiny", "CANCELLED").inc()
     metrics.router_version.labels("tiny").set(3)
     metrics.stale_resolutions.labels("tiny").inc()

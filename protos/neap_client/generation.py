@@ -78,7 +78,7 @@ class Generation:
         self._resumed: pb.Started | None = None
         self._open_call = open_call
         self._request = request
-        self._resumes = resumes
+        self._resumes = resumes if num_attempts > 1 else "never"
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._is_closed = False
         self._helps = was_not_started if waits_when_full else is_unavailable

@@ -228,6 +228,9 @@ class Gateway:
             num_tokens = sum(choice.num_tokens for choice in choices)
             self._metrics.tokens.inc(num_tokens)
             exchange.log_fields["generated_tokens"] = num_tokens
+            if resumed := sum(len(stream.resumptions) for stream in streams):
+                self._metrics.resumptions.inc(resumed)
+                exchange.log_fields["resumptions"] = resumed
         if any(choice.finished is None for choice in choices):
             raise Unavailable("the worker ended the answer early", reason="INCOMPLETE_ANSWER")
         if not generation.is_stream:

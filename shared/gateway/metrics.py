@@ -52,6 +52,11 @@ class GatewayMetrics:
             buckets=LATENCY_BOUNDS_S,
             registry=self.registry,
         )
+        self.resumptions = Counter(
+            "neap_gateway_resumptions",
+            "Calls of workers that went on with an answer that another worker had begun",
+            registry=self.registry,
+        )
         self.tokens = Counter(
             "neap_gateway_generation_tokens",
             "Tokens received from workers",

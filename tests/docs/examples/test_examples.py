@@ -7,12 +7,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from google.protobuf.descriptor_pb2 import FileOptions
 from neap_client import NeapClient, generate_request
+from neap_client.inference.v1 import inference_pb2_grpc
 
 from shared.engine.engine import Engine
 from shared.model.loaded import wrap_model
@@ -26,6 +30,8 @@ EXAMPLES = ROOT / "docs" / "examples"
 # Debian's packages golang-google-grpc-dev and golang-github-golang-protobuf-1-5-dev put the libraries of Go here. The tools are in
 # golang-go, protoc-gen-go-1-5 and protoc-gen-go-grpc.
 GO_LIBRARIES = Path("/usr/share/gocode")
+# Started, and the tokens of a call that is broken off.
+NUM_EVENTS = 8
 GO_TOOLS = ("go", "protoc-gen-go", "protoc-gen-go-grpc")
 
 
@@ -38,6 +44,33 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         with serving(engine, registry) as worker:
             yield worker.target
     registry.close()
+
+
+class Interrupting(inference_pb2_grpc.InferenceServiceServicer):
+    """Hands calls on, and breaks off each answer after a few more tokens."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+        self.num_resumed = 0
+
+    def Generate(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        self.num_resumed += bool(request.resume.token_ids)
+        for number, event in enumerate(self._stub.Generate(request)):
+            if number == NUM_EVENTS and request.can_resume:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+            yield event
+
+
+@pytest.fixture
+def interrupting(target: str) -> Iterator[tuple[str, Interrupting]]:
+    with grpc.insecure_channel(target) as channel, ThreadPoolExecutor(2) as pool:
+        servicer = Interrupting(inference_pb2_grpc.InferenceServiceStub(channel))
+        server = grpc.server(pool)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}", servicer
+        server.stop(None).wait()
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +118,14 @@ def test_what_the_tools_leave_is_ignored(name):
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
-def test_node(target, answer, tmp_path):
+def test_node(target, answer, interrupting, tmp_path):
     for name in ("package.json", "generate.mjs", "openai.mjs"):
         shutil.copy(EXAMPLES / "node" / name, tmp_path / name)
     run("npm", "install", "--no-audit", "--no-fund", "--silent", cwd=tmp_path)
-    command = ("node", "generate.mjs", target, "tiny", "hello", ROOT / "protos")
-    assert run(*command, cwd=tmp_path) == f"{answer}\n"
+    for address in (target, interrupting[0]):
+        command = ("node", "generate.mjs", address, "tiny", "hello", ROOT / "protos")
+        assert run(*command, cwd=tmp_path) == f"{answer}\n"
+    assert interrupting[1].num_resumed > 2
     with gateway_to(target) as gateway:
         printed = run("node", "openai.mjs", gateway.url, "tiny", "hello", cwd=tmp_path)
     assert printed == f"{answer}\n"
@@ -101,7 +136,7 @@ def test_node(target, answer, tmp_path):
     not all(map(shutil.which, GO_TOOLS)) or not (GO_LIBRARIES / "src").is_dir(),
     reason=f"needs {', '.join(GO_TOOLS)} and Go's libraries of gRPC in {GO_LIBRARIES}",
 )
-def test_go(target, answer, tmp_path):
+def test_go(target, answer, interrupting, tmp_path):
     folder = tmp_path / "src" / "neap-example"
     shutil.copytree(EXAMPLES / "go", folder)
     buf = shutil.which("buf", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -113,7 +148,9 @@ def test_go(target, answer, tmp_path):
         GOPATH=f"{tmp_path}{os.pathsep}{GO_LIBRARIES}",
         GOCACHE=str(tmp_path / "cache"),
     )
-    assert run("./example", target, "tiny", "hello", cwd=folder) == f"{answer}\n"
+    for address in (target, interrupting[0]):
+        assert run("./example", address, "tiny", "hello", cwd=folder) == f"{answer}\n"
+    assert interrupting[1].num_resumed > 2
 
 
 def test_files_have_options_for_java():
