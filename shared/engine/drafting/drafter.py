@@ -15,20 +15,27 @@ from shared.engine.drafting.speculation import Speculation, advance_to
 from shared.engine.failure import attempt, fail_all
 from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import Sequence
+from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.native_chain import HeadDraft
 from shared.model.runner import Runner
 
 
 class Drafter:
-    """Asks the layer exits of one bound ladder for drafts. `costs` include those of the exits; `agreements` as in `Confidence`."""
+    """Asks the layer exits of one bound ladder for drafts. `costs` include those of the exits; `agreements` and `weights` as in `Confidence`."""
 
-    def __init__(self, runner: Runner, costs: PassCosts, agreements: Rows[float] = ()) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        costs: PassCosts,
+        agreements: Rows[float] = (),
+        weights: JointWeights = DEFAULT_WEIGHTS,
+    ) -> None:
         self.costs = costs
         self._runner = runner
         # Sampled tokens agree with drafts less often than greedy ones, and a margin accepts more drafts: each kind has its own record.
         self._confidence = {
-            kind: Confidence(agreements) for kind in product((True, False), repeat=2)
+            kind: Confidence(agreements, weights) for kind in product((True, False), repeat=2)
         }
 
     def confidence(self, request: GenerationRequest) -> Confidence:

@@ -40,7 +40,7 @@ def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
     )
     try:
         decoder = Decoder(runner)
-        drafter = Drafter(runner, costs, ladder.agreements)
+        drafter = Drafter(runner, costs, ladder.agreements, ladder.joint_weights)
         sequence = decoder.admit(request, ladder, drafter.confidence(request))
         while not sequence.is_finished:
             assert sequence.drafter is not None
