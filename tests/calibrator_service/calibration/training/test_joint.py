@@ -4,10 +4,13 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from calibrator_service.calibration import pipeline
+from calibrator_service.calibration.report.chain_agreement import chain_agreement
 from calibrator_service.calibration.report.joint_figures import joint_figures
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
@@ -15,7 +18,7 @@ from calibrator_service.calibration.training.draft_vocabulary import DraftVocabu
 from calibrator_service.calibration.training.joint import Position, fit_joint, said_at
 from shared.engine.drafting.confidence import Confidence, log_odds
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights, Weights
-from shared.ladder.ladder import SequenceDrafter
+from shared.ladder.ladder import Ladder, ModelIdentity, SequenceDrafter
 from shared.ladder.rungs import SUFFIX, Draft, exit_name
 from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.contiguous_runner import ContiguousRunner
@@ -184,3 +187,28 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
             assert one.probability == pytest.approx(other.probability, abs=0.1)
             num_alike += one.token == other.token
     assert num_alike > 0.95 * sum(len(said) for said, _ in found)
+
+    # The figures along chains put exits and tables of the same positions side by side, too.
+    figures = chain_agreement(ladder, collector.chunks("routers"), labelled, vocabulary)
+    for layer_exit in ladder.exits:
+        beside = [
+            next(d for d in said if d.rung == layer_exit.name).token == choice
+            for said, choice in found
+            if not any(d.rung == SUFFIX and d.token == choice for d in said)
+        ]
+        own = figures[layer_exit.name]
+        assert own["positions_beside_tables"] == len(beside) > 0
+        assert own["agreement_1_beside_tables"] == pytest.approx(sum(beside) / len(beside))
+
+
+def test_weights_are_measured_on_text_that_they_were_not_learned_from(monkeypatch) -> None:
+    said = {"routers": list(positions(200)), "report": list(positions(100, seed=1))}
+    monkeypatch.setattr(
+        pipeline, "said_at", lambda ladder, chunks, sequences, vocabulary: said[chunks]
+    )
+    splits = {split: split for split in said}
+    material = SimpleNamespace(chunks=splits, table_sequences=splits)
+    model = ModelIdentity("tiny", "sha256:0", "LlamaForCausalLM", 4, 16, 100)
+    ladder, figures = pipeline.with_joint_weights(Ladder(model), material, None)
+    assert ladder.joint_weights == fit_joint(said["routers"])
+    assert figures == joint_figures(ladder.joint_weights, said["report"])
