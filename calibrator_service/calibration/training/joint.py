@@ -11,6 +11,7 @@ from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.logistic import fit_logistic
 from shared.engine.drafting.confidence import TABLE_ALONE, cases, log_odds
+from shared.ladder.exits import LayerExit
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights
 from shared.ladder.ladder import Ladder, SequenceDrafter
 from shared.ladder.routers import scalar_features
@@ -18,8 +19,8 @@ from shared.ladder.rungs import Draft
 
 # Positions that are learned from and measured on.
 MAX_POSITIONS = 20_000
-# Precision of the priors: about 250 positions of a case say as much as they do.
-PRECISION = 200.0
+# Precision of the priors. A few hundred positions of a few texts say less than they do, a few thousand of them more (docs/decisions/041).
+PRECISION = 500.0
 # Chains at a time.
 PASS_SIZE = 1024
 
@@ -54,35 +55,29 @@ def table_positions(ladder: Ladder, sequence: LabelledSequence) -> Iterator[Posi
         yield drafter.table_drafts(), choices[position]
 
 
-@torch.no_grad()
 def _exit_drafts(
     ladder: Ladder, chunks: Sequence[StateChunk], vocabulary: DraftVocabulary
 ) -> Iterator[tuple[Draft, ...] | None]:
     """The first drafts of the exits' chains from each labelled position of the chunks. None: nothing is settled before it."""
     for stored in chunks:
-        chunk = stored.to(vocabulary.device)
-        said: list[tuple[Draft, ...]] = []
-        for index in torch.arange(len(chunk)).split(PASS_SIZE):
-            found: list[list[Draft]] = []
-            for one in ladder.exits:
-                output = next(
-                    chain_outputs(
-                        one.depth, one.head, chunk, index, vocabulary, ladder.model.num_layers
-                    )
-                )
-                scalars = scalar_features(output.logits, output.chain_places)
-                device = one.router.slope.device
-                probabilities = one.router(output.adapted.to(device), scalars.to(device)).tolist()
-                tokens = vocabulary.tokens[output.logits.argmax(-1).cpu()].tolist()
-                found.append(
-                    [
-                        Draft(t, p, one.name, one.depth)
-                        for t, p in zip(tokens, probabilities, strict=True)
-                    ]
-                )
-            said += zip(*found, strict=True)
-        those = iter(said)
-        yield from (next(those) if is_usable else None for is_usable in chunk.usable.tolist())
+        chunk, layers = stored.to(vocabulary.device), ladder.model.num_layers
+        by_exit = [_first_drafts(one, chunk, vocabulary, layers) for one in ladder.exits]
+        said = zip(*by_exit, strict=True)
+        yield from (next(said) if is_usable else None for is_usable in chunk.usable.tolist())
+
+
+@torch.no_grad()
+def _first_drafts(
+    one: LayerExit, chunk: StateChunk, vocabulary: DraftVocabulary, num_layers: int
+) -> Iterator[Draft]:
+    device = one.router.slope.device
+    for index in torch.arange(len(chunk)).split(PASS_SIZE):
+        output = next(chain_outputs(one.depth, one.head, chunk, index, vocabulary, num_layers))
+        scalars = scalar_features(output.logits, output.chain_places)
+        said = one.router(output.adapted.to(device), scalars.to(device)).tolist()
+        tokens = vocabulary.tokens[output.logits.argmax(-1).cpu()].tolist()
+        for token, probability in zip(tokens, said, strict=True):
+            yield Draft(token, probability, one.name, one.depth)
 
 
 def fit_joint(positions: Iterable[Position]) -> JointWeights:
